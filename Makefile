@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make demo` and `make test` need only a Python 3.11+ and make: they set up .venv themselves.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+export VENV
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-unit lint bench clean
+
+help:
+	@echo "make demo       two engines, a router, and KV cache handed from one to the other"
+	@echo "make test       lint, types, import rules, and all tests"
+	@echo "make test-unit  only the tests that need no vLLM"
+	@echo "make lint       ruff, mypy, import-linter"
+	@echo "make bench      benchmarks; tables and plots go to benchmarks/results"
+	@echo "make setup      only make or update $(VENV)"
+	@echo "make clean      remove caches, made models and $(VENV)"
+	@echo "ARGS='...' is passed on by demo, test, test-unit and bench."
+
+setup:
+	@scripts/setup_env.sh
+
+demo: setup
+	@$(BIN)/omni-connector demo --cache .models $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+test-unit: setup
+	$(BIN)/python -m pytest -m "not vllm and not e2e" $(ARGS)
+
+bench: setup
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) .models build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

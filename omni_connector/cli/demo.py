@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`omni-connector demo`: KV cache handed from one vLLM engine to another, measured and checked.
+
+Each prompt is answered three times. Through the router: the prefill engine computes it and the
+decode engine takes over its KV. Again by the decode engine, which now holds the KV itself. And
+by the decode engine without any KV, as the reference: its answer never came through the
+connector, and is computed along the same numeric path (see `omni_connector.testing.reference`),
+so that its tokens must be the same. The decode engine sees a prompt first by hand-off: nothing
+in its cache could stand in for the bytes that should arrive.
+"""
+
+import logging
+import random
+import re
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from omni_connector.cli.engines import Deployment, make_engines, running
+from omni_connector.plugin import CONNECTOR_NAME
+from omni_connector.testing.engines import Client, Engine, EngineError, completion
+
+LENGTHS: Final = (100, 513, 1000, 2049)
+FAMILY: Final = "llama-wide"
+KV_TRANSFER_CONFIG: Final[Mapping[str, Any]] = {
+    "kv_connector": CONNECTOR_NAME,
+    "kv_role": "kv_both",
+}
+
+_ARGUMENTS: Final = (
+    *("--logits-processors", "omni_connector.testing.reference:ForcedFirstToken"),
+    *("--max-model-len", "8192"),
+)
+_NEW_TOKENS: Final = 16
+_WARM_UP: Final = 300
+_VOCABULARY: Final = range(3, 512)
+_STATS_S: Final = 5.0
+_TTFT: Final = "vllm:time_to_first_token_seconds"
+_BYTES: Final = "vllm:omni_connector_bytes_loaded_total"
+_TOKENS: Final = "vllm:omni_connector_tokens_loaded_total"
+_HANDOFF: Final = (
+    "vllm:omni_connector_claim_seconds_sum",
+    "vllm:omni_connector_load_seconds_sum",
+)
+_RAISED: Final = re.compile(r"\b[A-Z]\w*(Error|Exception): .*")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one prompt showed.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        tokens_moved: prompt tokens whose KV the decode engine counts as loaded.
+        bytes_moved: bytes it counts as loaded.
+        handoff_s: seconds from asking the prefill engine until the KV was in place.
+        ttft_s: seconds to the first token at the decode engine: handed off, local, recomputed.
+        same_tokens: whether all answers equal the reference.
+    """
+
+    prompt_tokens: int
+    tokens_moved: int
+    bytes_moved: int
+    handoff_s: float
+    ttft_s: tuple[float, float, float]
+    same_tokens: bool
+
+    def problems(self) -> list[str]:
+        """What is wrong with it, in words; empty when nothing is."""
+        found = []
+        # The last prompt token is computed by the decode engine: it needs its logits.
+        if self.tokens_moved < self.prompt_tokens - 1 or self.bytes_moved <= 0:
+            found.append(
+                f"{self.prompt_tokens} tokens: KV of {self.tokens_moved} tokens "
+                f"({self.bytes_moved} bytes) moved, expected {self.prompt_tokens - 1} tokens"
+            )
+        if not self.same_tokens:
+            found.append(f"{self.prompt_tokens} tokens: the answer differs from the reference")
+        return found
+
+
+class Metrics:
+    """Samples of an engine's `/metrics`, summed over their labels."""
+
+    def __init__(self, text: str) -> None:
+        from prometheus_client.parser import text_string_to_metric_families
+
+        self._samples: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                total = self._samples.get(sample.name, 0.0) + float(sample.value)
+                self._samples[sample.name] = total
+
+    @classmethod
+    def of(cls, engine: Engine) -> "Metrics":
+        """Ask an engine."""
+        with engine.client() as client:
+            return cls(client.get("/metrics").decode())
+
+    def since(self, before: "Metrics", name: str) -> float:
+        """By how much a sample grew; 0 for one that is not there."""
+        return self._samples.get(name, 0.0) - before._samples.get(name, 0.0)
+
+
+def measure(deployment: Deployment, prompt: Sequence[int], salt: str) -> Result:
+    """Answer a prompt by hand-off, from local KV and by recomputation, and compare.
+
+    Args:
+        deployment: running, idle, and never asked this prompt before.
+        prompt: token ids.
+        salt: keeps the prefix caches of the reference and of the other answers apart.
+
+    Raises:
+        EngineError: an engine or the router answered with an error.
+    """
+    from omni_connector.testing.reference import same_path
+
+    decode = deployment.decode
+    fields = {"max_tokens": _NEW_TOKENS, "cache_salt": salt}
+    start = Metrics.of(decode)
+    with Client(deployment.router.port) as client:
+        handed = _tokens(client.post("/v1/completions", completion(prompt, **fields)))
+    after_handoff = _settled(decode, start, tokens_loaded=len(prompt) - 1)
+    with decode.client() as client:
+        client.complete(prompt, **fields)
+        after_local = _settled(decode, after_handoff)
+        reference = same_path(client, prompt, max_tokens=_NEW_TOKENS).tokens
+        end = _settled(decode, after_local)
+    ttft = f"{_TTFT}_sum"
+    return Result(
+        prompt_tokens=len(prompt),
+        tokens_moved=int(after_handoff.since(start, _TOKENS)),
+        bytes_moved=int(after_handoff.since(start, _BYTES)),
+        handoff_s=sum(after_handoff.since(start, name) for name in _HANDOFF),
+        ttft_s=(
+            after_handoff.since(start, ttft),
+            after_local.since(after_handoff, ttft),
+            end.since(after_local, ttft),
+        ),
+        same_tokens=handed == reference,
+    )
+
+
+def _tokens(answer: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(answer["choices"][0]["token_ids"])
+
+
+def _settled(engine: Engine, before: Metrics, *, tokens_loaded: int = 0) -> Metrics:
+    # Statistics follow the answer by a step or two. Those of a hand-off that moved nothing never
+    # come: the deadline ends the wait, and `Result.problems` says what is missing.
+    deadline = time.monotonic() + _STATS_S
+    while True:
+        now = Metrics.of(engine)
+        answered = now.since(before, f"{_TTFT}_count") >= 1
+        if answered and now.since(before, _TOKENS) >= tokens_loaded:
+            return now
+        if time.monotonic() >= deadline:
+            return now
+        time.sleep(0.02)
+
+
+def median(results: Sequence[Result]) -> Result:
+    """One row for several prompts of one length: medians, and the worst of what is checked."""
+    middle = statistics.median
+    handed, local, recomputed = zip(*(result.ttft_s for result in results), strict=True)
+    return Result(
+        prompt_tokens=results[0].prompt_tokens,
+        tokens_moved=min(result.tokens_moved for result in results),
+        bytes_moved=min(result.bytes_moved for result in results),
+        handoff_s=middle(result.handoff_s for result in results),
+        ttft_s=(middle(handed), middle(local), middle(recomputed)),
+        same_tokens=all(result.same_tokens for result in results),
+    )
+
+
+def _table(results: Sequence[Result]) -> Table:
+    table = Table(title="KV cache handed from the prefill engine to the decode engine")
+    table.add_column("prompt\ntokens", justify="right")
+    table.add_column("MB\nmoved", justify="right")
+    table.add_column("hand-off\nms", justify="right")
+    table.add_column("first token, ms:\nhanded off", justify="right")
+    table.add_column("\nKV local", justify="right")
+    table.add_column("\nrecomputed", justify="right")
+    table.add_column("same\ntokens", justify="center")
+    for result in results:
+        table.add_row(
+            str(result.prompt_tokens),
+            f"{result.bytes_moved / 1e6:.1f}",
+            f"{result.handoff_s * 1e3:.1f}",
+            *(f"{seconds * 1e3:.0f}" for seconds in result.ttft_s),
+            "yes" if result.same_tokens else "[bold red]NO",
+        )
+    return table
+
+
+_LEGEND = """\
+First token: milliseconds at the decode engine, from the arrival of the request there.
+KV local: the same prompt again; only whole blocks are cached, the rest is computed.
+Recomputed: without any KV. Same tokens: the answers after the hand-off and after the
+recomputation are the same, token by token."""
+
+
+def _make_model(cache: Path) -> Path:
+    from omni_connector.testing.models import make_model
+
+    return make_model(FAMILY, cache.resolve() / FAMILY)
+
+
+def _load_reference() -> None:
+    # It imports vLLM, for some seconds and with remarks about this machine on the terminal.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    import omni_connector.testing.reference  # noqa: F401
+
+
+def demo(
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    rounds: int = 1,
+    cache: Path,
+    logs: Path | None = None,
+    kv_transfer_config: Mapping[str, Any] = KV_TRANSFER_CONFIG,
+) -> int:
+    """Run the demo, print its table, and return the exit status: 0 only if all of it is right.
+
+    Args:
+        lengths: of the prompts, in tokens.
+        rounds: prompts of each length.
+        cache: folder under which the made model is kept.
+        logs: folder for logs, kept; None for a temporary one, kept only when the demo fails.
+        kv_transfer_config: of both engines.
+
+    """
+    console = Console()
+    if find_spec("vllm_router") is None:
+        console.print("The demo needs vllm-router: pip install 'omni-connector[demo]'")
+        return 2
+    folder = logs or Path(tempfile.mkdtemp(prefix="omni-connector-demo-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    keep = True
+    try:
+        results = _measure_all(console, lengths, rounds, cache, folder, kv_transfer_config)
+        console.print(_table(results), _LEGEND)
+        problems = [problem for result in results for problem in result.problems()]
+        for problem in problems:
+            console.print(f"[bold red]Wrong:[/] {problem}")
+        keep = bool(problems)
+    except EngineError as error:
+        console.print(f"[bold red]Failed:[/] {escape(str(error).splitlines()[0])}")
+        for name, line in _first_errors(folder):
+            console.print(f"{name}: {escape(line)}")
+    except KeyboardInterrupt:
+        keep = False
+        raise
+    finally:
+        if logs is None and not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    if keep:
+        console.print(f"What the engines and the router said is in {folder}")
+        return 1
+    return 0
+
+
+def _first_errors(logs: Path) -> list[tuple[str, str]]:
+    # The first error of a log is the cause; what follows are its consequences.
+    found = []
+    for log in sorted(logs.glob("*.log")):
+        for line in log.read_text(errors="replace").splitlines():
+            error = _RAISED.search(line)
+            if error is not None:
+                found.append((log.stem, error[0]))
+                break
+    return found
+
+
+def _measure_all(
+    console: Console,
+    lengths: Sequence[int],
+    rounds: int,
+    cache: Path,
+    logs: Path,
+    kv_transfer_config: Mapping[str, Any],
+) -> list[Result]:
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )
+    with progress:
+        todo = progress.add_task("making the model", total=3 + len(lengths) * rounds)
+        model = _make_model(cache)
+        progress.update(todo, advance=1, description="starting two engines and the router")
+        prefill, decode = make_engines(model, logs, kv_transfer_config, arguments=_ARGUMENTS)
+        with running(prefill, decode, logs, meanwhile=_load_reference) as deployment:
+            progress.update(todo, advance=1, description="warming up")
+            draw = random.Random(0)
+            # What each side does once, such as connecting, is not part of a hand-off's cost.
+            measure(deployment, draw.choices(_VOCABULARY, k=_WARM_UP), "warm-up")
+            progress.advance(todo)
+            results = []
+            for length in lengths:
+                of_length = []
+                for number in range(rounds):
+                    progress.update(todo, description=f"{length} prompt tokens")
+                    prompt = draw.choices(_VOCABULARY, k=length)
+                    of_length.append(measure(deployment, prompt, f"{length}-{number}"))
+                    progress.advance(todo)
+                results.append(median(of_length))
+            progress.update(todo, description="stopping the engines")
+        progress.update(todo, description="done")
+    return results

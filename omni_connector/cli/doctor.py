@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`omni-connector doctor`: what the connector needs, looked for in this environment.
+
+Each check returns what it found, or raises an error whose message says what to do. Checks are
+independent: one that fails keeps no other from being made.
+"""
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Final, NamedTuple
+
+from omni_connector.config import OmniConfig, memory_limit_bytes
+from omni_connector.errors import OmniError
+from omni_connector.plugin import CONNECTOR_NAME, require_supported_vllm, supported_range
+from omni_connector.transports.arena import Arena, ArenaView
+from omni_connector.transports.runtime import runtime_dir
+
+_GIB: Final = 1 << 30
+_IMPORT_S: Final = 180.0
+
+# In a process of its own: a broken vLLM can end the process that imports it, and says a lot.
+_LOOK_FOR_PLUGIN: Final = """
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+found = KVConnectorFactory.get_connector_class_by_name({name!r})
+import torch
+print("found", found.__module__, torch.__version__, torch.cuda.is_available())
+"""
+
+
+class CheckFailedError(OmniError):
+    """A check found something wrong; the message says what, and what to do."""
+
+
+class Finding(NamedTuple):
+    """One line of the report."""
+
+    what: str
+    ok: bool
+    text: str
+
+
+def _python() -> str:
+    if sys.platform != "linux":
+        raise CheckFailedError(f"{sys.platform}: only Linux has what sharing memory takes here")
+    return f"Python {platform.python_version()} on Linux {platform.release()}"
+
+
+def _vllm() -> str:
+    return f"{require_supported_vllm()} (supported: {supported_range()})"
+
+
+def _plugin() -> str:
+    if find_spec("vllm") is None:
+        raise CheckFailedError("no vLLM to look into")
+    script = _LOOK_FOR_PLUGIN.format(name=CONNECTOR_NAME)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CheckFailedError(f"vLLM did not import in {_IMPORT_S:.0f} s") from error
+    lines = [line.split() for line in done.stdout.splitlines()]
+    found = next((words for words in lines if words[:1] == ["found"]), None)
+    if done.returncode or found is None:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        allowed = os.environ.get("VLLM_PLUGINS")
+        hint = (
+            "" if allowed is None else f" (VLLM_PLUGINS is {allowed!r}: is omni_connector in it?)"
+        )
+        raise CheckFailedError(f"vLLM does not load {CONNECTOR_NAME}{hint}: {last}")
+    _, module, torch, cuda = found
+    device = "with CUDA or ROCm" if cuda == "True" else "CPU only"
+    return f"{CONNECTOR_NAME} from {module}; torch {torch}, {device}"
+
+
+def _settings() -> str:
+    config = OmniConfig.load(None)
+    return f"namespace {config.namespace}, transport {config.transport}"
+
+
+def _runtime_folder() -> str:
+    return f"{runtime_dir(OmniConfig.load(None).namespace)}, private to this user"
+
+
+def _shared_memory() -> str:
+    with Arena.create(2, 4096) as arena:
+        arena.begin_write(1, 1)
+        arena.slots[1] = 7
+        arena.publish(1, 1, b"doctor", 4096, 0)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            socket.send_fds(ours, [b"."], [arena.fd])
+            _, fds, _, _ = socket.recv_fds(theirs, 1, 1)
+        try:
+            with ArenaView.open(
+                fds[0], epoch=arena.epoch, n_slots=arena.n_slots, slot_bytes=arena.slot_bytes
+            ) as view:
+                view.verify(1, 1)
+                if not (view.slots[1] == 7).all():
+                    raise CheckFailedError("a peer would read other bytes than were written")
+        finally:
+            os.close(fds[0])
+    return "sealed memfd, passed over a Unix socket, mapped and read back"
+
+
+def _memory() -> str:
+    wanted = OmniConfig.load(None).arena_bytes()
+    limit = memory_limit_bytes()
+    if wanted > limit // 2:
+        raise CheckFailedError(
+            f"the arena ({wanted / _GIB:.1f} GiB) is over half of what this process may use "
+            f"({limit / _GIB:.1f} GiB): set arena_gib"
+        )
+    return f"arena of {wanted / _GIB:.1f} GiB of {limit / _GIB:.1f} GiB"
+
+
+def _router() -> str:
+    if find_spec("vllm_router") is None:
+        return "not installed; only the demo needs it here"
+    return "installed"
+
+
+CHECKS: Final[tuple[tuple[str, Callable[[], str]], ...]] = (
+    ("system", _python),
+    ("vLLM", _vllm),
+    ("plugin", _plugin),
+    ("settings", _settings),
+    ("runtime folder", _runtime_folder),
+    ("shared memory", _shared_memory),
+    ("memory", _memory),
+    ("vllm-router", _router),
+)
+
+
+def examine(checks: tuple[tuple[str, Callable[[], str]], ...] = CHECKS) -> list[Finding]:
+    """Make all the checks, in their order."""
+    findings = []
+    for what, check in checks:
+        try:
+            findings.append(Finding(what, True, check()))
+        except (OmniError, OSError) as error:
+            findings.append(Finding(what, False, str(error)))
+    return findings
+
+
+def doctor() -> int:
+    """Print what the checks found; return 0 if all is in order, else 1."""
+    findings = examine()
+    _show(findings)
+    return 0 if all(finding.ok for finding in findings) else 1
+
+
+def _show(findings: list[Finding]) -> None:
+    if find_spec("rich") is None:  # vLLM brings it, and its absence is one thing to report
+        for finding in findings:
+            print(f"{'ok' if finding.ok else 'WRONG':5}  {finding.what}: {finding.text}")
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False)
+    for finding in findings:
+        mark = Text("ok", "green") if finding.ok else Text("WRONG", "bold red")
+        table.add_row(mark, Text(finding.what), Text(finding.text, overflow="fold"))
+    Console().print(table)

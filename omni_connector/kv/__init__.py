@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a KV cache is: its canonical form, the slots that hold its blocks, and copying.
+
+The names are imported on first use: those who need only spans do not load torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from omni_connector.kv.canonical import (
+        CanonicalKVCacheRef,
+        CanonicalKVCaches,
+        CanonicalKVCacheTensor,
+        GroupSpec,
+        LayerSpec,
+        canonicalize,
+    )
+    from omni_connector.kv.copier import BlockCopier
+    from omni_connector.kv.copying import CpuCopier, make_copier
+    from omni_connector.kv.slots import SlotLayout
+    from omni_connector.kv.spans import BlockSpans, GroupSpan, expand
+    from omni_connector.kv.staging import StagedCopier
+
+_HOMES = {
+    "BlockCopier": "copier",
+    "BlockSpans": "spans",
+    "CanonicalKVCacheRef": "canonical",
+    "CanonicalKVCacheTensor": "canonical",
+    "CanonicalKVCaches": "canonical",
+    "CpuCopier": "copying",
+    "GroupSpan": "spans",
+    "GroupSpec": "canonical",
+    "LayerSpec": "canonical",
+    "SlotLayout": "slots",
+    "StagedCopier": "staging",
+    "canonicalize": "canonical",
+    "expand": "spans",
+    "make_copier": "copying",
+}
+
+__all__ = [
+    "BlockCopier",
+    "BlockSpans",
+    "CanonicalKVCacheRef",
+    "CanonicalKVCacheTensor",
+    "CanonicalKVCaches",
+    "CpuCopier",
+    "GroupSpan",
+    "GroupSpec",
+    "LayerSpec",
+    "SlotLayout",
+    "StagedCopier",
+    "canonicalize",
+    "expand",
+    "make_copier",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A CUDA stream beside the engine's own."""
+
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from omni_connector.kv.staging import Lane
+
+
+class CudaLane(Lane):
+    """A side stream of one CUDA device, and the host memory registered with it.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._registered: list[int] = []
+
+    def active(self) -> AbstractContextManager[object]:
+        # Entering a stream also makes its device the current one.
+        return torch.cuda.stream(self._stream)
+
+    def fence(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def wait(self, fence: object) -> None:
+        if not isinstance(fence, torch.cuda.Event):
+            raise TypeError(f"not a fence of this copier: {fence!r}")
+        self._stream.wait_event(fence)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def finish(self, mark: object | None) -> None:
+        if isinstance(mark, torch.cuda.Event):
+            mark.synchronize()
+        else:
+            self._stream.synchronize()
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.int8, pin_memory=True)
+
+    def pin(self, slots: NDArray[np.uint8]) -> bool:
+        address = slots.ctypes.data
+        if address in self._registered:
+            return False
+        # Portable (1): pinned for every context of the process. A refusal (a kernel limit,
+        # memory that cannot be registered) leaves the pinned buffers, which are always right.
+        with torch.cuda.device(self._device):
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            code = runtime.cudaHostRegister(address, slots.nbytes, 1)
+        if int(code) != 0:
+            return False
+        self._registered.append(address)
+        return True
+
+    def close(self) -> None:
+        with torch.cuda.device(self._device):
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            while self._registered:
+                code = runtime.cudaHostUnregister(self._registered.pop())
+                if int(code) != 0:
+                    raise RuntimeError(f"cudaHostUnregister failed with CUDA error {int(code)}")

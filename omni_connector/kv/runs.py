@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes of a block as few regular runs, each copied in one call."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from omni_connector.kv.canonical import CanonicalKVCaches
+from omni_connector.kv.slots import SlotLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows of contiguous bytes at regular distances, packed one after the other in a slot.
+
+    Args:
+        storage: address of the storage that holds them.
+        start: bytes from the storage's first to this run's first, in block 0.
+        dims: (count, distance in bytes) of the rows, slowest first; empty for one row.
+        row_bytes: bytes of one row.
+        block_stride: bytes from one block to the next.
+        slot_offset: bytes from the slot's first to this run's first.
+    """
+
+    storage: int
+    start: int
+    dims: tuple[tuple[int, int], ...]
+    row_bytes: int
+    block_stride: int
+    slot_offset: int
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Rows along each of `dims`."""
+        return tuple(count for count, _ in self.dims)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one block."""
+        total = self.row_bytes
+        for count, _ in self.dims:
+            total *= count
+        return total
+
+
+def runs_of(canonical: CanonicalKVCaches, layout: SlotLayout, group: int) -> tuple[Run, ...]:
+    """The runs of one group, in slot order."""
+    runs = []
+    refs = canonical.group_data_refs[group]
+    for ref, offset in zip(refs, layout.ref_offsets[group], strict=True):
+        tensor = canonical.tensors[ref.tensor_idx].tensor
+        runs.append(
+            Run(
+                storage=tensor.untyped_storage().data_ptr(),
+                start=int(tensor.storage_offset()),
+                dims=(),
+                row_bytes=ref.page_size_bytes,
+                block_stride=int(tensor.stride(0)),
+                slot_offset=offset,
+            )
+        )
+    while len(shorter := _merge(runs)) < len(runs):
+        runs = shorter
+    return tuple(runs)
+
+
+def split(run: Run, limit: int) -> Iterator[Run]:
+    """Cut a run into runs of at most `limit` bytes a block, in slot order."""
+    if run.nbytes <= limit:
+        yield run
+        return
+    count, distance = run.dims[0] if run.dims else (run.row_bytes, 1)
+    inner = run.nbytes // count
+    step = max(1, limit // inner)
+    for first in range(0, count, step):
+        taken = min(step, count - first)
+        part = replace(
+            run,
+            start=run.start + first * distance,
+            slot_offset=run.slot_offset + first * inner,
+        )
+        if not run.dims:
+            yield replace(part, row_bytes=taken)
+        elif taken > 1:
+            yield replace(part, dims=((taken, distance), *run.dims[1:]))
+        else:
+            yield from split(replace(part, dims=run.dims[1:]), limit)
+
+
+def _merge(runs: Sequence[Run]) -> list[Run]:
+    """Join neighbours of the same shape that lie at one distance from each other."""
+    merged: list[Run] = []
+    first = 0
+    while first < len(runs):
+        head = runs[first]
+        end = first + 1
+        distance = 0
+        while end < len(runs) and _alike(head, runs[end]):
+            gap = runs[end].start - runs[end - 1].start
+            if gap <= 0 or (end > first + 1 and gap != distance):
+                break
+            distance = gap
+            end += 1
+        merged.append(_repeat(head, end - first, distance))
+        first = end
+    return merged
+
+
+def _alike(one: Run, other: Run) -> bool:
+    return (one.storage, one.dims, one.row_bytes, one.block_stride) == (
+        other.storage,
+        other.dims,
+        other.row_bytes,
+        other.block_stride,
+    )
+
+
+def _repeat(run: Run, count: int, distance: int) -> Run:
+    if count == 1:
+        return run
+    if not run.dims and distance == run.row_bytes:
+        return replace(run, row_bytes=count * run.row_bytes)
+    if run.dims and distance == run.dims[0][0] * run.dims[0][1]:
+        inner, step = run.dims[0]
+        return replace(run, dims=((count * inner, step), *run.dims[1:]))
+    return replace(run, dims=((count, distance), *run.dims))

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transfer's blocks, over several groups, beside the chunks of blocks on its far side."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockSpans:
+    """Consecutive blocks of a request, for each group of its KV cache.
+
+    Args:
+        block_ids: `(n,)`, the groups' blocks one group after the other; kept as a read-only copy.
+        group_sizes: how many of them each group has.
+        block_indices: for each group the index, in the request, of its first block.
+
+    Raises:
+        ValueError: the three disagree, or a number is negative; the message names the group.
+    """
+
+    block_ids: NDArray[np.int64]
+    group_sizes: tuple[int, ...]
+    block_indices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        found = np.asarray(self.block_ids)
+        if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+            raise ValueError(f"block ids are {found.dtype} of shape {found.shape}, not integers")
+        if len(self.group_sizes) != len(self.block_indices):
+            raise ValueError(
+                f"{len(self.group_sizes)} group sizes, but {len(self.block_indices)} block indices"
+            )
+        for group, (size, index) in enumerate(
+            zip(self.group_sizes, self.block_indices, strict=True)
+        ):
+            if size < 0:
+                raise ValueError(f"group {group}: {size} blocks")
+            if index < 0:
+                raise ValueError(f"group {group}: first block has index {index}")
+        if sum(self.group_sizes) != len(found):
+            raise ValueError(
+                f"group sizes {self.group_sizes} add up to {sum(self.group_sizes)}, "
+                f"but there are {len(found)} blocks"
+            )
+        if (found < 0).any():
+            raise ValueError(f"block {found.min()} is negative")
+        kept = found.astype(np.int64)
+        kept.setflags(write=False)
+        object.__setattr__(self, "block_ids", kept)
+
+
+class GroupSpan(NamedTuple):
+    """One group's copies: block `block_ids[i]` beside place `places[i]` of chunk `chunk_ids[i]`.
+
+    Each is int64 `(n,)`; a place counts blocks from the chunk's first.
+    """
+
+    block_ids: NDArray[np.int64]
+    chunk_ids: NDArray[np.int64]
+    places: NDArray[np.int64]
+
+
+def expand(
+    spans: BlockSpans, blocks_per_chunk: int, chunk_ids: Sequence[NDArray[np.int64]]
+) -> tuple[GroupSpan, ...]:
+    """Find each block's chunk, and its place in it.
+
+    Chunks start at multiples of `blocks_per_chunk` in the request, so a transfer may begin
+    and end inside one.
+
+    Args:
+        spans: the blocks.
+        blocks_per_chunk: blocks of one chunk.
+        chunk_ids: for each group the chunks that its blocks lie in, in order; none for a
+            group without blocks.
+
+    Raises:
+        ValueError: a group's chunks are too few or too many for its blocks; the message names
+            the group.
+    """
+    if blocks_per_chunk <= 0:
+        raise ValueError(f"{blocks_per_chunk} blocks in a chunk")
+    if len(chunk_ids) != len(spans.group_sizes):
+        raise ValueError(f"{len(spans.group_sizes)} groups, but chunks for {len(chunk_ids)}")
+    expanded = []
+    start = 0
+    for group, (size, index) in enumerate(zip(spans.group_sizes, spans.block_indices, strict=True)):
+        chunks = np.asarray(chunk_ids[group])
+        if chunks.ndim != 1 or (chunks.size and chunks.dtype.kind not in "iu"):
+            raise ValueError(
+                f"group {group}: chunk ids are {chunks.dtype} of shape {chunks.shape}, not integers"
+            )
+        skip = index % blocks_per_chunk
+        needed = -(-(size + skip) // blocks_per_chunk) if size else 0
+        if len(chunks) != needed:
+            raise ValueError(
+                f"group {group}: {size} blocks from index {index} lie in {needed} chunks of "
+                f"{blocks_per_chunk}, but {len(chunks)} are given"
+            )
+        places = np.arange(skip, skip + size, dtype=np.int64)
+        expanded.append(
+            GroupSpan(
+                spans.block_ids[start : start + size],
+                chunks.astype(np.int64)[places // blocks_per_chunk],
+                places % blocks_per_chunk,
+            )
+        )
+        start += size
+    return tuple(expanded)

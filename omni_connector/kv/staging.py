@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copying a KV cache in a device's memory, through bounded staging buffers."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from omni_connector.kv.canonical import CanonicalKVCaches
+from omni_connector.kv.copier import BlockCopier, stretches
+from omni_connector.kv.runs import runs_of
+from omni_connector.kv.slots import SlotLayout
+
+_STAGING_BYTES = 32 * 1024 * 1024
+"""Bytes of one staging buffer; there are two, so that a device and its host work at once."""
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+class Lane(ABC):
+    """An order of work on a device, beside the engine's own."""
+
+    @abstractmethod
+    def active(self) -> AbstractContextManager[object]:
+        """While entered, work is put on this lane."""
+
+    @abstractmethod
+    def fence(self) -> object:
+        """Mark the engine's work so far."""
+
+    @abstractmethod
+    def wait(self, fence: object) -> None:
+        """Put no later work of this lane before what `fence` marked."""
+
+    @abstractmethod
+    def mark(self) -> object:
+        """Mark this lane's work so far."""
+
+    @abstractmethod
+    def finish(self, mark: object | None) -> None:
+        """Block until what `mark` marked is done, or all of this lane's work if None."""
+
+    @abstractmethod
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """An int8 tensor in host memory that this lane copies to and from fastest."""
+
+    @abstractmethod
+    def pin(self, slots: NDArray[np.uint8]) -> bool:
+        """Let this lane copy to and from `slots` itself; whether it can."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Undo every `pin`; calling it again does nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A run of all blocks `(num_blocks, *counts, words)`, and its words of a staged row."""
+
+    blocks: torch.Tensor
+    first: int
+    end: int
+
+    def of(self, staged: torch.Tensor) -> torch.Tensor:
+        """This part of staged rows `(n, words)`, in the blocks' shape."""
+        return staged[:, self.first : self.end].view(len(staged), *self.blocks.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOnDevice:
+    """The blocks of one group, as a device gathers and scatters them.
+
+    Args:
+        parts: the runs of a block, in slot order.
+        word: the widest integer that divides every size and address of them.
+        row_bytes: bytes of one block.
+    """
+
+    parts: tuple[_Part, ...]
+    word: torch.dtype
+    row_bytes: int
+
+    @classmethod
+    def of(cls, canonical: CanonicalKVCaches, layout: SlotLayout, group: int) -> "GroupOnDevice":
+        """The blocks of group `group`."""
+        runs = runs_of(canonical, layout, group)
+        storages = {
+            tensor.tensor.untyped_storage().data_ptr(): tensor.tensor.untyped_storage()
+            for tensor in canonical.tensors
+        }
+        # Devices gather element by element: bytes one at a time would be the slowest choice.
+        width = 8
+        for run in runs:
+            distances = (distance for _, distance in run.dims)
+            width = gcd(
+                width,
+                run.storage + run.start,
+                run.start,
+                run.row_bytes,
+                run.block_stride,
+                *distances,
+            )
+        word = _WORDS[width]
+        parts = []
+        for run in runs:
+            blocks = torch.empty(0, dtype=word, device=canonical.tensors[0].tensor.device)
+            blocks.set_(
+                storages[run.storage],
+                run.start // width,
+                (canonical.num_blocks, *run.counts, run.row_bytes // width),
+                (run.block_stride // width, *(step // width for _, step in run.dims), 1),
+            )
+            first = run.slot_offset // width
+            parts.append(_Part(blocks, first, first + run.nbytes // width))
+        return cls(tuple(parts), word, layout.group_bytes[group])
+
+    def gather(self, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
+        """Copy blocks to the rows of `staged`, int8 `(n, row_bytes)`, contiguous."""
+        rows = staged.view(self.word)
+        for part in self.parts:
+            torch.index_select(part.blocks, 0, block_ids, out=part.of(rows))
+
+    def scatter(self, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
+        """Copy the rows of `staged`, int8 `(n, row_bytes)`, contiguous, to blocks."""
+        rows = staged.view(self.word)
+        for part in self.parts:
+            part.blocks.index_copy_(0, block_ids, part.of(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Blocks that fit a staging buffer: which buffer, and their places in the call."""
+
+    buffer: int
+    first: int
+    block_ids: NDArray[np.int64]
+    slot_ids: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One save or load: what its batches have in common."""
+
+    on_device: GroupOnDevice
+    slots: NDArray[np.uint8]
+    direct: torch.Tensor | None
+    checksum: bool
+    sums: NDArray[np.uint64]
+
+
+class StagedCopier(BlockCopier):
+    """Copies a KV cache in a device's memory, one contiguous transfer for many blocks.
+
+    Blocks are gathered into a staging buffer on the device and cross to the host in one
+    piece, straight into slots that were pinned, else into a pinned buffer; loads are the same
+    backwards. The host copies and hashes one batch while the device works on the next.
+    """
+
+    def __init__(self, canonical: CanonicalKVCaches, layout: SlotLayout, lane: Lane) -> None:
+        super().__init__(canonical, layout)
+        self._lane = lane
+        self._device = canonical.tensors[0].tensor.device
+        self._groups = [
+            GroupOnDevice.of(canonical, layout, group) for group in range(len(layout.group_bytes))
+        ]
+        self._rows = max(1, _STAGING_BYTES // layout.slot_bytes)
+        self._staged: list[torch.Tensor] = []
+        self._bounced: list[torch.Tensor] = []
+        self._pinned: list[tuple[int, int]] = []
+        # The staging buffers serve one call at a time.
+        self._lock = threading.Lock()
+
+    def fence(self) -> object:
+        return self._lane.fence()
+
+    def pin(self, slots: NDArray[np.uint8]) -> None:
+        if self._lane.pin(slots):
+            address = slots.ctypes.data
+            self._pinned.append((address, address + slots.nbytes))
+
+    def save(
+        self,
+        group: int,
+        block_ids: NDArray[np.int64],
+        slots: NDArray[np.uint8],
+        slot_ids: NDArray[np.int64],
+        *,
+        checksum: bool,
+        fence: object = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> NDArray[np.uint64] | None:
+        blocks, targets = self._checked(group, block_ids, slots, slot_ids, saving=True)
+        call = self._call(group, slots, len(blocks), checksum)
+        done = self._pump(call, blocks, targets, fence, cancelled, self._out, self._land)
+        return call.sums if done else None
+
+    def load(
+        self,
+        group: int,
+        block_ids: NDArray[np.int64],
+        slots: NDArray[np.uint8],
+        slot_ids: NDArray[np.int64],
+        *,
+        checksum: bool,
+        fence: object = None,
+    ) -> NDArray[np.uint64]:
+        blocks, sources = self._checked(group, block_ids, slots, slot_ids, saving=False)
+        call = self._call(group, slots, len(blocks), checksum)
+        self._pump(call, blocks, sources, fence, None, self._in, self._landed)
+        return call.sums
+
+    def close(self) -> None:
+        with self._lock:
+            self._lane.finish(None)
+            self._lane.close()
+            self._groups = []
+            self._staged = []
+            self._bounced = []
+            self._pinned = []
+
+    def _call(self, group: int, slots: NDArray[np.uint8], count: int, checksum: bool) -> _Call:
+        address = slots.ctypes.data
+        direct = None
+        if (
+            slots.flags.writeable
+            and slots.flags.c_contiguous
+            and any(
+                first <= address and address + slots.nbytes <= end for first, end in self._pinned
+            )
+        ):
+            direct = torch.from_numpy(slots.view(np.int8))
+        return _Call(self._groups[group], slots, direct, checksum, np.zeros(count, np.uint64))
+
+    def _pump(
+        self,
+        call: _Call,
+        block_ids: NDArray[np.int64],
+        slot_ids: NDArray[np.int64],
+        fence: object,
+        cancelled: Callable[[], bool] | None,
+        start: Callable[[_Call, _Batch], None],
+        end: Callable[[_Call, _Batch], None],
+    ) -> bool:
+        """Run all batches, each ended while the next one is under way; whether not cancelled."""
+        with self._lock, self._lane.active():
+            if fence is not None:
+                self._lane.wait(fence)
+            under_way: tuple[object, _Batch] | None = None
+            try:
+                for number, first in enumerate(range(0, len(block_ids), self._rows)):
+                    if cancelled is not None and cancelled():
+                        return False
+                    last = first + self._rows
+                    batch = _Batch(number % 2, first, block_ids[first:last], slot_ids[first:last])
+                    start(call, batch)
+                    before, under_way = under_way, (self._lane.mark(), batch)
+                    if before is not None:
+                        self._lane.finish(before[0])
+                        end(call, before[1])
+                if under_way is not None:
+                    self._lane.finish(under_way[0])
+                    end(call, under_way[1])
+            finally:
+                # Nothing may still use the staging buffers, or write blocks, after an error.
+                self._lane.finish(None)
+        return True
+
+    def _out(self, call: _Call, batch: _Batch) -> None:
+        staged = self._buffer(self._staged, call, batch)
+        call.on_device.gather(self._to_device(batch.block_ids), staged)
+        if call.direct is None:
+            self._buffer(self._bounced, call, batch).copy_(staged, non_blocking=True)
+        else:
+            for rows, slots in self._pieces(call, batch, call.direct):
+                slots.copy_(staged[rows], non_blocking=True)
+
+    def _land(self, call: _Call, batch: _Batch) -> None:
+        size = call.on_device.row_bytes
+        if call.direct is None:
+            bounced = self._buffer(self._bounced, call, batch).numpy().view(np.uint8)
+            for row, slot in enumerate(batch.slot_ids.tolist()):
+                call.slots[slot, :size] = bounced[row]
+        self._hash(call, batch, call.slots, batch.slot_ids.tolist())
+
+    def _in(self, call: _Call, batch: _Batch) -> None:
+        staged = self._buffer(self._staged, call, batch)
+        if call.direct is None:
+            bounce = self._buffer(self._bounced, call, batch)
+            bounced = bounce.numpy().view(np.uint8)
+            for row, slot in enumerate(batch.slot_ids.tolist()):
+                bounced[row] = call.slots[slot, : call.on_device.row_bytes]
+            # The very bytes that the device gets: the slot may have changed since.
+            self._hash(call, batch, bounced, range(len(batch.slot_ids)))
+            staged.copy_(bounce, non_blocking=True)
+        else:
+            for rows, slots in self._pieces(call, batch, call.direct):
+                staged[rows].copy_(slots, non_blocking=True)
+        call.on_device.scatter(self._to_device(batch.block_ids), staged)
+
+    def _landed(self, call: _Call, batch: _Batch) -> None:
+        if call.direct is not None:
+            self._hash(call, batch, call.slots, batch.slot_ids.tolist())
+
+    def _hash(
+        self, call: _Call, batch: _Batch, rows: NDArray[np.uint8], indices: Sequence[int]
+    ) -> None:
+        if call.checksum:
+            for i, row in enumerate(indices):
+                stored = rows[row, : call.on_device.row_bytes]
+                call.sums[batch.first + i] = xxhash.xxh3_64_intdigest(stored.data)
+
+    def _pieces(
+        self, call: _Call, batch: _Batch, direct: torch.Tensor
+    ) -> list[tuple[slice, torch.Tensor]]:
+        """The batch's rows beside the slots for them, both contiguous."""
+        size = call.on_device.row_bytes
+        limit = len(batch.slot_ids) if size == direct.shape[1] else 1
+        pieces = []
+        for row, slot, count in stretches(np.arange(len(batch.slot_ids)), batch.slot_ids, limit):
+            pieces.append((slice(row, row + count), direct[slot : slot + count, :size]))
+        return pieces
+
+    def _buffer(self, pair: list[torch.Tensor], call: _Call, batch: _Batch) -> torch.Tensor:
+        """Int8 `(n, row_bytes)`: the batch's part of a staging buffer."""
+        nbytes = self._rows * self._layout.slot_bytes
+        if not pair:
+            for _ in range(2):
+                if pair is self._staged:
+                    pair.append(torch.empty(nbytes, dtype=torch.int8, device=self._device))
+                else:
+                    pair.append(self._lane.host_buffer(nbytes))
+        size = call.on_device.row_bytes
+        count = len(batch.block_ids)
+        return pair[batch.buffer][: count * size].view(count, size)
+
+    def _to_device(self, ids: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(ids)).to(self._device)

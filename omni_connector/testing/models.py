@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models made on the spot, whose answers depend on every byte of their KV cache.
+
+Weights are drawn from a normal distribution wide enough (standard deviation 0.2) that the
+attended past decides the next token: with the usual narrow initialisation a model answers
+almost the same whatever its cache holds, and a test on it sees nothing. They are drawn once,
+from a seed, and saved; a model that already lies at its path is not made again.
+
+Needs torch, transformers and tokenizers, which vLLM brings; nothing is downloaded.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCAB_SIZE = 512
+_MADE = "omni_model.json"
+_RECIPE_VERSION = 1
+_CORPUS = (
+    "the cache of keys and values moves from the engine that reads the prompt to the engine "
+    "that writes the answer, one block at a time, and never a wrong byte is served.",
+    "a block holds the keys and the values of some tokens; a slot holds a block of all layers.",
+    "every wait has its deadline, and nobody waits on a peer that is gone; a lease dies with its "
+    "time, a session with its socket, and the kernel sweeps up memory which has no name.",
+    "prefill reads quickly, decode answers slowly: between both lies a bridge of shared pages, "
+    "checked against their digest before any request may trust what was found inside them.",
+    "sliding windows forget old tokens, recurrent states fold history into one small matrix, "
+    "latent heads compress it; full attention keeps everything and pays for that with memory.",
+    "0123456789 +-*/=() [] {} <> .,;:!? ABCDEFGHIJKLMNOPQRSTUVWXYZ",
+)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """One model family: its transformers config and model classes, and how they are filled."""
+
+    config: str
+    model: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    dtype: torch.dtype = torch.float32
+    embedding_std: float = 0.2
+
+    def keywords(self) -> dict[str, Any]:
+        common = {key: value for key, value in _COMMON.items() if key not in self.without}
+        return {**common, **self.settings, "architectures": [self.model]}
+
+
+_RECIPES: dict[str, _Recipe] = {
+    "llama": _Recipe("LlamaConfig", "LlamaForCausalLM"),
+    # 16 layers x 8 heads x 128 x (K, V) x 2 bytes: 64 KiB of KV a token for little compute.
+    "llama-wide": _Recipe(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {
+            "hidden_size": 128,
+            "intermediate_size": 128,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+        dtype=torch.bfloat16,
+    ),
+    "gemma3": _Recipe(
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            "num_hidden_layers": 6,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "query_pre_attn_scalar": 64,
+        },
+        embedding_std=0.02,
+    ),
+    "gptoss": _Recipe(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        dtype=torch.bfloat16,
+    ),
+    "deepseek_v2": _Recipe(
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 4,
+            "moe_intermediate_size": 128,
+        },
+        without=("head_dim",),
+    ),
+    "qwen3_next": _Recipe(
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 128,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        },
+        dtype=torch.bfloat16,
+    ),
+    "lfm2": _Recipe(
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {
+            "conv_dim": 256,
+            "conv_dim_out": 256,
+            "block_dim": 256,
+            "block_mlp_init_scale": 1.0,
+            "block_ff_dim": 512,
+            "layer_types": ["conv", "full_attention"] * 2,
+        },
+    ),
+}
+
+FAMILIES: tuple[str, ...] = tuple(_RECIPES)
+
+
+def make_model(family: str, path: Path, *, seed: int = 0) -> Path:
+    """Make the model of `family` in the folder `path`, unless it is there already.
+
+    Args:
+        family: one of `FAMILIES`.
+        path: the folder that will hold config, weights (safetensors) and tokenizer.
+        seed: of the weights; the same seed gives the same bytes.
+
+    Returns:
+        `path`, ready for `vllm.LLM(model=...)` or `--model`.
+
+    Raises:
+        ValueError: the family is not known.
+        FileExistsError: `path` holds something else, which is left as it is.
+    """
+    recipe = _RECIPES.get(family)
+    if recipe is None:
+        raise ValueError(f"unknown model family {family!r}; one of {', '.join(FAMILIES)}")
+    stamp = {"family": family, "seed": seed, "recipe": _RECIPE_VERSION}
+    if path.exists():
+        _check_stamp(path, stamp)
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        scratch.chmod(0o755)
+        _write_weights(recipe, scratch, seed)
+        _write_tokenizer(scratch)
+        (scratch / _MADE).write_text(json.dumps(stamp))
+        try:
+            os.rename(scratch, path)
+        except OSError:
+            if not path.exists():
+                raise
+            # Another process was faster: its model is the same one.
+            _check_stamp(path, stamp)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return path
+
+
+def _check_stamp(path: Path, stamp: dict[str, object]) -> None:
+    made = path / _MADE
+    found = json.loads(made.read_text()) if made.is_file() else None
+    if found != stamp:
+        raise FileExistsError(f"{path} holds {found or 'something else'}, wanted {stamp}")
+
+
+def _write_weights(recipe: _Recipe, folder: Path, seed: int) -> None:
+    import transformers
+
+    config_class: Callable[..., Any] = getattr(transformers, recipe.config)
+    model_class: Any = getattr(transformers, recipe.model)
+    config = config_class(**recipe.keywords(), dtype=recipe.dtype)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config).to(recipe.dtype)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in sorted(model.named_parameters()):
+                # Norms, biases and decay rates keep the values their architecture gives them.
+                if parameter.ndim < 2 and not name.endswith("sinks"):
+                    continue
+                std = recipe.embedding_std if "embed_tokens" in name else 0.2
+                drawn = torch.empty(parameter.shape, dtype=torch.float32)
+                drawn.normal_(0.0, std, generator=generator)
+                parameter.copy_(drawn)
+    model.save_pretrained(folder)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<s>", "</s>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "model_max_length": _COMMON["max_position_embeddings"],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decode engine must answer after a hand-off, computed without any connector.
+
+A decode engine that was handed the KV of N-1 prompt tokens computes the last one as a decode
+step. A plain run of the prompt computes all N in one prefill, which rounds differently. So the
+reference engine is given the first N-1 tokens, and a logits processor makes the last prompt
+token its first output: every later token took the same numeric path as on the decode engine,
+and may be compared bit for bit.
+
+Start the reference engine with `--logits-processors`, `PROCESSOR`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, RequestLogitsProcessor
+
+from omni_connector.testing.engines import Client, Engine, completion
+
+FORCED_TOKEN = "omni_forced_first_token"
+PROCESSOR = "omni_connector.testing.reference:ForcedFirstToken"
+
+
+class ForcedFirstToken(AdapterLogitsProcessor):
+    """Makes the first output the token named in `vllm_xargs[FORCED_TOKEN]`."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+        forced = (params.extra_args or {}).get(FORCED_TOKEN)
+        if forced is None:
+            return None
+        token = int(forced)
+
+        def force(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+            if output:
+                return logits
+            only = torch.full_like(logits, float("-inf"))
+            only[token] = 0.0
+            return only
+
+        return force
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Generated tokens, and the log-probability that the model gave to each of them."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+    @classmethod
+    def of(cls, response: dict[str, Any]) -> "Answer":
+        """Read the answer of `/v1/completions` to `return_token_ids` and `logprobs`."""
+        choice = response["choices"][0]
+        return cls(tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]))
+
+    def require_same(self, reference: "Answer", *, tolerance: float = 0.0) -> None:
+        """Raise AssertionError, naming the first difference, unless this is the reference.
+
+        Args:
+            tolerance: largest allowed difference of a log-probability; 0 means bit for bit.
+        """
+        if len(self.tokens) != len(reference.tokens):
+            raise AssertionError(f"{len(self.tokens)} tokens, expected {len(reference.tokens)}")
+        rows = zip(self.tokens, reference.tokens, self.logprobs, reference.logprobs, strict=True)
+        for place, (token, expected, logprob, wanted) in enumerate(rows):
+            if token != expected:
+                raise AssertionError(
+                    f"token {place} is {token} (log-probability {logprob}), "
+                    f"expected {expected} ({wanted})"
+                )
+            if not abs(logprob - wanted) <= tolerance:
+                raise AssertionError(
+                    f"token {place} ({token}) has log-probability {logprob}, expected {wanted}: "
+                    f"off by {abs(logprob - wanted):.3g}, allowed {tolerance:.3g}"
+                )
+
+
+def ask(client: Client | Engine, prompt: Sequence[int], **fields: Any) -> Answer:
+    """Complete `prompt` and read tokens with their log-probabilities."""
+    return Answer.of(client.complete(prompt, logprobs=0, **fields))
+
+
+def same_path(client: Client, prompt: Sequence[int], *, max_tokens: int) -> Answer:
+    """Return the reference for `max_tokens` tokens after `prompt` (two tokens or more).
+
+    Raises:
+        ValueError: the prompt is too short to be split.
+        AssertionError: the engine was not started with `PROCESSOR`.
+    """
+    if len(prompt) < 2:
+        raise ValueError("the reference needs a prompt of at least two tokens")
+    body = completion(
+        prompt[:-1],
+        max_tokens=max_tokens + 1,
+        logprobs=0,
+        vllm_xargs={FORCED_TOKEN: prompt[-1]},
+    )
+    full = Answer.of(client.post("/v1/completions", body))
+    if full.tokens[0] != prompt[-1]:
+        raise AssertionError(f"the reference engine runs without {PROCESSOR}")
+    return Answer(full.tokens[1:], full.logprobs[1:])

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`OmniKVConnector`: what vLLM loads. It forwards to the half that its role asks for."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from omni_connector.plugin import require_supported_vllm
+
+require_supported_vllm()
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
+
+from omni_connector.config import OmniConfig  # noqa: E402
+from omni_connector.errors import ConfigError  # noqa: E402
+from omni_connector.transports import create_transport  # noqa: E402
+from omni_connector.vllm_v1.metadata import (  # noqa: E402
+    OmniConnectorMetadata,
+    OmniHandshakeMetadata,
+)
+from omni_connector.vllm_v1.metrics import OmniPromMetrics, OmniStats  # noqa: E402
+from omni_connector.vllm_v1.scheduler import OmniScheduler  # noqa: E402
+from omni_connector.vllm_v1.worker import OmniWorker  # noqa: E402
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
+    """Moves KV cache from a prefill engine to a decode engine.
+
+    Raises:
+        ConfigError: `kv_connector_extra_config` holds an unknown or ill-typed key, or the
+            parallel layout is not supported.
+        LayoutError: a cache family that is not supported.
+    """
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        role: KVConnectorRole,
+        kv_cache_config: "KVCacheConfig",
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        config = OmniConfig.load(self._kv_transfer_config.kv_connector_extra_config)
+        self._scheduler_half: OmniScheduler | None = None
+        self._worker_half: OmniWorker | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler_half = OmniScheduler(config, vllm_config, kv_cache_config)
+        else:
+            self._worker_half = _make_worker(config, vllm_config, kv_cache_config)
+
+    @property
+    def _scheduler(self) -> OmniScheduler:
+        assert self._scheduler_half is not None, "this is the worker half"
+        return self._scheduler_half
+
+    @property
+    def _worker(self) -> OmniWorker:
+        assert self._worker_half is not None, "this is the scheduler half"
+        return self._worker_half
+
+    def shutdown(self) -> None:
+        """Stop every thread and let go of sockets and memory. Idempotent."""
+        if self._scheduler_half is not None:
+            self._scheduler_half.close()
+        if self._worker_half is not None:
+            self._worker_half.close()
+
+    def get_kv_connector_stats(self) -> OmniStats | None:
+        """What this half has counted since the last call."""
+        half = self._scheduler_half or self._worker_half
+        assert half is not None
+        return half.take_stats()
+
+    # The scheduler half
+
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.bind_kv_cache_manager(kv_cache_manager)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        workers = {
+            key: meta for key, meta in metadata.items() if isinstance(meta, OmniHandshakeMetadata)
+        }
+        self._scheduler.start(workers)
+
+    def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
+        return tuple(self._kv_cache_config.transfer_group_ids)
+
+    def on_new_request(self, request: "Request") -> None:
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        return self._scheduler.build_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        self._scheduler.update_output(connector_output)
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(request, block_ids)
+
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        return ()
+
+    def reset_cache(self) -> bool | None:
+        return self._scheduler.reset_cache()
+
+    # The worker half
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        self._worker.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._worker.handshake
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, OmniConnectorMetadata)
+        self._worker.fence(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(connector_metadata, OmniConnectorMetadata)
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.bind(connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        self._worker.clear()
+        super().clear_connector_metadata()
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        self._worker.start_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request whose load is under way is not in the batch."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: "torch.Tensor",
+        attn_metadata: "AttentionMetadata",
+        **kwargs: Any,
+    ) -> None:
+        """Blocks are saved whole, after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        self._worker.start_saves()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        self._worker.collect()
+        finished, failed = self._worker.take_finished_loads()
+        return KVConnectorTransferResults(
+            finished_sending=self._worker.take_finished_sending(),
+            finished_recving=finished,
+            failed_recving=failed,
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_bad_block_ids()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker.take_report()
+
+    # For the API server
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OmniStats:
+        return OmniStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> OmniPromMetrics:
+        return OmniPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _make_worker(
+    config: OmniConfig, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
+) -> OmniWorker:
+    transfer = vllm_config.kv_transfer_config
+    parallel = vllm_config.parallel_config
+    assert transfer is not None
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigError("OmniKVConnector does not support pipeline parallelism")
+    rank = parallel.rank % parallel.tensor_parallel_size  # as there is one pipeline stage
+    arena_bytes = config.arena_bytes() // parallel.tensor_parallel_size
+    return OmniWorker(
+        config=config,
+        kv_cache_config=kv_cache_config,
+        transport=create_transport(config.transport, namespace=config.namespace),
+        rank=rank,
+        arena_name=f"arena:{transfer.engine_id}:{rank}",
+        arena_bytes=arena_bytes if transfer.is_kv_producer else 0,
+    )

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this engine is, in the terms that peers compare: model, layout, hashes, prompt."""
+
+from typing import TYPE_CHECKING
+
+from omni_connector.config import OmniConfig
+from omni_connector.control.messages import Fingerprint
+from omni_connector.control.prompt import Prompt
+from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
+from omni_connector.vllm_v1.specs import group_specs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+def fingerprint(
+    config: OmniConfig,
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    worker: OmniHandshakeMetadata,
+) -> Fingerprint:
+    """What a peer must agree on before it may read our slots."""
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    groups = group_specs(kv_cache_config)
+    return Fingerprint(
+        model=config.model_id or f"{model.model}@{model.revision or 'default'}",
+        dtype=str(model.dtype),
+        kv_dtype=str(vllm_config.cache_config.cache_dtype),
+        block_sizes=tuple(group.block_size for group in groups),
+        groups=tuple(
+            f"{group.kind}:{len(group.layers)} layers:{size} bytes a block"
+            for group, size in zip(groups, worker.group_bytes, strict=True)
+        ),
+        page_order=worker.page_order,
+        ranks=(parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
+        integrity=config.integrity,
+    )
+
+
+def hash_id(vllm_config: "VllmConfig", hash_block_size: int) -> str:
+    """How this engine hashes blocks; "" when it does not. Equal ids mean equal hashes."""
+    cache = vllm_config.cache_config
+    if not cache.enable_prefix_caching or not hash_block_size:
+        return ""
+    from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+
+    return f"{cache.prefix_caching_hash_algo}:{hash_block_size}:{get_none_hash_seed()}"
+
+
+def prompt_of(request: "Request", hash_block_size: int) -> Prompt | None:
+    """The prompt of a request; None where it has no token ids (prompt embeddings)."""
+    tokens = request.prompt_token_ids
+    if tokens is None or request.prompt_embeds is not None:
+        return None
+    extra = [f"salt={request.cache_salt}"] if request.cache_salt is not None else []
+    if request.lora_request is not None:
+        extra.append(f"lora={request.lora_request.lora_name}")
+    for feature in request.mm_features:
+        place = feature.mm_position
+        extra.append(f"mm={feature.identifier}@{place.offset}+{place.length}")
+    return Prompt(
+        token_ids=tokens,
+        num_tokens=len(tokens),
+        block_hashes=request.block_hashes,
+        hash_block_size=hash_block_size if request.block_hashes else 0,
+        extra=tuple(extra),
+    )

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the connector counts, for vLLM's log line and for Prometheus.
+
+Both halves fill one `OmniStats`; vLLM carries it from the workers to the API server with each
+step and adds up what the ranks and the halves report. Durations are in seconds, sizes in bytes.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+COUNTERS: Final = {
+    "bytes_saved": "Bytes copied from KV blocks to slots.",
+    "bytes_loaded": "Bytes copied from a peer's slots to KV blocks.",
+    "blocks_saved": "KV blocks copied to slots.",
+    "blocks_loaded": "KV blocks copied from a peer's slots.",
+    "tokens_loaded": "Prompt tokens whose KV came from a peer.",
+    "handoffs_offered": "Finished prefills whose KV a peer may claim.",
+    "handoffs_received": "Prompts whose KV was loaded from a peer.",
+    "handoffs_expired": "Hand-offs that no peer claimed or released in time.",
+}
+SECONDS: Final = {
+    "save": "Duration of one copy from KV blocks to slots.",
+    "load": "Duration of one load from a peer's slots, its connection included.",
+    "claim": "Time from a decode request's arrival to the peer's answer.",
+}
+GAUGES: Final = {
+    "slots_in_use": "Slots held by hand-offs or being written.",
+    "slots_cached": "Slots kept for reuse that nobody holds.",
+    "slots_total": "Slots in the arena.",
+    "leases": "Hand-offs leased to a peer.",
+}
+_FAILURE: Final = "failure:"
+_SECONDS_BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5, 30]
+
+
+class OmniStats(KVConnectorStats):
+    """Counts since the last report.
+
+    `data` is plain: `counts` by name (failures as `failure:<kind>`), `seconds` lists by name,
+    `gauges` by name.
+    """
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data: dict[str, dict[str, Any]] = {"counts": {}, "seconds": {}, "gauges": {}}
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add to one of `COUNTERS`."""
+        counts = self.data["counts"]
+        counts[name] = counts.get(name, 0) + amount
+
+    def fail(self, kind: str) -> None:
+        """Count a failure of this kind."""
+        self.count(_FAILURE + kind)
+
+    def time(self, name: str, seconds: float) -> None:
+        """Record one of `SECONDS`."""
+        self.data["seconds"].setdefault(name, []).append(seconds)
+
+    def gauge(self, name: str, value: int) -> None:
+        """Set one of `GAUGES`."""
+        self.data["gauges"][name] = value
+
+    def is_empty(self) -> bool:
+        """Whether nothing was recorded."""
+        return not any(self.data.values())
+
+    def aggregate(self, other: KVConnectorStats) -> "OmniStats":
+        """Add what `other` recorded to this one."""
+        for name, amount in other.data.get("counts", {}).items():
+            self.count(name, amount)
+        for name, values in other.data.get("seconds", {}).items():
+            self.data["seconds"].setdefault(name, []).extend(values)
+        self.data["gauges"].update(other.data.get("gauges", {}))
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One line for vLLM's log: totals, mean milliseconds, failures by kind."""
+        counts = self.data["counts"]
+        out: dict[str, int | float] = {}
+        for direction in ("saved", "loaded"):
+            if size := counts.get(f"bytes_{direction}"):
+                out[f"MB {direction}"] = round(size / 1e6, 1)
+        for name in ("handoffs_offered", "handoffs_received", "handoffs_expired"):
+            if number := counts.get(name):
+                out[name.replace("_", " ")] = number
+        for name, values in self.data["seconds"].items():
+            out[f"mean {name} ms"] = round(1e3 * sum(values) / len(values), 2)
+        for name, number in counts.items():
+            if name.startswith(_FAILURE):
+                out[f"failed: {name.removeprefix(_FAILURE)}"] = number
+        for name, value in self.data["gauges"].items():
+            out[name.replace("_", " ")] = value
+        return out
+
+
+class OmniPromMetrics(KVConnectorPromMetrics):
+    """The same for Prometheus, as `vllm:omni_connector_*`."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter, histogram, gauge = (metric_types[t] for t in (Counter, Histogram, Gauge))
+
+        def each(
+            make: Callable[..., Any], texts: dict[str, str], suffix: str, **more: Any
+        ) -> dict[str, Any]:
+            return {
+                name: make(
+                    name=f"vllm:omni_connector_{name}{suffix}",
+                    documentation=text,
+                    labelnames=labelnames,
+                    **more,
+                )
+                for name, text in texts.items()
+            }
+
+        self._counters = each(counter, COUNTERS, "")
+        self._seconds = each(histogram, SECONDS, "_seconds", buckets=_SECONDS_BUCKETS)
+        self._gauges = each(gauge, GAUGES, "", multiprocess_mode="mostrecent")
+        self._failures = counter(
+            name="vllm:omni_connector_failures",
+            documentation="Hand-offs that did not happen, and other failures, by kind.",
+            labelnames=[*labelnames, "kind"],
+        )
+        for values in per_engine_labelvalues.values():  # a counter nobody used yet reads 0
+            for metric in (*self._counters.values(), *self._gauges.values()):
+                metric.labels(*values)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Record what one engine reported."""
+        values = self.per_engine_labelvalues[engine_idx]
+        for name, amount in transfer_stats_data.get("counts", {}).items():
+            if name.startswith(_FAILURE):
+                self._failures.labels(*values, name.removeprefix(_FAILURE)).inc(amount)
+            else:
+                self._counters[name].labels(*values).inc(amount)
+        for name, durations in transfer_stats_data.get("seconds", {}).items():
+            for duration in durations:
+                self._seconds[name].labels(*values).observe(duration)
+        for name, value in transfer_stats_data.get("gauges", {}).items():
+            self._gauges[name].labels(*values).set(value)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kv_transfer_params`: what routers carry from the prefill answer to the decode request.
+
+The shape is NIXL's, so that routers made for it forward it unchanged; our own keys start with
+`omni_`. It comes from outside and is checked field by field: what does not fit means "compute
+it yourself", never an error of the engine.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from omni_connector.control.messages import TOKEN_BYTES
+
+PARAMS_VERSION: Final = 1
+
+_Hex = Annotated[
+    str, Meta(pattern="^[0-9a-f]+$", min_length=2 * TOKEN_BYTES, max_length=2 * TOKEN_BYTES)
+]
+
+
+class BadParamsError(Exception):
+    """The params cannot be used; `reason` is one of the failure kinds of the metrics."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a decode request finds the KV of its prompt.
+
+    Attributes:
+        remote_engine_id: `engine_id` of the prefill engine.
+        remote_host, remote_port: its control address between hosts, null on one host.
+        omni_version: version of these keys.
+        omni_epoch: hex of the prefill engine's epoch.
+        omni_token: hex of the hand-off's token.
+    """
+
+    remote_engine_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    remote_host: Annotated[str, Meta(max_length=255)] | None = None
+    remote_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
+    omni_version: int
+    omni_epoch: _Hex
+    omni_token: _Hex
+
+    @property
+    def epoch(self) -> bytes:
+        """The prefill engine's epoch."""
+        return bytes.fromhex(self.omni_epoch)
+
+    @property
+    def token(self) -> bytes:
+        """The hand-off's token."""
+        return bytes.fromhex(self.omni_token)
+
+
+def wants_handoff(params: Any) -> bool:
+    """Whether a request asks to be prefilled here and decoded elsewhere."""
+    return isinstance(params, Mapping) and params.get("do_remote_decode") is True
+
+
+def wants_remote_kv(params: Any) -> bool:
+    """Whether a request says that its prompt was prefilled elsewhere."""
+    return isinstance(params, Mapping) and bool(params.get("do_remote_prefill"))
+
+
+def parse_remote_prefill(params: Mapping[str, Any]) -> RemotePrefill:
+    """Check the params of a request that was prefilled elsewhere.
+
+    Raises:
+        BadParamsError: `foreign_params` made by another connector, `malformed_params` ill-typed
+            or incomplete, `disallowed_peer` an address that this engine may not connect to.
+    """
+    if params.get("do_remote_prefill") is not True:
+        raise BadParamsError("malformed_params", "do_remote_prefill is not a boolean")
+    if not any(str(key).startswith("omni_") for key in params):
+        raise BadParamsError(
+            "foreign_params", "the prefill engine's answer was not made by OmniKVConnector"
+        )
+    try:
+        remote = msgspec.convert(dict(params), RemotePrefill)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise BadParamsError("malformed_params", str(error)) from None
+    if remote.omni_version != PARAMS_VERSION:
+        raise BadParamsError(
+            "malformed_params",
+            f"omni_version is {remote.omni_version}, this engine speaks {PARAMS_VERSION}",
+        )
+    if remote.remote_host is not None or remote.remote_port is not None:
+        raise BadParamsError(
+            "disallowed_peer",
+            f"this engine connects to peers on its own host only, not to {remote.remote_host!r}",
+        )
+    return remote
+
+
+def handoff_answer(
+    *,
+    engine_id: str,
+    request_id: str,
+    epoch: bytes,
+    token: bytes,
+    num_tokens: int,
+    block_ids: list[list[int]],
+    tp_size: int,
+) -> dict[str, Any]:
+    """The prefill answer of a request whose KV is handed off."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": block_ids,
+        "remote_engine_id": engine_id,
+        "remote_request_id": request_id,
+        "remote_host": None,
+        "remote_port": None,
+        "remote_num_tokens": num_tokens,
+        "tp_size": tp_size,
+        "omni_version": PARAMS_VERSION,
+        "omni_epoch": epoch.hex(),
+        "omni_token": token.hex(),
+    }
+
+
+def no_handoff_answer(reason: str) -> dict[str, Any]:
+    """The prefill answer that tells the decode engine to compute the prompt itself."""
+    return {
+        "do_remote_prefill": False,
+        "do_remote_decode": False,
+        "omni_version": PARAMS_VERSION,
+        "omni_no_handoff": reason,
+    }

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler half of a decode engine: claims at prefill engines, and the loads they grant.
+
+The claim leaves when the request arrives and is answered on the control thread; the request
+waits in vLLM's queue meanwhile. Whatever goes wrong before a load has started means that the
+prompt is computed here. What goes wrong later is the worker's to report, and vLLM recomputes
+or fails the request by `kv_load_failure_policy`.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from vllm.logger import init_logger
+
+from omni_connector.control.channel import ControlChannel
+from omni_connector.control.client import ClaimDeniedError, Grant
+from omni_connector.control.prompt import Prompt
+from omni_connector.errors import (
+    IncompatiblePeerError,
+    PeerUnreachableError,
+    ProtocolError,
+)
+from omni_connector.vllm_v1.metadata import CopyRun, LoadJob, OmniConnectorMetadata
+from omni_connector.vllm_v1.metrics import OmniStats
+from omni_connector.vllm_v1.params import RemotePrefill
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.omni_connector.receiver")
+
+# A lease this close to its end is not worth starting on.
+_LEASE_MARGIN_S: Final = 1.0
+
+
+@dataclass(slots=True)
+class _Load:
+    request: "Request"
+    prompt: Prompt
+    engine_id: str
+    asked_at: float
+    answer_by: float
+    future: "Future[Grant] | None"
+    grant: Grant | None = None
+    num_tokens: int = 0
+    job_id: int | None = None
+
+
+class HandoffReceiver:
+    """Fetches the KV of prompts that were prefilled elsewhere.
+
+    Args:
+        channel: reaches the prefill engines.
+        address_of: control address of the engine that the params name.
+        group_block_sizes: tokens a block of each transferred group.
+        group_ids: index of each transferred group among vLLM's groups.
+        world_size: ranks that report each job.
+        hash_id: how this engine hashes blocks.
+        load_timeout: seconds for an answer, and again for the bytes.
+        clock: seconds, monotonic.
+        stats: where to count.
+    """
+
+    def __init__(
+        self,
+        *,
+        channel: ControlChannel,
+        address_of: Callable[[RemotePrefill], str],
+        group_block_sizes: tuple[int, ...],
+        group_ids: tuple[int, ...],
+        world_size: int,
+        hash_id: str,
+        load_timeout: float,
+        clock: Callable[[], float],
+        stats: OmniStats,
+    ) -> None:
+        self._channel = channel
+        self._address_of = address_of
+        self._block_sizes = group_block_sizes
+        self._group_ids = group_ids
+        self._world_size = world_size
+        self._hash_id = hash_id
+        self._timeout = load_timeout
+        self._clock = clock
+        self._stats = stats
+        self._loads: dict[str, _Load] = {}
+        self._queued: list[LoadJob] = []
+        self._jobs: dict[int, tuple[_Load, int, str | None]] = {}
+        self._job_ids = itertools.count(-1, -1)  # never those of the sender's jobs
+        self._attached: set[bytes] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._loads)
+
+    def add(self, request: "Request", remote: RemotePrefill, prompt: Prompt) -> None:
+        """A request whose prompt was prefilled elsewhere has arrived: ask there."""
+        now = self._clock()
+        future = self._channel.claim(
+            self._address_of(remote),
+            remote.token,
+            prompt,
+            epoch=remote.epoch,
+            hash_id=self._hash_id,
+            timeout=self._timeout,
+        )
+        self._loads[request.request_id] = _Load(
+            request=request,
+            prompt=prompt,
+            engine_id=remote.remote_engine_id,
+            asked_at=now,
+            answer_by=now + self._timeout + 1.0,
+            future=future,
+        )
+
+    def matched_tokens(self, request_id: str, num_computed: int) -> int | None:
+        """Tokens that can be loaded beyond `num_computed`; None while the peer is asked."""
+        load = self._loads.get(request_id)
+        if load is None or load.job_id is not None:
+            return 0
+        if load.future is not None and not self._answered(load, load.future):
+            return None
+        if load.grant is None:
+            return 0
+        if self._clock() > load.grant.expires - _LEASE_MARGIN_S:
+            self._give_up(load, "lease_expired", "the lease ended before there was room to load")
+            return 0
+        return max(0, load.grant.granted.num_tokens - num_computed)
+
+    def _answered(self, load: _Load, future: "Future[Grant]") -> bool:
+        if not future.done():
+            if self._clock() < load.answer_by:
+                return False
+            future.cancel()
+            load.future = None
+            self._give_up(load, "peer_unreachable", "no answer in time")
+            return True
+        load.future = None
+        error = future.exception()
+        if error is None:
+            grant = future.result()
+            problem = self._check(grant, load.prompt)
+            if problem is None:
+                self._stats.time("claim", self._clock() - load.asked_at)
+                load.grant = grant
+            else:
+                load.grant = grant
+                self._give_up(load, "malformed_answer", problem)
+            return True
+        if isinstance(error, ClaimDeniedError):
+            kind = error.reason
+        elif isinstance(error, IncompatiblePeerError):
+            kind = "incompatible_peer"
+        elif isinstance(error, PeerUnreachableError):
+            kind = "peer_unreachable"
+        elif isinstance(error, ProtocolError):
+            kind = "malformed_answer"
+        else:
+            raise error
+        self._give_up(load, kind, str(error))
+        return True
+
+    def _check(self, grant: Grant, prompt: Prompt) -> str | None:
+        granted = grant.granted
+        if granted.num_tokens != prompt.num_tokens:
+            return f"{granted.num_tokens} tokens granted, {prompt.num_tokens} asked for"
+        if len(grant.welcome.arenas) != self._world_size:
+            return f"{len(grant.welcome.arenas)} arenas for {self._world_size} ranks"
+        expected = [-(-prompt.num_tokens // size) for size in self._block_sizes]
+        found = [len(group) for group in granted.groups]
+        if found != expected:
+            return f"{found} slots granted by group, {expected} expected"
+        return None
+
+    def _give_up(self, load: _Load, kind: str, text: str) -> None:
+        self._stats.fail(kind)
+        logger.warning(
+            "Request %s computes its prompt here: KV of engine %s not used (%s: %s)",
+            load.request.request_id,
+            load.engine_id,
+            kind,
+            text,
+        )
+        self._release(load)
+
+    def _release(self, load: _Load) -> None:
+        if load.future is not None:
+            if not load.future.cancel() and load.future.exception() is None:
+                load.grant = load.future.result()
+            load.future = None
+        if load.grant is not None:
+            self._channel.release(load.grant.address, load.grant.token)
+            load.grant = None
+
+    def allocated(self, request: "Request", blocks: "KVCacheBlocks", num_external: int) -> None:
+        """vLLM has allocated blocks for `num_external` tokens of ours, or decided against it."""
+        load = self._loads.get(request.request_id)
+        if load is None or load.job_id is not None:
+            return
+        if num_external <= 0:
+            self._release(load)
+            return
+        grant = load.grant
+        assert grant is not None, "tokens are matched only with a grant"
+        end = grant.granted.num_tokens
+        start = end - num_external
+        all_ids = blocks.get_block_ids()
+        runs = []
+        for g, size in enumerate(self._block_sizes):
+            ids = all_ids[self._group_ids[g]]
+            indices = range(start // size, -(-end // size))
+            refs = grant.granted.groups[g]
+            runs.append(
+                CopyRun(
+                    group=g,
+                    block_ids=[ids[i] for i in indices],
+                    slots=[refs[i][0] for i in indices],
+                    generations=[refs[i][1] for i in indices],
+                    keys=[],
+                )
+            )
+        job = LoadJob(
+            job_id=next(self._job_ids),
+            request_id=request.request_id,
+            arenas=grant.welcome.arenas,
+            runs=runs,
+            timeout=min(self._timeout, grant.expires - self._clock()),
+        )
+        load.job_id = job.job_id
+        load.num_tokens = num_external
+        self._jobs[job.job_id] = (load, self._world_size, None)
+        self._queued.append(job)
+
+    def build(self, meta: OmniConnectorMetadata) -> None:
+        """Add this step's loads to `meta`."""
+        if self._queued:
+            meta.loads.extend(self._queued)
+            self._queued.clear()
+
+    def jobs_done(self, done: Mapping[int, int], failed: Mapping[int, str]) -> None:
+        """The workers' reports: how many ranks ended each job, and which failed."""
+        for job_id, ranks in done.items():
+            entry = self._jobs.get(job_id)
+            if entry is None:
+                continue
+            load, left, failure = entry
+            left, failure = left - ranks, failure or failed.get(job_id)
+            if left > 0:
+                self._jobs[job_id] = (load, left, failure)
+                continue
+            del self._jobs[job_id]
+            if failure is None:
+                self._stats.count("handoffs_received")
+                self._stats.count("tokens_loaded", load.num_tokens)
+                self._release(load)
+            else:
+                self._give_up(load, failure, "the load failed")
+
+    def finish(self, request_id: str) -> None:
+        """The request is over, maybe before its KV came; a load under way goes on to its end."""
+        load = self._loads.pop(request_id, None)
+        if load is not None and (load.job_id is None or load.job_id not in self._jobs):
+            self._release(load)

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler half: one authority over slots, hand-offs and loads of an engine.
+
+It decides; the workers copy. Nothing here waits: claims are answered on the control thread,
+copies are reported by the workers with each step.
+"""
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from omni_connector.config import OmniConfig
+from omni_connector.control.channel import ControlChannel
+from omni_connector.control.directory import SlotDirectory
+from omni_connector.control.messages import TOKEN_BYTES, Welcome
+from omni_connector.control.server import ControlServer
+from omni_connector.errors import ConfigError, TransportError
+from omni_connector.transports.runtime import runtime_dir, socket_path, sweep
+from omni_connector.vllm_v1.identity import fingerprint, hash_id, prompt_of
+from omni_connector.vllm_v1.metadata import (
+    OmniConnectorMetadata,
+    OmniHandshakeMetadata,
+    OmniWorkerMetadata,
+)
+from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
+from omni_connector.vllm_v1.params import (
+    BadParamsError,
+    RemotePrefill,
+    parse_remote_prefill,
+    wants_handoff,
+    wants_remote_kv,
+)
+from omni_connector.vllm_v1.receiver import HandoffReceiver
+from omni_connector.vllm_v1.sender import HandoffSender
+from omni_connector.vllm_v1.specs import group_specs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.omni_connector.scheduler")
+
+
+class OmniScheduler:
+    """The part of the connector that lives beside vLLM's scheduler.
+
+    Args:
+        config: the connector's settings.
+        vllm_config: vLLM's.
+        kv_cache_config: what vLLM allocates.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        config: OmniConfig,
+        vllm_config: "VllmConfig",
+        kv_cache_config: "KVCacheConfig",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        assert transfer.engine_id is not None
+        self._config = config
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._clock = clock
+        self._engine_id: str = transfer.engine_id
+        self._produces = transfer.is_kv_producer
+        self._consumes = transfer.is_kv_consumer
+        self._group_ids = tuple(kv_cache_config.transfer_group_ids)
+        self._block_sizes = tuple(group.block_size for group in group_specs(kv_cache_config))
+        self._hash_block_size = kv_cache_config.hash_block_size or self._block_sizes[0]
+        self._epoch = secrets.token_bytes(TOKEN_BYTES)
+        self._stats = OmniStats()
+        self._manager: KVCacheManager | None = None
+        self._directory: SlotDirectory | None = None
+        self._channel: ControlChannel | None = None
+        self._sender: HandoffSender | None = None
+        self._receiver: HandoffReceiver | None = None
+        self._runtime_dir = runtime_dir(config.namespace)
+        # From the control thread; `OmniStats` belongs to the engine's.
+        self._events: deque[str] = deque()
+        self._gauges: tuple[int, int, int] | None = None
+
+    def bind_kv_cache_manager(self, manager: "KVCacheManager") -> None:
+        """Remember where the block ids of running requests are."""
+        self._manager = manager
+
+    def start(self, workers: Mapping[tuple[int, int], OmniHandshakeMetadata]) -> None:
+        """The workers have registered their caches: open the control channel.
+
+        Args:
+            workers: by (pipeline rank, tensor rank).
+
+        Raises:
+            ConfigError: the ranks disagree, or a parallel layout that is not supported.
+        """
+        if any(pipeline for pipeline, _ in workers):
+            raise ConfigError("OmniKVConnector does not support pipeline parallelism")
+        ranks = [workers[key] for key in sorted(workers)]
+        if len({(rank.group_bytes, rank.page_order) for rank in ranks}) != 1:
+            raise ConfigError("the ranks of this engine have KV caches of different layouts")
+        ours = fingerprint(self._config, self._vllm_config, self._kv_cache_config, ranks[0])
+        hashing = hash_id(self._vllm_config, self._hash_block_size)
+        world_size = len(ranks)
+        arenas = tuple(rank.endpoint for rank in ranks if rank.endpoint is not None)
+        self._sweep()
+        server = None
+        if self._produces:
+            if len(arenas) != world_size:
+                raise ConfigError("a rank of this engine has no arena")
+            num_slots = min(arena.n_slots for arena in arenas)
+            self._directory = SlotDirectory(num_slots, self._clock, self._config.handoff_ttl_s)
+            server = ControlServer(
+                fingerprint=ours,
+                welcome=Welcome(self._epoch, hashing, arenas),
+                directory=self._directory,
+                clock=self._clock,
+                patience=self._config.handoff_ttl_s,
+                count=self._events.append,
+            )
+        channel = ControlChannel(
+            fingerprint=ours,
+            server=server,
+            listen=self._control_path(self._engine_id) if server is not None else None,
+            on_tick=self._expire,
+            on_peer_gone=self._sweep,
+            clock=self._clock,
+        )
+        self._channel = channel
+        if self._directory is not None:
+            self._sender = HandoffSender(
+                directory=self._directory,
+                group_block_sizes=self._block_sizes,
+                group_ids=self._group_ids,
+                world_size=world_size,
+                engine_id=self._engine_id,
+                epoch=self._epoch,
+                tp_size=world_size,
+                arena_wait=self._config.arena_wait_s,
+                clock=self._clock,
+                stats=self._stats,
+                on_complete=channel.recheck,
+            )
+        if self._consumes:
+            self._receiver = HandoffReceiver(
+                channel=channel,
+                address_of=self._address_of,
+                group_block_sizes=self._block_sizes,
+                group_ids=self._group_ids,
+                world_size=world_size,
+                hash_id=hashing,
+                load_timeout=self._config.load_timeout_s,
+                clock=self._clock,
+                stats=self._stats,
+            )
+
+    def _control_path(self, engine_id: str) -> Any:
+        return socket_path(self._runtime_dir, f"control:{engine_id}")
+
+    def _address_of(self, remote: RemotePrefill) -> str:
+        return f"ipc://{self._control_path(remote.remote_engine_id)}"
+
+    def _sweep(self) -> None:
+        try:
+            sweep(self._runtime_dir)
+        except TransportError as error:  # the next engine to start, or to miss a peer, does it
+            logger.warning("Sockets of dead engines were not removed: %s", error)
+
+    def _expire(self) -> None:
+        if self._directory is not None:
+            self._events.extend(["handoffs_expired"] * self._directory.expire())
+
+    def _take_events(self) -> None:
+        while self._events:
+            event = self._events.popleft()
+            if event in COUNTERS:
+                self._stats.count(event)
+            else:
+                self._stats.fail(event)
+
+    def on_new_request(self, request: "Request") -> None:
+        """A request was added: ask for its KV elsewhere, or prepare to hand it off."""
+        params = request.kv_transfer_params
+        if not params:
+            return
+        if wants_remote_kv(params) and self._receiver is not None:
+            self._fetch(request, params)
+        if wants_handoff(params) and self._sender is not None:
+            prompt = prompt_of(request, self._hash_block_size)
+            if prompt is None:
+                self._stats.fail("prompt_embeds")
+                logger.warning(
+                    "Request %s is not handed off: its prompt has no token ids", request.request_id
+                )
+            else:
+                self._sender.add(request, prompt)
+
+    def _fetch(self, request: "Request", params: Mapping[str, Any]) -> None:
+        assert self._receiver is not None
+        try:
+            remote = parse_remote_prefill(params)
+            prompt = prompt_of(request, self._hash_block_size)
+            if prompt is None:
+                raise BadParamsError("prompt_embeds", "the prompt has no token ids")
+        except BadParamsError as error:
+            self._stats.fail(error.reason)
+            logger.warning(
+                "Request %s computes its prompt here: kv_transfer_params not used (%s: %s)",
+                request.request_id,
+                error.reason,
+                error,
+            )
+            return
+        self._receiver.add(request, remote, prompt)
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed: int
+    ) -> tuple[int | None, bool]:
+        """vLLM's question, answered at once; see `KVConnectorBase_V1`."""
+        if not request.kv_transfer_params:
+            return 0, False
+        request_id = request.request_id
+        if self._sender is not None and not self._sender.may_schedule(request_id):
+            return None, False
+        if self._receiver is None:
+            return 0, False
+        matched = self._receiver.matched_tokens(request_id, num_computed)
+        return matched, bool(matched)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external: int
+    ) -> None:
+        """Blocks were allocated; `num_external` of their tokens are ours to load."""
+        if self._receiver is not None and request.kv_transfer_params:
+            self._receiver.allocated(request, blocks, num_external)
+
+    def build_meta(self, scheduler_output: "SchedulerOutput") -> OmniConnectorMetadata:
+        """This step's work for the workers."""
+        meta = OmniConnectorMetadata()
+        if self._sender:
+            assert self._manager is not None
+            self._sender.build(meta, scheduler_output, self._manager.get_block_ids)
+        if self._receiver is not None:
+            self._receiver.build(meta)
+        return meta
+
+    def update_output(self, output: "KVConnectorOutput") -> None:
+        """Take the workers' reports."""
+        report = output.kv_connector_worker_meta
+        if not isinstance(report, OmniWorkerMetadata):
+            return
+        if self._sender is not None:
+            self._sender.jobs_done(report.done, report.failed)
+        if self._receiver is not None:
+            self._receiver.jobs_done(report.done, report.failed)
+
+    def request_finished(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request is over, in whatever way; see `SupportsHMA`."""
+        if not request.kv_transfer_params:
+            return False, None
+        if self._receiver is not None:
+            self._receiver.finish(request.request_id)
+        if self._sender is not None:
+            return self._sender.finish(request, block_ids)
+        return False, None
+
+    def reset_cache(self) -> bool:
+        """Forget every slot that a later hand-off could share, as after a change of weights."""
+        if self._directory is not None:
+            self._directory.forget()
+        return True
+
+    def take_stats(self) -> OmniStats | None:
+        """What was counted since the last call; None when nothing changed."""
+        stats = self._stats
+        self._take_events()
+        if self._directory is not None:
+            gauges = self._directory.usage()
+            if gauges != self._gauges:
+                self._gauges = gauges
+                held, cached, leases = gauges
+                stats.gauge("slots_in_use", held)
+                stats.gauge("slots_cached", cached)
+                stats.gauge("leases", leases)
+                stats.gauge("slots_total", self._directory.num_slots)
+        if stats.is_empty():
+            return None
+        taken = OmniStats()
+        taken.data, stats.data = stats.data, taken.data
+        return taken
+
+    def close(self) -> None:
+        """Stop the control channel. Idempotent."""
+        if self._channel is not None:
+            self._channel.close()

@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker half: one rank's KV caches, its arena, and the copies between them and peers'."""
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from vllm.logger import init_logger
+
+from omni_connector.config import OmniConfig
+from omni_connector.errors import (
+    ChecksumError,
+    ConfigError,
+    OmniError,
+    PeerRefusedError,
+    PeerUnreachableError,
+    StaleSlotError,
+)
+from omni_connector.kv import BlockCopier, SlotLayout, canonicalize, make_copier
+from omni_connector.transports import Arena, Endpoint, OmniConnector, RemoteArena
+from omni_connector.vllm_v1.copies import CopyThread, Outcome
+from omni_connector.vllm_v1.metadata import (
+    CopyRun,
+    LoadJob,
+    OmniConnectorMetadata,
+    OmniHandshakeMetadata,
+    OmniWorkerMetadata,
+    SaveJob,
+)
+from omni_connector.vllm_v1.metrics import OmniStats
+from omni_connector.vllm_v1.specs import group_specs
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger("vllm.omni_connector.worker")
+
+# As it was before the engine pinned anything: this module is imported while it starts.
+_PROCESS_CORES: Final = frozenset(os.sched_getaffinity(0))
+
+
+class OmniWorker:
+    """Executes the copy jobs of the scheduler half.
+
+    Args:
+        config: the connector's settings.
+        kv_cache_config: what vLLM allocates.
+        transport: exports our arena and reads the peers'.
+        rank: of this worker in its engine.
+        arena_name: unguessable to nobody, unique on this host: where peers find the arena.
+        arena_bytes: size of this rank's arena; 0 where the engine hands nothing off.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: OmniConfig,
+        kv_cache_config: "KVCacheConfig",
+        transport: OmniConnector,
+        rank: int,
+        arena_name: str,
+        arena_bytes: int,
+    ) -> None:
+        self._config = config
+        self._kv_cache_config = kv_cache_config
+        self._transport = transport
+        self._rank = rank
+        self._arena_name = arena_name
+        self._arena_bytes = arena_bytes
+        self._checksum = config.integrity == "full"
+        self._arena: Arena | None = None
+        self._copier: BlockCopier | None = None
+        self._layout: SlotLayout | None = None
+        self._handshake: OmniHandshakeMetadata | None = None
+        self._remotes: dict[str, RemoteArena] = {}
+        self._remotes_lock = threading.Lock()
+        self._saver = CopyThread("omni-save", _PROCESS_CORES)
+        self._loader = CopyThread("omni-load", _PROCESS_CORES)
+        self._metadata: OmniConnectorMetadata | None = None
+        self._loads_started = self._saves_started = True
+        self._loading: dict[int, str] = {}
+        self._unended_saves: set[int] = set()
+        self._finish_after: list[tuple[str, set[int]]] = []
+        self._finished_loads: set[str] = set()
+        self._failed_loads: set[str] = set()
+        self._bad_block_ids: set[int] = set()
+        self._report = OmniWorkerMetadata()
+        self._stats = OmniStats()
+        self._closed = False
+
+    @property
+    def _single_group(self) -> bool:
+        return len(self._kv_cache_config.kv_cache_groups) == 1
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        """Bring the caches into canonical form and open the arena.
+
+        Raises:
+            LayoutError: a cache family or layout that is not supported.
+            ConfigError: the arena would not hold a single slot.
+        """
+        groups = group_specs(self._kv_cache_config)
+        canonical = canonicalize(groups, kv_caches, self._kv_cache_config.num_blocks)
+        layout = SlotLayout.of(canonical)
+        self._layout = layout
+        self._copier = make_copier(canonical, layout)
+        endpoint = None
+        if self._arena_bytes:
+            num_slots = self._arena_bytes // layout.slot_bytes
+            if num_slots < 1:
+                raise ConfigError(
+                    f"arena_gib is too small: one KV block takes {layout.slot_bytes} bytes, "
+                    f"the arena has {self._arena_bytes}"
+                )
+            self._arena = Arena.create(num_slots, layout.slot_bytes, populate=True)
+            endpoint = self._transport.export(self._arena, self._arena_name)
+            logger.info(
+                "Arena of %d slots, %.1f MiB each, for rank %d",
+                num_slots,
+                layout.slot_bytes / 2**20,
+                self._rank,
+            )
+        orders = hashlib.sha256(repr(canonical.page_orders).encode()).hexdigest()
+        self._handshake = OmniHandshakeMetadata(endpoint, layout.group_bytes, orders)
+
+    @property
+    def handshake(self) -> OmniHandshakeMetadata | None:
+        """What the scheduler half must know; None before the caches are registered."""
+        return self._handshake
+
+    def bind(self, metadata: OmniConnectorMetadata) -> None:
+        """Take the work of a step."""
+        self._metadata = metadata
+        self._loads_started = self._saves_started = False
+
+    def clear(self) -> None:
+        """End of a step: whatever the runner did not start by itself starts now."""
+        self.start_loads()
+        self.start_saves()
+        self._metadata = None
+
+    def fence(self, metadata: OmniConnectorMetadata) -> None:
+        """Make sure that no save reads blocks that this step may overwrite."""
+        if metadata.fence:
+            self._saver.cancel(set(metadata.fence))
+
+    def start_loads(self) -> None:
+        """Start the step's loads; returns at once. Once a step, before or after the forward."""
+        metadata = self._metadata
+        if metadata is None or self._loads_started:
+            return
+        self._loads_started = True
+        for arenas in metadata.attach:
+            self._loader.submit(0, self._attach_work(arenas[self._rank]))
+        if not metadata.loads:
+            return
+        copier = self._copier
+        assert copier is not None
+        fence = copier.fence()
+        for job in metadata.loads:
+            self._loading[job.job_id] = job.request_id
+            self._loader.submit(job.job_id, self._load_work(job, fence))
+
+    def start_saves(self) -> None:
+        """Start the step's saves; returns at once. Call it when the forward has been launched."""
+        metadata = self._metadata
+        if metadata is None or self._saves_started:
+            return
+        self._saves_started = True
+        if metadata.saves:
+            copier = self._copier
+            assert copier is not None
+            fence = copier.fence()
+            for job in metadata.saves:
+                self._unended_saves.add(job.job_id)
+                self._saver.submit(job.job_id, self._save_work(job, fence))
+        for request_id, job_ids in metadata.finish_after:
+            self._finish_after.append((request_id, set(job_ids)))
+
+    def collect(self) -> None:
+        """Look at what has ended since the last step."""
+        for outcome in self._saver.take_ended():
+            self._unended_saves.discard(outcome.job_id)
+            self._report.done[outcome.job_id] = 1
+            if outcome.failure is not None:
+                self._report.failed[outcome.job_id] = outcome.failure
+            else:
+                self._count("save", "saved", outcome)
+        for outcome in self._loader.take_ended():
+            request_id = self._loading.pop(outcome.job_id, None)
+            if request_id is None:
+                continue  # mapping an arena ahead of its first load
+            self._report.done[outcome.job_id] = 1
+            self._finished_loads.add(request_id)
+            if outcome.failure is None:
+                self._count("load", "loaded", outcome)
+                continue
+            self._report.failed[outcome.job_id] = outcome.failure
+            if self._single_group:
+                self._bad_block_ids |= outcome.bad_block_ids
+            else:
+                self._failed_loads.add(request_id)
+
+    def _count(self, kind: str, done: str, outcome: Outcome) -> None:
+        self._stats.time(kind, outcome.seconds)
+        self._stats.count(f"bytes_{done}", outcome.size)
+        self._stats.count(f"blocks_{done}", outcome.blocks)
+
+    def take_finished_sending(self) -> set[str]:
+        """Requests whose blocks no save reads any more."""
+        finished = set()
+        waiting = []
+        for request_id, job_ids in self._finish_after:
+            if job_ids & self._unended_saves:
+                waiting.append((request_id, job_ids))
+            else:
+                finished.add(request_id)
+        self._finish_after = waiting
+        return finished
+
+    def take_finished_loads(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads ended, and those of them that failed as a whole."""
+        finished, self._finished_loads = self._finished_loads, set()
+        failed, self._failed_loads = self._failed_loads, set()
+        return finished, failed
+
+    def take_bad_block_ids(self) -> set[int]:
+        """Blocks that a load should have filled and did not."""
+        bad, self._bad_block_ids = self._bad_block_ids, set()
+        return bad
+
+    def take_report(self) -> OmniWorkerMetadata | None:
+        """Jobs that ended, for the scheduler half; None when there are none."""
+        if not self._report.done:
+            return None
+        report, self._report = self._report, OmniWorkerMetadata()
+        return report
+
+    def take_stats(self) -> OmniStats | None:
+        """What was counted since the last call; None when nothing was."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, OmniStats()
+        return stats
+
+    def close(self) -> None:
+        """Stop the threads, then let go of the arenas. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._saver.close()
+        self._loader.close()
+        with self._remotes_lock:
+            remotes, self._remotes = list(self._remotes.values()), {}
+        for remote in remotes:
+            remote.close()
+        self._transport.close()
+        if self._arena is not None:
+            self._arena.close()
+        if self._copier is not None:
+            self._copier.close()
+
+    def _save_work(self, job: SaveJob, fence: object) -> "Callable[[Callable[[], bool]], Outcome]":
+        arena, copier, layout = self._arena, self._copier, self._layout
+        assert arena is not None
+        assert copier is not None
+        assert layout is not None
+
+        def work(cancelled: Callable[[], bool]) -> Outcome:
+            outcome = Outcome(job.job_id)
+            try:
+                for run in job.runs:
+                    if not self._save_run(arena, copier, layout, run, fence, cancelled):
+                        outcome.failure = "cancelled"
+                        return outcome
+                    outcome.blocks += len(run.block_ids)
+                    outcome.size += len(run.block_ids) * layout.group_bytes[run.group]
+            except Exception as error:  # whatever it is, the engine goes on without the hand-off
+                logger.exception("Saving KV blocks failed (job %d)", job.job_id)
+                outcome.failure = _kind(error, "save_failed")
+            return outcome
+
+        return work
+
+    def _save_run(
+        self,
+        arena: Arena,
+        copier: BlockCopier,
+        layout: SlotLayout,
+        run: CopyRun,
+        fence: object,
+        cancelled: Callable[[], bool],
+    ) -> bool:
+        for slot, generation in zip(run.slots, run.generations, strict=True):
+            arena.begin_write(slot, generation)
+        checksums = copier.save(
+            run.group,
+            np.asarray(run.block_ids, dtype=np.int64),
+            arena.slots,
+            np.asarray(run.slots, dtype=np.int64),
+            checksum=self._checksum,
+            fence=fence,
+            cancelled=cancelled,
+        )
+        if checksums is None:
+            return False
+        size = layout.group_bytes[run.group]
+        for slot, generation, key, checksum in zip(
+            run.slots, run.generations, run.keys, checksums.tolist(), strict=True
+        ):
+            arena.publish(slot, generation, key, size, checksum)
+        return True
+
+    def _attach_work(self, endpoint: Endpoint) -> "Callable[[Callable[[], bool]], Outcome]":
+        def work(cancelled: Callable[[], bool]) -> Outcome:
+            try:
+                self._remote(endpoint, timeout=5.0)
+            except OmniError as error:
+                return Outcome(0, failure=_kind(error, "attach_failed"))
+            return Outcome(0)
+
+        return work
+
+    def _load_work(self, job: LoadJob, fence: object) -> "Callable[[Callable[[], bool]], Outcome]":
+        copier, layout = self._copier, self._layout
+        assert copier is not None
+        assert layout is not None
+        deadline = time.monotonic() + job.timeout
+
+        def work(cancelled: Callable[[], bool]) -> Outcome:
+            outcome = Outcome(job.job_id)
+            endpoint = job.arenas[self._rank]
+            try:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise PeerUnreachableError("the load's time was over before it could start")
+                remote = self._remote(endpoint, timeout=left)
+                for run in job.runs:
+                    if cancelled():
+                        outcome.failure = "cancelled"
+                        break
+                    self._load_run(remote, copier, layout, run, fence)
+                    outcome.blocks += len(run.block_ids)
+                    outcome.size += len(run.block_ids) * layout.group_bytes[run.group]
+            except Exception as error:  # whatever it is, the request must not wait for ever
+                outcome.failure = _kind(error, "load_failed")
+                logger.warning(
+                    "Loading KV of request %s from %s failed (%s): %s",
+                    job.request_id,
+                    endpoint.address,
+                    outcome.failure,
+                    error,
+                )
+                if not isinstance(error, OmniError):
+                    logger.exception("This should not happen; please report it")
+                self._forget(endpoint)
+            if outcome.failure is not None:
+                outcome.bad_block_ids = frozenset(_block_ids(job.runs))
+            return outcome
+
+        return work
+
+    def _load_run(
+        self,
+        remote: RemoteArena,
+        copier: BlockCopier,
+        layout: SlotLayout,
+        run: CopyRun,
+        fence: object,
+    ) -> None:
+        size = layout.group_bytes[run.group]
+        pairs = list(zip(run.slots, run.generations, strict=True))
+        headers = [remote.verify(slot, generation) for slot, generation in pairs]
+        for (slot, _), header in zip(pairs, headers, strict=True):
+            if header.length != size:
+                raise PeerRefusedError(f"slot {slot} holds {header.length} bytes, not {size}")
+        checksums = copier.load(
+            run.group,
+            np.asarray(run.block_ids, dtype=np.int64),
+            remote.slots,
+            np.asarray(run.slots, dtype=np.int64),
+            checksum=self._checksum,
+            fence=fence,
+        )
+        for slot, generation in pairs:  # reused while we read: what we have is a mixture
+            remote.verify(slot, generation)
+        if self._checksum:
+            for (slot, _), header, checksum in zip(pairs, headers, checksums.tolist(), strict=True):
+                if header.checksum != checksum:
+                    raise ChecksumError(
+                        f"slot {slot}: checksum {checksum:#x}, published {header.checksum:#x}"
+                    )
+
+    def _remote(self, endpoint: Endpoint, timeout: float) -> RemoteArena:
+        with self._remotes_lock:
+            remote = self._remotes.get(endpoint.address)
+        if remote is not None and remote.endpoint == endpoint:
+            return remote
+        if remote is not None:
+            self._forget(endpoint)
+        remote = self._transport.attach(endpoint, timeout=timeout)
+        with self._remotes_lock:
+            self._remotes[endpoint.address] = remote
+        return remote
+
+    def _forget(self, endpoint: Endpoint) -> None:
+        with self._remotes_lock:
+            remote = self._remotes.pop(endpoint.address, None)
+        if remote is not None:
+            remote.close()
+
+
+def _block_ids(runs: Iterable[CopyRun]) -> set[int]:
+    return {block_id for run in runs for block_id in run.block_ids}
+
+
+def _kind(error: Exception, other: str) -> str:
+    kinds: dict[type[Any], str] = {
+        StaleSlotError: "stale_slot",
+        ChecksumError: "checksum_mismatch",
+        PeerUnreachableError: "peer_unreachable",
+        PeerRefusedError: "peer_refused",
+    }
+    return next((kind for cls, kind in kinds.items() if isinstance(error, cls)), other)
