@@ -186,12 +186,11 @@ def median(results: Sequence[Result]) -> Result:
 
 def _table(results: Sequence[Result]) -> Table:
     table = Table(title="KV cache handed from the prefill engine to the decode engine")
-    table.add_column("prompt\ntokens", justify="right")
-    table.add_column("MB\nmoved", justify="right")
-    table.add_column("hand-off\nms", justify="right")
-    table.add_column("first token, ms:\nhanded off", justify="right")
-    table.add_column("\nKV local", justify="right")
-    table.add_column("\nrecomputed", justify="right")
+    for heading in (
+        *("prompt\ntokens", "MB\nmoved", "hand-off\nms"),
+        *("TTFT ms\nhand-off", "TTFT ms\nKV local", "TTFT ms\nrecomputed"),
+    ):
+        table.add_column(heading, justify="right")
     table.add_column("same\ntokens", justify="center")
     for result in results:
         table.add_row(
@@ -205,9 +204,9 @@ def _table(results: Sequence[Result]) -> Table:
 
 
 _LEGEND = """\
-First token: milliseconds at the decode engine, from the arrival of the request there.
+TTFT: time to the first token, from the request's arrival at the decode engine.
 KV local: the same prompt again; only whole blocks are cached, the rest is computed.
-Recomputed: without any KV. Same tokens: the answers after the hand-off and after the
+recomputed: without any KV. same tokens: the answers after the hand-off and after the
 recomputation are the same, token by token."""
 
 
@@ -243,14 +242,15 @@ def demo(
     """
     console = Console()
     if find_spec("vllm_router") is None:
-        console.print("The demo needs vllm-router: pip install 'omni-connector[demo]'")
+        console.print("The demo needs vllm-router: pip install 'omni-connector\\[demo]'")
         return 2
     folder = logs or Path(tempfile.mkdtemp(prefix="omni-connector-demo-"))
     folder.mkdir(parents=True, exist_ok=True)
     keep = True
     try:
         results = _measure_all(console, lengths, rounds, cache, folder, kv_transfer_config)
-        console.print(_table(results), _LEGEND)
+        console.print(_table(results))
+        console.print(_LEGEND, soft_wrap=True)
         problems = [problem for result in results for problem in result.problems()]
         for problem in problems:
             console.print(f"[bold red]Wrong:[/] {problem}")

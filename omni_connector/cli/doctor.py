@@ -76,9 +76,7 @@ def _plugin() -> str:
     if done.returncode or found is None:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         allowed = os.environ.get("VLLM_PLUGINS")
-        hint = (
-            "" if allowed is None else f" (VLLM_PLUGINS is {allowed!r}: is omni_connector in it?)"
-        )
+        hint = "" if allowed is None else f" (VLLM_PLUGINS={allowed!r} must name omni_connector)"
         raise CheckFailedError(f"vLLM does not load {CONNECTOR_NAME}{hint}: {last}")
     _, module, torch, cuda = found
     device = "with CUDA or ROCm" if cuda == "True" else "CPU only"

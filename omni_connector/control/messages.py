@@ -25,7 +25,7 @@ Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)
 Text = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
 Sequence = Annotated[int, Meta(ge=0, lt=1 << 62)]
-Generation = Annotated[int, Meta(ge=0, lt=1 << 63)]
+Generation = Annotated[int, Meta(ge=0, lt=1 << 62)]
 SlotRef = tuple[Count, Generation]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]  # neither nan nor infinity
 DigestKind = Literal["blocks", "tokens"]

@@ -48,11 +48,12 @@ class GroupSpec:
     Args:
         kind: the kind of cache, such as `full_attention` or `mamba`.
         block_size: tokens of one block.
-        layers: the layers, in the order in which a slot holds them.
+        layers: the layers, in the order in which a slot holds them; a pipeline stage may
+            have none.
         sliding_window: tokens that the layers look back on; None for all.
 
     Raises:
-        ValueError: no layers, a layer named twice, or a size that is not positive.
+        ValueError: a layer named twice, or a size that is not positive.
     """
 
     kind: str
@@ -65,8 +66,6 @@ class GroupSpec:
             raise ValueError(f"{self.kind} group: block size {self.block_size} is not positive")
         if self.sliding_window is not None and self.sliding_window <= 0:
             raise ValueError(f"{self.kind} group: window {self.sliding_window} is not positive")
-        if not self.layers:
-            raise ValueError(f"{self.kind} group: no layers")
         names = [layer.name for layer in self.layers]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
@@ -161,8 +160,8 @@ def canonicalize(
     """
     if num_blocks <= 0:
         raise LayoutError(f"a KV cache of {num_blocks} blocks")
-    if not groups:
-        raise LayoutError("a KV cache without groups")
+    if not any(group.layers for group in groups):
+        raise LayoutError("a KV cache without layers")
 
     indices: dict[tuple[int, int], int] = {}
     pages: list[_Page] = []

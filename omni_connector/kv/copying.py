@@ -112,7 +112,7 @@ class CpuCopier(BlockCopier):
         cancelled: Callable[[], bool] | None,
     ) -> NDArray[np.uint64] | None:
         size = self._layout.group_bytes[group]
-        limit = max(1, (_HASHED_BYTES if checksum else _COPIED_BYTES) // size)
+        limit = max(1, (_HASHED_BYTES if checksum else _COPIED_BYTES) // max(1, size))
         pairs = [
             (part.blocks, _rows(slots, part), slots[:, part.first : part.end])
             for part in (self._hashed if checksum else self._whole)[group]

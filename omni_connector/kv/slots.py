@@ -28,12 +28,12 @@ class SlotLayout:
     def of(cls, canonical: CanonicalKVCaches) -> "SlotLayout":
         """Lay out the slots of a KV cache: each group's refs one after the other."""
         ends = [
-            list(accumulate(ref.page_size_bytes for ref in refs))
+            list(accumulate((ref.page_size_bytes for ref in refs), initial=0))
             for refs in canonical.group_data_refs
         ]
         group_bytes = tuple(end[-1] for end in ends)
         return cls(
             group_bytes=group_bytes,
             slot_bytes=-(-max(group_bytes) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT,
-            ref_offsets=tuple((0, *end[:-1]) for end in ends),
+            ref_offsets=tuple(tuple(end[:-1]) for end in ends),
         )

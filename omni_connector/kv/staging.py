@@ -19,7 +19,7 @@ from omni_connector.kv.runs import runs_of
 from omni_connector.kv.slots import SlotLayout
 
 _STAGING_BYTES = 32 * 1024 * 1024
-"""Bytes of one staging buffer; there are two, so that a device and its host work at once."""
+"""Enough to keep a PCIe link busy; two of them, so that a device and its host work at once."""
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -161,16 +161,29 @@ class StagedCopier(BlockCopier):
     Blocks are gathered into a staging buffer on the device and cross to the host in one
     piece, straight into slots that were pinned, else into a pinned buffer; loads are the same
     backwards. The host copies and hashes one batch while the device works on the next.
+
+    Args:
+        canonical: the KV cache.
+        layout: its slots.
+        lane: where the device's work goes; owned, and closed with the copier.
+        staging_bytes: bytes of each of the two staging buffers; at least one slot is staged.
     """
 
-    def __init__(self, canonical: CanonicalKVCaches, layout: SlotLayout, lane: Lane) -> None:
+    def __init__(
+        self,
+        canonical: CanonicalKVCaches,
+        layout: SlotLayout,
+        lane: Lane,
+        *,
+        staging_bytes: int = _STAGING_BYTES,
+    ) -> None:
         super().__init__(canonical, layout)
         self._lane = lane
         self._device = canonical.tensors[0].tensor.device
         self._groups = [
             GroupOnDevice.of(canonical, layout, group) for group in range(len(layout.group_bytes))
         ]
-        self._rows = max(1, _STAGING_BYTES // layout.slot_bytes)
+        self._rows = max(1, staging_bytes // layout.slot_bytes)
         self._staged: list[torch.Tensor] = []
         self._bounced: list[torch.Tensor] = []
         self._pinned: list[tuple[int, int]] = []

@@ -6,6 +6,7 @@ step and adds up what the ranks and the halves report. Durations are in seconds,
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -40,6 +41,7 @@ _FAILURE: Final = "failure:"
 _SECONDS_BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5, 30]
 
 
+@dataclass
 class OmniStats(KVConnectorStats):
     """Counts since the last report.
 

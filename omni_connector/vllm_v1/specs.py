@@ -32,7 +32,8 @@ def group_specs(kv_cache_config: "KVCacheConfig") -> tuple[GroupSpec, ...]:
     """The groups that vLLM lets a connector transfer, in its order.
 
     Layers that read another layer's cache are left out: they have no bytes of their own. So
-    are groups of encoder-only layers, which have no cache at all.
+    are groups of encoder-only layers, which have no cache at all. A pipeline stage may have
+    groups without layers.
 
     Raises:
         LayoutError: a spec that is not known, or a layer without one.
@@ -40,40 +41,41 @@ def group_specs(kv_cache_config: "KVCacheConfig") -> tuple[GroupSpec, ...]:
     own = {name for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers}
     specs = []
     for group in kv_cache_config.transfer_groups:
-        # Scheduler-side configurations of tests and old versions place no tensors.
-        names = [name for name in group.layer_names if not own or name in own]
-        layer_specs = _layer_specs(group, names)
-        kinds = {_kind(spec) for spec in layer_specs}
+        kinds = {_kind(spec) for spec in _all_specs(group)}
         if kinds == {_ENCODER_ONLY}:
             continue
-        specs.append(_group_spec(names, layer_specs, kinds))
+        # Configurations without tensors (a scheduler's, in tests) leave out no layer.
+        names = [name for name in group.layer_names if not own or name in own]
+        specs.append(
+            GroupSpec(
+                kind="+".join(sorted(kinds)),
+                block_size=group.kv_cache_spec.block_size,
+                layers=tuple(_layer_spec(name, _spec_of(group, name)) for name in names),
+                sliding_window=_window(group),
+            )
+        )
     return tuple(specs)
 
 
-def _layer_specs(group: "KVCacheGroupSpec", names: list[str]) -> list["KVCacheSpec"]:
+def _all_specs(group: "KVCacheGroupSpec") -> list["KVCacheSpec"]:
+    """The specs of a group's layers: one for all of them, or one each."""
+    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return [group.kv_cache_spec] if per_layer is None else list(per_layer.values())
+
+
+def _spec_of(group: "KVCacheGroupSpec", name: str) -> "KVCacheSpec":
     per_layer: dict[str, KVCacheSpec] | None = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     if per_layer is None:
-        return [group.kv_cache_spec] * len(names)
-    missing = [name for name in names if name not in per_layer]
-    if missing:
-        raise LayoutError(f"vLLM gives no KV cache spec for layer {missing[0]}")
-    return [per_layer[name] for name in names]
-
-
-def _group_spec(names: list[str], layer_specs: list["KVCacheSpec"], kinds: set[str]) -> GroupSpec:
-    windows = {_window(spec) for spec in layer_specs}
-    block_sizes = {spec.block_size for spec in layer_specs}
-    if len(block_sizes) != 1:
-        raise LayoutError(f"a KV cache group of block sizes {sorted(block_sizes)}: {names}")
-    return GroupSpec(
-        kind="+".join(sorted(kinds)),
-        block_size=block_sizes.pop(),
-        layers=tuple(
-            LayerSpec(name, _content_bytes(spec), spec.page_size_bytes)
-            for name, spec in zip(names, layer_specs, strict=True)
-        ),
-        sliding_window=windows.pop() if len(windows) == 1 else None,
-    )
+        return group.kv_cache_spec
+    if name not in per_layer:
+        raise LayoutError(f"vLLM gives no KV cache spec for layer {name}")
+    spec = per_layer[name]
+    if spec.block_size != group.kv_cache_spec.block_size:
+        raise LayoutError(
+            f"layer {name} has blocks of {spec.block_size} tokens in a group of blocks of "
+            f"{group.kv_cache_spec.block_size}"
+        )
+    return spec
 
 
 def _kind(spec: "KVCacheSpec") -> str:
@@ -86,21 +88,24 @@ def _kind(spec: "KVCacheSpec") -> str:
     )
 
 
-def _content_bytes(spec: "KVCacheSpec") -> int:
-    """Bytes of one block of one layer, without the padding of its page."""
+def _layer_spec(name: str, spec: "KVCacheSpec") -> LayerSpec:
+    content: int
     if _kind(spec) == "mamba":
-        return spec.state_content_size_bytes
-    content: int = spec.unpadded_page_size_bytes  # type: ignore[attr-defined]
-    return content
+        content = spec.state_content_size_bytes
+    else:
+        content = spec.unpadded_page_size_bytes  # type: ignore[attr-defined]
+    return LayerSpec(name, content, spec.page_size_bytes)
 
 
-def _window(spec: "KVCacheSpec") -> int | None:
-    """Tokens whose blocks a sliding window keeps.
+def _window(group: "KVCacheGroupSpec") -> int | None:
+    """Tokens whose blocks a sliding window keeps; the largest, where layers differ.
 
     Full attention may carry a window too: its blocks are kept for all tokens nevertheless.
     """
-    if not _kind(spec).startswith("sliding_window"):
-        return None
-    window: int = spec.sliding_window  # type: ignore[attr-defined]
-    # Speculative decoding may prefill the window's last tokens again.
-    return window + int(getattr(spec, "extra_retained_tokens", 0))
+    windows: list[int] = [
+        # Speculative decoding may compute the tokens just before the window again.
+        spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)  # type: ignore[attr-defined]
+        for spec in _all_specs(group)
+        if _kind(spec).startswith("sliding_window")
+    ]
+    return max(windows, default=None)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo accepts, and that it stops at nothing less than moved KV and equal tokens."""
+
+from pathlib import Path
+
+import pytest
+
+from omni_connector.cli import demo as module
+from omni_connector.cli.demo import Metrics, Result, demo, median
+
+GOOD = Result(
+    prompt_tokens=100,
+    tokens_moved=99,
+    bytes_moved=6_488_064,
+    handoff_s=0.005,
+    ttft_s=(0.03, 0.02, 0.2),
+    same_tokens=True,
+)
+
+
+def _but(**changes: object) -> Result:
+    fields = {name: getattr(GOOD, name) for name in Result.__dataclass_fields__}
+    return Result(**{**fields, **changes})
+
+
+def test_a_good_result_has_no_problem() -> None:
+    assert GOOD.problems() == []
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (_but(same_tokens=False), "differs"),
+        (_but(tokens_moved=0, bytes_moved=0), "KV of 0 tokens"),
+        (_but(tokens_moved=98), "KV of 98 tokens"),
+        (_but(bytes_moved=0), "0 bytes"),
+    ],
+)
+def test_other_tokens_and_kv_that_did_not_move_are_problems(result: Result, words: str) -> None:
+    (problem,) = result.problems()
+    assert words in problem
+
+
+def test_the_median_of_results_hides_no_bad_one() -> None:
+    slow = _but(handoff_s=0.5, ttft_s=(0.9, 0.8, 0.7))
+    assert median([GOOD, slow, GOOD]) == GOOD
+    assert median([GOOD, _but(same_tokens=False), GOOD]).problems()
+    assert median([GOOD, GOOD, _but(tokens_moved=3)]).problems()
+
+
+def test_metrics_are_summed_over_labels_and_absent_ones_are_zero() -> None:
+    before = Metrics('# TYPE a counter\na_total{x="1"} 2.0\na_total{x="2"} 3.0\n')
+    after = Metrics('# TYPE a counter\na_total{x="1"} 4.0\na_total{x="2"} 3.5\n')
+    assert after.since(before, "a_total") == 2.5
+    assert after.since(before, "b_total") == 0.0
+
+
+def test_without_the_router_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert demo(cache=tmp_path) == 2
+    assert "omni-connector[demo]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_it_fails_and_keeps_the_logs_when_a_row_is_wrong(
+    fails: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "logs"
+    rows = [GOOD, _but(same_tokens=not fails)]
+    monkeypatch.setattr(module, "find_spec", lambda name: object())
+    monkeypatch.setattr(module.tempfile, "mkdtemp", lambda prefix: str(folder))
+    monkeypatch.setattr(module, "_measure_all", lambda *arguments: rows)
+    assert demo(cache=tmp_path) == int(fails)
+    assert folder.exists() == fails
+    assert ("NO" in capsys.readouterr().out) == fails
+
+
+def test_of_a_broken_start_the_first_error_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object) -> list[Result]:
+        (tmp_path / "decode.log").write_text("INFO hello\nERROR ValueError: no room\nOSError: 2\n")
+        raise module.EngineError("engine died while starting:\n...")
+
+    monkeypatch.setattr(module, "find_spec", lambda name: object())
+    monkeypatch.setattr(module, "_measure_all", fail)
+    assert demo(cache=tmp_path, logs=tmp_path) == 1
+    out = capsys.readouterr().out
+    assert "engine died while starting" in out
+    assert "decode: ValueError: no room" in out
+    assert "OSError" not in out
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.mark.e2e
+def test_the_demo_moves_the_kv_and_gets_the_same_tokens(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = demo(lengths=(100, 513), cache=cache, logs=tmp_path)
+    out = capsys.readouterr().out
+    assert status == 0, out
+    assert out.count("yes") == 2
+
+
+@pytest.mark.e2e
+def test_the_demo_fails_a_connector_that_moves_nothing(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hollow = {
+        "kv_connector": "HollowConnector",
+        "kv_connector_module_path": "omni_connector.testing.hollow",
+        "kv_role": "kv_both",
+    }
+    status = demo(lengths=(513,), cache=cache, logs=tmp_path, kv_transfer_config=hollow)
+    out = capsys.readouterr().out
+    assert status == 1
+    assert "KV of 0 tokens" in out
+    assert "the answer differs from the reference" in out

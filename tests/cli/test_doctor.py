@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the doctor finds, and how it says so."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from omni_connector import plugin
+from omni_connector.cli import doctor as module
+from omni_connector.cli.doctor import CheckFailedError, Finding, doctor, examine
+
+
+def _broken() -> str:
+    raise CheckFailedError("it is broken: mend it")
+
+
+def _find(what: str) -> Finding:
+    (finding,) = examine(tuple(check for check in module.CHECKS if check[0] == what))
+    return finding
+
+
+@pytest.fixture(autouse=True)
+def _runtime_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(tmp_path / "run"))
+
+
+def test_a_check_that_fails_stops_no_other() -> None:
+    found = examine((("a", _broken), ("b", lambda: "fine")))
+    assert found == [Finding("a", False, "it is broken: mend it"), Finding("b", True, "fine")]
+
+
+@pytest.mark.parametrize(
+    "what", ["system", "settings", "runtime folder", "shared memory", "memory"]
+)
+def test_what_needs_no_vllm_is_in_order_here(what: str) -> None:
+    finding = _find(what)
+    assert finding.ok, finding.text
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("what", ["vLLM", "plugin"])
+def test_what_needs_vllm_is_in_order_here(what: str) -> None:
+    finding = _find(what)
+    assert finding.ok, finding.text
+
+
+@pytest.mark.vllm
+def test_a_plugin_that_vllm_was_told_to_leave_out_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    finding = _find("plugin")
+    assert not finding.ok
+    assert "VLLM_PLUGINS='another'" in finding.text
+
+
+def test_a_wrong_vllm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "version", lambda name: "0.12.0")
+    finding = _find("vLLM")
+    assert not finding.ok
+    assert plugin.supported_range() in finding.text
+
+
+def test_a_misspelt_setting_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNI_CONNECTOR_ARENA_GB", "4")
+    finding = _find("settings")
+    assert not finding.ok
+    assert "arena_gib" in finding.text
+
+
+def test_a_runtime_folder_open_to_others_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    folder.chmod(0o777)
+    finding = _find("runtime folder")
+    assert not finding.ok
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o777
+    assert str(folder) in finding.text
+
+
+def test_an_arena_larger_than_the_machine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNI_CONNECTOR_ARENA_GIB", "1000000")
+    finding = _find("memory")
+    assert not finding.ok
+    assert "arena_gib" in finding.text
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_the_exit_status_says_whether_all_is_in_order(
+    rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [Finding("kernel", True, "good")]
+    monkeypatch.setattr(module, "examine", lambda: found)
+    if not rich:
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert doctor() == 0
+    found.append(Finding("moon", False, "full [today]"))
+    assert doctor() == 1
+    out = capsys.readouterr().out
+    assert "WRONG" in out
+    assert "full [today]" in out

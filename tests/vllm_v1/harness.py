@@ -1,0 +1,557 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's scheduler and both halves of a connector in this process, around a toy model.
+
+What `EngineCore` and its worker do between scheduler, connector and model is done here in the
+same order; everything on vLLM's side of the connector but the model is vLLM's own.
+"""
+
+import itertools
+import json
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import FinishReason, Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from omni_connector.plugin import CONNECTOR_NAME, register
+from omni_connector.testing import hollow
+from omni_connector.vllm_v1.connector import OmniKVConnector
+from omni_connector.vllm_v1.metrics import OmniStats
+from omni_connector.vllm_v1.scheduler import OmniScheduler
+from omni_connector.vllm_v1.worker import OmniWorker
+
+from .toy import ToyRunner
+
+BLOCK = 16
+LAYERS, HEADS, HEAD_SIZE = 3, 2, 8
+PAGE = BLOCK * HEADS * 2 * HEAD_SIZE * 2  # K and V, two bytes each
+SLOT = 4096  # LAYERS pages, rounded up
+GIB = 1 << 30
+DEADLINE = 20.0  # stops a hang, and is waited for by no test that passes
+
+HANDOFF = {"do_remote_decode": True, "do_remote_prefill": False}
+_LAYERS = [f"model.layers.{i}.self_attn" for i in range(LAYERS)]
+_numbers = itertools.count()
+
+
+@dataclass
+class Answer:
+    """What a client of the engine has got so far."""
+
+    tokens: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+    params: dict[str, Any] | None = None
+
+
+def write_model(folder: Path) -> Path:
+    """The configuration of a model of the toy's shape; there are no weights."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 2 * HEADS * HEAD_SIZE,
+        "intermediate_size": 64,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": HEAD_SIZE,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": "float16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def kv_cache_config(num_blocks: int, block_size: int) -> KVCacheConfig:
+    """One group of full attention, laid out as vLLM lays out LBHNC."""
+    page = PAGE * block_size // BLOCK
+    spec = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float16
+    )
+    assert spec.page_size_bytes == page
+    tensor = KVCacheTensor(
+        size=LAYERS * page * num_blocks,
+        layers=_LAYERS,
+        layer_stride=page * num_blocks,
+        block_stride=page,
+    )
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[KVCacheGroupSpec(_LAYERS, spec)],
+        kv_cache_layout="LBHNC",
+        hash_block_size=block_size,
+    )
+
+
+class InProcessEngine:
+    """One engine: a real scheduler, a connector in two halves, a toy model.
+
+    Args:
+        model: folder of `write_model`.
+        role: `kv_role`; None makes an engine without connector, the reference.
+        engine_id: name that peers find it by.
+        connector: `OmniKVConnector` or `HollowConnector`.
+        extra: `kv_connector_extra_config`.
+        policy: `kv_load_failure_policy`.
+        usable_blocks: KV blocks that requests can have.
+        long_prefill: most tokens of one prompt in a step where others wait, 0 for no limit.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        role: str | None = None,
+        *,
+        engine_id: str | None = None,
+        connector: str = CONNECTOR_NAME,
+        extra: dict[str, Any] | None = None,
+        policy: str = "recompute",
+        usable_blocks: int = 64,
+        block_size: int = BLOCK,
+        max_tokens_a_step: int = 4096,
+        max_num_seqs: int = 8,
+        long_prefill: int = 0,
+        prefix_caching: bool = True,
+        async_scheduling: bool = False,
+    ) -> None:
+        register()
+        self.engine_id = engine_id or f"engine-{next(_numbers)}"
+        transfer = None
+        if role is not None:
+            hollowed = connector == "HollowConnector"
+            transfer = KVTransferConfig(
+                kv_connector=connector,
+                kv_connector_module_path=hollow.MODULE if hollowed else None,
+                kv_role=role,
+                engine_id=self.engine_id,
+                kv_load_failure_policy=policy,
+                kv_connector_extra_config={} if hollowed else {"arena_gib": 0.004, **(extra or {})},
+            )
+        self.config = _vllm_config(
+            model,
+            transfer,
+            block_size=block_size,
+            enable_prefix_caching=prefix_caching,
+            num_blocks=usable_blocks + 1,
+            scheduler=SchedulerConfig(
+                max_model_len=4096,
+                is_encoder_decoder=False,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_tokens_a_step,
+                long_prefill_token_threshold=long_prefill,
+                enable_chunked_prefill=True,
+            ),
+            async_scheduling=async_scheduling,
+        )
+        # Block 0 is vLLM's null block, which nobody gets.
+        self.kv_config = kv_cache_config(usable_blocks + 1, block_size)
+        kv_caches = allocate_kv_cache(
+            self.kv_config, torch.device("cpu"), KVCacheLayout.LBHNC, [block_size]
+        )
+        self.runner = ToyRunner(kv_caches)
+        self.runner.spoil(list(range(usable_blocks + 1)), next(_numbers))
+        self.worker: KVConnectorBase_V1 | None = None
+        if transfer is not None:
+            self.worker = KVConnectorFactory.create_connector(
+                config=self.config, role=KVConnectorRole.WORKER, kv_cache_config=self.kv_config
+            )
+            self.worker.register_kv_caches(kv_caches)
+        self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
+            vllm_config=self.config,
+            kv_cache_config=self.kv_config,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=block_size,
+            hash_block_size=block_size,
+            log_stats=True,
+        )
+        if self.worker is not None:
+            metadata = self.worker.get_handshake_metadata()
+            if metadata is not None:
+                self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
+        hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_fn)
+        self._hasher = get_request_block_hasher(block_size, hash_fn)
+        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._overlap = self.config.max_concurrent_batches
+        self._all_free = self.free_blocks
+        self.answers: dict[str, Answer] = {}
+        self.stats = OmniStats()
+        self.preempted: list[str] = []
+        self._held: list[HeldCopier] = []
+
+    # What a client does
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 1,
+        params: Any = None,
+        request_id: str | None = None,
+        salt: str | None = None,
+    ) -> str:
+        """Add a request; its id."""
+        request_id = request_id or f"request-{next(_numbers)}"
+        extra = None if params is None else {"kv_transfer_params": params}
+        sampling = SamplingParams(
+            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, extra_args=extra
+        )
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=sampling,
+            pooling_params=None,
+            cache_salt=salt,
+            block_hasher=self._hasher,
+        )
+        self.answers[request_id] = Answer()
+        self.scheduler.add_request(request)
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        """The client of a request is gone."""
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def generate(self, prompt: Sequence[int], max_tokens: int = 1, params: Any = None) -> Answer:
+        """Submit, and step until it is answered."""
+        request_id = self.submit(prompt, max_tokens=max_tokens, params=params)
+        self.run(lambda: self.done(request_id))
+        return self.answers[request_id]
+
+    def done(self, *request_ids: str) -> bool:
+        """Whether all of these have ended."""
+        return all(self.answers[request_id].reason is not None for request_id in request_ids)
+
+    # What EngineCore does
+
+    def step(self) -> bool:
+        """One turn of the engine's loop; False when there was nothing to do."""
+        if self.scheduler.has_requests():
+            scheduled = self.scheduler.schedule()
+            self._in_flight.append((scheduled, self._execute(scheduled)))
+            if len(self._in_flight) < self._overlap and (
+                scheduled.total_num_scheduled_tokens > 0 or self.scheduler.has_requests()
+            ):
+                return True
+        elif not self._in_flight:
+            return False
+        scheduled, output = self._in_flight.popleft()
+        for engine_output in self.scheduler.update_from_output(scheduled, output).values():
+            for out in engine_output.outputs:
+                answer = self.answers[out.request_id]
+                answer.tokens += out.new_token_ids
+                answer.reason = out.finish_reason
+                answer.params = out.kv_transfer_params or answer.params
+            scheduler_stats = engine_output.scheduler_stats
+            if scheduler_stats is not None and scheduler_stats.kv_connector_stats:
+                self._add_stats(scheduler_stats.kv_connector_stats)
+        return True
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Step until a condition holds."""
+        run([self], until)
+
+    def settle(self) -> None:
+        """Step until there is nothing left to do."""
+        self.run(lambda: not self.scheduler.has_requests() and not self._in_flight)
+
+    def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """The worker's part of a step, in the order of `KVConnectorModelRunnerMixin`."""
+        self.preempted += step.preempted_req_ids or ()
+        worker = self.worker
+        if worker is None:
+            return _output(*self.runner.execute(step))
+        metadata = step.kv_connector_metadata
+        assert metadata is not None
+        worker.handle_preemptions(metadata)
+        worker.bind_connector_metadata(metadata)
+        assert not step.has_sync_kv_loads
+        request_ids, sampled = self.runner.execute(step)
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        results = worker.get_transfer_results(step.finished_req_ids)
+        output = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_stats=worker.get_kv_connector_stats(),
+            kv_cache_events=worker.get_kv_connector_kv_cache_events(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+        worker.clear_connector_metadata()
+        return _output(request_ids, sampled, None if output.is_empty() else output)
+
+    def shutdown(self) -> None:
+        """Stop both halves, in vLLM's order."""
+        for held in self._held:
+            held.open()
+        self.scheduler.shutdown()
+        if self.worker is not None:
+            self.worker.shutdown()
+
+    # What a test looks at, and gets hold of
+
+    def hold(self, *, saves: bool = False, loads: bool = False, deaf: bool = False) -> "HeldCopier":
+        """Hold back every copy that starts from now on."""
+        held = HeldCopier(self.worker_half._copier, saves=saves, loads=loads, deaf=deaf)
+        self.worker_half._copier = held
+        self._held.append(held)
+        return held
+
+    @property
+    def half(self) -> OmniScheduler:
+        """The scheduler half."""
+        connector = self.scheduler.connector
+        assert isinstance(connector, OmniKVConnector)
+        return connector._scheduler
+
+    @property
+    def worker_half(self) -> OmniWorker:
+        """The worker half."""
+        assert isinstance(self.worker, OmniKVConnector)
+        return self.worker._worker
+
+    @property
+    def free_blocks(self) -> int:
+        """KV blocks that nobody holds."""
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    @property
+    def usage(self) -> tuple[int, int, int]:
+        """(slots held, slots cached, leases); zeros on an engine that hands nothing off."""
+        directory = self.half._directory
+        return (0, 0, 0) if directory is None else directory.usage()
+
+    def count(self, name: str) -> int:
+        """What the engine has counted so far under a name of `metrics`."""
+        for connector in (self.scheduler.connector, self.worker):
+            stats = connector.get_kv_connector_stats() if connector is not None else None
+            if stats is not None:
+                self._add_stats(stats.data)
+        return int(self.stats.data["counts"].get(name, 0))
+
+    def failures(self) -> dict[str, int]:
+        """Failures counted so far, by kind."""
+        self.count("")
+        prefix = "failure:"
+        counts = self.stats.data["counts"]
+        return {k.removeprefix(prefix): n for k, n in counts.items() if k.startswith(prefix)}
+
+    def _add_stats(self, data: dict[str, Any]) -> None:
+        self.stats.aggregate(OmniKVConnector.build_kv_connector_stats(data))
+
+    def leftovers(self) -> dict[str, Any]:
+        """Whatever an engine without requests should not have any more; empty when all is well."""
+        found: dict[str, Any] = {
+            "requests": list(self.scheduler.requests),
+            "kv blocks": self._all_free - self.free_blocks,
+        }
+        if self.worker is not None and isinstance(self.worker, OmniKVConnector):
+            held, _, leases = self.usage
+            found |= {"slots held": held, "leases": leases}
+            parts = [
+                (self.half._sender, ("_sends", "_jobs", "_finishing")),
+                (self.half._receiver, ("_loads", "_jobs", "_queued")),
+                (self.half._directory, ("_handoffs",)),
+                (
+                    self.worker_half,
+                    (
+                        "_loading",
+                        "_unended_saves",
+                        "_finish_after",
+                        "_finished_loads",
+                        "_failed_loads",
+                        "_bad_block_ids",
+                    ),
+                ),
+            ]
+            for part, names in parts:
+                for name in names if part is not None else ():
+                    value = getattr(part, name)
+                    found[f"{type(part).__name__}.{name}"] = len(value) and repr(value)
+        return {name: value for name, value in found.items() if value}
+
+
+class HeldCopier:
+    """A copier whose copies wait until it is opened.
+
+    Args:
+        inner: the copier that does the copying.
+        saves, loads: which copies wait.
+        deaf: whether a save that waits goes on when it is cancelled, like one within a block.
+    """
+
+    def __init__(self, inner: Any, *, saves: bool, loads: bool, deaf: bool) -> None:
+        self._inner = inner
+        self._saves = saves
+        self._loads = loads
+        self._deaf = deaf
+        self._opened = threading.Event()
+        self.waiting = threading.Event()
+        self.saved_blocks: list[int] = []
+        self.before_load: Callable[[], object] = lambda: None
+
+    def open(self) -> None:
+        """Let the copies go on."""
+        self._opened.set()
+
+    def fence(self) -> object:
+        return self._inner.fence()
+
+    def save(self, group: int, block_ids: Any, *args: Any, cancelled: Any, **kwargs: Any) -> Any:
+        if self._saves and not self._wait(lambda: cancelled() and not self._deaf):
+            return None
+        self.saved_blocks += block_ids.tolist()
+        return self._inner.save(group, block_ids, *args, cancelled=cancelled, **kwargs)
+
+    def load(self, *args: Any, **kwargs: Any) -> Any:
+        if self._loads:
+            self._wait(lambda: False)
+        self.before_load()
+        return self._inner.load(*args, **kwargs)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _wait(self, give_up: Callable[[], bool]) -> bool:
+        self.waiting.set()
+        end = time.monotonic() + DEADLINE
+        while not self._opened.wait(0.001):
+            if give_up() or time.monotonic() > end:
+                return False
+        return True
+
+
+def run(engines: Sequence[InProcessEngine], until: Callable[[], bool]) -> None:
+    """Step engines in turn until a condition holds."""
+    end = time.monotonic() + DEADLINE
+    while not until():
+        assert time.monotonic() < end, "nothing more happens"
+        worked = [engine.step() for engine in engines]
+        if not any(worked) or all(not e.scheduler.running for e in engines):
+            time.sleep(0.001)  # everybody waits for a thread of a connector
+
+
+def wait(until: Callable[[], bool]) -> None:
+    """Wait for another thread, without a step of any engine."""
+    run([], until)
+
+
+def assert_clean(*engines: InProcessEngine) -> None:
+    """Engines without requests hold no block, no slot, no lease and no memory of requests."""
+    for engine in engines:
+        engine.settle()
+    end = time.monotonic() + DEADLINE
+    while any(engine.leftovers() for engine in engines):  # releases travel between threads
+        left = {engine.engine_id: engine.leftovers() for engine in engines}
+        assert time.monotonic() < end, left
+        time.sleep(0.002)
+
+
+def hand_off(
+    prefill: InProcessEngine,
+    decode: InProcessEngine,
+    prompt: Sequence[int],
+    count: int = 6,
+) -> list[int]:
+    """Prefill a prompt on one engine, generate on the other; the tokens generated."""
+    answer = prefill.generate(prompt, params=HANDOFF).params
+    assert answer is not None
+    return decode.generate(prompt, count, params=answer).tokens
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Token ids that share no block with those of another seed or length."""
+    draw = random.Random(f"{seed}/{length}")
+    return [draw.randrange(3, 500) for _ in range(length)]
+
+
+def slots(count: int) -> dict[str, float]:
+    """The setting of an arena with room for so many blocks."""
+    return {"arena_gib": count * SLOT / GIB}
+
+
+def connector_threads() -> list[str]:
+    """Threads of this package that run."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("omni-")]
+
+
+def sockets(runtime: Path) -> list[Path]:
+    """Sockets in a runtime folder."""
+    return [path for path in runtime.rglob("*") if path.is_socket()]
+
+
+def _output(
+    request_ids: list[str],
+    sampled: list[list[int]],
+    connector_output: KVConnectorOutput | None = None,
+) -> ModelRunnerOutput:
+    return ModelRunnerOutput(
+        req_ids=request_ids,
+        req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
+        sampled_token_ids=sampled,
+        kv_connector_output=connector_output,
+    )
+
+
+def _vllm_config(
+    model: Path,
+    transfer: KVTransferConfig | None,
+    *,
+    block_size: int,
+    enable_prefix_caching: bool,
+    num_blocks: int,
+    scheduler: SchedulerConfig,
+    async_scheduling: bool,
+) -> VllmConfig:
+    config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(model), skip_tokenizer_init=True, dtype="float16", max_model_len=4096
+        ),
+        cache_config=CacheConfig(
+            block_size=block_size, enable_prefix_caching=enable_prefix_caching
+        ),
+        scheduler_config=scheduler,
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=transfer,
+    )
+    config.parallel_config.rank = 0
+    # vLLM turns it off on a CPU; the scheduler is the same one everywhere.
+    config.scheduler_config.async_scheduling = async_scheduling
+    config.cache_config.num_gpu_blocks = num_blocks
+    config.cache_config.kv_cache_layout = "LBHNC"
+    return config

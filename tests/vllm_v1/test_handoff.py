@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt prefilled on one engine is decoded on another as if it had been computed there."""
+
+import itertools
+
+import pytest
+
+from .harness import (
+    BLOCK,
+    HANDOFF,
+    LAYERS,
+    PAGE,
+    InProcessEngine,
+    assert_clean,
+    hand_off,
+    prompt,
+    run,
+    slots,
+)
+
+pytestmark = pytest.mark.vllm
+
+LENGTHS = [
+    1,
+    2,
+    BLOCK - 1,
+    BLOCK,
+    BLOCK + 1,
+    2 * BLOCK - 1,
+    4 * BLOCK,
+    4 * BLOCK + 1,
+    10 * BLOCK - 7,
+]
+BLOCK_BYTES = LAYERS * PAGE
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("chunk", [4096, 24], ids=["whole", "chunked"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+def test_tokens_are_those_of_a_single_engine(engine, tokens, length, chunk, overlap):
+    options = {"max_tokens_a_step": chunk, "async_scheduling": overlap}
+    prefill = engine("kv_producer", **options)
+    decode = engine("kv_consumer", **options)
+    assert hand_off(prefill, decode, prompt(length)) == tokens(prompt(length), 6)
+    assert prefill.count("handoffs_offered") == 1
+    assert decode.count("handoffs_received") == 1
+    assert decode.count("tokens_loaded") == length
+    blocks = -(-length // BLOCK)
+    assert prefill.count("blocks_saved") == decode.count("blocks_loaded") == blocks
+    assert prefill.count("bytes_saved") == decode.count("bytes_loaded") == blocks * BLOCK_BYTES
+    assert not prefill.failures()
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("length", LENGTHS[1:])
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+def test_a_connector_that_moves_nothing_is_found_out(engine, tokens, length, overlap):
+    options = {"connector": "HollowConnector", "async_scheduling": overlap}
+    prefill = engine("kv_producer", **options)
+    decode = engine("kv_consumer", **options)
+    assert hand_off(prefill, decode, prompt(length)) != tokens(prompt(length), 6)
+
+
+def test_the_prefill_engine_answers_with_the_first_token(engine, tokens):
+    prefill = engine("kv_producer")
+    answer = prefill.generate(prompt(50), params=HANDOFF)
+    assert answer.tokens == tokens(prompt(50), 1)
+    assert answer.params["do_remote_prefill"] is True
+    assert answer.params["do_remote_decode"] is False
+    assert answer.params["remote_engine_id"] == prefill.engine_id
+
+
+def test_requests_without_handoff_leave_the_arena_alone(engine, tokens):
+    both = engine("kv_both")
+    assert both.generate(prompt(50), 4).tokens == tokens(prompt(50), 4)
+    assert both.generate(prompt(50), 4, params={}).tokens == tokens(prompt(50), 4)
+    assert both.usage == (0, 0, 0)
+    assert_clean(both)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+def test_several_at_once_in_chunks(engine, tokens, overlap):
+    options = {"max_tokens_a_step": 40, "long_prefill": 16, "async_scheduling": overlap}
+    prefill = engine("kv_producer", **options)
+    decode = engine("kv_consumer", **options)
+    prompts = [prompt(length, seed=7) for length in LENGTHS]
+    ids = [prefill.submit(p, params=HANDOFF) for p in prompts]
+    waiting = list(zip(prompts, ids, strict=True))
+    decoding: dict[str, list[int]] = {}
+
+    def all_done() -> bool:
+        for each in list(waiting):
+            if prefill.done(each[1]):  # goes on at once, while others are being prefilled
+                waiting.remove(each)
+                answer = prefill.answers[each[1]].params
+                decoding[decode.submit(each[0], max_tokens=6, params=answer)] = each[0]
+        return not waiting and decode.done(*decoding)
+
+    run([prefill, decode], all_done)
+    for request_id, each_prompt in decoding.items():
+        assert decode.answers[request_id].tokens == tokens(each_prompt, 6)
+    assert decode.count("tokens_loaded") == sum(LENGTHS)
+    assert_clean(prefill, decode)
+
+
+def test_both_ways_between_two_engines(engine, tokens):
+    engines = [engine("kv_both"), engine("kv_both")]
+    for seed, (prefill, decode) in enumerate(itertools.permutations(engines)):
+        assert hand_off(prefill, decode, prompt(90, seed)) == tokens(prompt(90, seed), 6)
+    assert [each.count("handoffs_received") for each in engines] == [1, 1]
+    assert_clean(*engines)
+
+
+def test_an_engine_takes_its_own_handoff(engine, tokens):
+    both = engine("kv_both", prefix_caching=False)
+    assert hand_off(both, both, prompt(90)) == tokens(prompt(90), 6)
+    assert both.count("tokens_loaded") == 90
+    assert_clean(both)
+
+
+def test_a_chain_of_engines_passes_the_same_prompt_on(engine, tokens):
+    first, second, third = (engine("kv_both") for _ in range(3))
+    answer = first.generate(prompt(70), params=HANDOFF).params
+    answer = second.generate(prompt(70), params={**answer, "do_remote_decode": True}).params
+    assert third.generate(prompt(70), 6, params=answer).tokens == tokens(prompt(70), 6)
+    assert second.count("tokens_loaded") == third.count("tokens_loaded") == 70
+    assert_clean(first, second, third)
+
+
+def test_without_prefix_caching_on_either_side(engine, tokens):
+    prefill = engine("kv_producer", prefix_caching=False)
+    decode = engine("kv_consumer", prefix_caching=False)
+    assert hand_off(prefill, decode, prompt(70)) == tokens(prompt(70), 6)
+    assert decode.count("handoffs_received") == 1
+    assert_clean(prefill, decode)
+
+
+def test_sides_that_hash_differently_compare_tokens(engine, tokens):
+    prefill = engine("kv_producer", prefix_caching=True)
+    decode = engine("kv_consumer", prefix_caching=False)
+    assert hand_off(prefill, decode, prompt(70)) == tokens(prompt(70), 6)
+    assert decode.count("handoffs_received") == 1
+
+
+@pytest.mark.parametrize("integrity", ["full", "generation"])
+def test_with_and_without_checksums(engine, tokens, integrity):
+    extra = {"integrity": integrity}
+    prefill = engine("kv_producer", extra=extra)
+    decode = engine("kv_consumer", extra=extra)
+    assert hand_off(prefill, decode, prompt(70)) == tokens(prompt(70), 6)
+    assert decode.count("handoffs_received") == 1
+
+
+def test_what_the_decode_engine_holds_is_not_moved(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    full = prompt(10 * BLOCK + 3)
+    assert decode.generate(full[: 6 * BLOCK + 5], 1).tokens == tokens(full[: 6 * BLOCK + 5], 1)
+    assert hand_off(prefill, decode, full) == tokens(full, 6)
+    assert decode.count("tokens_loaded") == 4 * BLOCK + 3
+    assert decode.count("blocks_loaded") == 5
+    assert decode.count("bytes_loaded") == 5 * BLOCK_BYTES
+    assert_clean(prefill, decode)
+
+
+def test_a_prompt_held_but_for_its_last_block_moves_only_that(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    decode.generate(prompt(4 * BLOCK), 1)
+    assert hand_off(prefill, decode, prompt(4 * BLOCK)) == tokens(prompt(4 * BLOCK), 6)
+    assert decode.count("blocks_loaded") == 1  # vLLM never takes a whole prompt from its cache
+    assert_clean(prefill, decode)
+
+
+def test_a_shared_prefix_is_copied_to_slots_once(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer", prefix_caching=False)
+    prefix = prompt(5 * BLOCK)
+    first, second = prefix + prompt(20, seed=1), prefix + prompt(37, seed=2)
+    assert hand_off(prefill, decode, first) == tokens(first, 6)
+    assert prefill.count("blocks_saved") == 5 + 2
+    assert hand_off(prefill, decode, second) == tokens(second, 6)
+    assert prefill.count("blocks_saved") == 5 + 2 + 3
+    assert decode.count("blocks_loaded") == 7 + 8
+    assert_clean(prefill, decode)
+
+
+def test_a_prefix_is_shared_while_its_first_handoff_is_still_held(engine, tokens):
+    prefill = engine("kv_producer", extra=slots(9))
+    decode = engine("kv_consumer", prefix_caching=False)
+    prefix = prompt(5 * BLOCK)
+    both = [prefix + prompt(20, seed=1), prefix + prompt(20, seed=2)]
+    answers = [prefill.generate(each, params=HANDOFF).params for each in both]
+    assert prefill.usage == (9, 0, 0)
+    for each, answer in zip(both, answers, strict=True):
+        assert decode.generate(each, 6, params=answer).tokens == tokens(each, 6)
+    assert prefill.count("blocks_saved") == 9
+    assert_clean(prefill, decode)
+
+
+def test_the_same_prompt_prefilled_twice_at_the_same_time(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer", prefix_caching=False)
+    ids = [prefill.submit(prompt(75), params=HANDOFF) for _ in range(2)]
+    prefill.run(lambda: prefill.done(*ids))
+    for request_id in ids:
+        answer = prefill.answers[request_id].params
+        assert decode.generate(prompt(75), 6, params=answer).tokens == tokens(prompt(75), 6)
+    assert decode.count("handoffs_received") == 2
+    assert_clean(prefill, decode)
+
+
+def test_prompts_of_different_salts_share_nothing(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer", prefix_caching=False)
+    for salt in ("a", "b"):
+        request_id = prefill.submit(prompt(50), params=HANDOFF, salt=salt)
+        prefill.run(lambda request_id=request_id: prefill.done(request_id))
+        answer = prefill.answers[request_id].params
+        request_id = decode.submit(prompt(50), max_tokens=6, params=answer, salt=salt)
+        decode.run(lambda request_id=request_id: decode.done(request_id))
+        assert decode.answers[request_id].tokens == tokens(prompt(50), 6)
+    assert prefill.count("blocks_saved") == 8
+    assert decode.count("handoffs_received") == 2
+    assert_clean(prefill, decode)
+
+
+def test_a_decode_request_of_another_salt_gets_nothing(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    answer = prefill.generate(prompt(50), params=HANDOFF).params
+    request_id = decode.submit(prompt(50), max_tokens=6, params=answer, salt="other")
+    decode.run(lambda: decode.done(request_id))
+    assert decode.answers[request_id].tokens == tokens(prompt(50), 6)
+    assert decode.failures() == {"other_prompt": 1}
+
+
+def test_a_prefill_that_generates_more_than_one_token_is_handed_off(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    answer = prefill.generate(prompt(40), 5, params=HANDOFF)
+    assert answer.tokens == tokens(prompt(40), 5)
+    assert decode.generate(prompt(40), 6, params=answer.params).tokens == tokens(prompt(40), 6)
+    assert decode.count("tokens_loaded") == 40
+    assert_clean(prefill, decode)
+
+
+def test_a_second_decode_engine_may_take_the_same_handoff_first(engine, tokens):
+    prefill = engine("kv_producer")
+    decoders = [engine("kv_consumer"), engine("kv_consumer")]
+    answer = prefill.generate(prompt(90), params=HANDOFF).params
+    ids = [decode.submit(prompt(90), max_tokens=6, params=answer) for decode in decoders]
+    run(decoders, lambda: all(d.done(i) for d, i in zip(decoders, ids, strict=True)))
+    for decode, request_id in zip(decoders, ids, strict=True):
+        assert decode.answers[request_id].tokens == tokens(prompt(90), 6)
+    assert sum(decode.count("handoffs_received") for decode in decoders) >= 1
+    assert_clean(prefill, *decoders)
+
+
+def test_a_prefill_only_engine_and_a_decode_only_engine_ignore_the_other_half(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    answer = decode.generate(prompt(40), params=HANDOFF)
+    assert answer.tokens == tokens(prompt(40), 1)
+    assert answer.params is None
+    offered = engine("kv_producer").generate(prompt(40), params=HANDOFF).params
+    assert prefill.generate(prompt(40), 6, params=offered).tokens == tokens(prompt(40), 6)
+    assert prefill.count("handoffs_received") == 0
+
+
+def test_reference_engines_agree_however_they_chunk(engine):
+    engines = [
+        engine(),
+        engine(max_tokens_a_step=24, prefix_caching=False),
+        engine(max_tokens_a_step=7, async_scheduling=True),
+    ]
+    assert all(isinstance(each, InProcessEngine) for each in engines)
+    answers = [each.generate(prompt(100), 8).tokens for each in engines]
+    assert answers[0] == answers[1] == answers[2]
+    assert len(set(answers[0])) > 1
