@@ -187,7 +187,11 @@ class SlotDirectory:
         with self._lock:
             for g, i in blocks:
                 number = handoff.slots[g][i]
-                self._slots[number].busy -= 1
+                slot = self._slots[number]
+                slot.busy -= 1
+                # A rank may have published it all the same: the next copy is another one.
+                slot.generation += 1
+                handoff.generations[g][i] = slot.generation
                 self._settle(number)
 
     def seal(self, handoff: Handoff) -> None:

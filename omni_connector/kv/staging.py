@@ -96,7 +96,7 @@ class GroupOnDevice:
             for tensor in canonical.tensors
         }
         # Devices gather element by element: bytes one at a time would be the slowest choice.
-        width = 8
+        width = 8 if runs else 1
         for run in runs:
             distances = (distance for _, distance in run.dims)
             width = gcd(

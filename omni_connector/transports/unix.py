@@ -14,7 +14,6 @@ import os
 import re
 import selectors
 import socket
-import stat
 import struct
 import threading
 import time
@@ -285,7 +284,11 @@ class Listener:
             TransportError: it is taken, or the listener is closed.
         """
         listening = runtime.listen(path)
-        status = os.lstat(path)
+        try:
+            status = os.lstat(path)
+        except OSError as error:
+            listening.close()
+            raise TransportError(f"the socket {path} was removed by somebody: {error}") from error
         with self._lock:
             if not self._stopped.is_set():
                 self._sockets[path] = listening, (status.st_dev, status.st_ino)
@@ -305,15 +308,12 @@ class Listener:
     def close(self) -> None:
         """Remove all sockets, hang up, stop the thread. Idempotent; bounded."""
         with self._lock:
-            already = self._stopped.is_set()
             self._stopped.set()
-            listening = [] if already else [self._unlink(path) for path in list(self._sockets)]
+            listening = [self._unlink(path) for path in list(self._sockets)]
             self._wake()
         self._thread.join(_CLOSE_S)
-        for each in listening:
+        for each in (*listening, self._wake_writer):
             each.close()
-        if not already:
-            self._wake_writer.close()
 
     def _unlink(self, path: Path) -> socket.socket:
         # The socket goes out of sight before it stops to accept. It is left alone if it is not
@@ -331,7 +331,7 @@ class Listener:
 
     def _wake(self) -> None:
         # Full: it wakes up anyway. Closed: there is nothing left to wake.
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, OSError):
+        with contextlib.suppress(OSError):
             self._wake_writer.send(b"\0")
 
     def _run(self) -> None:
@@ -339,14 +339,17 @@ class Listener:
         try:
             while not self._stopped.is_set():
                 for key, _ in self._selector.select():
-                    # A socket of this round may have been forgotten earlier in it.
-                    if key.fileobj in (k.fileobj for k in (self._selector.get_map() or {}).values()):
-                        key.data(key.fileobj)
+                    watched: socket.socket = key.fileobj  # type: ignore[assignment]
+                    if watched.fileno() >= 0:  # else forgotten earlier in this round
+                        key.data(watched)
                 while self._todo:
                     self._todo.popleft()()
         finally:
-            for connection in self._connections:
-                connection.close()
+            with self._lock:
+                self._stopped.set()
+                listening = [self._unlink(path) for path in list(self._sockets)]
+            for each in (*listening, *self._connections):
+                each.close()
             self._selector.close()
             self._wake_reader.close()
 
@@ -423,11 +426,3 @@ class Listener:
             self._forget(connection)
         finally:
             _close_all(list(rights))
-
-
-def is_socket(path: Path) -> bool:
-    """Whether a socket lies at the path."""
-    try:
-        return stat.S_ISSOCK(os.lstat(path).st_mode)
-    except FileNotFoundError:
-        return False

@@ -128,6 +128,7 @@ class InProcessEngine:
         policy: `kv_load_failure_policy`.
         usable_blocks: KV blocks that requests can have.
         long_prefill: most tokens of one prompt in a step where others wait, 0 for no limit.
+        instant_copies: every copy ends in the step that starts it; else in some later one, mostly.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class InProcessEngine:
         long_prefill: int = 0,
         prefix_caching: bool = True,
         async_scheduling: bool = False,
+        instant_copies: bool = False,
     ) -> None:
         register()
         self.engine_id = engine_id or f"engine-{next(_numbers)}"
@@ -207,6 +209,7 @@ class InProcessEngine:
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._overlap = self.config.max_concurrent_batches
         self._all_free = self.free_blocks
+        self._instant_copies = instant_copies
         self.answers: dict[str, Answer] = {}
         self.stats = OmniStats()
         self.preempted: list[str] = []
@@ -246,9 +249,10 @@ class InProcessEngine:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def generate(self, prompt: Sequence[int], max_tokens: int = 1, params: Any = None) -> Answer:
-        """Submit, and step until it is answered."""
+        """Submit, and step until it is answered and the engine has nothing more to do."""
         request_id = self.submit(prompt, max_tokens=max_tokens, params=params)
         self.run(lambda: self.done(request_id))
+        self.settle()
         return self.answers[request_id]
 
     def done(self, *request_ids: str) -> bool:
@@ -302,6 +306,9 @@ class InProcessEngine:
         request_ids, sampled = self.runner.execute(step)
         worker.start_load_kv(None)
         worker.wait_for_save()
+        if self._instant_copies:
+            threads = (self.worker_half._saver, self.worker_half._loader)
+            wait(lambda: not any(thread._queue or thread._running for thread in threads))
         results = worker.get_transfer_results(step.finished_req_ids)
         output = KVConnectorOutput(
             finished_sending=results.finished_sending,

@@ -37,8 +37,13 @@ BLOCK_BYTES = LAYERS * PAGE
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("chunk", [4096, 24], ids=["whole", "chunked"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
-def test_tokens_are_those_of_a_single_engine(engine, tokens, length, chunk, overlap):
-    options = {"max_tokens_a_step": chunk, "async_scheduling": overlap}
+@pytest.mark.parametrize("instant", [False, True], ids=["late", "instant"])
+def test_tokens_are_those_of_a_single_engine(engine, tokens, length, chunk, overlap, instant):
+    options = {
+        "max_tokens_a_step": chunk,
+        "async_scheduling": overlap,
+        "instant_copies": instant,
+    }
     prefill = engine("kv_producer", **options)
     decode = engine("kv_consumer", **options)
     assert hand_off(prefill, decode, prompt(length)) == tokens(prompt(length), 6)
@@ -199,7 +204,7 @@ def test_a_prefix_is_shared_while_its_first_handoff_is_still_held(engine, tokens
 def test_the_same_prompt_prefilled_twice_at_the_same_time(engine, tokens):
     prefill, decode = engine("kv_producer"), engine("kv_consumer", prefix_caching=False)
     ids = [prefill.submit(prompt(75), params=HANDOFF) for _ in range(2)]
-    prefill.run(lambda: prefill.done(*ids))
+    prefill.settle()
     for request_id in ids:
         answer = prefill.answers[request_id].params
         assert decode.generate(prompt(75), 6, params=answer).tokens == tokens(prompt(75), 6)
@@ -211,10 +216,10 @@ def test_prompts_of_different_salts_share_nothing(engine, tokens):
     prefill, decode = engine("kv_producer"), engine("kv_consumer", prefix_caching=False)
     for salt in ("a", "b"):
         request_id = prefill.submit(prompt(50), params=HANDOFF, salt=salt)
-        prefill.run(lambda request_id=request_id: prefill.done(request_id))
+        prefill.settle()
         answer = prefill.answers[request_id].params
         request_id = decode.submit(prompt(50), max_tokens=6, params=answer, salt=salt)
-        decode.run(lambda request_id=request_id: decode.done(request_id))
+        decode.settle()
         assert decode.answers[request_id].tokens == tokens(prompt(50), 6)
     assert prefill.count("blocks_saved") == 8
     assert decode.count("handoffs_received") == 2
@@ -225,7 +230,7 @@ def test_a_decode_request_of_another_salt_gets_nothing(engine, tokens):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     answer = prefill.generate(prompt(50), params=HANDOFF).params
     request_id = decode.submit(prompt(50), max_tokens=6, params=answer, salt="other")
-    decode.run(lambda: decode.done(request_id))
+    decode.settle()
     assert decode.answers[request_id].tokens == tokens(prompt(50), 6)
     assert decode.failures() == {"other_prompt": 1}
 

@@ -1,0 +1,496 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SharedMemoryConnector`: peers of one user on one host map each other's arenas.
+
+The memfd of an arena travels over a Unix socket in the runtime folder. Nothing has a name but
+that socket, so that of a process that is killed nothing but a dead socket is left, and the
+next one removes it.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.errors import (
+    IncompatiblePeerError,
+    OmniError,
+    PeerRefusedError,
+    PeerUnreachableError,
+    ProtocolError,
+    StaleSlotError,
+    TransportError,
+)
+from omni_connector.transports import runtime
+from omni_connector.transports.arena import Arena, ArenaView, SlotHeader
+from omni_connector.transports.base import Endpoint, ObjectKey, OmniConnector, RemoteArena
+from omni_connector.transports.objects import ObjectStore, StoredObject, read_object
+from omni_connector.transports.unix import (
+    Answer,
+    Attach,
+    Connection,
+    Find,
+    Found,
+    Grant,
+    Listener,
+    Missing,
+    Question,
+    Refusal,
+)
+
+logger = logging.getLogger(__name__)
+
+_ARENA_SOCKET: Final = "a-"
+_OBJECT_SOCKET: Final = "o-"
+_SWEEP_TIMEOUT_S: Final = 0.2
+_READ_ATTEMPTS: Final = 3
+
+
+class SharedMemoryConnector(OmniConnector):
+    """Arenas as memfds, passed between processes of one user on one host.
+
+    Objects live in an arena of the connector's own, made at the first `put`; its memory is
+    taken as it is used.
+
+    Args:
+        namespace: connectors find the objects of those that share it.
+        folder: the runtime folder, by default the one of the namespace.
+        object_slot_bytes: bytes of a slot of objects, a multiple of the page size.
+        object_slots: their number, at most 4096. An object takes a whole number of slots.
+        object_timeout: seconds that a `get` waits for peers to answer.
+        peer_timeout: seconds that it waits for one of them, which is then left alone for
+            ten times as long.
+
+    Raises:
+        ConfigError: the runtime folder cannot be had, or is not private.
+        ValueError: an argument is out of range.
+    """
+
+    transport: ClassVar[str] = "shm"
+
+    def __init__(
+        self,
+        *,
+        namespace: str = "default",
+        folder: Path | None = None,
+        object_slot_bytes: int = 1 << 20,
+        object_slots: int = 256,
+        object_timeout: float = 5.0,
+        peer_timeout: float = 1.0,
+    ) -> None:
+        if object_timeout <= 0 or peer_timeout <= 0:
+            raise ValueError("timeouts must be positive")
+        self.folder: Final = runtime.runtime_dir(namespace) if folder is None else folder
+        runtime.check_private(self.folder)
+        self._object_geometry = object_slots, object_slot_bytes
+        self._object_timeout = object_timeout
+        self._peer_timeout = peer_timeout
+        # Guards what follows; never held while waiting for anybody.
+        self._lock = threading.Lock()
+        self._closed = False
+        self._listener: Listener | None = None
+        self._exports: dict[bytes, _Export] = {}
+        self._objects: ObjectStore | None = None
+        self._object_address: Path | None = None
+        self._peers: dict[Path, _ObjectPeer] = {}
+        # Held while the object arena is made, so that it is made once.
+        self._making_objects = threading.Lock()
+
+    @property
+    def supports_mapping(self) -> bool:
+        return True
+
+    @property
+    def object_timeout(self) -> float:
+        return self._object_timeout
+
+    def export(self, arena: Arena, name: str) -> Endpoint:
+        return self._export(arena, runtime.socket_path(self.folder, name, kind=_ARENA_SOCKET))
+
+    def withdraw(self, endpoint: Endpoint) -> None:
+        address = self._take_back(endpoint.epoch)
+        listener = self._listener
+        if address is not None and listener is not None:
+            listener.remove(address)
+
+    def attach(self, endpoint: Endpoint, *, timeout: float) -> RemoteArena:
+        if endpoint.transport != self.transport:
+            raise PeerRefusedError(f"{endpoint.transport!r} is not the transport {self.transport}")
+        deadline = time.monotonic() + timeout
+        address = Path(endpoint.address)
+        try:
+            connection = Connection(address, deadline)
+        except PeerUnreachableError:
+            self._sweep(address.parent)
+            raise
+        try:
+            view = _map(connection, endpoint.epoch, deadline, endpoint)
+        except BaseException:
+            connection.close()
+            raise
+        return _MappedArena(endpoint, view, connection)
+
+    def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
+        objects, address = self._own_objects()
+        stored = objects.store(key, parts)
+        return {"transport": self.transport, "address": str(address), "length": stored.length}
+
+    def load_object(
+        self, key: ObjectKey, metadata: Mapping[str, Any] | None, *, timeout: float
+    ) -> memoryview | None:
+        with self._lock:
+            self._check_open()
+        deadline = time.monotonic() + timeout
+        hint = _read_hint(metadata)
+        digest = key.digest
+        stale: StaleSlotError | None = None
+        for _ in range(_READ_ATTEMPTS):
+            newest = self._newest(digest, hint, deadline)
+            if newest is None:
+                return None
+            stored, peer = newest
+            try:
+                if peer is not None:
+                    return peer.read(digest, stored)
+                if self._objects is not None:
+                    return read_object(self._objects.arena, digest, stored)
+            except StaleSlotError as error:
+                # It was replaced while we read: the next one is what the caller wants.
+                stale = error
+        if stale is not None:
+            raise stale
+        return None
+
+    def drop_objects(self, request_id: str) -> int:
+        objects = self._objects
+        return 0 if objects is None else objects.drop(request_id)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            listener, self._listener = self._listener, None
+            exports, self._exports = list(self._exports.values()), {}
+            peers, self._peers = list(self._peers.values()), {}
+            objects = self._objects
+        if listener is not None:
+            listener.close()
+        for export in exports:
+            export.close()
+        for peer in peers:
+            peer.close()
+        if objects is not None:
+            objects.close()
+
+    def details(self) -> dict[str, Any]:
+        with self._lock:
+            objects, listener = self._objects, self._listener
+            found: dict[str, Any] = {
+                "folder": str(self.folder),
+                "exports": len(self._exports),
+                "objects": 0 if objects is None else len(objects),
+                "free_object_slots": (
+                    self._object_geometry[0] if objects is None else objects.free_slots
+                ),
+            }
+            if self._closed:
+                found["status"] = "closed"
+            elif listener is not None and not listener.alive:
+                found["status"] = "unhealthy: the thread that answers peers has ended"
+        return found
+
+    def _export(self, arena: Arena, address: Path) -> Endpoint:
+        listener = self._own_listener()
+        with self._lock:
+            self._check_open()
+            if arena.epoch in self._exports:
+                raise TransportError(f"the arena is exported already, not again at {address}")
+            # A descriptor of our own: the arena may be closed before it is withdrawn, and the
+            # number of its descriptor then be that of any other file.
+            export = _Export(
+                arena.epoch, arena.n_slots, arena.slot_bytes, os.dup(arena.fd), address
+            )
+            self._exports[arena.epoch] = export
+        endpoint = Endpoint(
+            transport=self.transport,
+            address=str(address),
+            epoch=arena.epoch,
+            n_slots=arena.n_slots,
+            slot_bytes=arena.slot_bytes,
+        )
+        try:
+            listener.add(address)
+        except OmniError:
+            self._take_back(arena.epoch)
+            raise
+        return endpoint
+
+    def _take_back(self, epoch: bytes) -> Path | None:
+        # Who takes an export out of the table closes it: its descriptor is closed once.
+        with self._lock:
+            export = self._exports.pop(epoch, None)
+        if export is None:
+            return None
+        export.close()
+        return export.address
+
+    def _own_listener(self) -> Listener:
+        with self._lock:
+            self._check_open()
+            if self._listener is not None:
+                return self._listener
+            self._listener = listener = Listener(self._answer)
+        self._sweep(self.folder)
+        return listener
+
+    def _own_objects(self) -> tuple[ObjectStore, Path]:
+        with self._making_objects:
+            with self._lock:
+                self._check_open()
+                if self._objects is not None and self._object_address is not None:
+                    return self._objects, self._object_address
+            arena = Arena.create(*self._object_geometry)
+            objects = ObjectStore(arena)
+            try:
+                name = arena.epoch.hex()
+                address = runtime.socket_path(self.folder, name, kind=_OBJECT_SOCKET)
+                self._export(arena, address)
+            except OmniError:
+                objects.close()
+                raise
+            with self._lock:
+                if not self._closed:
+                    self._objects, self._object_address = objects, address
+                    return objects, address
+            objects.close()
+            raise TransportError("the connector is closed")
+
+    def _answer(self, question: Question) -> tuple[Answer, int | None]:
+        # Runs on the listener's thread. Descriptors are duplicated under the lock, so that the
+        # one that is sent cannot be closed, and its number reused, before it is.
+        with self._lock:
+            if isinstance(question, Attach):
+                export = self._exports.get(question.epoch)
+                if export is None:
+                    return Refusal("there is no arena of this epoch here (any more)"), None
+                grant = Grant(export.epoch, export.n_slots, export.slot_bytes)
+                return grant, os.dup(export.fd)
+            objects = self._objects
+        stored = None if objects is None else objects.find(question.digest)
+        if objects is None or stored is None:
+            return Missing(), None
+        return Found(
+            objects.arena.epoch,
+            stored.generation,
+            stored.length,
+            stored.stamp,
+            list(stored.runs),
+        ), None
+
+    def _newest(
+        self, digest: bytes, hint: Path | None, deadline: float
+    ) -> "tuple[StoredObject, _ObjectPeer | None] | None":
+        newest: tuple[StoredObject, _ObjectPeer | None] | None = None
+        own = self._object_address
+        if self._objects is not None and hint in (None, own):
+            stored = self._objects.find(digest)
+            newest = None if stored is None else (stored, None)
+        for peer in self._candidates(hint, own):
+            try:
+                stored = peer.find(digest, deadline)
+            except OmniError as error:
+                # One peer that is gone, or not well, must not hide what the others have.
+                logger.debug("asked %s for an object: %s", peer.address, error)
+                self._sweep(self.folder)
+                continue
+            if stored is not None and (newest is None or stored.stamp > newest[0].stamp):
+                newest = stored, peer
+        return newest
+
+    def _candidates(self, hint: Path | None, own: Path | None) -> "list[_ObjectPeer]":
+        try:
+            names = sorted(os.listdir(self.folder))
+        except OSError as error:
+            raise TransportError(f"cannot read the runtime folder: {error}") from error
+        there = [self.folder / name for name in names if name.startswith(_OBJECT_SOCKET)]
+        if hint is not None and hint not in there:
+            there.append(hint)
+        with self._lock:
+            self._check_open()
+            gone = [self._peers.pop(address) for address in set(self._peers).difference(there)]
+            wanted = [address for address in there if address != own and hint in (None, address)]
+            for address in wanted:
+                if address not in self._peers:
+                    self._peers[address] = _ObjectPeer(address, self._peer_timeout)
+            peers = [self._peers[address] for address in wanted]
+        for peer in gone:
+            peer.close()
+        return peers
+
+    def _sweep(self, folder: Path) -> None:
+        try:
+            runtime.sweep(folder, timeout=_SWEEP_TIMEOUT_S)
+        except TransportError as error:
+            # It only tidies up, and another engine will.
+            logger.debug("did not sweep %s: %s", folder, error)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError("the connector is closed")
+
+
+@dataclass(frozen=True, slots=True)
+class _Export:
+    epoch: bytes
+    n_slots: int
+    slot_bytes: int
+    fd: int
+    address: Path
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class _ObjectPeer:
+    """Another connector that has objects: a connection, and a mapping of its object arena."""
+
+    def __init__(self, address: Path, timeout: float) -> None:
+        self.address = address
+        self._timeout = timeout
+        self._aside_until = 0.0
+        self._turn = threading.Lock()
+        self._connection: Connection | None = None
+        self._view: ArenaView | None = None
+
+    def find(self, digest: bytes, deadline: float) -> StoredObject | None:
+        """What the peer has under a digest; None also while it is set aside for its silence."""
+        now = time.monotonic()
+        if now < self._aside_until:
+            return None
+        deadline = min(deadline, now + self._timeout)
+        if not self._turn.acquire(timeout=max(0.0, deadline - now)):
+            raise PeerUnreachableError(f"{self.address} is being asked by another thread")
+        try:
+            return self._ask(digest, deadline)
+        except BaseException:
+            self._hang_up()
+            if time.monotonic() >= deadline:
+                self._aside_until = time.monotonic() + 10 * self._timeout
+            raise
+        finally:
+            self._turn.release()
+
+    def read(self, digest: bytes, stored: StoredObject) -> memoryview:
+        """A verified copy of what `find` found."""
+        view = self._view
+        if view is None:
+            raise PeerUnreachableError(f"{self.address} has gone")
+        return read_object(view, digest, stored)
+
+    def close(self) -> None:
+        """Hang up. A read that is running ends well. Idempotent."""
+        with self._turn:
+            self._hang_up()
+
+    def _ask(self, digest: bytes, deadline: float) -> StoredObject | None:
+        if self._connection is None:
+            self._connection = Connection(self.address, deadline)
+        answer, _ = self._connection.ask(Find(digest), deadline)
+        if isinstance(answer, Missing):
+            return None
+        if not isinstance(answer, Found):
+            raise ProtocolError(f"{self.address} answers Find with {type(answer).__name__}")
+        if self._view is None or self._view.epoch != answer.epoch:
+            self._view = _map(self._connection, answer.epoch, deadline)
+        return StoredObject(tuple(answer.runs), answer.generation, answer.length, answer.stamp)
+
+    def _hang_up(self) -> None:
+        connection, self._connection = self._connection, None
+        view, self._view = self._view, None
+        if connection is not None:
+            connection.close()
+        if view is not None:
+            view.close()
+
+
+class _MappedArena(RemoteArena):
+    """A peer's arena in our address space. It outlives its owner until it is closed."""
+
+    def __init__(self, endpoint: Endpoint, view: ArenaView, connection: Connection) -> None:
+        self.endpoint = endpoint
+        self._view = view
+        self._connection = connection
+
+    @property
+    def slots(self) -> NDArray[np.uint8]:
+        return self._view.slots
+
+    @property
+    def alive(self) -> bool:
+        return self._connection.alive
+
+    def verify(self, slot: int, generation: int) -> SlotHeader:
+        try:
+            return self._view.verify(slot, generation)
+        except IndexError as error:
+            raise ProtocolError(f"{self.endpoint.address}: {error}") from error
+
+    def read_into(self, slot_ids: Sequence[int], dst: NDArray[np.uint8]) -> None:
+        slots = self.slots
+        if dst.dtype != np.uint8 or dst.ndim != 2 or len(dst) != len(slot_ids):
+            raise ValueError(
+                f"dst is {dst.dtype}{dst.shape}, wanted uint8 ({len(slot_ids)}, width)"
+            )
+        width = dst.shape[1]
+        if width > slots.shape[1]:
+            raise ValueError(f"dst is {width} bytes wide, a slot {slots.shape[1]}")
+        for slot in slot_ids:
+            if not 0 <= slot < len(slots):
+                raise ProtocolError(f"{self.endpoint.address} has no slot {slot}")
+        for row, slot in zip(dst, slot_ids, strict=True):
+            np.copyto(row, slots[slot, :width])
+
+    def close(self) -> None:
+        self._connection.close()
+        self._view.close()
+
+
+def _map(
+    connection: Connection, epoch: bytes, deadline: float, endpoint: Endpoint | None = None
+) -> ArenaView:
+    grant, descriptor = connection.ask(Attach(epoch), deadline, with_fd=True)
+    if not isinstance(grant, Grant) or descriptor is None:
+        raise ProtocolError(f"{connection.path} answers Attach with {type(grant).__name__}")
+    try:
+        granted = grant.epoch, grant.n_slots, grant.slot_bytes
+        wanted = endpoint and (endpoint.epoch, endpoint.n_slots, endpoint.slot_bytes)
+        if wanted is not None and granted != wanted:
+            raise IncompatiblePeerError("arena", wanted, granted)
+        return ArenaView.open(
+            descriptor, epoch=epoch, n_slots=grant.n_slots, slot_bytes=grant.slot_bytes
+        )
+    finally:
+        os.close(descriptor)
+
+
+class _Hint(msgspec.Struct, frozen=True):
+    """What of an object's metadata is of use; the rest may be anybody's."""
+
+    transport: str | None = None
+    address: str | None = None
+
+
+def _read_hint(metadata: Mapping[str, Any] | None) -> Path | None:
+    try:
+        hint = msgspec.convert(dict(metadata or {}), _Hint)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        raise ProtocolError(f"the metadata of an object is malformed: {error}") from error
+    if hint.address is None or hint.transport != SharedMemoryConnector.transport:
+        return None
+    return Path(hint.address)

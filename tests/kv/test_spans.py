@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which chunk, and which place in it, belongs to each block of a transfer."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_connector.kv import BlockSpans, expand
+
+
+def one_block_at_a_time(block_ids, sizes, indices, per_chunk, chunks):
+    """The same, walking the request: a block's chunk changes where its index says so."""
+    groups = []
+    left = list(block_ids)
+    for size, index, ids in zip(sizes, indices, chunks, strict=True):
+        first_chunk = index // per_chunk
+        copies = []
+        for i in range(index, index + size):
+            copies.append((left.pop(0), ids[i // per_chunk - first_chunk], i % per_chunk))
+        groups.append(copies)
+    assert not left
+    return groups
+
+
+@st.composite
+def transfers(draw):
+    per_chunk = draw(st.integers(1, 5))
+    sizes = draw(st.lists(st.integers(0, 12), min_size=1, max_size=4))
+    indices = [draw(st.integers(0, 20)) for _ in sizes]
+    block_ids = draw(st.permutations(range(100)))[: sum(sizes)]
+    chunks = []
+    for size, index in zip(sizes, indices, strict=True):
+        last = index + size - 1
+        count = last // per_chunk - index // per_chunk + 1 if size else 0
+        chunks.append([draw(st.integers(0, 50)) for _ in range(count)])
+    return block_ids, sizes, indices, per_chunk, chunks
+
+
+@given(transfers())
+def test_blocks_lie_where_walking_the_request_finds_them(transfer):
+    block_ids, sizes, indices, per_chunk, chunks = transfer
+    spans = BlockSpans(np.array(block_ids, np.int64), tuple(sizes), tuple(indices))
+    expanded = expand(spans, per_chunk, [np.array(ids, np.int64) for ids in chunks])
+    found = [
+        list(zip(g.block_ids.tolist(), g.chunk_ids.tolist(), g.places.tolist(), strict=True))
+        for g in expanded
+    ]
+    assert found == one_block_at_a_time(block_ids, sizes, indices, per_chunk, chunks)
+    for group in expanded:
+        assert {array.dtype for array in group} == {np.dtype(np.int64)}
+
+
+def test_a_transfer_may_begin_and_end_inside_a_chunk():
+    spans = BlockSpans(np.arange(10, 16), (0, 6), (7, 2))
+    empty, group = expand(spans, 4, [np.array([]), np.array([8, 5])])
+    assert [len(array) for array in empty] == [0, 0, 0]
+    assert group.block_ids.tolist() == [10, 11, 12, 13, 14, 15]
+    assert group.chunk_ids.tolist() == [8, 8, 5, 5, 5, 5]
+    assert group.places.tolist() == [2, 3, 0, 1, 2, 3]
+
+
+@given(transfers(), st.data())
+def test_too_few_or_too_many_chunks_are_refused_by_group(transfer, data):
+    block_ids, sizes, indices, per_chunk, chunks = transfer
+    group = data.draw(st.integers(0, len(sizes) - 1))
+    if chunks[group] and data.draw(st.booleans()):
+        chunks[group].pop()
+    else:
+        chunks[group].append(0)
+    spans = BlockSpans(np.array(block_ids, np.int64), tuple(sizes), tuple(indices))
+    with pytest.raises(ValueError, match=f"group {group}: {sizes[group]} blocks"):
+        expand(spans, per_chunk, [np.array(ids, np.int64) for ids in chunks])
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "sizes", "indices", "message"),
+    [
+        ([1, 2], (1,), (0,), "add up to 1, but there are 2"),
+        ([1, 2], (3, -1), (0, 0), "group 1: -1 blocks"),
+        ([1, 2], (1, 1), (0, -4), "group 1: first block has index -4"),
+        ([1, 2], (1, 1), (0,), "2 group sizes, but 1 block indices"),
+        ([1, -2], (2,), (0,), "block -2 is negative"),
+        ([[1, 2]], (2,), (0,), "not integers"),
+        ([1.5], (1,), (0,), "not integers"),
+    ],
+)
+def test_spans_that_disagree_are_refused_when_made(block_ids, sizes, indices, message):
+    with pytest.raises(ValueError, match=message):
+        BlockSpans(np.array(block_ids), sizes, indices)
+
+
+@pytest.mark.parametrize(
+    ("per_chunk", "chunks", "message"),
+    [
+        (0, [np.array([1])], "0 blocks in a chunk"),
+        (1, [], "1 groups, but chunks for 0"),
+        (1, [np.array([1.0])], "group 0: chunk ids are float64"),
+    ],
+)
+def test_chunks_that_make_no_sense_are_refused(per_chunk, chunks, message):
+    spans = BlockSpans(np.array([3]), (1,), (0,))
+    with pytest.raises(ValueError, match=message):
+        expand(spans, per_chunk, chunks)
+
+
+def test_spans_keep_their_own_blocks():
+    given_ids = np.array([1, 2])
+    spans = BlockSpans(given_ids, (2,), (0,))
+    given_ids[0] = 9
+    assert spans.block_ids.tolist() == [1, 2]
+    with pytest.raises(ValueError, match="read-only"):
+        spans.block_ids[0] = 9
+
+
+def test_spans_need_no_torch():
+    code = "import sys, omni_connector.kv.spans; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's KV cache groups in our terms: sizes, kinds and windows, and what is refused."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    HiSparseResidentSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from omni_connector.errors import LayoutError  # noqa: E402
+from omni_connector.kv import GroupSpec, LayerSpec  # noqa: E402
+from omni_connector.vllm_v1.specs import group_specs  # noqa: E402
+
+SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
+
+
+def config(*groups, own=None):
+    """A configuration of these groups; `own` names the layers that have a tensor."""
+    tensors = (
+        [] if own is None else [KVCacheTensor(size=1, layers=own, layer_stride=1, block_stride=1)]
+    )
+    return KVCacheConfig(num_blocks=4, kv_cache_tensors=tensors, kv_cache_groups=list(groups))
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "window", "page", "padded"),
+    [
+        (FullAttentionSpec(**SHAPE), "full_attention", None, 1024, 1024),
+        (FullAttentionSpec(**SHAPE, page_size_padded=4096), "full_attention", None, 1024, 4096),
+        (FullAttentionSpec(**SHAPE, sliding_window=64), "full_attention", None, 1024, 1024),
+        (SlidingWindowSpec(**SHAPE, sliding_window=64), "sliding_window", 64, 1024, 1024),
+        (
+            SlidingWindowSpec(**SHAPE, sliding_window=64, extra_retained_tokens=3),
+            "sliding_window",
+            67,
+            1024,
+            1024,
+        ),
+        (MLAAttentionSpec(**SHAPE), "mla_attention", None, 512, 512),
+        (MLAAttentionSpec(**SHAPE, alignment=576), "mla_attention", None, 512, 576),
+        (
+            SlidingWindowMLASpec(**SHAPE, sliding_window=128),
+            "sliding_window_mla",
+            128,
+            512,
+            512,
+        ),
+        (RSWASpec(**SHAPE, rswa_window=64), "reference_sliding_window", None, 1024, 1024),
+        (
+            ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64),
+            "chunked_local_attention",
+            None,
+            1024,
+            1024,
+        ),
+        (CrossAttentionSpec(**SHAPE), "cross_attention", None, 1024, 1024),
+        (
+            MambaSpec(
+                block_size=16,
+                shapes=((3, 20), (2, 4)),
+                dtypes=(torch.bfloat16, torch.float32),
+                page_size_padded=256,
+            ),
+            "mamba",
+            None,
+            152,
+            256,
+        ),
+    ],
+)
+def test_a_groups_spec_is_told_by_kind_window_and_page(spec, kind, window, page, padded):
+    (group,) = group_specs(config(KVCacheGroupSpec(["a", "b"], spec)))
+    assert group == GroupSpec(
+        kind, 16, (LayerSpec("a", page, padded), LayerSpec("b", page, padded)), window
+    )
+
+
+def test_layers_with_specs_of_their_own_keep_them():
+    specs = {"a": MLAAttentionSpec(**SHAPE), "b": MLAAttentionSpec(**{**SHAPE, "head_size": 4})}
+    uniform = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
+    (group,) = group_specs(config(KVCacheGroupSpec(["b", "a"], uniform)))
+    assert group == GroupSpec(
+        "mla_attention", 16, (LayerSpec("b", 256, 256), LayerSpec("a", 512, 512))
+    )
+
+
+def test_only_groups_that_vllm_transfers_are_listed():
+    kept = KVCacheGroupSpec(["a"], FullAttentionSpec(**SHAPE))
+    ephemeral = KVCacheGroupSpec(["b"], FullAttentionSpec(**SHAPE), enable_kv_transfer=False)
+    encoder = KVCacheGroupSpec(["c"], EncoderOnlyAttentionSpec(**SHAPE))
+    groups = group_specs(config(ephemeral, kept, encoder))
+    assert [[layer.name for layer in group.layers] for group in groups] == [["a"]]
+
+
+def test_layers_without_a_tensor_of_their_own_are_left_out():
+    spec = FullAttentionSpec(**SHAPE)
+    uniform = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": spec})
+    for given in (spec, uniform):
+        (group,) = group_specs(config(KVCacheGroupSpec(["a", "reader"], given), own=["a"]))
+        assert [layer.name for layer in group.layers] == ["a"]
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_a_pipeline_stage_may_hold_no_layer_of_a_group(uniform):
+    spec = SlidingWindowSpec(**SHAPE, sliding_window=64)
+    if uniform:
+        spec = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"elsewhere": spec})
+    groups = group_specs(
+        config(KVCacheGroupSpec([], spec), KVCacheGroupSpec(["a"], FullAttentionSpec(**SHAPE)))
+    )
+    assert groups[0] == GroupSpec("sliding_window", 16, (), 64)
+    assert len(groups) == 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class NovelSpec(KVCacheSpec):
+    """A cache that nobody has heard of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedFullAttentionSpec(FullAttentionSpec):
+    """A third party's full attention."""
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (NovelSpec(block_size=16), "NovelSpec"),
+        (CircularBufferSpec(**SHAPE), "CircularBufferSpec"),
+        (HiSparseResidentSpec(block_size=16, page_size=64), "HiSparseResidentSpec"),
+    ],
+)
+def test_an_unknown_spec_is_refused_by_name(spec, name):
+    with pytest.raises(LayoutError, match=name):
+        group_specs(config(KVCacheGroupSpec(["a"], spec)))
+
+
+def test_a_subclass_of_a_known_spec_is_cached_like_it():
+    (group,) = group_specs(config(KVCacheGroupSpec(["a"], QuantizedFullAttentionSpec(**SHAPE))))
+    assert group.kind == "full_attention"
+
+
+def test_a_layer_without_a_spec_is_refused():
+    uniform = UniformTypeKVCacheSpecs(
+        block_size=16, kv_cache_specs={"a": FullAttentionSpec(**SHAPE)}
+    )
+    with pytest.raises(LayoutError, match="layer b"):
+        group_specs(config(KVCacheGroupSpec(["a", "b"], uniform)))
+
+
+def test_a_layer_of_another_block_size_is_refused():
+    uniform = UniformTypeKVCacheSpecs(
+        block_size=32, kv_cache_specs={"a": FullAttentionSpec(**SHAPE)}
+    )
+    with pytest.raises(LayoutError, match="layer a has blocks of 16 tokens"):
+        group_specs(config(KVCacheGroupSpec(["a"], uniform)))
