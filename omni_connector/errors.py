@@ -12,6 +12,7 @@
     │   └── ArenaFullError                 no room, now or ever, for what was asked
     ├── IntegrityError
     │   ├── StaleSlotError                 the slot was reused since it was leased
+    │   │   └── SlotPendingError           the slot is not published yet, but may still be
     │   └── ChecksumError                  the bytes are not those that were published
     └── ProtocolError                      a malformed, oversized or unexpected message
         └── IncompatiblePeerError          both sides are well, but differ in a named field
@@ -64,6 +65,10 @@ class IntegrityError(OmniError):
 
 class StaleSlotError(IntegrityError):
     """The slot was reused, or not yet published, since it was leased."""
+
+
+class SlotPendingError(StaleSlotError):
+    """The slot is not published yet with the generation asked for, but may still be."""
 
 
 class ChecksumError(IntegrityError):

@@ -169,11 +169,27 @@ def running(
 
 def _stop(prefill: Engine, decode: Engine, router: Router) -> None:
     router.stop()
+    deadline = time.monotonic() + _STOP_S
     for engine in (prefill, decode):
         if engine.process is not None and engine.alive:
             engine.process.terminate()
     for engine in (prefill, decode):
-        engine.stop(timeout=_STOP_S)
+        # After the server come the processes behind it: killed earlier, they would leave vLLM's
+        # own shared memory in /dev/shm.
+        while time.monotonic() < deadline and _group_lives(engine):
+            time.sleep(0.05)
+        engine.stop(timeout=0.0)
+
+
+def _group_lives(engine: Engine) -> bool:
+    if engine.process is None:
+        return False
+    engine.process.poll()  # one that has ended but was not waited for would count as living
+    try:
+        os.killpg(engine.process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

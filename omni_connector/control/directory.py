@@ -46,7 +46,8 @@ class Handoff:
         generations: generation of each of these slots.
         missing: (group, index) of the blocks that are not ready yet.
         deadline: seconds of the clock when the slots go if nobody claims them.
-        sealed: no block will be added; the hand-off can be granted once nothing is missing.
+        sealed: the prefill is finished; the hand-off can be granted once each missing block is
+            at least being copied.
     """
 
     token: bytes
@@ -205,7 +206,9 @@ class SlotDirectory:
     ) -> tuple[ClaimState, Handoff | None]:
         """Lease a hand-off's slots to a peer until `ttl` seconds from now.
 
-        A second claim of the same hand-off is answered like the first: the slots are only read.
+        The copies of its last blocks may still be under way: readers see in each slot's header
+        when it is published, or that it will not be. A second claim of the same hand-off is
+        answered like the first, as the slots are only read.
         """
         with self._lock:
             handoff = self._handoffs.get(token)
@@ -219,7 +222,9 @@ class SlotDirectory:
         with self._lock:
             if token not in self._handoffs:
                 return ClaimState.UNKNOWN, None
-            if not handoff.sealed or handoff.missing:
+            if not handoff.sealed or not all(
+                self._slots[handoff.slots[g][i]].busy for g, i in handoff.missing
+            ):
                 return ClaimState.PENDING, None
             handoff.leased = True
             handoff.deadline = self._clock() + self._ttl

@@ -31,6 +31,7 @@ PREFILL_PARAMS: Mapping[str, Any] = {
 """What a router of the NIXL shape sends to the prefill engine."""
 
 MODEL_NAME = "model"
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{.*\})?\s+(\S+)$")
 
 
@@ -141,18 +142,22 @@ class Engine:
         with self.client(timeout) as client:
             return client.complete(prompt, **fields)
 
-    def metric(self, name: str, **labels: str) -> float:
-        """Return the sum of the samples of a Prometheus metric with these labels; 0 if none."""
+    def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """Return labels and value of each sample of a Prometheus metric."""
         with self.client() as client:
             text = client.get("/metrics").decode()
-        total = 0.0
-        for line in text.splitlines():
-            found = _SAMPLE.match(line)
-            if found and found[1] == name:
-                tags = found[2] or ""
-                if all(f'{key}="{value}"' in tags for key, value in labels.items()):
-                    total += float(found[3])
-        return total
+        found = (_SAMPLE.match(line) for line in text.splitlines())
+        return [
+            (dict(_LABEL.findall(sample[2] or "")), float(sample[3]))
+            for sample in found
+            if sample and sample[1] == name
+        ]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of the samples of a Prometheus metric with these labels; 0 if none."""
+        return sum(
+            value for tags, value in self.samples(name) if labels.items() <= tags.items()
+        )
 
     def log_tail(self, lines: int = 60) -> str:
         """Return the last lines of the server's output."""

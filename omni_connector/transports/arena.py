@@ -13,20 +13,18 @@ copied in between are those of that generation.
 """
 
 import contextlib
-import ctypes
 import enum
 import errno
 import fcntl
-import logging
 import mmap
 import os
 import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Self
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -36,11 +34,15 @@ from omni_connector.errors import (
     IntegrityError,
     PeerRefusedError,
     ProtocolError,
+    SlotPendingError,
     StaleSlotError,
     TransportError,
 )
-
-logger = logging.getLogger(__name__)
+from omni_connector.transports.population import (
+    POPULATE_AHEAD,
+    Populator,
+    overcommit_is_strict,
+)
 
 PAGE_BYTES: Final = 4096
 HEADER_BYTES: Final = 64
@@ -50,7 +52,6 @@ MAX_KEY_BYTES: Final = 32
 # Linux constants that the standard library of Python 3.11 does not name.
 F_SEAL_FUTURE_WRITE: Final = 0x0010
 MFD_NOEXEC_SEAL: Final = 0x0008
-MADV_POPULATE_WRITE: Final = 23
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
@@ -62,10 +63,6 @@ _BODY: Final = struct.Struct("=32sQQ")
 _WORDS: Final = HEADER_BYTES // 8
 _KEY_LENGTH_SHIFT: Final = 32
 
-_POPULATE_AHEAD: Final = 256 << 20
-_POPULATE_CHUNK: Final = 16 << 20
-_CLOSE_S: Final = 5.0
-
 
 class SlotState(enum.IntEnum):
     """What a slot holds: nothing, bytes that are still changing, or bytes that may be read."""
@@ -75,8 +72,10 @@ class SlotState(enum.IntEnum):
     PUBLISHED = 2
 
 
-@dataclass(frozen=True, slots=True)
-class SlotHeader:
+_STATES: Final = {int(state): state for state in SlotState}
+
+
+class SlotHeader(msgspec.Struct, frozen=True, gc=False):
     """What the owner says of one slot.
 
     Attributes:
@@ -176,7 +175,7 @@ class _Mapping:
 
         Raises:
             IndexError: there is no such slot.
-            StaleSlotError: the owner was changing the header.
+            SlotPendingError: the owner was changing the header.
             IntegrityError: the header is not one that an owner writes.
             TransportError: the arena is closed.
         """
@@ -186,16 +185,16 @@ class _Mapping:
         body = words[first + 2 : first + _WORDS].tobytes()
         _fence()
         if (words[first], words[first + 1]) != (generation, status):
-            raise StaleSlotError(f"slot {slot} changed while its header was read")
+            raise SlotPendingError(f"slot {slot} changed while its header was read")
         key, length, checksum = _BODY.unpack(body)
         key_length = status >> _KEY_LENGTH_SHIFT
-        state = status & ((1 << _KEY_LENGTH_SHIFT) - 1)
-        if state > SlotState.PUBLISHED or key_length > MAX_KEY_BYTES or length > self.slot_bytes:
+        state = _STATES.get(_state(status))
+        if state is None or key_length > MAX_KEY_BYTES or length > self.slot_bytes:
             raise IntegrityError(
-                f"slot {slot} has an impossible header: state {state}, key of {key_length} bytes, "
+                f"slot {slot} has an impossible header: state {_state(status)}, key of {key_length} bytes, "
                 f"{length} bytes of content in a slot of {self.slot_bytes}"
             )
-        return SlotHeader(generation, SlotState(state), key[:key_length], length, checksum)
+        return SlotHeader(generation, state, key[:key_length], length, checksum)
 
     def verify(self, slot: int, generation: int) -> SlotHeader:
         """The header of one slot, published with exactly this generation.
@@ -204,12 +203,15 @@ class _Mapping:
         that they were not overwritten meanwhile.
 
         Raises:
-            StaleSlotError: the slot is not published, or not with this generation.
+            SlotPendingError: the slot is not published with this generation yet.
+            StaleSlotError: nor will it be: it has a later generation, or was taken back.
             IndexError, IntegrityError, TransportError: as `header`.
         """
         header = self.header(slot)
         if header.state is not SlotState.PUBLISHED or header.generation != generation:
-            raise StaleSlotError(
+            writing = header.state is SlotState.WRITING and header.generation == generation
+            to_come = writing or header.generation < generation
+            raise (SlotPendingError if to_come else StaleSlotError)(
                 f"slot {slot} is {header.state.name} with generation {header.generation}, "
                 f"wanted PUBLISHED with {generation}"
             )
@@ -253,7 +255,7 @@ class Arena(_Mapping):
         super().__init__(mapped, geometry, epoch)
         self._fd = fd
         self._slots_at = geometry.slots_at
-        self._populator: _Populator | None = None
+        self._populator: Populator | None = None
 
     @classmethod
     def create(
@@ -285,7 +287,7 @@ class Arena(_Mapping):
             raise TransportError(f"cannot make a memfd: {error}") from error
         try:
             os.ftruncate(fd, geometry.total_bytes)
-            if _overcommit_is_strict():
+            if overcommit_is_strict():
                 os.posix_fallocate(fd, 0, geometry.total_bytes)
             mapped = mmap.mmap(fd, geometry.total_bytes)
             superblock = geometry.superblock(epoch)
@@ -298,8 +300,8 @@ class Arena(_Mapping):
             ) from error
         arena = cls(fd, mapped, geometry, epoch)
         if populate:
-            arena._populator = _Populator(fd, mapped)
-            arena._populator.want(min(_POPULATE_AHEAD, geometry.total_bytes))
+            arena._populator = Populator(fd, mapped)
+            arena._populator.want(min(POPULATE_AHEAD, geometry.total_bytes))
         return arena
 
     @property
@@ -312,7 +314,7 @@ class Arena(_Mapping):
     def touch(self, slot: int) -> None:
         """Say that this slot is about to be used, so that population keeps ahead. Cheap."""
         if self._populator is not None:
-            self._populator.want(self._slots_at + (slot + 1) * self.slot_bytes + _POPULATE_AHEAD)
+            self._populator.want(self._slots_at + (slot + 1) * self.slot_bytes + POPULATE_AHEAD)
 
     def begin_write(self, slot: int, generation: int) -> None:
         """Give the slot a new generation; from here on no reader accepts its bytes.
@@ -464,77 +466,3 @@ def _memfd(name: str) -> int:
         if error.errno != errno.EINVAL:  # EINVAL: the flag is unknown before Linux 6.3
             raise
     return os.memfd_create(name, flags)
-
-
-def _overcommit_is_strict() -> bool:
-    # In this mode the kernel refuses a page at its first touch, which kills with SIGBUS:
-    # memory must then be had, or not, when the arena is made.
-    return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
-class _Populator:
-    """Allocates the pages of a mapping from its start, in a thread, up to a moving mark."""
-
-    def __init__(self, fd: int, mapped: mmap.mmap) -> None:
-        self._fd = os.dup(fd)
-        self._pages = np.frombuffer(mapped, np.uint8)
-        self._size = len(self._pages)
-        self._wanted = 0
-        self._stopped = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(
-            target=self._run, name="omni-connector-populate", daemon=True
-        )
-        self._thread.start()
-
-    def want(self, upto: int) -> None:
-        # Read without the lock: the mark only grows, and being late by a chunk costs nothing.
-        if self._wanted == self._size or upto < min(self._wanted + _POPULATE_CHUNK, self._size):
-            return
-        with self._changed:
-            self._wanted = max(self._wanted, min(upto, self._size))
-            self._changed.notify()
-
-    def stop(self) -> None:
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
-        self._thread.join(_CLOSE_S)
-
-    def _run(self) -> None:
-        done = 0
-        while done < self._size:
-            with self._changed:
-                while not self._stopped and done >= self._wanted:
-                    self._changed.wait()
-                if self._stopped:
-                    break
-                upto = min(self._wanted, done + _POPULATE_CHUNK)
-            try:
-                self._populate(done, upto - done)
-            except OSError as error:
-                logger.warning(
-                    "arena: stopped allocating memory ahead of use at %d of %d bytes: %s",
-                    done,
-                    self._size,
-                    error,
-                )
-                break
-            done = upto
-        # Without this the mapping would live as long as the thread's object.
-        del self._pages
-        os.close(self._fd)
-
-    def _populate(self, start: int, length: int) -> None:
-        address = self._pages.ctypes.data + start
-        while _libc.madvise(address, length, MADV_POPULATE_WRITE) != 0:
-            code = ctypes.get_errno()
-            if code == errno.EINVAL:  # before Linux 5.14
-                os.posix_fallocate(self._fd, start, length)
-                return
-            if code not in (errno.EINTR, errno.EAGAIN):
-                raise OSError(code, os.strerror(code))

@@ -246,9 +246,9 @@ class OmniConnector(ABC):
     def load_object(
         self, key: ObjectKey, metadata: Mapping[str, Any] | None, *, timeout: float
     ) -> memoryview | None:
-        """The bytes under a key, verified, in memory of their own; None where nobody has them (yet, or any more).
+        """The bytes under a key, verified, in memory of their own.
 
-        The newest wins where several have it.
+        None where nobody has them (yet, or any more); the newest where several do.
 
         Args:
             key: what to look for.

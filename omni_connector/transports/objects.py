@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import xxhash
@@ -19,7 +19,7 @@ from omni_connector.errors import (
     StaleSlotError,
     TransportError,
 )
-from omni_connector.transports.arena import Arena, SlotHeader
+from omni_connector.transports.arena import Arena, ArenaView
 from omni_connector.transports.base import ObjectKey
 
 # An object in as many pieces as can be must still be described by one bounded message.
@@ -43,18 +43,6 @@ class StoredObject:
     generation: int
     length: int
     stamp: int
-
-
-class ReadableArena(Protocol):
-    """What `read_object` needs: an arena of one's own, or a peer's view of it."""
-
-    n_slots: int
-    slot_bytes: int
-
-    @property
-    def slots(self) -> NDArray[np.uint8]: ...
-
-    def verify(self, slot: int, generation: int) -> SlotHeader: ...
 
 
 class ObjectStore:
@@ -191,7 +179,7 @@ class ObjectStore:
                 filled -= used
 
 
-def read_object(arena: ReadableArena, digest: bytes, stored: StoredObject) -> memoryview:
+def read_object(arena: Arena | ArenaView, digest: bytes, stored: StoredObject) -> memoryview:
     """A verified copy of an object in an arena.
 
     Args:

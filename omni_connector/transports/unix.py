@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import re
+import select
 import selectors
 import socket
 import struct
@@ -162,13 +163,13 @@ class Connection:
     @property
     def alive(self) -> bool:
         """Whether the peer still has its end. Never waits."""
-        try:
-            flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
-            return self._socket.recv(1, flags) != b""
-        except BlockingIOError:
-            return True
-        except OSError:  # closed, by us or by the peer
+        descriptor = self._socket.fileno()
+        if descriptor < 0:
             return False
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN | select.POLLRDHUP)
+        gone = select.POLLHUP | select.POLLRDHUP | select.POLLERR | select.POLLNVAL
+        return not any(events & gone for _, events in poll.poll(0))
 
     def close(self) -> None:
         """Hang up. Idempotent."""

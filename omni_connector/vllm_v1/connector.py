@@ -232,7 +232,9 @@ def _make_worker(
     return OmniWorker(
         config=config,
         kv_cache_config=kv_cache_config,
-        transport=create_transport(config.transport, namespace=config.namespace),
+        transport=create_transport(
+            "shm" if config.transport == "auto" else config.transport, namespace=config.namespace
+        ),
         rank=rank,
         arena_name=f"arena:{transfer.engine_id}:{rank}",
         arena_bytes=arena_bytes if transfer.is_kv_producer else 0,

@@ -36,8 +36,11 @@ class Outcome:
     bad_block_ids: frozenset[int] = frozenset()
 
 
-Work = Callable[[Callable[[], bool]], Outcome]
-"""A job's body: given a function that says whether to stop, it copies and tells how it went."""
+Work = Callable[[Callable[[], bool]], Outcome | None]
+"""A job's body: given a function that says whether to stop, it copies and tells how it went; or
+it returns None for "not yet", and is called again after the other jobs had their turn."""
+
+_NOT_YET_S: Final = 0.0003
 
 
 @dataclass(slots=True)
@@ -45,6 +48,7 @@ class _Job:
     job_id: int
     work: Work
     cancelled: bool = False
+    seconds: float = 0.0
 
 
 class CopyThread:
@@ -121,16 +125,23 @@ class CopyThread:
             outcome = self._perform(job)
             with self._changed:
                 self._running = None
-                self._ended.append(outcome)
+                if outcome is not None:
+                    self._ended.append(outcome)
+                else:
+                    self._queue.append(job)
                 self._changed.notify_all()
+            if outcome is None:
+                time.sleep(_NOT_YET_S)
 
     @staticmethod
-    def _perform(job: _Job) -> Outcome:
+    def _perform(job: _Job) -> Outcome | None:
         if job.cancelled:
             return Outcome(job.job_id, failure="cancelled")
         started = time.perf_counter()
         outcome = job.work(lambda: job.cancelled)
-        outcome.seconds = time.perf_counter() - started
+        job.seconds += time.perf_counter() - started
+        if outcome is not None:
+            outcome.seconds = job.seconds
         return outcome
 
 

@@ -59,7 +59,7 @@ class HandoffSender:
         arena_wait: seconds a request may wait for room.
         clock: seconds, monotonic.
         stats: where to count.
-        on_complete: called when a hand-off may have become claimable.
+        on_complete: called when a hand-off may have become claimable, or void.
     """
 
     def __init__(
@@ -166,6 +166,7 @@ class HandoffSender:
         for send in self._finishing:
             if send.todo and send.finished_block_ids is not None:
                 meta.saves.append(self._job(send, send.todo, send.finished_block_ids))
+                self._on_complete()
             meta.finish_after.append((send.request.request_id, list(send.jobs)))
             if send.abandoned:
                 meta.fence.extend(send.jobs)

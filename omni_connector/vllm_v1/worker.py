@@ -5,7 +5,8 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -18,11 +19,12 @@ from omni_connector.errors import (
     OmniError,
     PeerRefusedError,
     PeerUnreachableError,
+    SlotPendingError,
     StaleSlotError,
 )
 from omni_connector.kv import BlockCopier, SlotLayout, canonicalize, make_copier
 from omni_connector.transports import Arena, Endpoint, OmniConnector, RemoteArena
-from omni_connector.vllm_v1.copies import CopyThread, Outcome
+from omni_connector.vllm_v1.copies import CopyThread, Outcome, Work
 from omni_connector.vllm_v1.metadata import (
     CopyRun,
     LoadJob,
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.omni_connector.worker")
+
+_BATCH_BYTES: Final = 8 << 20
 
 # As it was before the engine pinned anything: this module is imported while it starts.
 _PROCESS_CORES: Final = frozenset(os.sched_getaffinity(0))
@@ -265,7 +269,7 @@ class OmniWorker:
         if self._copier is not None:
             self._copier.close()
 
-    def _save_work(self, job: SaveJob, fence: object) -> "Callable[[Callable[[], bool]], Outcome]":
+    def _save_work(self, job: SaveJob, fence: object) -> Work:
         arena, copier, layout = self._arena, self._copier, self._layout
         assert arena is not None
         assert copier is not None
@@ -275,24 +279,28 @@ class OmniWorker:
             outcome = Outcome(job.job_id)
             try:
                 for run in job.runs:
-                    if not self._save_run(arena, copier, layout, run, fence, cancelled):
-                        outcome.failure = "cancelled"
-                        return outcome
-                    outcome.blocks += len(run.block_ids)
-                    outcome.size += len(run.block_ids) * layout.group_bytes[run.group]
+                    size = layout.group_bytes[run.group]
+                    for batch in _batches(run, size):
+                        if not self._save_batch(arena, copier, batch, size, fence, cancelled):
+                            outcome.failure = "cancelled"
+                            break
+                        outcome.blocks += len(batch.block_ids)
+                        outcome.size += len(batch.block_ids) * size
             except Exception as error:  # whatever it is, the engine goes on without the hand-off
                 logger.exception("Saving KV blocks failed (job %d)", job.job_id)
                 outcome.failure = _kind(error, "save_failed")
+            if outcome.failure is not None:
+                _void(arena, job)
             return outcome
 
         return work
 
-    def _save_run(
+    def _save_batch(
         self,
         arena: Arena,
         copier: BlockCopier,
-        layout: SlotLayout,
         run: CopyRun,
+        size: int,
         fence: object,
         cancelled: Callable[[], bool],
     ) -> bool:
@@ -309,14 +317,13 @@ class OmniWorker:
         )
         if checksums is None:
             return False
-        size = layout.group_bytes[run.group]
         for slot, generation, key, checksum in zip(
             run.slots, run.generations, run.keys, checksums.tolist(), strict=True
         ):
             arena.publish(slot, generation, key, size, checksum)
         return True
 
-    def _attach_work(self, endpoint: Endpoint) -> "Callable[[Callable[[], bool]], Outcome]":
+    def _attach_work(self, endpoint: Endpoint) -> Work:
         def work(cancelled: Callable[[], bool]) -> Outcome:
             try:
                 self._remote(endpoint, timeout=5.0)
@@ -326,27 +333,39 @@ class OmniWorker:
 
         return work
 
-    def _load_work(self, job: LoadJob, fence: object) -> "Callable[[Callable[[], bool]], Outcome]":
+    def _load_work(self, job: LoadJob, fence: object) -> Work:
         copier, layout = self._copier, self._layout
         assert copier is not None
         assert layout is not None
         deadline = time.monotonic() + job.timeout
+        endpoint = job.arenas[self._rank]
+        outcome = Outcome(job.job_id)
+        waiting = deque(
+            (batch, layout.group_bytes[run.group])
+            for run in job.runs
+            for batch in _batches(run, layout.group_bytes[run.group])
+        )
 
-        def work(cancelled: Callable[[], bool]) -> Outcome:
-            outcome = Outcome(job.job_id)
-            endpoint = job.arenas[self._rank]
+        def work(cancelled: Callable[[], bool]) -> Outcome | None:
             try:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise PeerUnreachableError("the load's time was over before it could start")
+                    raise PeerUnreachableError("the bytes were not there in time")
                 remote = self._remote(endpoint, timeout=left)
-                for run in job.runs:
+                while waiting:
                     if cancelled():
                         outcome.failure = "cancelled"
                         break
-                    self._load_run(remote, copier, layout, run, fence)
-                    outcome.blocks += len(run.block_ids)
-                    outcome.size += len(run.block_ids) * layout.group_bytes[run.group]
+                    batch, size = waiting[0]
+                    try:
+                        self._load_batch(remote, copier, batch, size, fence)
+                    except SlotPendingError as pending:
+                        if not remote.alive:
+                            raise PeerUnreachableError("the peer died while copying") from pending
+                        return None
+                    waiting.popleft()
+                    outcome.blocks += len(batch.block_ids)
+                    outcome.size += len(batch.block_ids) * size
             except Exception as error:  # whatever it is, the request must not wait for ever
                 outcome.failure = _kind(error, "load_failed")
                 logger.warning(
@@ -360,25 +379,19 @@ class OmniWorker:
                     logger.exception("This should not happen; please report it")
                 self._forget(endpoint)
             if outcome.failure is not None:
-                outcome.bad_block_ids = frozenset(_block_ids(job.runs))
+                outcome.bad_block_ids = frozenset(_block_ids(batch for batch, _ in waiting))
             return outcome
 
         return work
 
-    def _load_run(
-        self,
-        remote: RemoteArena,
-        copier: BlockCopier,
-        layout: SlotLayout,
-        run: CopyRun,
-        fence: object,
+    def _load_batch(
+        self, remote: RemoteArena, copier: BlockCopier, run: CopyRun, size: int, fence: object
     ) -> None:
-        size = layout.group_bytes[run.group]
         pairs = list(zip(run.slots, run.generations, strict=True))
-        headers = [remote.verify(slot, generation) for slot, generation in pairs]
-        for (slot, _), header in zip(pairs, headers, strict=True):
-            if header.length != size:
-                raise PeerRefusedError(f"slot {slot} holds {header.length} bytes, not {size}")
+        for slot, generation in pairs:
+            length = remote.verify(slot, generation).length
+            if length != size:
+                raise PeerRefusedError(f"slot {slot} holds {length} bytes, not {size}")
         checksums = copier.load(
             run.group,
             np.asarray(run.block_ids, dtype=np.int64),
@@ -387,14 +400,15 @@ class OmniWorker:
             checksum=self._checksum,
             fence=fence,
         )
-        for slot, generation in pairs:  # reused while we read: what we have is a mixture
-            remote.verify(slot, generation)
-        if self._checksum:
-            for (slot, _), header, checksum in zip(pairs, headers, checksums.tolist(), strict=True):
-                if header.checksum != checksum:
-                    raise ChecksumError(
-                        f"slot {slot}: checksum {checksum:#x}, published {header.checksum:#x}"
-                    )
+        # Reused while we read, what we have is a mixture; so what the second header says counts.
+        headers = [remote.verify(slot, generation) for slot, generation in pairs]
+        if not self._checksum:
+            return
+        for (slot, _), header, checksum in zip(pairs, headers, checksums.tolist(), strict=True):
+            if header.checksum != checksum:
+                raise ChecksumError(
+                    f"slot {slot}: checksum {checksum:#x}, published {header.checksum:#x}"
+                )
 
     def _remote(self, endpoint: Endpoint, timeout: float) -> RemoteArena:
         with self._remotes_lock:
@@ -413,6 +427,28 @@ class OmniWorker:
             remote = self._remotes.pop(endpoint.address, None)
         if remote is not None:
             remote.close()
+
+
+def _batches(run: CopyRun, size: int) -> Iterator[CopyRun]:
+    """Parts of a run that are published one by one, so that a peer can read the first while the
+    last is still being copied."""
+    step = max(1, _BATCH_BYTES // size)
+    for first in range(0, len(run.block_ids), step):
+        part = slice(first, first + step)
+        yield CopyRun(
+            run.group,
+            run.block_ids[part],
+            run.slots[part],
+            run.generations[part],
+            run.keys[part],
+        )
+
+
+def _void(arena: Arena, job: SaveJob) -> None:
+    """Tell readers that wait for these slots that they will not come with this generation."""
+    for run in job.runs:
+        for slot, generation in zip(run.slots, run.generations, strict=True):
+            arena.begin_write(slot, generation + 1)
 
 
 def _block_ids(runs: Iterable[CopyRun]) -> set[int]:

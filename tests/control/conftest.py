@@ -49,11 +49,11 @@ def welcome() -> Welcome:
 
 @pytest.fixture
 def make_prompt() -> Callable[..., Prompt]:
-    def make(num_tokens: int = 40, block: int = 16, **changes: object) -> Prompt:
+    def make(length: int = 40, block: int = 16, **changes: object) -> Prompt:
         values: dict[str, object] = {
-            "token_ids": list(range(100, 100 + num_tokens)),
-            "num_tokens": num_tokens,
-            "block_hashes": [bytes([i]) * 32 for i in range(num_tokens // block)],
+            "token_ids": list(range(100, 100 + length)),
+            "num_tokens": length,
+            "block_hashes": [bytes([i]) * 32 for i in range(length // block)],
             "hash_block_size": block,
         }
         return Prompt(**(values | changes))  # type: ignore[arg-type]

@@ -93,7 +93,8 @@ def new_salt() -> str:
 
 def fill_with_other_bytes(engine: Engine) -> None:
     """Leave the KV of other requests in every block of the engine's cache."""
-    blocks = int(engine.metric_label("vllm:cache_config_info", "num_gpu_blocks"))
+    [(cache, _)] = engine.samples("vllm:cache_config_info")
+    blocks = int(cache["num_gpu_blocks"])
     with engine.client() as client:
         for seed in range(-(-blocks * BLOCK // 2048) + 1):
             client.complete(random_prompt(1000 + seed, 2048), max_tokens=1, cache_salt=new_salt())
@@ -167,8 +168,3 @@ def start_engine(
     yield start
     for engine in started:
         engine.stop()
-
-
-@pytest.fixture
-def fresh_client() -> Callable[[Engine], Client]:
-    return lambda engine: engine.client(timeout=60.0)

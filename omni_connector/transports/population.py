@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory for an arena before it is needed: the first touch of a page costs many copies into it."""
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import threading
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+# Of Linux; the standard library does not name it.
+MADV_POPULATE_WRITE: Final = 23
+
+# Bytes that are kept allocated ahead of the slots in use.
+POPULATE_AHEAD: Final = 256 << 20
+
+_POPULATE_CHUNK: Final = 16 << 20
+_CLOSE_S: Final = 5.0
+
+
+def overcommit_is_strict() -> bool:
+    """Whether memory must be had, or not, when an arena is made.
+
+    In this mode the kernel may refuse a page at its first touch, which kills with SIGBUS.
+    """
+    return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Populator:
+    """Allocates the pages of a mapping from its start, in a thread, up to a moving mark.
+
+    Args:
+        fd: the file that is mapped; duplicated.
+        mapped: the writable mapping, from the start of the file.
+    """
+
+    def __init__(self, fd: int, mapped: mmap.mmap) -> None:
+        self._fd = os.dup(fd)
+        self._pages = np.frombuffer(mapped, np.uint8)
+        self._size = len(self._pages)
+        self._wanted = 0
+        self._stopped = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(
+            target=self._run, name="omni-connector-populate", daemon=True
+        )
+        self._thread.start()
+
+    def want(self, upto: int) -> None:
+        """Move the mark to this many bytes, if it is not there yet. Cheap."""
+        # Read without the lock: the mark only grows, and being late by a chunk costs nothing.
+        if self._wanted == self._size or upto < min(self._wanted + _POPULATE_CHUNK, self._size):
+            return
+        with self._changed:
+            self._wanted = max(self._wanted, min(upto, self._size))
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End the thread, after the chunk it is at. Idempotent; bounded."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        done = 0
+        while done < self._size:
+            with self._changed:
+                while not self._stopped and done >= self._wanted:
+                    self._changed.wait()
+                if self._stopped:
+                    break
+                upto = min(self._wanted, done + _POPULATE_CHUNK)
+            try:
+                self._populate(done, upto - done)
+            except OSError as error:
+                logger.warning(
+                    "arena: stopped allocating memory ahead of use at %d of %d bytes: %s",
+                    done,
+                    self._size,
+                    error,
+                )
+                break
+            done = upto
+        # Without this the mapping would live as long as the thread's object.
+        del self._pages
+        os.close(self._fd)
+
+    def _populate(self, start: int, length: int) -> None:
+        address = self._pages.ctypes.data + start
+        while _libc.madvise(address, length, MADV_POPULATE_WRITE) != 0:
+            code = ctypes.get_errno()
+            if code == errno.EINVAL:  # before Linux 5.14
+                os.posix_fallocate(self._fd, start, length)
+                return
+            if code not in (errno.EINTR, errno.EAGAIN):
+                raise OSError(code, os.strerror(code))
