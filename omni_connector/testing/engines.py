@@ -155,9 +155,7 @@ class Engine:
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of the samples of a Prometheus metric with these labels; 0 if none."""
-        return sum(
-            value for tags, value in self.samples(name) if labels.items() <= tags.items()
-        )
+        return sum(value for tags, value in self.samples(name) if labels.items() <= tags.items())
 
     def log_tail(self, lines: int = 60) -> str:
         """Return the last lines of the server's output."""

@@ -191,8 +191,8 @@ class _Mapping:
         state = _STATES.get(_state(status))
         if state is None or key_length > MAX_KEY_BYTES or length > self.slot_bytes:
             raise IntegrityError(
-                f"slot {slot} has an impossible header: state {_state(status)}, key of {key_length} bytes, "
-                f"{length} bytes of content in a slot of {self.slot_bytes}"
+                f"slot {slot} has an impossible header: state {_state(status)}, key of "
+                f"{key_length} bytes, {length} bytes of content in a slot of {self.slot_bytes}"
             )
         return SlotHeader(generation, state, key[:key_length], length, checksum)
 

@@ -13,7 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Self
+from typing import Any, Final, Self
 
 import msgspec
 import numpy as np
@@ -180,7 +180,7 @@ class OmniConnector(ABC):
         transport: the registered name, as it stands in endpoints and in the configuration.
     """
 
-    transport: ClassVar[str]
+    transport: str
 
     @property
     def supports_mapping(self) -> bool:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -70,7 +70,7 @@ class SharedMemoryConnector(OmniConnector):
         ValueError: an argument is out of range.
     """
 
-    transport: ClassVar[str] = "shm"
+    transport = "shm"
 
     def __init__(
         self,

@@ -122,6 +122,7 @@ class OmniWorker:
                     f"the arena has {self._arena_bytes}"
                 )
             self._arena = Arena.create(num_slots, layout.slot_bytes, populate=True)
+            self._copier.pin(self._arena.slots)
             endpoint = self._transport.export(self._arena, self._arena_name)
             logger.info(
                 "Arena of %d slots, %.1f MiB each, for rank %d",
@@ -264,10 +265,10 @@ class OmniWorker:
         for remote in remotes:
             remote.close()
         self._transport.close()
+        if self._copier is not None:
+            self._copier.close()  # it may have pinned the arena's memory
         if self._arena is not None:
             self._arena.close()
-        if self._copier is not None:
-            self._copier.close()
 
     def _save_work(self, job: SaveJob, fence: object) -> Work:
         arena, copier, layout = self._arena, self._copier, self._layout

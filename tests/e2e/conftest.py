@@ -6,98 +6,25 @@ are kept apart by `cache_salt`, which makes the same prompt unknown to both pref
 """
 
 import os
-import random
-import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from omni_connector.testing import reference
-from omni_connector.testing.engines import Client, Engine, free_port, prefill
+from omni_connector.testing.engines import Engine, free_port
 from omni_connector.testing.models import make_model
-
-BLOCK = 128
-MAX_TOKENS = 8
-# Another vLLM connector in place of ours, to tell a fault of this harness from one of ours.
-CONNECTOR = os.environ.get("OMNI_E2E_CONNECTOR", "OmniKVConnector")
-ENGINE_ARGUMENTS = ("--max-model-len", "4096")
-LENGTHS = {
-    "within-a-block": 57,
-    "one-block": BLOCK,
-    "one-block-and-a-token": BLOCK + 1,
-    "two-blocks-less-a-token": 2 * BLOCK - 1,
-    "two-blocks": 2 * BLOCK,
-    "not-aligned": 300,
-    "two-thousand": 2049,
-    "two-thousand-not-aligned": 2100,
-}
-
-pytestmark = pytest.mark.e2e
-
-
-def random_prompt(seed: int, length: int) -> list[int]:
-    """Token ids of a prompt that shares no block with one of another seed."""
-    draw = random.Random(seed)
-    return [draw.randrange(3, 512) for _ in range(length)]
-
-
-PROMPTS = {name: random_prompt(seed, length) for seed, (name, length) in enumerate(LENGTHS.items())}
-
-
-def engine_environment(runtime: Path) -> dict[str, str]:
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    return {"PYTHONPATH": path, "OMNI_CONNECTOR_RUNTIME_DIR": str(runtime)}
-
-
-def connector_config(role: str, **extra: Any) -> dict[str, Any]:
-    """The `--kv-transfer-config` of an engine under test."""
-    config: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_role": role}
-    if CONNECTOR == "OmniKVConnector":
-        config["kv_connector_extra_config"] = {"arena_gib": 0.25, **extra}
-    if CONNECTOR == "NixlConnector":
-        config["kv_buffer_device"] = "cpu"
-    return config
-
-
-@dataclass
-class Pair:
-    """A prefill and a decode engine, and hand-offs between them."""
-
-    prefill_engine: Engine
-    decode_engine: Engine
-    runtime: Path
-
-    def prefill(self, prompt: list[int], salt: str, **fields: Any) -> dict[str, Any]:
-        return prefill(self.prefill_engine, prompt, cache_salt=salt, **fields)
-
-    def decode(
-        self, prompt: list[int], salt: str, params: dict[str, Any] | None, **fields: Any
-    ) -> reference.Answer:
-        settings = {"max_tokens": MAX_TOKENS, "cache_salt": salt, **fields}
-        if params is not None:
-            settings["kv_transfer_params"] = params
-        return reference.ask(self.decode_engine, prompt, **settings)
-
-    def hand_off(self, prompt: list[int], salt: str | None = None) -> reference.Answer:
-        salt = salt or new_salt()
-        return self.decode(prompt, salt, self.prefill(prompt, salt))
-
-
-def new_salt() -> str:
-    return uuid.uuid4().hex
-
-
-def fill_with_other_bytes(engine: Engine) -> None:
-    """Leave the KV of other requests in every block of the engine's cache."""
-    [(cache, _)] = engine.samples("vllm:cache_config_info")
-    blocks = int(cache["num_gpu_blocks"])
-    with engine.client() as client:
-        for seed in range(-(-blocks * BLOCK // 2048) + 1):
-            client.complete(random_prompt(1000 + seed, 2048), max_tokens=1, cache_salt=new_salt())
+from tests.e2e.harness import (
+    ENGINE_ARGUMENTS,
+    MAX_TOKENS,
+    PROMPTS,
+    Case,
+    Pair,
+    connector_config,
+    engine_environment,
+    fill_with_other_bytes,
+)
 
 
 @pytest.fixture(scope="session")
@@ -168,3 +95,28 @@ def start_engine(
     yield start
     for engine in started:
         engine.stop()
+
+
+@pytest.fixture(scope="module")
+def pair(start_engine: StartEngine, runtime: Path) -> Pair:
+    """A producer that prefills in chunks of 512, and a consumer whose blocks are all dirty."""
+    chunked = ("--max-num-batched-tokens", "512")
+    extra = {"handoff_ttl_s": 8.0}
+    producer = start_engine("prefill", connector_config("kv_producer", **extra), arguments=chunked)
+    consumer = start_engine("decode", connector_config("kv_consumer", **extra))
+    producer.wait_ready()
+    consumer.wait_ready()
+    fill_with_other_bytes(consumer)
+    return Pair(producer, consumer, runtime)
+
+
+@pytest.fixture(params=PROMPTS)
+def case(request: pytest.FixtureRequest, references: dict[str, reference.Answer]) -> Case:
+    """Each prompt in turn."""
+    return Case(request.param, PROMPTS[request.param], references[request.param])
+
+
+@pytest.fixture
+def cases(references: dict[str, reference.Answer]) -> dict[str, Case]:
+    """All prompts."""
+    return {name: Case(name, PROMPTS[name], references[name]) for name in PROMPTS}
