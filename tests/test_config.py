@@ -87,7 +87,7 @@ def test_an_unknown_key_with_no_likeness_is_refused_too() -> None:
 
 
 def test_an_unknown_variable_is_refused_by_its_name() -> None:
-    with pytest.raises(ConfigError, match="OMNI_CONNECTOR_ARENA_GB.*did you mean 'arena_gib'"):
+    with pytest.raises(ConfigError, match=r"OMNI_CONNECTOR_ARENA_GB.*did you mean 'arena_gib'"):
         load(OMNI_CONNECTOR_ARENA_GB="1")
 
 

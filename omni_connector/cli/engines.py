@@ -23,7 +23,7 @@ from omni_connector.plugin import installed_vllm
 from omni_connector.testing.engines import Client, Engine, EngineError, free_port
 
 _START_S = 240.0
-_STOP_S = 10.0
+_STOP_S = 20.0
 _TERMINATED = 128 + signal.SIGTERM
 
 
@@ -169,15 +169,19 @@ def running(
 
 def _stop(prefill: Engine, decode: Engine, router: Router) -> None:
     router.stop()
-    deadline = time.monotonic() + _STOP_S
-    for engine in (prefill, decode):
-        if engine.process is not None and engine.alive:
-            engine.process.terminate()
-    for engine in (prefill, decode):
-        # After the server come the processes behind it: killed earlier, they would leave vLLM's
-        # own shared memory in /dev/shm.
-        while time.monotonic() < deadline and _group_lives(engine):
+    engines = (prefill, decode)
+    # An engine that is still starting ends on SIGINT, but hangs on SIGTERM; one that was started
+    # in a shell's background may ignore SIGINT.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        deadline = time.monotonic() + _STOP_S
+        for engine in engines:
+            if engine.process is not None and engine.alive:
+                engine.process.send_signal(number)
+        # After the server go the processes behind it: killed before they have put away vLLM's own
+        # shared memory, they would leave it in /dev/shm.
+        while time.monotonic() < deadline and any(map(_group_lives, engines)):
             time.sleep(0.05)
+    for engine in engines:
         engine.stop(timeout=0.0)
 
 

@@ -222,9 +222,7 @@ class SlotDirectory:
         with self._lock:
             if token not in self._handoffs:
                 return ClaimState.UNKNOWN, None
-            if not handoff.sealed or not all(
-                self._slots[handoff.slots[g][i]].busy for g, i in handoff.missing
-            ):
+            if self._waits(handoff):
                 return ClaimState.PENDING, None
             handoff.leased = True
             handoff.deadline = self._clock() + self._ttl
@@ -234,7 +232,12 @@ class SlotDirectory:
         """Whether a claim of this hand-off has to wait; cheaper than to claim it."""
         with self._lock:
             handoff = self._handoffs.get(token)
-            return handoff is not None and (not handoff.sealed or bool(handoff.missing))
+            return handoff is not None and self._waits(handoff)
+
+    def _waits(self, handoff: Handoff) -> bool:
+        return not handoff.sealed or not all(
+            self._slots[handoff.slots[g][i]].busy for g, i in handoff.missing
+        )
 
     def close(self, token: bytes) -> bool:
         """Release or drop a hand-off; unknown tokens are ignored. True if it was there."""

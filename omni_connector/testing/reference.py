@@ -7,16 +7,17 @@ reference engine is given the first N-1 tokens, and a logits processor makes the
 token its first output: every later token took the same numeric path as on the decode engine,
 and may be compared bit for bit.
 
-Start the reference engine with `--logits-processors`, `PROCESSOR`.
+Start the reference engine with `--logits-processors`, `PROCESSOR`, and otherwise with the
+arguments of the engine under test: chunks of another size round differently too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.sampling_params import SamplingParams
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, RequestLogitsProcessor
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from omni_connector.testing.engines import Client, Engine, completion
 
@@ -30,7 +31,9 @@ class ForcedFirstToken(AdapterLogitsProcessor):
     def is_argmax_invariant(self) -> bool:
         return False
 
-    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+    def new_req_logits_processor(
+        self, params: SamplingParams
+    ) -> Callable[..., torch.Tensor] | None:
         forced = (params.extra_args or {}).get(FORCED_TOKEN)
         if forced is None:
             return None

@@ -194,7 +194,7 @@ def read_object(arena: Arena | ArenaView, digest: bytes, stored: StoredObject) -
         TransportError: the arena is closed, or there is no memory for the copy.
     """
     capacity = _count(stored.runs) * arena.slot_bytes
-    impossible = any(
+    impossible = stored.length < 0 or any(
         start < 0 or count < 1 or start + count > arena.n_slots for start, count in stored.runs
     )
     if impossible or not capacity - arena.slot_bytes < max(stored.length, 1) <= capacity:

@@ -304,7 +304,8 @@ class SharedMemoryConnector(OmniConnector):
             except OmniError as error:
                 # One peer that is gone, or not well, must not hide what the others have.
                 logger.debug("asked %s for an object: %s", peer.address, error)
-                self._sweep(self.folder)
+                if isinstance(error, PeerUnreachableError):
+                    self._sweep(self.folder)
                 continue
             if stored is not None and (newest is None or stored.stamp > newest[0].stamp):
                 newest = stored, peer

@@ -94,7 +94,8 @@ class HandoffSender:
         self._job_ids = itertools.count(1)
 
     def __bool__(self) -> bool:
-        return bool(self._sends)
+        # A request whose copies ended with the step that finished it waits in `_finishing` only.
+        return bool(self._sends or self._finishing)
 
     def add(self, request: "Request", prompt: Prompt) -> None:
         """A request that asks for a hand-off has arrived."""

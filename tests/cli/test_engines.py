@@ -14,8 +14,9 @@ from omni_connector.cli import engines as module
 from omni_connector.cli.engines import Router, make_engines, running
 from omni_connector.testing.engines import Engine, EngineError
 
-# Stands in for an engine or the router: a child that itself has one, and obeys no SIGTERM.
-STUBBORN = "import signal, subprocess, sys, time; signal.signal(15, signal.SIG_IGN); "
+# Stands in for an engine or the router: a child that itself has one, and obeys no signal.
+STUBBORN = "import signal, subprocess, sys, time; "
+STUBBORN += "[signal.signal(number, signal.SIG_IGN) for number in (2, 15)]; "
 STUBBORN += "subprocess.Popen(['sleep', '600']); print('up', flush=True); time.sleep(600)"
 
 

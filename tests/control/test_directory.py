@@ -196,20 +196,38 @@ def test_an_open_does_not_evict_the_blocks_that_it_shares(clock: Clock) -> None:
     assert handoff.missing == {(0, 1), (0, 2)}
 
 
-def test_a_claim_is_granted_only_when_sealed_and_complete(directory: SlotDirectory) -> None:
+def test_a_claim_is_granted_once_sealed_and_each_block_is_at_least_being_copied(
+    directory: SlotDirectory,
+) -> None:
     handoff = opened(directory, [key(1), None])
     assert claim(directory, handoff) is ClaimState.PENDING
     assert directory.pending(handoff.token)
     directory.seal(handoff)
     assert claim(directory, handoff) is ClaimState.PENDING
-    directory.copying(handoff, [(0, 0), (0, 1)])
-    directory.filled(handoff, [(0, 1)])
+    fill_first = [(0, 1)]
+    directory.copying(handoff, fill_first)
+    directory.filled(handoff, fill_first)
     assert claim(directory, handoff) is ClaimState.PENDING
     assert directory.pending(handoff.token)
-    directory.filled(handoff, [(0, 0)])
+    directory.copying(handoff, [(0, 0)])
     assert not directory.pending(handoff.token)
     assert claim(directory, handoff) is ClaimState.GRANTED
+    directory.filled(handoff, [(0, 0)])
+    assert claim(directory, handoff) is ClaimState.GRANTED
     assert directory.usage() == (2, 0, 1)
+
+
+def test_a_failed_copy_takes_the_granted_generation_back(directory: SlotDirectory) -> None:
+    handoff = opened(directory, [None])
+    directory.copying(handoff, [(0, 0)])
+    directory.seal(handoff)
+    assert claim(directory, handoff) is ClaimState.GRANTED
+    granted = handoff.generations[0][0]
+    directory.unfilled(handoff, [(0, 0)])
+    assert claim(directory, handoff) is ClaimState.PENDING
+    fill(directory, handoff)
+    assert claim(directory, handoff) is ClaimState.GRANTED
+    assert handoff.generations[0][0] > granted
 
 
 def test_a_complete_handoff_that_is_not_sealed_waits(directory: SlotDirectory) -> None:
@@ -375,8 +393,9 @@ class DirectoryMachine(RuleBasedStateMachine):
     def block(self, handoff: Handoff, place: tuple[int, int]) -> _Taken:
         return self.content[handoff.slots[place[0]][place[1]]]
 
-    def complete(self, handoff: Handoff) -> bool:
-        return all(self.content[n].ready for group in handoff.slots for n in group)
+    def claimable(self, handoff: Handoff) -> bool:
+        contents = [self.content[n] for group in handoff.slots for n in group]
+        return handoff.token in self.sealed and all(c.ready or c.copies for c in contents)
 
     @rule(
         target=handoffs,
@@ -464,8 +483,11 @@ class DirectoryMachine(RuleBasedStateMachine):
     def unfilled(self, copy: tuple[Handoff, list[tuple[int, int]]]) -> None:
         handoff, blocks = copy
         self.directory.unfilled(handoff, blocks)
-        for place in blocks:
-            self.block(handoff, place).copies -= 1
+        for g, i in blocks:
+            self.block(handoff, (g, i)).copies -= 1
+            number, generation = handoff.slots[g][i], handoff.generations[g][i]
+            assert generation > self.generation[number], "a reader may have the old one"
+            self.generation[number] = generation
 
     @rule(handoff=handoffs)
     def seal(self, handoff: Handoff) -> None:
@@ -483,13 +505,15 @@ class DirectoryMachine(RuleBasedStateMachine):
             expected = ClaimState.UNKNOWN
         elif not right:
             expected = ClaimState.OTHER_PROMPT
-        elif handoff.token in self.sealed and self.complete(handoff):
+        elif self.claimable(handoff):
             expected = ClaimState.GRANTED
             self.leased.add(handoff.token)
             self.deadlines[handoff.token] = self.clock.now + TTL
         else:
             expected = ClaimState.PENDING
         assert state is expected
+        waits = handoff.token in self.live and not self.claimable(handoff)
+        assert self.directory.pending(handoff.token) == waits
         assert granted is (handoff if expected is ClaimState.GRANTED else None)
 
     @rule(handoff=handoffs)
@@ -544,4 +568,4 @@ class DirectoryMachine(RuleBasedStateMachine):
 
 
 TestDirectoryMachine = DirectoryMachine.TestCase
-TestDirectoryMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestDirectoryMachine.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)

@@ -99,10 +99,9 @@ def start_engine(
 
 @pytest.fixture(scope="module")
 def pair(start_engine: StartEngine, runtime: Path) -> Pair:
-    """A producer that prefills in chunks of 512, and a consumer whose blocks are all dirty."""
-    chunked = ("--max-num-batched-tokens", "512")
+    """A producer, and a consumer whose blocks are all dirty."""
     extra = {"handoff_ttl_s": 8.0}
-    producer = start_engine("prefill", connector_config("kv_producer", **extra), arguments=chunked)
+    producer = start_engine("prefill", connector_config("kv_producer", **extra))
     consumer = start_engine("decode", connector_config("kv_consumer", **extra))
     producer.wait_ready()
     consumer.wait_ready()

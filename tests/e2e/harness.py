@@ -16,11 +16,14 @@ BLOCK = 128
 # 4 layers x 2 heads x 64 x (K, V) x 4 bytes
 BLOCK_BYTES = BLOCK * 4 * 2 * 64 * 2 * 4
 MAX_TOKENS = 8
-# Requests that share a batch, or a prompt computed in one piece, round differently.
-ROUNDING = 1e-3
+# Requests that share a batch, or a prompt computed in other pieces, round differently: up to 0.011
+# was seen at 2,048 tokens. Log-probabilities that ignore the KV are off by whole units.
+ROUNDING = 0.05
 # Another vLLM connector in place of ours, to tell a fault of this harness from one of ours.
 CONNECTOR = os.environ.get("OMNI_E2E_CONNECTOR", "OmniKVConnector")
-ENGINE_ARGUMENTS = ("--max-model-len", "4096")
+# Small enough that long prompts are prefilled in chunks. The chunks are part of the numeric path,
+# so the reference has the same.
+ENGINE_ARGUMENTS = ("--max-model-len", "4096", "--max-num-batched-tokens", "512")
 LENGTHS = {
     "within-a-block": 57,
     "one-block": BLOCK,

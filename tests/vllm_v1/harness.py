@@ -209,7 +209,7 @@ class InProcessEngine:
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._overlap = self.config.max_concurrent_batches
         self._all_free = self.free_blocks
-        self._instant_copies = instant_copies
+        self.instant_copies = instant_copies
         self.answers: dict[str, Answer] = {}
         self.stats = OmniStats()
         self.preempted: list[str] = []
@@ -306,7 +306,7 @@ class InProcessEngine:
         request_ids, sampled = self.runner.execute(step)
         worker.start_load_kv(None)
         worker.wait_for_save()
-        if self._instant_copies:
+        if self.instant_copies:
             threads = (self.worker_half._saver, self.worker_half._loader)
             wait(lambda: not any(thread._queue or thread._running for thread in threads))
         results = worker.get_transfer_results(step.finished_req_ids)

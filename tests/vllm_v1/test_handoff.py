@@ -270,7 +270,7 @@ def test_reference_engines_agree_however_they_chunk(engine):
     engines = [
         engine(),
         engine(max_tokens_a_step=24, prefix_caching=False),
-        engine(max_tokens_a_step=7, async_scheduling=True),
+        engine(max_tokens_a_step=9, async_scheduling=True),
     ]
     assert all(isinstance(each, InProcessEngine) for each in engines)
     answers = [each.generate(prompt(100), 8).tokens for each in engines]

@@ -1,0 +1,604 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control channel over real sockets, between threads and between processes."""
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_all
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from omni_connector.control import channel as channel_module
+from omni_connector.control.channel import ControlChannel
+from omni_connector.control.client import ClaimDeniedError, Grant
+from omni_connector.control.directory import Handoff, SlotDirectory
+from omni_connector.control.messages import MAX_MESSAGE_BYTES, Fingerprint, Welcome
+from omni_connector.control.prompt import Prompt
+from omni_connector.control.server import ControlServer
+from omni_connector.errors import (
+    IncompatiblePeerError,
+    OmniError,
+    PeerUnreachableError,
+    TransportError,
+)
+
+PROMPT = Prompt(token_ids=(1, 2, 3), num_tokens=3)
+LONG = 60.0  # a deadline that only a hang reaches
+
+
+class Directory(SlotDirectory):
+    """Says when a hand-off is closed."""
+
+    def __init__(self) -> None:
+        super().__init__(64, _monotonic, 600.0)
+        self.closed: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def close(self, token: bytes) -> bool:
+        there = super().close(token)
+        self.closed.put(token)
+        return there
+
+
+_monotonic = channel_module.time.monotonic
+
+
+class Engine:
+    """A serving channel, what is behind it, and what it counted."""
+
+    def __init__(
+        self, path: Path, fingerprint: Fingerprint, welcome: Welcome, **options: Any
+    ) -> None:
+        self.path = path
+        self.address = f"ipc://{path}"
+        self.welcome = welcome
+        self.directory = Directory()
+        self.counts: Counter[str] = Counter()
+        self.server = ControlServer(
+            fingerprint=fingerprint,
+            welcome=welcome,
+            directory=self.directory,
+            clock=_monotonic,
+            patience=LONG,
+            count=lambda name: self.counts.update([name]),
+        )
+        self.channel = ControlChannel(
+            fingerprint=fingerprint, server=self.server, listen=path, **options
+        )
+
+    def handoff(self, *, filled: bool = True) -> Handoff:
+        handoff = self.directory.open(PROMPT, [[None]])
+        assert handoff is not None
+        self.directory.seal(handoff)
+        if filled:
+            self.fill(handoff)
+        return handoff
+
+    def fill(self, handoff: Handoff) -> None:
+        self.directory.copying(handoff, [(0, 0)])
+        self.directory.filled(handoff, [(0, 0)])
+
+
+class Asker:
+    """A channel that asks, and when it found a peer gone."""
+
+    def __init__(self, fingerprint: Fingerprint) -> None:
+        self.gone = threading.Event()
+        self.channel = ControlChannel(fingerprint=fingerprint, on_peer_gone=self.gone.set)
+
+    def claim(self, engine: Engine, handoff: Handoff, *, timeout: float = LONG) -> "Future[Grant]":
+        return ask(self.channel, engine.address, handoff.token, engine.welcome.epoch, timeout)
+
+
+def ask(
+    channel: ControlChannel, address: str, token: bytes, epoch: bytes, timeout: float = LONG
+) -> "Future[Grant]":
+    return channel.claim(address, token, PROMPT, epoch=epoch, hash_id="", timeout=timeout)
+
+
+def failure(future: "Future[Grant]") -> BaseException:
+    error = future.exception(LONG)
+    assert isinstance(error, OmniError)
+    return error
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    # pytest's own folders have longer names than a socket may have.
+    with tempfile.TemporaryDirectory(prefix="oc-", dir="/tmp") as name:
+        yield Path(name)
+
+
+StartEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def start_engine(folder: Path, fingerprint: Fingerprint, welcome: Welcome) -> Iterator[StartEngine]:
+    engines = []
+
+    def start(name: str = "p.sock", **options: Any) -> Engine:
+        epoch = options.pop("epoch", welcome.epoch)
+        engine = Engine(
+            folder / name, fingerprint, msgspec.structs.replace(welcome, epoch=epoch), **options
+        )
+        engines.append(engine)
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.channel.close()
+
+
+@pytest.fixture
+def asker(fingerprint: Fingerprint) -> Iterator[Asker]:
+    asker = Asker(fingerprint)
+    yield asker
+    asker.channel.close()
+
+
+def test_a_claim_is_granted_end_to_end(start_engine: StartEngine, asker: Asker) -> None:
+    engine = start_engine()
+    handoff = engine.handoff()
+    grant = asker.claim(engine, handoff).result(LONG)
+    assert grant.address == engine.address
+    assert grant.token == handoff.token
+    assert grant.welcome == engine.welcome
+    assert grant.granted.groups == (((handoff.slots[0][0], handoff.generations[0][0]),),)
+    assert grant.expires > _monotonic() + 500
+    assert engine.directory.usage() == (1, 0, 1)
+
+
+def test_a_release_reaches_the_owner(start_engine: StartEngine, asker: Asker) -> None:
+    engine = start_engine()
+    handoff = engine.handoff()
+    grant = asker.claim(engine, handoff).result(LONG)
+    asker.channel.release(grant.address, grant.token)
+    assert engine.directory.closed.get(timeout=LONG) == handoff.token
+    assert engine.directory.usage() == (0, 0, 0)
+
+
+def test_a_denial_comes_back_as_one(start_engine: StartEngine, asker: Asker) -> None:
+    engine = start_engine()
+    error = failure(ask(asker.channel, engine.address, b"?" * 16, engine.welcome.epoch))
+    assert isinstance(error, ClaimDeniedError)
+    assert error.reason == "unknown_token"
+
+
+def test_a_peer_that_differs_is_incompatible_at_once_and_again(
+    start_engine: StartEngine, fingerprint: Fingerprint
+) -> None:
+    engine = start_engine()
+    asker = Asker(msgspec.structs.replace(fingerprint, dtype="float16"))
+    try:
+        for _ in range(2):
+            error = failure(asker.claim(engine, engine.handoff()))
+            assert isinstance(error, IncompatiblePeerError)
+            assert (error.field, error.ours) == ("dtype", "float16")
+        assert engine.counts["refused_peer"] == 1  # it is not asked twice in a row
+    finally:
+        asker.channel.close()
+
+
+def test_a_parked_claim_is_granted_when_the_copies_are_done(
+    start_engine: StartEngine, asker: Asker
+) -> None:
+    parked = threading.Event()
+    engine = start_engine(on_tick=lambda: engine.server.has_parked and parked.set())
+    handoff = engine.handoff(filled=False)
+    future = asker.claim(engine, handoff)
+    assert parked.wait(LONG)
+    assert not future.done()
+    engine.fill(handoff)
+    engine.channel.recheck()
+    assert future.result(LONG).token == handoff.token
+
+
+def test_a_cancelled_claim_gives_its_slots_back(start_engine: StartEngine, asker: Asker) -> None:
+    parked = threading.Event()
+    engine = start_engine(on_tick=lambda: engine.server.has_parked and parked.set())
+    handoff = engine.handoff(filled=False)
+    future = asker.claim(engine, handoff)
+    assert parked.wait(LONG)
+    assert future.cancel()
+    engine.fill(handoff)
+    engine.channel.recheck()
+    assert engine.directory.closed.get(timeout=LONG) == handoff.token
+    assert engine.directory.usage() == (0, 0, 0)
+
+
+def test_a_claim_that_gets_no_answer_fails_at_its_deadline_and_is_released(
+    start_engine: StartEngine, asker: Asker
+) -> None:
+    engine = start_engine()
+    handoff = engine.handoff(filled=False)
+    assert isinstance(failure(asker.claim(engine, handoff, timeout=0.1)), PeerUnreachableError)
+    # Its deadline may pass before it was sent; then there is nothing to release.
+    assert asker.claim(engine, engine.handoff()).result(LONG)
+    assert not asker.gone.is_set()
+
+
+def test_many_claims_at_once_are_all_answered(start_engine: StartEngine, asker: Asker) -> None:
+    """More than ZeroMQ queues for a peer by default (1000), parked and answered in one go."""
+    total = 3000
+    parked = threading.Event()
+
+    def tick() -> None:
+        if len(engine.server._parked) == total:
+            parked.set()
+
+    engine = start_engine(on_tick=tick)
+    handoff = engine.handoff(filled=False)
+    futures = [asker.claim(engine, handoff) for _ in range(total)]
+    assert parked.wait(LONG)
+    engine.fill(handoff)
+    engine.channel.recheck()
+    done, missing = wait_all(futures, LONG)
+    assert not missing
+    assert all(future.result().token == handoff.token for future in done)
+
+
+def test_two_engines_ask_each_other(start_engine: StartEngine) -> None:
+    one, two = start_engine("one.sock"), start_engine("two.sock", epoch=b"2" * 16)
+    pairs = ((one, two), (two, one))
+    futures = [ask(a.channel, b.address, b.handoff().token, b.welcome.epoch) for a, b in pairs]
+    assert [f.result(LONG).welcome.epoch for f in futures] == [b"2" * 16, one.welcome.epoch]
+
+
+def test_a_peer_that_does_not_exist_is_unreachable_at_once(folder: Path, asker: Asker) -> None:
+    address = f"ipc://{folder}/nobody.sock"
+    error = failure(ask(asker.channel, address, b"t" * 16, b"e" * 16))
+    assert isinstance(error, PeerUnreachableError)
+    assert address in str(error)
+
+
+def test_a_socket_file_of_a_dead_process_is_unreachable(folder: Path, asker: Asker) -> None:
+    path = folder / "dead.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+        dead.listen()
+    future = ask(asker.channel, f"ipc://{path}", b"t" * 16, b"e" * 16)
+    assert isinstance(failure(future), PeerUnreachableError)
+    assert asker.gone.wait(LONG)
+
+
+def test_addresses_that_zeromq_refuses_are_unreachable(folder: Path, asker: Asker) -> None:
+    too_long = folder / ("x" * 120)
+    too_long.touch()
+    for address in ("tcp://no-port", "nonsense", "", f"ipc://{too_long}"):
+        error = failure(ask(asker.channel, address, b"t" * 16, b"e" * 16))
+        assert isinstance(error, PeerUnreachableError)
+        assert "cannot connect" in str(error)
+
+
+def test_a_peer_that_accepts_and_says_nothing_is_given_up_at_the_deadline(
+    folder: Path, asker: Asker
+) -> None:
+    path = folder / "mute.sock"
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(str(path))
+        mute.listen()
+        future = ask(asker.channel, f"ipc://{path}", b"t" * 16, b"e" * 16, timeout=0.2)
+        error = failure(future)
+    assert isinstance(error, PeerUnreachableError)
+    assert "no answer" in str(error)
+
+
+PEER = """
+import json, sys, time
+import msgspec
+from pathlib import Path
+from omni_connector.control.channel import ControlChannel
+from omni_connector.control.directory import SlotDirectory
+from omni_connector.control.messages import Fingerprint, Welcome
+from omni_connector.control.prompt import Prompt
+from omni_connector.control.server import ControlServer
+
+path = Path(sys.argv[1])
+fingerprint = msgspec.json.decode(sys.argv[2], type=Fingerprint)
+directory = SlotDirectory(8, time.monotonic, 600.0)
+server = ControlServer(
+    fingerprint=fingerprint, welcome=Welcome(b"k" * 16, "", ()), directory=directory,
+    clock=time.monotonic, patience=600.0, count=lambda name: None,
+)
+
+def tick():
+    if server.has_parked:
+        print("parked", flush=True)
+
+handoff = directory.open(Prompt(token_ids=(1, 2, 3), num_tokens=3), [[None]])
+directory.seal(handoff)
+channel = ControlChannel(fingerprint=fingerprint, server=server, listen=path, on_tick=tick)
+print(json.dumps(handoff.token.hex()), flush=True)
+sys.stdin.read()
+channel.close()
+"""
+
+
+def start_peer(path: Path, fingerprint: Fingerprint) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", PEER, str(path), msgspec.json.encode(fingerprint).decode()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_peer_that_is_killed_fails_its_claims_and_nothing_else(
+    folder: Path, fingerprint: Fingerprint, start_engine: StartEngine, asker: Asker
+) -> None:
+    path = folder / "killed.sock"
+    with start_peer(path, fingerprint) as peer:
+        try:
+            assert peer.stdout is not None
+            token = bytes.fromhex(json.loads(peer.stdout.readline()))
+            parked = ask(asker.channel, f"ipc://{path}", token, b"k" * 16, timeout=600.0)
+            assert peer.stdout.readline() == "parked\n"
+            assert not parked.done()
+        finally:
+            os.kill(peer.pid, signal.SIGKILL)
+    error = failure(parked)  # its own deadline is ten minutes away
+    assert isinstance(error, PeerUnreachableError)
+    assert "is gone" in str(error)
+    assert asker.gone.wait(LONG)
+    assert path.exists()  # a killed process leaves it
+
+    asker.gone.clear()
+    later = failure(ask(asker.channel, f"ipc://{path}", token, b"k" * 16, timeout=600.0))
+    assert isinstance(later, PeerUnreachableError)
+    assert asker.gone.wait(LONG)
+
+    engine = start_engine()  # and the channel lives on
+    assert asker.claim(engine, engine.handoff()).result(LONG)
+
+
+def test_a_peer_that_restarts_at_its_address_is_found_again(
+    start_engine: StartEngine, asker: Asker
+) -> None:
+    first = start_engine()
+    assert asker.claim(first, first.handoff()).result(LONG)
+    first.channel.close()
+    assert asker.gone.wait(LONG)
+    second = start_engine(epoch=b"2" * 16)
+    grant = asker.claim(second, second.handoff()).result(LONG)
+    assert grant.welcome.epoch == b"2" * 16
+    stale = failure(ask(asker.channel, second.address, b"t" * 16, first.welcome.epoch))
+    assert isinstance(stale, ClaimDeniedError)
+    assert stale.reason == "other_epoch"
+
+
+def test_the_socket_of_a_killed_engine_is_taken_over(
+    folder: Path, fingerprint: Fingerprint, start_engine: StartEngine, asker: Asker
+) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(folder / "p.sock"))
+        dead.listen()
+    engine = start_engine("p.sock")
+    assert asker.claim(engine, engine.handoff()).result(LONG)
+
+
+def test_a_second_engine_of_the_same_name_is_refused(
+    start_engine: StartEngine, asker: Asker
+) -> None:
+    engine = start_engine()
+    with pytest.raises(TransportError, match="another engine listens at .*engine_id"):
+        start_engine()
+    assert asker.claim(engine, engine.handoff()).result(LONG)
+
+
+def test_a_socket_accepts_before_it_can_be_seen(
+    folder: Path, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+    seen = []
+
+    def renamed(source: Path, target: Path) -> None:
+        assert not target.exists()
+        with socket.socket(socket.AF_UNIX) as probe:
+            seen.append(probe.connect_ex(str(source)))
+        rename(source, target)
+
+    monkeypatch.setattr(channel_module.os, "rename", renamed)
+    engine = start_engine()
+    assert seen == [0]
+    assert [entry.name for entry in folder.iterdir()] == [engine.path.name]
+
+
+def test_a_strangers_frames_do_not_stop_the_server(start_engine: StartEngine, asker: Asker) -> None:
+    engine = start_engine()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 5000
+        stranger.connect(engine.address)
+        for frames in (
+            [b""],
+            [b"garbage"],
+            [b"\x81\xa4type\xa5\xff\xff\xff\xff\xff"],
+            [b"\xff" * 100_000],
+            [b"in", b"several", b"parts"],
+            [bytes(MAX_MESSAGE_BYTES + 1)],  # ZeroMQ hangs up on this one
+        ):
+            stranger.send_multipart(frames)
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.connect(str(engine.path))
+            raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        assert asker.claim(engine, engine.handoff()).result(LONG)
+    assert asker.claim(engine, engine.handoff()).result(LONG)
+    assert engine.channel._thread.is_alive()
+
+
+def test_a_malformed_answer_fails_the_claims(folder: Path, asker: Asker) -> None:
+    path = folder / "liar.sock"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as liar:
+        liar.linger = 0
+        liar.bind(f"ipc://{path}")
+        future = ask(asker.channel, f"ipc://{path}", b"t" * 16, b"e" * 16)
+        assert liar.poll(LONG * 1000)
+        connection, _ = liar.recv_multipart()
+        liar.send_multipart([connection, b"\x81\xa4type\xa5\xff\xff\xff\xff\xff"])
+        assert "malformed message" in str(failure(future))
+    assert asker.channel._thread.is_alive()
+
+
+def test_close_is_idempotent_and_leaves_nothing(
+    folder: Path, fingerprint: Fingerprint, start_engine: StartEngine, asker: Asker
+) -> None:
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = open_files()
+    engine = start_engine()
+    channel = ControlChannel(fingerprint=fingerprint)
+    token = engine.handoff().token
+    assert ask(channel, engine.address, token, engine.welcome.epoch).result(LONG)
+    for _ in range(2):
+        channel.close()
+        engine.channel.close()
+    assert not channel._thread.is_alive()
+    assert not engine.channel._thread.is_alive()
+    assert list(folder.iterdir()) == []
+    assert open_files() == before
+
+
+def test_claims_under_way_fail_when_the_channel_closes(
+    start_engine: StartEngine, fingerprint: Fingerprint
+) -> None:
+    engine = start_engine()
+    channel = ControlChannel(fingerprint=fingerprint)
+    handoff = engine.handoff(filled=False)
+    future = ask(channel, engine.address, handoff.token, engine.welcome.epoch, timeout=600.0)
+    channel.close()
+    assert isinstance(failure(future), PeerUnreachableError)
+
+
+def test_claims_after_close_fail_and_the_rest_is_ignored(
+    start_engine: StartEngine, fingerprint: Fingerprint
+) -> None:
+    engine = start_engine()
+    channel = ControlChannel(fingerprint=fingerprint)
+    token = engine.handoff().token
+    assert ask(channel, engine.address, token, engine.welcome.epoch).result(LONG)
+    channel.close()
+    future = ask(channel, engine.address, token, engine.welcome.epoch)
+    assert future.done()
+    assert "closed" in str(failure(future))
+    channel.release(engine.address, token)
+    engine.channel.close()
+    engine.channel.recheck()
+    cancelled = ask(channel, engine.address, token, engine.welcome.epoch)
+    assert not cancelled.cancel()
+
+
+def test_every_claim_made_while_the_channel_closes_is_answered(
+    folder: Path, fingerprint: Fingerprint
+) -> None:
+    address = f"ipc://{folder}/nobody.sock"
+    for _ in range(20):
+        channel = ControlChannel(fingerprint=fingerprint)
+        closed = threading.Event()
+        started = threading.Barrier(3)
+        futures: queue.SimpleQueue[Future[Grant]] = queue.SimpleQueue()
+
+        def claim_on(
+            channel: ControlChannel = channel,
+            closed: threading.Event = closed,
+            started: threading.Barrier = started,
+            futures: "queue.SimpleQueue[Future[Grant]]" = futures,
+        ) -> None:
+            started.wait(LONG)
+            while not closed.is_set():
+                futures.put(ask(channel, address, b"t" * 16, b"e" * 16))
+            futures.put(ask(channel, address, b"t" * 16, b"e" * 16))
+
+        threads = [threading.Thread(target=claim_on) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        started.wait(LONG)
+        futures.get(timeout=LONG)
+        channel.close()
+        closed.set()
+        for thread in threads:
+            thread.join(LONG)
+        while not futures.empty():
+            assert isinstance(failure(futures.get()), PeerUnreachableError)
+
+
+def test_a_callback_that_fails_does_not_end_the_channel(
+    start_engine: StartEngine, fingerprint: Fingerprint, folder: Path
+) -> None:
+    calls: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def fail(name: str) -> None:
+        calls.put(name)
+        raise RuntimeError(name)
+
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(folder / "dead.sock"))
+    channel = ControlChannel(
+        fingerprint=fingerprint,
+        on_tick=lambda: fail("tick"),
+        on_peer_gone=lambda: fail("gone"),
+    )
+    try:
+        assert calls.get(timeout=LONG) == "tick"
+        failure(ask(channel, f"ipc://{folder}/dead.sock", b"t" * 16, b"e" * 16))
+        while calls.get(timeout=LONG) != "gone":
+            pass
+        engine = start_engine()
+        token = engine.handoff().token
+        assert ask(channel, engine.address, token, engine.welcome.epoch).result(LONG)
+    finally:
+        channel.close()
+
+
+def test_a_channel_that_breaks_fails_its_claims_instead_of_losing_them(
+    start_engine: StartEngine,
+    asker: Asker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = start_engine()
+
+    def receive(*_: object) -> Any:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(engine.server, "receive", receive)
+    assert isinstance(failure(asker.claim(engine, engine.handoff())), PeerUnreachableError)
+    engine.channel._thread.join(LONG)
+    assert not engine.path.exists()
+    assert "a bug" in caplog.text
+    own = ask(engine.channel, engine.address, b"t" * 16, b"e" * 16)
+    assert "closed" in str(failure(own))
+    engine.channel.close()
+
+
+def test_a_prompt_that_cannot_be_digested_loses_no_claim(
+    start_engine: StartEngine, asker: Asker, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start_engine()
+    bad = Prompt(token_ids=(1 << 70,), num_tokens=1)
+    futures = [
+        asker.channel.claim(
+            engine.address, b"t" * 16, prompt, epoch=engine.welcome.epoch, hash_id="", timeout=LONG
+        )
+        for prompt in (PROMPT, bad, PROMPT)
+    ]
+    for future in futures:
+        failure(future)
+
+
+def test_a_folder_that_is_gone_is_an_error_at_start(
+    folder: Path, start_engine: StartEngine
+) -> None:
+    with pytest.raises(TransportError, match="runtime folder"):
+        start_engine("missing/p.sock")

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The serving side, driven frame by frame without a socket."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from omni_connector.control import server as server_module
+from omni_connector.control.directory import Handoff, SlotDirectory
+from omni_connector.control.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    TOKEN_BYTES,
+    Claim,
+    Denied,
+    Fingerprint,
+    Granted,
+    Hello,
+    Refused,
+    Release,
+    Reply,
+    Request,
+    Welcome,
+    encode,
+)
+from omni_connector.control.prompt import Prompt
+from omni_connector.control.server import ControlServer
+
+TTL = 100.0
+PATIENCE = 10.0
+ALICE, BOB = b"alice", b"bob"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Served:
+    """A server, its directory, and what it counted."""
+
+    def __init__(
+        self, clock: Clock, fingerprint: Fingerprint, welcome: Welcome, prompt: Prompt
+    ) -> None:
+        self.prompt = prompt
+        self.counts: Counter[str] = Counter()
+        self.directory = SlotDirectory(16, clock, TTL)
+        self.server = ControlServer(
+            fingerprint=fingerprint,
+            welcome=welcome,
+            directory=self.directory,
+            clock=clock,
+            patience=PATIENCE,
+            count=lambda name: self.counts.update([name]),
+        )
+
+    def say(self, connection: bytes, message: Request) -> list[Reply]:
+        answers = self.server.receive(connection, encode(message))
+        assert all(to == connection for to, _ in answers)
+        return [reply for _, reply in answers]
+
+    def handoff(self, *, filled: bool = True) -> Handoff:
+        handoff = self.directory.open(self.prompt, [[None, None], [None]])
+        assert handoff is not None
+        self.directory.seal(handoff)
+        if filled:
+            self.fill(handoff)
+        return handoff
+
+    def fill(self, handoff: Handoff) -> None:
+        blocks = sorted(handoff.missing)
+        self.directory.copying(handoff, blocks)
+        self.directory.filled(handoff, blocks)
+
+    def claim_of(self, handoff: Handoff, sequence: int = 1) -> Claim:
+        digest = self.prompt.digest("tokens")
+        return Claim(sequence, handoff.token, self.prompt.num_tokens, digest, "tokens")
+
+
+@pytest.fixture
+def served(
+    clock: Clock,
+    fingerprint: Fingerprint,
+    welcome: Welcome,
+    make_prompt: Callable[..., Prompt],
+) -> Served:
+    return Served(clock, fingerprint, welcome, make_prompt())
+
+
+@pytest.fixture
+def introduced(served: Served, fingerprint: Fingerprint, welcome: Welcome) -> Served:
+    assert served.say(ALICE, Hello(PROTOCOL_VERSION, fingerprint)) == [welcome]
+    return served
+
+
+def test_a_peer_of_another_protocol_is_refused(served: Served, fingerprint: Fingerprint) -> None:
+    other = PROTOCOL_VERSION + 1
+    answer = served.say(ALICE, Hello(other, fingerprint))
+    assert answer == [Refused("protocol", str(PROTOCOL_VERSION), str(other))]
+    assert served.counts["refused_peer"] == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "theirs"),
+    [("model", "other@1"), ("kv_dtype", "fp8"), ("block_sizes", (16,)), ("ranks", (2, 1))],
+)
+def test_a_peer_that_differs_is_told_the_field_and_both_values(
+    field: str, theirs: object, served: Served, fingerprint: Fingerprint
+) -> None:
+    hello = Hello(PROTOCOL_VERSION, msgspec.structs.replace(fingerprint, **{field: theirs}))
+    assert served.say(ALICE, hello) == [
+        Refused(field, str(getattr(fingerprint, field)), str(theirs))
+    ]
+    assert served.counts["refused_peer"] == 1
+    # and it stays a stranger
+    assert served.say(ALICE, served.claim_of(served.handoff())) == [Denied(1, "not_introduced")]
+
+
+def test_a_refusal_of_long_values_still_fits_the_wire(
+    served: Served, fingerprint: Fingerprint
+) -> None:
+    groups = tuple("g" * 1000 for _ in range(200))
+    (answer,) = served.say(
+        ALICE, Hello(PROTOCOL_VERSION, msgspec.structs.replace(fingerprint, groups=groups))
+    )
+    assert isinstance(answer, Refused)
+    assert msgspec.msgpack.decode(encode(answer), type=Refused) == answer
+
+
+def test_a_stranger_gets_no_slots(introduced: Served) -> None:
+    handoff = introduced.handoff()
+    assert introduced.say(BOB, introduced.claim_of(handoff, 7)) == [Denied(7, "not_introduced")]
+    assert introduced.directory.usage()[2] == 0
+
+
+def test_a_complete_handoff_is_granted_with_slots_and_generations(
+    introduced: Served, clock: Clock
+) -> None:
+    handoff = introduced.handoff()
+    clock.now += 30
+    assert introduced.say(ALICE, introduced.claim_of(handoff, 5)) == [
+        Granted(
+            5,
+            introduced.prompt.num_tokens,
+            tuple(
+                tuple(zip(slots, generations, strict=True))
+                for slots, generations in zip(handoff.slots, handoff.generations, strict=True)
+            ),
+            TTL,
+        )
+    ]
+    assert introduced.directory.usage()[2] == 1
+
+
+def test_an_unknown_token_is_denied(introduced: Served) -> None:
+    digest = introduced.prompt.digest("tokens")
+    claim = Claim(3, bytes(TOKEN_BYTES), introduced.prompt.num_tokens, digest, "tokens")
+    assert introduced.say(ALICE, claim) == [Denied(3, "unknown_token")]
+    assert introduced.counts["denied_unknown_token"] == 1
+
+
+def test_another_prompt_is_denied_even_before_the_handoff_is_complete(
+    introduced: Served, make_prompt: Callable[..., Prompt]
+) -> None:
+    other = make_prompt(extra=("salt=other",))
+    for filled in (True, False):
+        handoff = introduced.handoff(filled=filled)
+        claim = Claim(3, handoff.token, other.num_tokens, other.digest("tokens"), "tokens")
+        assert introduced.say(ALICE, claim) == [Denied(3, "other_prompt")]
+    assert introduced.counts["denied_other_prompt"] == 2
+    assert not introduced.server.has_parked
+
+
+def test_a_claim_waits_until_the_handoff_is_complete(introduced: Served) -> None:
+    handoff = introduced.handoff(filled=False)
+    assert introduced.say(ALICE, introduced.claim_of(handoff, 4)) == []
+    assert introduced.server.has_parked
+    assert introduced.server.recheck() == []
+    introduced.fill(handoff)
+    ((to, answer),) = introduced.server.recheck()
+    assert to == ALICE
+    assert isinstance(answer, Granted)
+    assert answer.sequence == 4
+    assert not introduced.server.has_parked
+    assert introduced.server.recheck() == []
+
+
+def test_parked_claims_do_not_hold_each_other_up(introduced: Served) -> None:
+    slow, quick = introduced.handoff(filled=False), introduced.handoff(filled=False)
+    introduced.say(ALICE, introduced.claim_of(slow, 1))
+    introduced.say(ALICE, introduced.claim_of(quick, 2))
+    introduced.fill(quick)
+    assert [answer.sequence for _, answer in introduced.server.recheck()] == [2]  # type: ignore[union-attr]
+    assert introduced.server.has_parked
+
+
+def test_a_parked_claim_is_not_digested_again_until_it_can_be_granted(
+    introduced: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handoff = introduced.handoff(filled=False)
+    introduced.say(ALICE, introduced.claim_of(handoff))
+
+    def digest(*_: object) -> bytes:
+        raise AssertionError("digested while it has to wait")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Prompt, "digest", digest)
+        assert introduced.server.recheck() == []
+    introduced.fill(handoff)
+    assert len(introduced.server.recheck()) == 1
+
+
+def test_a_claim_parked_past_its_patience_is_denied(introduced: Served, clock: Clock) -> None:
+    handoff = introduced.handoff(filled=False)
+    introduced.say(ALICE, introduced.claim_of(handoff, 4))
+    clock.now += PATIENCE - 0.1
+    assert introduced.server.recheck() == []
+    clock.now += 0.1
+    assert introduced.server.recheck() == [(ALICE, Denied(4, "not_ready"))]
+    assert not introduced.server.has_parked
+
+
+def test_a_handoff_dropped_under_a_parked_claim_is_denied_at_once(introduced: Served) -> None:
+    handoff = introduced.handoff(filled=False)
+    introduced.say(ALICE, introduced.claim_of(handoff, 4))
+    introduced.directory.close(handoff.token)
+    assert introduced.server.recheck() == [(ALICE, Denied(4, "unknown_token"))]
+
+
+def test_a_release_gives_the_slots_back_and_is_not_answered(introduced: Served) -> None:
+    handoff = introduced.handoff()
+    introduced.say(ALICE, introduced.claim_of(handoff))
+    for _ in range(2):
+        assert introduced.say(ALICE, Release(handoff.token)) == []
+        assert introduced.directory.usage() == (0, 0, 0)
+    assert introduced.say(ALICE, introduced.claim_of(handoff)) == [Denied(1, "unknown_token")]
+
+
+def test_parked_claims_are_bounded(introduced: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MAX_PARKED", 2)
+    handoff = introduced.handoff(filled=False)
+    replies = [introduced.say(ALICE, introduced.claim_of(handoff, n)) for n in range(3)]
+    assert replies == [[], [], [Denied(2, "overloaded")]]
+    introduced.fill(handoff)
+    assert len(introduced.server.recheck()) == 2
+
+
+def test_sessions_are_bounded_and_those_in_use_stay(
+    introduced: Served, fingerprint: Fingerprint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "MAX_SESSIONS", 2)
+    handoff = introduced.handoff()
+    hello = Hello(PROTOCOL_VERSION, fingerprint)
+    introduced.say(BOB, hello)
+    introduced.say(ALICE, introduced.claim_of(handoff))  # Bob is idle for longer now
+    introduced.say(b"carol", hello)
+    assert introduced.say(BOB, introduced.claim_of(handoff)) == [Denied(1, "not_introduced")]
+    assert isinstance(introduced.say(ALICE, introduced.claim_of(handoff))[0], Granted)
+    assert isinstance(introduced.say(b"carol", introduced.claim_of(handoff))[0], Granted)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"garbage",
+        b"\x81\xa4type\xa5\xff\xff\xff\xff\xff",
+        encode(Denied(1, "a reply is no request")),
+        encode(Release(bytes(TOKEN_BYTES)))[:-1],
+        bytes(MAX_MESSAGE_BYTES + 1),
+    ],
+    ids=["empty", "text", "not utf-8", "reply", "truncated", "oversized"],
+)
+def test_malformed_frames_are_counted_and_ignored(frame: bytes, introduced: Served) -> None:
+    assert introduced.server.receive(ALICE, frame) == []
+    assert introduced.counts == {"malformed_message": 1}
+    answer = introduced.say(ALICE, introduced.claim_of(introduced.handoff()))
+    assert isinstance(answer[0], Granted)

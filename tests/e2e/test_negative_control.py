@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector that moves nothing must fail what the others are tested with."""
+
+from pathlib import Path
+
+import pytest
+
+from omni_connector.testing import hollow
+from tests.e2e.conftest import StartEngine
+from tests.e2e.harness import ROUNDING, Case, Pair, fill_with_other_bytes, new_salt
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def hollow_pair(start_engine: StartEngine, runtime: Path) -> Pair:
+    """One engine is both sides: nothing passes between them anyway."""
+    config = {
+        "kv_connector": "HollowConnector",
+        "kv_connector_module_path": hollow.MODULE,
+        "kv_role": "kv_both",
+    }
+    engine = start_engine("hollow", config)
+    engine.wait_ready()
+    fill_with_other_bytes(engine)
+    return Pair(engine, engine, runtime)
+
+
+def test_a_connector_that_moves_nothing_is_noticed(hollow_pair: Pair, case: Case) -> None:
+    # Another salt than the prefill's: the engine must not find the blocks that it computed.
+    hollow_pair.prefill(case.prompt, new_salt())
+    answer = hollow_pair.decode(case.prompt, new_salt(), {"do_remote_prefill": True})
+    with pytest.raises(AssertionError, match=r"token \d+"):
+        answer.require_same(case.reference, tolerance=ROUNDING)
+
+
+def test_the_same_engine_answers_right_when_it_computes(hollow_pair: Pair, case: Case) -> None:
+    answer = hollow_pair.decode(case.prompt, new_salt())
+    answer.require_same(case.reference, tolerance=ROUNDING)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+import fcntl
+import os
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from omni_connector.errors import ConfigError, TransportError
+from omni_connector.transports.runtime import (
+    RUNTIME_DIR_VARIABLE,
+    check_private,
+    listen,
+    locked,
+    runtime_dir,
+    socket_path,
+    sweep,
+)
+
+
+def dead_socket(path: Path, kind: int = socket.SOCK_SEQPACKET) -> None:
+    with socket.socket(socket.AF_UNIX, kind) as bound:
+        bound.bind(str(path))
+
+
+def test_folder_is_made_private_for_the_user(place: Path) -> None:
+    for environ, base in (
+        ({RUNTIME_DIR_VARIABLE: str(place / "o"), "XDG_RUNTIME_DIR": str(place)}, place / "o"),
+        ({"XDG_RUNTIME_DIR": str(place)}, place / "omni-connector"),
+    ):
+        for _ in range(2):
+            folder = runtime_dir("team-a", environ)
+            assert folder == base / "team-a"
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            assert stat.S_IMODE(base.stat().st_mode) == 0o700
+
+
+def test_temporary_folder_is_the_last_resort(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    file = place / "file"
+    file.touch()
+    wanted = place / f"omni-connector-{os.geteuid()}" / "default"
+    for xdg in ("", "relative", str(place / "missing"), str(file)):
+        assert runtime_dir("default", {"XDG_RUNTIME_DIR": xdg}) == wanted
+
+
+def test_runtime_folder_of_another_user_is_not_taken_over(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    xdg = place / "run-user-1000"
+    xdg.mkdir(0o700)
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match="belongs to user"):
+        runtime_dir("default", {"XDG_RUNTIME_DIR": str(xdg)})
+    assert list(xdg.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "namespace", ["", ".", "..", "../up", "a/b", "x" * 300, "é", "\udc80", "\0"]
+)
+def test_any_namespace_is_one_folder_of_its_own(place: Path, namespace: str) -> None:
+    environ = {RUNTIME_DIR_VARIABLE: str(place)}
+    folder = runtime_dir(namespace, environ)
+    assert folder.parent == place
+    assert folder.is_dir()
+    assert folder != runtime_dir("default", environ)
+
+
+def test_unsafe_folders_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loose, link, file = place / "loose", place / "link", place / "file"
+    loose.mkdir()
+    loose.chmod(0o750)
+    (place / "real").mkdir(0o700)
+    link.symlink_to(place / "real")
+    file.touch()
+    for unsafe, message in (
+        (loose, "open to others"),
+        (link, "symbolic links"),
+        (file, "no folder"),
+        (place / "missing", "cannot look"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_private(unsafe)
+    with pytest.raises(ConfigError, match="open to others"):
+        runtime_dir("default", {RUNTIME_DIR_VARIABLE: str(loose)})
+    with pytest.raises(ConfigError, match="absolute"):
+        runtime_dir("default", {RUNTIME_DIR_VARIABLE: "relative"})
+    with pytest.raises(ConfigError, match="cannot make"):
+        runtime_dir("default", {RUNTIME_DIR_VARIABLE: str(place / "no" / "parent")})
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match="belongs to user"):
+        check_private(place)
+
+
+@pytest.mark.parametrize("name", ["", "/", "../x", "n" * 10_000, "é", "\udc80", "a\0b"])
+def test_any_name_is_a_socket(place: Path, name: str) -> None:
+    path = socket_path(place, name, kind="a-")
+    assert path.parent == place
+    assert path == socket_path(place, name, kind="a-")
+    assert path != socket_path(place, name + "x", kind="a-")
+    with listen(path):
+        assert path.is_socket()
+
+
+def test_folder_too_long_for_sockets_is_refused(place: Path) -> None:
+    with pytest.raises(ConfigError, match=RUNTIME_DIR_VARIABLE):
+        socket_path(place / ("x" * 80), "name", kind="a-")
+
+
+def test_socket_is_bound_elsewhere_until_it_listens(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = socket_path(place, "name")
+    seen: list[bool] = []
+    rename = os.rename
+
+    def watched(source: Path, target: Path) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            seen.append(path.exists())
+            seen.append(probe.connect_ex(str(source)) == 0)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", watched)
+    listen(path).close()
+    assert seen == [False, True]
+
+
+def test_two_cannot_listen_at_one_path(place: Path) -> None:
+    path = socket_path(place, "name")
+    with listen(path), pytest.raises(TransportError, match="already"):
+        listen(path)
+    assert os.listdir(place) == [path.name]
+
+
+def test_dead_socket_is_replaced(place: Path) -> None:
+    path = socket_path(place, "name")
+    dead_socket(path)
+    with listen(path), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.connect(str(path))
+
+
+def test_sweep_removes_only_dead_sockets(place: Path) -> None:
+    dead_socket(place / "dead.sock")
+    dead_socket(place / "stream.sock", socket.SOCK_STREAM)
+    dead_socket(place / ".0123.new")
+    (place / "file.sock").touch()
+    (place / "folder").mkdir()
+    with (
+        listen(place / "alive.sock"),
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other_kind,
+        listen(place / "full.sock", backlog=0) as full,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waiting,
+    ):
+        other_kind.bind(str(place / "zmq.sock"))
+        other_kind.listen()
+        waiting.connect(str(place / "full.sock"))
+        assert full.fileno() >= 0
+        removed = sweep(place)
+        assert sorted(removed) == [".0123.new", "dead.sock", "stream.sock"]
+        assert sorted(os.listdir(place)) == [
+            "alive.sock",
+            "file.sock",
+            "folder",
+            "full.sock",
+            "zmq.sock",
+        ]
+        assert sweep(place) == []
+
+
+def test_sweep_leaves_a_socket_that_is_about_to_listen(place: Path) -> None:
+    with (
+        locked(place),
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as about,
+    ):
+        about.bind(str(place / ".about.new"))
+        with pytest.raises(TransportError, match="locked"):
+            sweep(place, timeout=0.05)
+        assert os.listdir(place) == [".about.new"]
+
+
+def test_lock_leaves_nothing_and_is_given_back(place: Path) -> None:
+    with pytest.raises(ZeroDivisionError), locked(place):
+        1 / 0  # noqa: B018
+    with locked(place, timeout=0.05):
+        assert os.listdir(place) == []
+
+
+def test_listening_gives_up_when_the_folder_stays_locked(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locked.__wrapped__, "__kwdefaults__", {"timeout": 0.05})
+    fd = os.open(place, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(TransportError, match="locked by another process"):
+        listen(place / "name.sock")
+    os.close(fd)
+    assert os.listdir(place) == []
+
+
+def test_failure_to_listen_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(source: Path, target: Path) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(os, "rename", broken)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TransportError, match="cannot listen"):
+        listen(place / "name.sock")
+    assert os.listdir(place) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_folder_that_is_gone_is_an_error_of_ours(place: Path) -> None:
+    for call in (lambda: sweep(place / "gone"), lambda: listen(place / "gone" / "x.sock")):
+        with pytest.raises(TransportError):
+            call()

@@ -1,0 +1,568 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hostile and broken peers, on both sides of the socket."""
+
+import array
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from omni_connector.errors import (
+    IncompatiblePeerError,
+    OmniError,
+    PeerRefusedError,
+    PeerUnreachableError,
+    ProtocolError,
+    TransportError,
+)
+from omni_connector.transports import unix
+from omni_connector.transports.arena import Arena
+from omni_connector.transports.base import ObjectKey
+from omni_connector.transports.runtime import listen, socket_path
+from omni_connector.transports.shm import SharedMemoryConnector
+from omni_connector.transports.unix import (
+    MAX_MESSAGE_BYTES,
+    Attach,
+    Connection,
+    Find,
+    Found,
+    Grant,
+    Listener,
+    Missing,
+    Refusal,
+)
+
+SOON_S = 20.0
+
+
+def deadline(seconds: float = SOON_S) -> float:
+    return time.monotonic() + seconds
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def path(place: Path) -> Path:
+    return socket_path(place, "peer", kind="a-")
+
+
+@pytest.fixture
+def listener(path: Path) -> Iterator[Listener]:
+    listener = Listener(lambda question: (Missing(), None))
+    listener.add(path)
+    yield listener
+    listener.close()
+
+
+def answers_with(
+    path: Path, packet: bytes, descriptors: list[int] | None = None
+) -> threading.Thread:
+    """A peer that answers its first question with this packet."""
+    listening = listen(path)
+
+    def serve() -> None:
+        with listening:
+            listening.settimeout(SOON_S)
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(MAX_MESSAGE_BYTES)
+                rights = array.array("i", descriptors or [])
+                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+                connection.sendmsg([packet], ancillary)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return thread
+
+
+def speak(path: Path) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    client.settimeout(SOON_S)
+    client.connect(str(path))
+    return client
+
+
+# The asking side
+
+
+@pytest.mark.parametrize(
+    ("packet", "error"),
+    [
+        (b"", PeerUnreachableError),
+        (b"\xc1", ProtocolError),
+        (b"x" * 1000, ProtocolError),
+        (b"\x81\xa4type\xa4nope", ProtocolError),
+        (b"\x91" * 60_000, ProtocolError),
+        (b"\x81\xa4type\xa3\xff\xff\xff", ProtocolError),
+        (msgspec.msgpack.encode({"type": "grant", "epoch": b"e"}), ProtocolError),
+        (msgspec.msgpack.encode({"type": "grant", "epoch": 1, "n_slots": 1}), ProtocolError),
+        (msgspec.msgpack.encode(Refusal("no")), PeerRefusedError),
+        (msgspec.msgpack.encode(Refusal("no", protocol=9)), IncompatiblePeerError),
+        (msgspec.msgpack.encode(Refusal("x" * 70_000)), ProtocolError),
+        (msgspec.msgpack.encode(Grant(b"e" * 16, 1, 4096)), ProtocolError),  # without a memfd
+    ],
+)
+def test_bad_answers_are_refused(path: Path, packet: bytes, error: type[OmniError]) -> None:
+    before = open_fds()
+    server = answers_with(path, packet)
+    connection = Connection(path, deadline())
+    with pytest.raises(error):
+        connection.ask(Attach(b"e" * 16), deadline(), with_fd=True)
+    # It must not be used again: the next answer could be the last question's.
+    assert not connection.alive
+    with pytest.raises(PeerUnreachableError):
+        connection.ask(Find(b"d"), deadline())
+    server.join()
+    assert open_fds() == before
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("packet", "with_fd"),
+    [
+        (msgspec.msgpack.encode(Missing()), True),
+        (msgspec.msgpack.encode(Refusal("no")), True),
+        (b"\xc1", True),
+        (b"x" * 70_000, True),
+        (msgspec.msgpack.encode(Grant(b"e" * 16, 1, 4096)), False),
+    ],
+)
+def test_descriptors_that_come_unasked_do_not_stay(
+    path: Path, packet: bytes, with_fd: bool, count: int
+) -> None:
+    before = open_fds()
+    server = answers_with(path, packet, [0] * count)
+    connection = Connection(path, deadline())
+    try:
+        connection.ask(Attach(b"e" * 16), deadline(), with_fd=with_fd)
+    except (ProtocolError, PeerRefusedError):
+        pass
+    connection.close()
+    server.join()
+    assert open_fds() == before
+
+
+def test_more_descriptors_than_one_are_refused(path: Path) -> None:
+    before = open_fds()
+    server = answers_with(path, msgspec.msgpack.encode(Grant(b"e" * 16, 1, 4096)), [0, 1])
+    connection = Connection(path, deadline())
+    with pytest.raises(ProtocolError, match="2 descriptors"):
+        connection.ask(Attach(b"e" * 16), deadline(), with_fd=True)
+    server.join()
+    assert open_fds() == before
+
+
+def test_received_descriptor_is_not_inherited(path: Path) -> None:
+    server = answers_with(path, msgspec.msgpack.encode(Grant(b"e" * 16, 1, 4096)), [0])
+    connection = Connection(path, deadline())
+    _, descriptor = connection.ask(Attach(b"e" * 16), deadline(), with_fd=True)
+    assert descriptor is not None
+    assert not os.get_inheritable(descriptor)
+    os.close(descriptor)
+    connection.close()
+    server.join()
+
+
+def test_silent_peer_is_given_up(path: Path) -> None:
+    with listen(path):
+        connection = Connection(path, deadline())
+        with pytest.raises(PeerUnreachableError):
+            connection.ask(Find(b"d"), deadline(0.05))
+        assert not connection.alive
+        with pytest.raises(PeerUnreachableError):
+            connection.ask(Find(b"d"), deadline())
+
+
+def test_peer_that_never_accepts_is_given_up(path: Path) -> None:
+    with listen(path, backlog=0), speak(path), pytest.raises(PeerUnreachableError):
+        Connection(path, deadline(0.05))
+
+
+def test_deadline_that_has_passed_is_given_up(path: Path) -> None:
+    with listen(path), pytest.raises(PeerUnreachableError):
+        Connection(path, deadline(-1))
+
+
+def test_nobody_there(path: Path) -> None:
+    with pytest.raises(PeerUnreachableError):
+        Connection(path, deadline())
+    listen(path).close()
+    with pytest.raises(PeerUnreachableError, match="refused"):
+        Connection(path, deadline())
+
+
+def test_socket_of_another_kind_is_refused(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
+        stream.bind(str(path))
+        stream.listen()
+        with pytest.raises(PeerRefusedError):
+            Connection(path, deadline())
+
+
+def test_peer_of_another_user_is_refused_before_a_byte_is_sent(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = open_fds()
+    monkeypatch.setattr(unix, "peer_uid", lambda connection: os.geteuid() + 1)
+    with listen(path) as listening:
+        with pytest.raises(PeerRefusedError, match="belongs to user"):
+            Connection(path, deadline())
+        connection, _ = listening.accept()
+        with connection:
+            assert connection.recv(1) == b""
+    assert open_fds() == before
+
+
+def test_addresses_that_are_no_engine_are_not_talked_to(place: Path) -> None:
+    loose = place / "loose"
+    loose.mkdir()
+    loose.chmod(0o755)
+    name = socket_path(place, "x", kind="a-").name
+    (place / "link").symlink_to(place)
+    for address in (
+        place / "docker.sock",
+        place / "a-00.sock",
+        place / (name + "x"),
+        Path(name),
+        loose / name,
+        place / "link" / name,
+        Path("/run") / name,
+    ):
+        with pytest.raises(PeerRefusedError):
+            Connection(address, deadline())
+    with pytest.raises(PeerUnreachableError):
+        Connection(place / "gone" / name, deadline())
+
+
+# The answering side
+
+
+def test_questions_are_answered(path: Path, listener: Listener) -> None:
+    connection = Connection(path, deadline())
+    for _ in range(3):
+        assert connection.ask(Find(b"d"), deadline()) == (Missing(), None)
+    assert connection.alive
+    connection.close()
+    connection.close()
+    assert not connection.alive
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"\xc1",
+        b"x" * MAX_MESSAGE_BYTES,
+        b"\x91" * 60_000,
+        msgspec.msgpack.encode({"type": "missing"}),
+        msgspec.msgpack.encode({"type": "attach"}),
+        msgspec.msgpack.encode({"type": "attach", "epoch": 5}),
+        msgspec.msgpack.encode({"type": "find", "digest": "text"}),
+        msgspec.msgpack.encode(Find(b"d", protocol=2)),
+        b"x" * (MAX_MESSAGE_BYTES + 1),
+    ],
+)
+def test_bad_questions_are_refused_and_others_served(
+    path: Path, listener: Listener, packet: bytes
+) -> None:
+    with speak(path) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        client.send(packet)
+        answer = msgspec.msgpack.decode(client.recv(MAX_MESSAGE_BYTES), type=Refusal)
+        assert answer.reason
+        assert client.recv(1) == b""
+    connection = Connection(path, deadline())
+    assert connection.ask(Find(b"d"), deadline())[0] == Missing()
+    connection.close()
+
+
+def test_client_of_another_protocol_learns_ours(path: Path, listener: Listener) -> None:
+    connection = Connection(path, deadline())
+    with pytest.raises(PeerRefusedError, match="protocol 2"):
+        connection.ask(Find(b"d", protocol=2), deadline())
+
+
+def test_clients_descriptors_are_dropped(path: Path, listener: Listener) -> None:
+    with speak(path) as client:
+        before = open_fds()
+        for _ in range(5):
+            socket.send_fds(client, [msgspec.msgpack.encode(Find(b"d"))], [0, 1, 2])
+            assert client.recv(MAX_MESSAGE_BYTES)
+        assert open_fds() == before
+
+
+def test_client_of_another_user_is_hung_up_on(
+    path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unix, "peer_uid", lambda connection: os.geteuid() + 1)
+    with speak(path) as client:
+        client.send(msgspec.msgpack.encode(Find(b"d")))
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            answer = client.recv(MAX_MESSAGE_BYTES)
+        assert answer == b""
+    assert listener.alive
+
+
+def test_clients_beyond_the_limit_are_hung_up_on(
+    path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unix, "MAX_CONNECTIONS", 2)
+    kept = [Connection(path, deadline()) for _ in range(2)]
+    for each in kept:
+        each.ask(Find(b"d"), deadline())
+    with pytest.raises(PeerUnreachableError):
+        Connection(path, deadline()).ask(Find(b"d"), deadline())
+    kept.pop().close()
+    for _ in range(100):
+        try:
+            kept.append(Connection(path, deadline()))
+            kept[-1].ask(Find(b"d"), deadline())
+            break
+        except PeerUnreachableError:  # our end is closed, but the listener has yet to see it
+            time.sleep(0.01)
+    assert kept[-1].alive
+    for each in kept:
+        each.close()
+
+
+def test_client_that_never_reads_blocks_nobody(path: Path, listener: Listener) -> None:
+    with speak(path) as deaf:
+        deaf.setblocking(False)
+        question = msgspec.msgpack.encode(Find(b"d"))
+        asked = 0
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            while asked < 1_000_000:
+                deaf.send(question)
+                asked += 1
+        assert asked < 1_000_000
+        connection = Connection(path, deadline())
+        assert connection.ask(Find(b"d"), deadline())[0] == Missing()
+        connection.close()
+
+
+def test_clients_that_vanish_leave_no_descriptor(path: Path, listener: Listener) -> None:
+    connection = Connection(path, deadline())
+    connection.ask(Find(b"d"), deadline())
+    before = open_fds()
+    for i in range(30):
+        client = speak(path)
+        if i % 2:
+            client.send(msgspec.msgpack.encode(Find(b"d")))
+        client.close()
+    limit = deadline()
+    while open_fds() > before and time.monotonic() < limit:
+        connection.ask(Find(b"d"), deadline())
+    assert open_fds() == before
+    connection.close()
+
+
+def test_sent_descriptor_is_closed_here(path: Path, place: Path) -> None:
+    with Arena.create(1, 4096) as arena:
+        listener = Listener(lambda question: (Grant(b"e" * 16, 1, 4096), os.dup(arena.fd)))
+        listener.add(path)
+        connection = Connection(path, deadline())
+        before = open_fds()
+        for _ in range(10):
+            _, descriptor = connection.ask(Attach(b"e" * 16), deadline(), with_fd=True)
+            assert descriptor is not None
+            os.close(descriptor)
+        connection.close()
+        listener.close()
+        assert open_fds() < before
+
+
+def test_close_removes_sockets_and_hangs_up(path: Path, place: Path) -> None:
+    before = open_fds()
+    listener = Listener(lambda question: (Missing(), None))
+    other = socket_path(place, "other", kind="a-")
+    listener.add(path)
+    listener.add(other)
+    connection = Connection(path, deadline())
+    connection.ask(Find(b"d"), deadline())
+    waiting = speak(other)
+    for _ in range(2):
+        listener.close()
+    assert os.listdir(place) == []
+    assert not listener.alive
+    assert not connection.alive
+    with pytest.raises(TransportError, match="closed"):
+        listener.add(path)
+    assert os.listdir(place) == []
+    connection.close()
+    waiting.close()
+    assert open_fds() == before
+
+
+def test_removed_socket_answers_no_more_but_its_clients_stay(
+    path: Path, place: Path, listener: Listener
+) -> None:
+    connection = Connection(path, deadline())
+    listener.remove(path)
+    listener.remove(path)
+    assert os.listdir(place) == []
+    listener.add(path)
+    assert Connection(path, deadline()).ask(Find(b"d"), deadline())[0] == Missing()
+    connection.close()
+
+
+def test_socket_that_another_process_put_there_is_left_alone(
+    path: Path, place: Path, listener: Listener
+) -> None:
+    path.unlink()
+    with listen(path):
+        listener.remove(path)
+        assert os.listdir(place) == [path.name]
+
+
+def test_close_from_many_threads(path: Path) -> None:
+    listener = Listener(lambda question: (Missing(), None))
+    listener.add(path)
+    threads = [threading.Thread(target=listener.close) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON_S)
+        assert not thread.is_alive()
+
+
+def test_listener_survives_a_lack_of_descriptors(
+    path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept = socket.socket.accept
+    failures = [3]
+
+    def poor(listening: socket.socket) -> tuple[socket.socket, object]:
+        if failures[0]:
+            failures[0] -= 1
+            raise OSError(24, "Too many open files")
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", poor)
+    connection = Connection(path, deadline())
+    assert connection.ask(Find(b"d"), deadline())[0] == Missing()
+    assert failures == [0]
+    connection.close()
+
+
+# What a connector makes of it
+
+
+@pytest.fixture
+def connector(place: Path) -> Iterator[SharedMemoryConnector]:
+    with SharedMemoryConnector(folder=place, object_timeout=2.0, peer_timeout=0.2) as connector:
+        yield connector
+
+
+def object_peer(
+    place: Path, answer: Callable[[object], tuple[object, int | None]], name: str = "hostile"
+) -> Listener:
+    listener = Listener(answer)  # type: ignore[arg-type]
+    listener.add(socket_path(place, name, kind="o-"))
+    return listener
+
+
+def questions(listening: socket.socket) -> list[unix.Question]:
+    """What was asked of a socket that never answered; connections that asked nothing are not."""
+    packets = []
+    while select.select([listening], [], [], 0)[0]:
+        with listening.accept()[0] as connection:
+            connection.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                packets.append(connection.recv(MAX_MESSAGE_BYTES))
+    return [msgspec.msgpack.decode(packet, type=unix.Question) for packet in packets if packet]
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        Found(b"e" * 16, 1, 10, 1, []),
+        Found(b"e" * 16, 1, 10, 1, [(0, 2)]),
+        Found(b"e" * 16, 1, 10, 1, [(-1, 1)]),
+        Found(b"e" * 16, 1, 10, 1, [(0, 0)]),
+        Found(b"e" * 16, 1, 10, 1, [(99, 1)]),
+        Found(b"e" * 16, 1, 4097, 1, [(0, 1)]),
+        Found(b"e" * 16, 1, -1, 1, [(0, 1)]),
+        Found(b"e" * 16, 1, 2**62, 1, [(0, 2**61)]),
+        Found(b"e" * 16, 1, 10, 1, [(0, 1)]),
+        Found(b"e" * 16, 2**63, 10, 2**63, [(1, 1)]),
+        Found(b"f" * 16, 1, 10, 1, [(0, 1)]),
+        Missing(),
+        Refusal("no"),
+        Grant(b"e" * 16, 1, 4096),
+    ],
+)
+def test_hostile_descriptions_of_objects_do_no_harm(
+    place: Path, connector: SharedMemoryConnector, found: object
+) -> None:
+    with Arena.create(2, 4096, randbytes=lambda n: b"e" * n) as arena:
+
+        def answer(question: object) -> tuple[object, int | None]:
+            if isinstance(question, Attach):
+                return Grant(b"e" * 16, 2, 4096), os.dup(arena.fd)
+            return found, None
+
+        peer = object_peer(place, answer)
+        assert connector.get("0", "1", "key") is None
+        with SharedMemoryConnector(folder=place) as honest:
+            honest.put("0", "1", "other", b"object")
+            # Whatever the hostile peer claims to have that is newer is refused, not served.
+            assert connector.get("0", "1", "other") in (None, (b"object", 6))
+        assert connector.health()["status"] == "healthy"
+        peer.close()
+
+
+def test_silent_peer_delays_once_and_hides_nothing(
+    place: Path, connector: SharedMemoryConnector
+) -> None:
+    with (
+        listen(socket_path(place, "stopped", kind="o-")) as stopped,
+        SharedMemoryConnector(folder=place) as honest,
+    ):
+        honest.put("0", "1", "key", b"object")
+        for _ in range(5):
+            assert connector.get("0", "1", "key") == (b"object", 6)
+        assert questions(stopped) == [Find(ObjectKey("0", "1", "key").digest)]
+
+
+def test_hint_to_a_socket_elsewhere_is_not_followed(
+    place: Path, connector: SharedMemoryConnector
+) -> None:
+    foreign = place / "docker.sock"
+    with listen(foreign) as listening:
+        metadata = {"transport": "shm", "address": str(foreign)}
+        assert connector.get("0", "1", "key", metadata) is None
+        assert questions(listening) == []
+
+
+def test_granted_arena_must_be_the_announced_one(place: Path, path: Path) -> None:
+    with (
+        SharedMemoryConnector(folder=place) as reader,
+        Arena.create(2, 4096) as arena,
+        Arena.create(2, 4096) as other,
+        SharedMemoryConnector(folder=place) as owner,
+    ):
+        endpoint = owner.export(arena, "honest")
+        for grant, fd in (
+            (Grant(other.epoch, 2, 4096), other.fd),
+            (Grant(arena.epoch, 3, 4096), arena.fd),
+            (Grant(arena.epoch, 2, 8192), arena.fd),
+            (Grant(arena.epoch, 2, 4096), other.fd),
+            (Grant(arena.epoch, 2, 4096), 0),
+        ):
+            before = open_fds()
+            liar = Listener(lambda question, grant=grant, fd=fd: (grant, os.dup(fd)))
+            liar.add(path)
+            with pytest.raises((IncompatiblePeerError, PeerRefusedError)):
+                reader.attach(msgspec.structs.replace(endpoint, address=str(path)), timeout=SOON_S)
+            liar.close()
+            assert open_fds() == before

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client that leaves, at whatever moment, leaves nothing behind."""
+
+import pytest
+
+from .harness import (
+    BLOCK,
+    HANDOFF,
+    InProcessEngine,
+    assert_clean,
+    hand_off,
+    prompt,
+    run,
+    slots,
+    wait,
+)
+
+pytestmark = pytest.mark.vllm
+
+LENGTH = 6 * BLOCK - 3
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def pair(engine, request):
+    """A prefill engine that chunks its prompts, and a decode engine."""
+    options = {"max_tokens_a_step": 2 * BLOCK, "async_scheduling": request.param}
+    return engine("kv_producer", **options), engine("kv_consumer", **options)
+
+
+@pytest.fixture
+def still_serve(tokens):
+    """Checks that nothing is left, and that a hand-off works as ever."""
+
+    def check(prefill: InProcessEngine, decode: InProcessEngine) -> None:
+        assert_clean(prefill, decode)
+        before = decode.count("handoffs_received")
+        again = prompt(LENGTH, seed=99)
+        assert hand_off(prefill, decode, again) == tokens(again, 6)
+        assert decode.count("handoffs_received") == before + 1
+        assert_clean(prefill, decode)
+
+    return check
+
+
+def test_before_the_prefill_is_scheduled(pair, still_serve):
+    prefill, decode = pair
+    prefill.abort(prefill.submit(prompt(LENGTH), params=HANDOFF))
+    still_serve(prefill, decode)
+
+
+def test_while_the_prefill_waits_for_room_in_the_arena(engine, tokens, still_serve):
+    prefill, decode = engine("kv_producer", extra=slots(8)), engine("kv_consumer")
+    first = prefill.generate(prompt(LENGTH), params=HANDOFF).params
+    second = prefill.submit(prompt(LENGTH, seed=1), params=HANDOFF)
+    for _ in range(5):
+        prefill.step()
+    assert prefill.usage == (6, 0, 0)
+    assert not prefill.scheduler.running
+    prefill.abort(second)
+    prefill.settle()
+    assert decode.generate(prompt(LENGTH), 6, params=first).tokens == tokens(prompt(LENGTH), 6)
+    still_serve(prefill, decode)
+
+
+def test_in_the_middle_of_the_prefill(pair, still_serve):
+    prefill, decode = pair
+    prefill.instant_copies = True
+    request_id = prefill.submit(prompt(LENGTH), params=HANDOFF)
+    prefill.run(lambda: prefill.count("blocks_saved") >= 2)
+    assert not prefill.done(request_id)
+    prefill.abort(request_id)
+    still_serve(prefill, decode)
+
+
+def test_in_the_middle_of_the_prefill_with_copies_in_flight(pair, still_serve):
+    prefill, decode = pair
+    held = prefill.hold(saves=True)
+    request_id = prefill.submit(prompt(LENGTH), params=HANDOFF)
+    prefill.run(held.waiting.is_set)
+    assert not prefill.done(request_id)
+    prefill.abort(request_id)
+    prefill.settle()  # the copies are given up, not waited for
+    assert held.saved_blocks == []
+    held.open()
+    still_serve(prefill, decode)
+
+
+def test_after_the_prefill_with_copies_in_flight(pair, tokens, still_serve):
+    prefill, decode = pair
+    held = prefill.hold(saves=True)
+    request_id = prefill.submit(prompt(LENGTH), params=HANDOFF)
+    prefill.run(lambda: prefill.done(request_id))
+    prefill.abort(request_id)  # the answer is out: the hand-off stands
+    for _ in range(5):
+        prefill.step()
+    assert prefill.free_blocks < 64  # a copy may still read them
+    held.open()
+    prefill.settle()
+    assert prefill.free_blocks == 64
+    answer = prefill.answers[request_id].params
+    assert decode.generate(prompt(LENGTH), 6, params=answer).tokens == tokens(prompt(LENGTH), 6)
+    assert decode.count("handoffs_received") == 1
+    still_serve(prefill, decode)
+
+
+def test_while_the_claim_is_answered_late(pair, still_serve):
+    prefill, decode = pair
+    held = prefill.hold(saves=True)
+    request_id = prefill.submit(prompt(LENGTH), params=HANDOFF)
+    prefill.run(lambda: prefill.done(request_id))
+    claim = decode.submit(prompt(LENGTH), max_tokens=6, params=prefill.answers[request_id].params)
+    decode.step()
+    decode.abort(claim)
+    decode.settle()
+    held.open()
+    still_serve(prefill, decode)
+
+
+def test_when_the_claim_was_just_sent(pair, still_serve):
+    prefill, decode = pair
+    answer = prefill.generate(prompt(LENGTH), params=HANDOFF).params
+    decode.abort(decode.submit(prompt(LENGTH), max_tokens=6, params=answer))
+    still_serve(prefill, decode)
+
+
+def test_granted_but_without_room_to_load(engine, tokens, still_serve):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer", usable_blocks=8)
+    busy = decode.submit(prompt(4 * BLOCK, seed=1), max_tokens=30)
+    decode.step()
+    answer = prefill.generate(prompt(LENGTH), params=HANDOFF).params
+    waiting = decode.submit(prompt(LENGTH), max_tokens=6, params=answer)
+    load = decode.half._receiver._loads[waiting]
+    decode.run(lambda: load.grant is not None)
+    assert load.job_id is None
+    assert prefill.usage[2] == 1
+    decode.abort(waiting)
+    decode.run(lambda: decode.done(busy))
+    assert decode.answers[busy].tokens == tokens(prompt(4 * BLOCK, seed=1), 30)
+    still_serve(prefill, decode)
+
+
+def test_while_the_kv_is_loaded(pair, still_serve):
+    prefill, decode = pair
+    answer = prefill.generate(prompt(LENGTH), params=HANDOFF).params
+    held = decode.hold(loads=True)
+    request_id = decode.submit(prompt(LENGTH), max_tokens=6, params=answer)
+    decode.run(held.waiting.is_set)
+    decode.abort(request_id)
+    for _ in range(5):
+        decode.step()
+    assert decode.free_blocks == 64 - 6  # the load may still write to them
+    held.open()
+    decode.settle()
+    assert decode.free_blocks == 64
+    still_serve(prefill, decode)
+
+
+def test_while_the_load_waits_for_the_copies_of_its_peer(pair, still_serve):
+    prefill, decode = pair
+    held = prefill.hold(saves=True)
+    request_id = prefill.submit(prompt(LENGTH), params=HANDOFF)
+    prefill.run(lambda: prefill.done(request_id))
+    prefill.step()
+    claim = decode.submit(prompt(LENGTH), max_tokens=6, params=prefill.answers[request_id].params)
+    decode.run(lambda: bool(decode.worker_half._loading))
+    decode.abort(claim)
+    decode.step()
+    held.open()
+    still_serve(prefill, decode)
+
+
+def test_while_decoding(pair, still_serve):
+    prefill, decode = pair
+    answer = prefill.generate(prompt(LENGTH), params=HANDOFF).params
+    request_id = decode.submit(prompt(LENGTH), max_tokens=50, params=answer)
+    decode.run(lambda: len(decode.answers[request_id].tokens) > 3)
+    decode.abort(request_id)
+    still_serve(prefill, decode)
+
+
+def test_everybody_at_once(pair, still_serve):
+    prefill, decode = pair
+    answers = [prefill.generate(prompt(40, seed), params=HANDOFF).params for seed in range(4)]
+    for seed, answer in enumerate(answers):
+        decode.submit(prompt(40, seed), max_tokens=30, params=answer)
+    for seed in range(4, 8):
+        prefill.submit(prompt(LENGTH, seed), params=HANDOFF)
+    for _ in range(3):
+        run([prefill, decode], lambda: True)
+        prefill.step()
+        decode.step()
+    for each in pair:
+        for request_id in list(each.scheduler.requests):
+            each.abort(request_id)
+    still_serve(prefill, decode)
+
+
+def test_a_handoff_that_nobody_claims_expires_while_the_engine_idles(engine, tokens):
+    prefill = engine("kv_producer", extra={"handoff_ttl_s": 0.3})
+    answer = prefill.generate(prompt(LENGTH), params=HANDOFF).params
+    assert prefill.usage[0] == 6
+    wait(lambda: prefill.usage[0] == 0)
+    assert prefill.count("handoffs_expired") == 1
+    decode = engine("kv_consumer")
+    assert decode.generate(prompt(LENGTH), 6, params=answer).tokens == tokens(prompt(LENGTH), 6)
+    assert decode.failures() == {"unknown_token": 1}
+
+
+def test_a_lease_that_is_never_released_expires(engine):
+    prefill = engine("kv_producer", extra={"handoff_ttl_s": 2.0})
+    decode = engine("kv_consumer", usable_blocks=8)
+    decode.submit(prompt(4 * BLOCK, seed=1), max_tokens=60)
+    decode.step()
+    answer = prefill.generate(prompt(LENGTH), params=HANDOFF).params
+    waiting = decode.submit(prompt(LENGTH), max_tokens=6, params=answer)
+    load = decode.half._receiver._loads[waiting]
+    decode.run(lambda: load.grant is not None)
+    assert prefill.usage == (6, 0, 1)
+    wait(lambda: prefill.usage[0] == 0)  # the decode engine stands still
+    assert prefill.usage[2] == 0
+    decode.settle()
+    assert decode.failures() == {"lease_expired": 1}
+    assert_clean(prefill, decode)
