@@ -259,7 +259,7 @@ def demo(
         console.print(f"[bold red]Failed:[/] {escape(str(error).splitlines()[0])}")
         for name, line in _first_errors(folder):
             console.print(f"{name}: {escape(line)}")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         keep = False
         raise
     finally:

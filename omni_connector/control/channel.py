@@ -142,13 +142,14 @@ class ControlChannel:
         deadline = self._clock() + timeout
 
         def run() -> None:
-            if future.cancelled():
-                return
             closed = PeerUnreachableError("the control channel is closed")
             peer = closed if self._closing else self._peer(address)
             if isinstance(peer, OmniError):
                 if future.set_running_or_notify_cancel():
                     future.set_exception(peer)
+                return
+            if future.cancelled():  # nobody else will come for these slots
+                self._send(peer, [Release(token)])
                 return
             self._send(
                 peer,

@@ -20,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 
 from omni_connector.config import OmniConfig  # noqa: E402
-from omni_connector.errors import ConfigError  # noqa: E402
 from omni_connector.transports import create_transport  # noqa: E402
 from omni_connector.vllm_v1.metadata import (  # noqa: E402
     OmniConnectorMetadata,
@@ -28,6 +27,7 @@ from omni_connector.vllm_v1.metadata import (  # noqa: E402
 )
 from omni_connector.vllm_v1.metrics import OmniPromMetrics, OmniStats  # noqa: E402
 from omni_connector.vllm_v1.scheduler import OmniScheduler  # noqa: E402
+from omni_connector.vllm_v1.support import require_supported  # noqa: E402
 from omni_connector.vllm_v1.worker import OmniWorker  # noqa: E402
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     Raises:
         ConfigError: `kv_connector_extra_config` holds an unknown or ill-typed key, or the
-            parallel layout is not supported.
+            parallel layout or the decoding method is not supported.
         LayoutError: a cache family that is not supported.
     """
 
@@ -62,6 +62,7 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         config = OmniConfig.load(self._kv_transfer_config.kv_connector_extra_config)
+        require_supported(vllm_config, kv_cache_config)
         self._scheduler_half: OmniScheduler | None = None
         self._worker_half: OmniWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -225,8 +226,6 @@ def _make_worker(
     transfer = vllm_config.kv_transfer_config
     parallel = vllm_config.parallel_config
     assert transfer is not None
-    if parallel.pipeline_parallel_size > 1:
-        raise ConfigError("OmniKVConnector does not support pipeline parallelism")
     rank = parallel.rank % parallel.tensor_parallel_size  # as there is one pipeline stage
     arena_bytes = config.arena_bytes() // parallel.tensor_parallel_size
     return OmniWorker(

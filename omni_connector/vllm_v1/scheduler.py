@@ -102,10 +102,8 @@ class OmniScheduler:
             workers: by (pipeline rank, tensor rank).
 
         Raises:
-            ConfigError: the ranks disagree, or a parallel layout that is not supported.
+            ConfigError: the ranks disagree.
         """
-        if any(pipeline for pipeline, _ in workers):
-            raise ConfigError("OmniKVConnector does not support pipeline parallelism")
         ranks = [workers[key] for key in sorted(workers)]
         if len({(rank.group_bytes, rank.page_order) for rank in ranks}) != 1:
             raise ConfigError("the ranks of this engine have KV caches of different layouts")

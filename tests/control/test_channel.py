@@ -66,17 +66,22 @@ class Engine:
         self.welcome = welcome
         self.directory = Directory()
         self.counts: Counter[str] = Counter()
+        self.counted: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.server = ControlServer(
             fingerprint=fingerprint,
             welcome=welcome,
             directory=self.directory,
             clock=_monotonic,
             patience=LONG,
-            count=lambda name: self.counts.update([name]),
+            count=self.count,
         )
         self.channel = ControlChannel(
             fingerprint=fingerprint, server=self.server, listen=path, **options
         )
+
+    def count(self, name: str) -> None:
+        self.counts[name] += 1
+        self.counted.put(name)
 
     def handoff(self, *, filled: bool = True) -> Handoff:
         handoff = self.directory.open(PROMPT, [[None]])
@@ -392,7 +397,7 @@ def test_a_second_engine_of_the_same_name_is_refused(
     start_engine: StartEngine, asker: Asker
 ) -> None:
     engine = start_engine()
-    with pytest.raises(TransportError, match="another engine listens at .*engine_id"):
+    with pytest.raises(TransportError, match=r"another engine listens at .*engine_id"):
         start_engine()
     assert asker.claim(engine, engine.handoff()).result(LONG)
 
@@ -417,22 +422,26 @@ def test_a_socket_accepts_before_it_can_be_seen(
 
 def test_a_strangers_frames_do_not_stop_the_server(start_engine: StartEngine, asker: Asker) -> None:
     engine = start_engine()
+    malformed = [b"", b"garbage", b"\x81\xa4type\xa5\xff\xff\xff\xff\xff", b"\xff" * 100_000]
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 5000
+        stranger.linger = 0
         stranger.connect(engine.address)
-        for frames in (
-            [b""],
-            [b"garbage"],
-            [b"\x81\xa4type\xa5\xff\xff\xff\xff\xff"],
-            [b"\xff" * 100_000],
-            [b"in", b"several", b"parts"],
-            [bytes(MAX_MESSAGE_BYTES + 1)],  # ZeroMQ hangs up on this one
-        ):
-            stranger.send_multipart(frames)
-        with socket.socket(socket.AF_UNIX) as raw:
-            raw.connect(str(engine.path))
-            raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        stranger.send_multipart([b"in", b"several", b"parts"])
+        for frame in malformed:
+            stranger.send(frame)
+        for _ in malformed:
+            assert engine.counted.get(timeout=LONG) == "malformed_message"
         assert asker.claim(engine, engine.handoff()).result(LONG)
+        with stranger.get_monitor_socket(zmq.Event.DISCONNECTED) as monitor:
+            stranger.send(bytes(MAX_MESSAGE_BYTES + 1))
+            assert monitor.poll(LONG * 1000), "an oversized message ends the connection"
+            stranger.disable_monitor()
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(str(engine.path))
+        raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        raw.settimeout(LONG)
+        while raw.recv(4096):  # until the server hangs up
+            pass
     assert asker.claim(engine, engine.handoff()).result(LONG)
     assert engine.channel._thread.is_alive()
 

@@ -1,8 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from omni_connector.testing.conformance import TransportConformance
-from omni_connector.transports.base import OmniConnector
+import msgspec
+import pytest
+
+from omni_connector.errors import (
+    ConfigError,
+    OmniError,
+    PeerRefusedError,
+    PeerUnreachableError,
+    StaleSlotError,
+    TransportError,
+)
+from omni_connector.testing.conformance import TransportConformance, publish
+from omni_connector.transports import runtime
+from omni_connector.transports.arena import Arena
+from omni_connector.transports.base import Endpoint, OmniConnector
 from omni_connector.transports.shm import SharedMemoryConnector
 
 
@@ -14,3 +34,336 @@ class TestSharedMemoryConformance(TransportConformance):
         return SharedMemoryConnector(
             folder=place, object_slot_bytes=self.object_slot_bytes, object_slots=self.object_slots
         )
+
+
+# Peers in processes of their own
+
+
+SETUP = """
+import os, signal, sys, time
+from pathlib import Path
+import numpy as np, xxhash, msgspec
+from omni_connector.transports.arena import Arena
+from omni_connector.transports import runtime
+from omni_connector.transports.shm import SharedMemoryConnector
+
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+def say(text):
+    print(text, flush=True)
+
+def publish(slot, generation, content):
+    arena.begin_write(slot, generation)
+    arena.slots[slot, : len(content)] = np.frombuffer(content, np.uint8)
+    arena.publish(slot, generation, b"key", len(content), xxhash.xxh3_64_intdigest(content))
+
+connector = SharedMemoryConnector(folder=Path(sys.argv[1]))
+arena = Arena.create(4, 8192, populate=True)
+"""
+
+EXPORT = """
+endpoint = connector.export(arena, "peer")
+publish(1, 7, b"seven" * 1000)
+arena.begin_write(2, 8)
+arena.slots[2, :100] = 8
+connector.put("0", "1", "key", b"object")
+say(msgspec.json.encode(endpoint).decode())
+sys.stdin.read()
+"""
+
+WAIT_S = 60.0
+
+
+class Peer:
+    """A process that runs a script and answers lines."""
+
+    def __init__(self, place: Path, script: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SETUP + script, str(place)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def endpoint(self) -> Endpoint:
+        return msgspec.json.decode(self.line(), type=Endpoint)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(WAIT_S)
+
+    def wait(self) -> int:
+        return self.process.wait(WAIT_S)
+
+
+@pytest.fixture
+def start(place: Path) -> Iterator[Callable[[str], Peer]]:
+    """Starts peers; whatever became of them, they leave nothing once the folder is swept."""
+    peers: list[Peer] = []
+    before = set(os.listdir("/dev/shm"))
+
+    def begin(script: str) -> Peer:
+        peers.append(Peer(place, script))
+        return peers[-1]
+
+    yield begin
+    for peer in peers:
+        peer.kill()
+        for stream in (peer.process.stdin, peer.process.stdout):
+            assert stream is not None
+            stream.close()
+    runtime.sweep(place)
+    assert os.listdir(place) == []
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.fixture
+def reader(place: Path) -> Iterator[SharedMemoryConnector]:
+    with SharedMemoryConnector(folder=place) as reader:
+        yield reader
+
+
+def test_peer_process_is_read(start: Callable[[str], Peer], reader: SharedMemoryConnector) -> None:
+    peer = start(EXPORT)
+    with reader.attach(peer.endpoint(), timeout=WAIT_S) as remote:
+        assert remote.alive
+        assert remote.read(1, 7).tobytes() == b"seven" * 1000
+        with pytest.raises(StaleSlotError):
+            remote.read(2, 8)
+    assert reader.get("0", "1", "key") == (b"object", 6)
+    assert peer.process.stdin is not None
+    peer.process.stdin.close()
+    assert peer.wait() == 0
+
+
+def test_killed_peer_is_seen_dead_and_what_was_mapped_stays(
+    start: Callable[[str], Peer], reader: SharedMemoryConnector, place: Path
+) -> None:
+    peer = start(EXPORT)
+    endpoint = peer.endpoint()
+    remote = reader.attach(endpoint, timeout=WAIT_S)
+    metadata = {"transport": "shm", "address": str(objects_of(place))}
+    assert reader.get("0", "1", "key", metadata) == (b"object", 6)
+    assert len(os.listdir(place)) == 2
+    peer.kill()
+    assert not remote.alive
+    assert remote.read(1, 7).tobytes() == b"seven" * 1000
+    with pytest.raises(StaleSlotError):
+        remote.read(2, 8)
+    with pytest.raises(PeerUnreachableError):
+        reader.attach(endpoint, timeout=WAIT_S)
+    # Finding it dead has removed what it left.
+    assert os.listdir(place) == []
+    assert reader.get("0", "1", "key") is None
+    assert reader.get("0", "1", "key", metadata) is None
+    remote.close()
+
+
+def objects_of(place: Path) -> Path:
+    return next(place.glob("o-*.sock"))
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "socket.socket.listen = die",
+        "os.rename = die",
+        "os.chmod = die",
+        "rename = os.rename; os.rename = lambda *a: (rename(*a), die())",
+        "fcntl.fcntl = die",
+        "mmap.mmap = die",
+        "os.dup = die",
+    ],
+)
+def test_peer_killed_while_it_sets_up_leaves_nothing_and_blocks_nobody(
+    start: Callable[[str], Peer], reader: SharedMemoryConnector, place: Path, point: str
+) -> None:
+    peer = start(
+        "import fcntl, mmap, socket\n"
+        "class Socket(socket.socket): pass\n"
+        "socket.socket = Socket\n"
+        f"{point}\n"
+        "arena = Arena.create(4, 8192)\n" + EXPORT
+    )
+    assert peer.wait() == -9
+    assert peer.line() == ""
+    # The lock on the folder has gone with it: the next engine starts under the same name.
+    with Arena.create(1, 4096) as arena:
+        endpoint = reader.export(arena, "peer")
+        reader.attach(endpoint, timeout=WAIT_S).close()
+        assert os.listdir(place) == [Path(endpoint.address).name]
+        reader.withdraw(endpoint)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "unix.Connection.ask = die",
+        "unix._receive = die",
+        "os.close = die",
+        "import omni_connector.transports.mapped as m; m.ArenaView.open = die",
+    ],
+)
+def test_owner_outlives_readers_killed_while_they_attach(
+    start: Callable[[str], Peer], place: Path, point: str
+) -> None:
+    with SharedMemoryConnector(folder=place) as owner, Arena.create(2, 4096) as arena:
+        endpoint = owner.export(arena, "owner")
+        fds = len(os.listdir("/proc/self/fd"))
+        for _ in range(2):
+            peer = start(
+                "from omni_connector.transports import unix\n"
+                "from omni_connector.transports.base import Endpoint\n"
+                f"wire = {msgspec.json.encode(endpoint)!r}\n"
+                "endpoint = msgspec.json.decode(wire, type=Endpoint)\n"
+                f"{point}\n"
+                "connector.attach(endpoint, timeout=60)\n"
+            )
+            assert peer.wait() == -9
+        publish(arena, 0, 1, b"content")
+        with SharedMemoryConnector(folder=place) as reader:
+            with reader.attach(endpoint, timeout=WAIT_S) as remote:
+                assert remote.read(0, 1).tobytes() == b"content"
+            assert reader.attach(endpoint, timeout=WAIT_S).alive
+        assert owner.health()["status"] == "healthy"
+        owner.withdraw(endpoint)
+        # All that is left of the readers, pipes apart, is gone.
+        limit = time.monotonic() + WAIT_S
+        while sockets_of(owner) and time.monotonic() < limit:
+            time.sleep(0.01)
+        assert sockets_of(owner) == 0
+        assert len(os.listdir("/proc/self/fd")) <= fds + 2 * 2
+
+
+def sockets_of(owner: SharedMemoryConnector) -> int:
+    assert owner._listener is not None
+    return len(owner._listener._connections)
+
+
+def test_owner_killed_between_question_and_answer(
+    start: Callable[[str], Peer], reader: SharedMemoryConnector
+) -> None:
+    peer = start("connector._answer = die\n" + EXPORT)
+    endpoint = peer.endpoint()
+    with pytest.raises(PeerUnreachableError):
+        reader.attach(endpoint, timeout=WAIT_S)
+    assert peer.wait() == -9
+
+
+def test_owner_killed_in_the_middle_of_a_write(
+    start: Callable[[str], Peer], reader: SharedMemoryConnector
+) -> None:
+    peer = start(
+        EXPORT.replace("sys.stdin.read()", "")
+        + "sys.stdin.readline()\n"
+        + "arena.begin_write(1, 8)\narena.slots[1, :100] = 0\ndie()\n"
+    )
+    with reader.attach(peer.endpoint(), timeout=WAIT_S) as remote:
+        assert remote.verify(1, 7).length == 5000
+        assert peer.process.stdin is not None
+        peer.process.stdin.write("\n")
+        peer.process.stdin.flush()
+        assert peer.wait() == -9
+        for generation in (7, 8):
+            with pytest.raises(StaleSlotError):
+                remote.read(1, generation)
+        assert not remote.alive
+
+
+def test_stopped_peer_is_given_up_in_time(start: Callable[[str], Peer], place: Path) -> None:
+    peer = start(EXPORT)
+    endpoint = peer.endpoint()
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    os.waitpid(peer.process.pid, os.WUNTRACED)
+    with SharedMemoryConnector(folder=place, peer_timeout=0.1) as reader:
+        with pytest.raises(PeerUnreachableError):
+            reader.attach(endpoint, timeout=0.1)
+        assert reader.get("0", "1", "key") is None
+        # It is not dead: its sockets are left alone.
+        runtime.sweep(place)
+        assert len(os.listdir(place)) == 2
+        os.kill(peer.process.pid, signal.SIGCONT)
+        reader.attach(endpoint, timeout=WAIT_S).close()
+
+
+def test_restarted_peer_is_another_arena(
+    start: Callable[[str], Peer], reader: SharedMemoryConnector
+) -> None:
+    first = start(EXPORT)
+    old = first.endpoint()
+    first.kill()
+    second = start(EXPORT)
+    new = second.endpoint()
+    assert new.address == old.address
+    with pytest.raises(PeerRefusedError):
+        reader.attach(old, timeout=WAIT_S)
+    reader.attach(new, timeout=WAIT_S).close()
+
+
+def test_dead_sockets_are_swept_when_a_connector_starts_to_serve(
+    start: Callable[[str], Peer], place: Path
+) -> None:
+    peer = start(EXPORT)
+    peer.endpoint()
+    peer.kill()
+    assert len(os.listdir(place)) == 2
+    with SharedMemoryConnector(folder=place) as connector, Arena.create(1, 4096) as arena:
+        endpoint = connector.export(arena, "next")
+        assert os.listdir(place) == [Path(endpoint.address).name]
+
+
+def test_connector_in_an_open_folder_is_refused(place: Path) -> None:
+    place.chmod(0o755)
+    with pytest.raises(ConfigError):
+        SharedMemoryConnector(folder=place)
+
+
+def test_closed_arena_does_not_hand_out_another_file(place: Path) -> None:
+    """The number of a closed descriptor may be that of any other file by now."""
+    with SharedMemoryConnector(folder=place) as connector:
+        arena = Arena.create(1, 4096)
+        publish(arena, 0, 1, b"content")
+        endpoint = connector.export(arena, "name")
+        arena.close()
+        with Arena.create(1, 4096), connector.attach(endpoint, timeout=WAIT_S) as remote:
+            assert remote.read(0, 1).tobytes() == b"content"
+
+
+def test_listener_that_ended_shows_in_health(place: Path) -> None:
+    with SharedMemoryConnector(folder=place) as connector:
+        connector.put("0", "1", "key", 1)
+        assert connector._listener is not None
+        connector._listener.close()
+        assert connector.health()["status"].startswith("unhealthy")
+
+
+def test_no_descriptor_is_left(place: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    threads = threading.active_count()
+    with (
+        SharedMemoryConnector(folder=place) as one,
+        SharedMemoryConnector(folder=place) as other,
+        Arena.create(2, 4096, populate=True) as arena,
+    ):
+        publish(arena, 0, 1, b"content")
+        for _ in range(3):
+            endpoint = one.export(arena, "name")
+            other.attach(endpoint, timeout=WAIT_S).close()
+            with pytest.raises(OmniError):
+                other.attach(msgspec.structs.replace(endpoint, n_slots=3), timeout=WAIT_S)
+            with pytest.raises(TransportError):
+                one.export(arena, "again")
+            with Arena.create(1, 4096) as third, pytest.raises(TransportError):
+                other.export(third, "name")
+            one.withdraw(endpoint)
+            one.put("0", "1", "key", b"object")
+            assert other.get("0", "1", "key") == (b"object", 6)
+    assert os.listdir(place) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert threading.active_count() == threads

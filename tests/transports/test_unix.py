@@ -293,6 +293,8 @@ def test_client_of_another_protocol_learns_ours(path: Path, listener: Listener) 
 
 def test_clients_descriptors_are_dropped(path: Path, listener: Listener) -> None:
     with speak(path) as client:
+        client.send(msgspec.msgpack.encode(Find(b"d")))
+        assert client.recv(MAX_MESSAGE_BYTES)
         before = open_fds()
         for _ in range(5):
             socket.send_fds(client, [msgspec.msgpack.encode(Find(b"d"))], [0, 1, 2])

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_connector.errors import (
+    ArenaFullError,
+    ChecksumError,
+    ProtocolError,
+    StaleSlotError,
+    TransportError,
+)
+from omni_connector.testing import FakeClock
+from omni_connector.transports.arena import Arena, SlotState
+from omni_connector.transports.base import ObjectKey
+from omni_connector.transports.objects import (
+    MAX_OBJECT_SLOTS,
+    ObjectStore,
+    StoredObject,
+    _choose,
+    read_object,
+)
+
+SLOT_BYTES = 4096
+N_SLOTS = 8
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def store(clock: FakeClock) -> Iterator[ObjectStore]:
+    store = ObjectStore(Arena.create(N_SLOTS, SLOT_BYTES), clock.ns)
+    yield store
+    store.close()
+
+
+def key(name: str) -> ObjectKey:
+    return ObjectKey("0", "1", name)
+
+
+def put(store: ObjectStore, name: str, content: bytes) -> StoredObject:
+    return store.store(key(name), [memoryview(content)])
+
+
+def read(store: ObjectStore, name: str) -> bytes:
+    stored = store.find(key(name).digest)
+    assert stored is not None
+    return bytes(read_object(store.arena, key(name).digest, stored))
+
+
+@pytest.mark.parametrize("sizes", [(0,), (1, 0, 1), (4096, 1), (5000, 5000, 5000), (4095, 4097)])
+def test_parts_are_joined(store: ObjectStore, sizes: tuple[int, ...]) -> None:
+    parts = [os.urandom(size) for size in sizes]
+    stored = store.store(key("k"), [memoryview(part) for part in parts])
+    assert stored.length == sum(sizes)
+    assert read(store, "k") == b"".join(parts)
+
+
+def test_scattered_object_is_whole(store: ObjectStore) -> None:
+    for i in range(N_SLOTS):
+        put(store, f"r{i}", b"x")
+    for i in (0, 2, 3, 6):
+        store.drop(f"r{i}")
+    content = os.urandom(4 * SLOT_BYTES - 7)
+    stored = put(store, "k", content)
+    assert sorted(stored.runs) == [(0, 1), (2, 2), (6, 1)]
+    assert read(store, "k") == content
+    assert [read(store, f"r{i}") for i in (1, 4, 5, 7)] == [b"x"] * 4
+
+
+def test_newer_object_has_a_later_stamp(store: ObjectStore, clock: FakeClock) -> None:
+    first = put(store, "k", b"1")
+    clock.advance(0.001)
+    second = put(store, "k", b"2")
+    assert (second.stamp - first.stamp, len(store)) == (1_000_000, 1)
+    assert store.free_slots == N_SLOTS - 1
+
+
+def test_replaced_object_cannot_be_read_any_more(store: ObjectStore) -> None:
+    old = put(store, "k", b"old")
+    put(store, "k", b"new")
+    with pytest.raises(StaleSlotError):
+        read_object(store.arena, key("k").digest, old)
+    put(store, "other", b"reuses the slot of the old one")
+    with pytest.raises(StaleSlotError):
+        read_object(store.arena, key("k").digest, old)
+    assert read(store, "k") == b"new"
+
+
+def test_old_object_stays_until_the_new_one_is_complete(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "k", b"old")
+
+    def fail(*args: object) -> None:
+        assert read(store, "k") == b"old"
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(store.arena, "publish", fail)
+    with pytest.raises(RuntimeError):
+        put(store, "k", b"new")
+    monkeypatch.undo()
+    assert read(store, "k") == b"old"
+    assert store.free_slots == N_SLOTS - 1
+
+
+def test_object_may_take_the_room_of_the_one_it_replaces(store: ObjectStore) -> None:
+    put(store, "k", bytes(5 * SLOT_BYTES))
+    put(store, "k", b"y" * (8 * SLOT_BYTES))
+    assert read(store, "k") == b"y" * (8 * SLOT_BYTES)
+
+
+def test_refused_object_changes_nothing(store: ObjectStore) -> None:
+    put(store, "k", b"old")
+    put(store, "other", bytes(3 * SLOT_BYTES))
+    with pytest.raises(ArenaFullError, match="5 of 8 are free"):
+        put(store, "k", bytes(6 * SLOT_BYTES))
+    with pytest.raises(ArenaFullError, match="never"):
+        put(store, "k", bytes(N_SLOTS * SLOT_BYTES + 1))
+    assert read(store, "k") == b"old"
+    assert store.free_slots == 4
+
+
+def test_dropped_slots_are_retired(store: ObjectStore) -> None:
+    put(store, "r1_k", bytes(3 * SLOT_BYTES))
+    assert store.drop("r1") == 1
+    assert store.drop("r1") == 0
+    states = {store.arena.header(slot).state for slot in range(N_SLOTS)}
+    assert states == {SlotState.FREE}
+    assert store.find(key("r1_k").digest) is None
+
+
+def test_altered_object_is_detected(store: ObjectStore) -> None:
+    stored = put(store, "k", os.urandom(2 * SLOT_BYTES))
+    store.arena.slots[stored.runs[0][0] + 1, 17] ^= 4
+    with pytest.raises(ChecksumError):
+        read(store, "k")
+
+
+def test_object_under_another_key_is_refused(store: ObjectStore) -> None:
+    stored = put(store, "k", b"object")
+    with pytest.raises(StaleSlotError):
+        read_object(store.arena, key("other").digest, stored)
+
+
+@pytest.mark.parametrize(
+    ("runs", "length"),
+    [
+        (((0, 1),), -1),
+        (((0, 1),), SLOT_BYTES + 1),
+        (((0, 2),), 5),
+        (((-1, 1),), 5),
+        (((N_SLOTS, 1),), 5),
+        (((0, 0),), 0),
+        (((2, -1), (0, 2)), 5),
+        ((), 0),
+    ],
+)
+def test_impossible_descriptions_are_refused(
+    store: ObjectStore, runs: tuple[tuple[int, int], ...], length: int
+) -> None:
+    put(store, "k", b"object")
+    with pytest.raises(ProtocolError):
+        read_object(store.arena, key("k").digest, StoredObject(runs, 1, length, 0))
+
+
+def test_closed_store_takes_nothing(store: ObjectStore) -> None:
+    put(store, "k", b"object")
+    for _ in range(2):
+        store.close()
+    with pytest.raises(TransportError):
+        put(store, "k", b"object")
+    assert len(store) == 0
+
+
+def test_store_that_is_closed_meanwhile_fails_cleanly(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = store.arena.publish
+
+    def close_after(*args: object) -> None:
+        publish(*args)  # type: ignore[arg-type]
+        store.close()
+
+    monkeypatch.setattr(store.arena, "publish", close_after)
+    with pytest.raises(TransportError):
+        put(store, "k", b"object")
+    assert len(store) == 0
+
+
+def test_too_many_slots_for_one_message_are_refused() -> None:
+    with Arena.create(MAX_OBJECT_SLOTS + 1, 4096) as arena, pytest.raises(ValueError, match="most"):
+        ObjectStore(arena)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.data())
+def test_chosen_runs_are_free_distinct_and_enough(free: list[bool], data: st.DataObject) -> None:
+    if not any(free):
+        return
+    needed = data.draw(st.integers(1, sum(free)))
+    runs = _choose(np.array(free), needed)
+    slots = [slot for start, count in runs for slot in range(start, start + count)]
+    assert len(slots) == len(set(slots)) == needed
+    assert all(free[slot] for slot in slots)
+    longest = max(len(run) for run in "".join("x" if f else " " for f in free).split())
+    assert (len(runs) == 1) == (needed <= longest)
+
+
+@pytest.mark.parametrize(
+    ("name", "request_id", "wanted"),
+    [
+        ("req-1", "req-1", True),
+        ("omni_0_to_1_kv_cache_req-1", "req-1", True),
+        ("req-1_0_0_2_3", "req-1", True),
+        ("req-1@0", "req-1", True),
+        ("a/req-1/b", "req-1", True),
+        ("req-10", "req-1", False),
+        ("xreq-1", "req-1", False),
+        ("req-1-0", "req-1", False),
+        ("req-1.0", "req-1", False),
+        ("req-1é", "req-1", False),
+        ("omni_0_to_1_kv_cache_req-1", "0", False),
+        ("omni_0_to_1_kv_cache_req-1", "omni_0_to_1_kv_cache_req-1", False),
+        ("req-1_0_0_2_3", "3", False),
+        ("7_0_0_2_3", "7", True),
+        ("omni_0_to_1_kv_cache_0", "0", True),
+        ("0_0_0_0_0", "0", True),
+        ("req-1", "", False),
+        ("", "", False),
+        ("r.*", ".*", False),
+        ("/r/", "/r/", True),
+        ("x/r/y", "/r/", True),
+    ],
+)
+def test_request_of_a_key(name: str, request_id: str, wanted: bool) -> None:
+    assert key(name).mentions(request_id) is wanted

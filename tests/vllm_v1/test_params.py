@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kv_transfer_params`: what we answer can be read back, and nothing else gets through."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_connector.vllm_v1.params import (
+    PARAMS_VERSION,
+    BadParamsError,
+    handoff_answer,
+    no_handoff_answer,
+    parse_remote_prefill,
+    wants_handoff,
+    wants_remote_kv,
+)
+
+EPOCH, TOKEN = bytes(range(16)), b"\xff" * 16
+MISSING = object()
+
+
+def answer(**changes: Any) -> dict[str, Any]:
+    params = handoff_answer(
+        engine_id="engine-1",
+        request_id="cmpl-1",
+        epoch=EPOCH,
+        token=TOKEN,
+        num_tokens=33,
+        block_ids=[[1, 2, 3], [7]],
+        tp_size=2,
+    )
+    params |= changes
+    return {key: value for key, value in params.items() if value is not MISSING}
+
+
+def reason_of(params: dict[str, Any]) -> str:
+    with pytest.raises(BadParamsError) as error:
+        parse_remote_prefill(params)
+    assert str(error.value)
+    return error.value.reason
+
+
+def test_an_answer_is_understood_by_the_decode_side_after_json() -> None:
+    params = json.loads(json.dumps(answer()))
+    assert wants_remote_kv(params)
+    assert not wants_handoff(params)
+    remote = parse_remote_prefill(params)
+    assert remote.remote_engine_id == "engine-1"
+    assert (remote.epoch, remote.token) == (EPOCH, TOKEN)
+
+
+def test_an_answer_has_the_keys_that_routers_made_for_nixl_forward() -> None:
+    assert answer() == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[1, 2, 3], [7]],
+        "remote_engine_id": "engine-1",
+        "remote_request_id": "cmpl-1",
+        "remote_host": None,
+        "remote_port": None,
+        "remote_num_tokens": 33,
+        "tp_size": 2,
+        "omni_version": PARAMS_VERSION,
+        "omni_epoch": EPOCH.hex(),
+        "omni_token": TOKEN.hex(),
+    }
+
+
+def test_the_answer_without_handoff_asks_for_nothing() -> None:
+    params = no_handoff_answer("arena_full")
+    assert not wants_remote_kv(params)
+    assert not wants_handoff(params)
+    assert params["omni_no_handoff"] == "arena_full"
+
+
+def test_keys_that_a_router_adds_are_ignored() -> None:
+    assert parse_remote_prefill(answer(x_router="r", remote_tp="?")).token == TOKEN
+
+
+@pytest.mark.parametrize(
+    ("params", "wanted"),
+    [
+        ({"do_remote_decode": True}, True),
+        ({"do_remote_decode": True, "do_remote_prefill": False}, True),
+        ({"do_remote_decode": False}, False),
+        ({"do_remote_decode": "true"}, False),
+        ({"do_remote_decode": 1}, False),
+        ({}, False),
+        (None, False),
+        ([], False),
+        ("do_remote_decode", False),
+    ],
+)
+def test_a_handoff_is_wanted_only_when_asked_for_with_true(params: Any, wanted: bool) -> None:
+    assert wants_handoff(params) is wanted
+
+
+@pytest.mark.parametrize(
+    ("params", "wanted"),
+    [
+        ({"do_remote_prefill": True}, True),
+        ({"do_remote_prefill": "yes"}, True),  # looked at, and then refused as malformed
+        ({"do_remote_prefill": False}, False),
+        ({"do_remote_prefill": None}, False),
+        ({}, False),
+        (None, False),
+        (["do_remote_prefill"], False),
+    ],
+)
+def test_remote_kv_is_wanted_when_the_prompt_was_prefilled_elsewhere(
+    params: Any, wanted: bool
+) -> None:
+    assert wants_remote_kv(params) is wanted
+
+
+def test_params_of_another_connector_are_foreign() -> None:
+    params = {key: value for key, value in answer().items() if not key.startswith("omni_")}
+    assert reason_of(params) == "foreign_params"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("do_remote_prefill", "true"),
+        ("do_remote_prefill", 1),
+        ("remote_engine_id", MISSING),
+        ("remote_engine_id", None),
+        ("remote_engine_id", ""),
+        ("remote_engine_id", "e" * 513),
+        ("remote_engine_id", 7),
+        ("remote_host", 7),
+        ("remote_host", "h" * 256),
+        ("remote_port", 0),
+        ("remote_port", 65536),
+        ("remote_port", "80"),
+        ("omni_version", MISSING),
+        ("omni_version", PARAMS_VERSION + 1),
+        ("omni_version", str(PARAMS_VERSION)),
+        ("omni_version", True),
+        ("omni_epoch", MISSING),
+        ("omni_epoch", EPOCH),
+        ("omni_token", MISSING),
+        ("omni_token", None),
+        ("omni_token", ""),
+        ("omni_token", TOKEN.hex()[:-2]),
+        ("omni_token", TOKEN.hex() + "00"),
+        ("omni_token", TOKEN.hex().upper()),
+        ("omni_token", "g" * 32),
+        ("omni_token", "f" * 31 + "\n"),
+        ("omni_token", "f" * 30 + "  "),
+        ("omni_token", "\u0663" * 32),
+        ("omni_token", [TOKEN.hex()]),
+    ],
+)
+def test_what_does_not_fit_is_malformed(key: str, value: Any) -> None:
+    assert reason_of(answer(**{key: value})) == "malformed_params"
+
+
+def test_keys_that_are_no_strings_are_malformed() -> None:
+    assert reason_of(answer() | {7: "omni_"}) == "malformed_params"  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "where",
+    [{"remote_host": "10.0.0.1", "remote_port": 80}, {"remote_host": ""}, {"remote_port": 1}],
+)
+def test_an_address_in_the_params_is_not_connected_to(where: dict[str, Any]) -> None:
+    assert reason_of(answer(**where)) == "disallowed_peer"
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+
+
+@given(
+    changes=st.dictionaries(
+        st.sampled_from([*answer(), "omni_no_handoff"]) | st.text(),
+        anything | st.from_regex(r"^[0-9a-f]{30,32}\s*$"),
+    )
+)
+def test_params_from_outside_are_read_or_refused(changes: dict[str, Any]) -> None:
+    params = answer() | changes
+    assert wants_handoff(params) in (True, False)
+    if not wants_remote_kv(params):
+        return
+    try:
+        remote = parse_remote_prefill(params)
+    except BadParamsError as error:
+        assert error.reason in ("malformed_params", "foreign_params", "disallowed_peer")
+        return
+    assert (len(remote.epoch), len(remote.token)) == (16, 16)
