@@ -38,7 +38,8 @@ class Outcome:
 
 Work = Callable[[Callable[[], bool]], Outcome | None]
 """A job's body: given a function that says whether to stop, it copies and tells how it went; or
-it returns None for "not yet", and is called again after the other jobs had their turn."""
+it returns None for "not yet", and is called again after the other jobs had their turn. It looks
+before it copies: a job that was cancelled in the queue is called to end, and copies nothing."""
 
 _NOT_YET_S: Final = 0.0003
 
@@ -135,8 +136,6 @@ class CopyThread:
 
     @staticmethod
     def _perform(job: _Job) -> Outcome | None:
-        if job.cancelled:
-            return Outcome(job.job_id, failure="cancelled")
         started = time.perf_counter()
         outcome = job.work(lambda: job.cancelled)
         job.seconds += time.perf_counter() - started

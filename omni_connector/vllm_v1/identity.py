@@ -41,13 +41,21 @@ def fingerprint(
 
 
 def hash_id(vllm_config: "VllmConfig", hash_block_size: int) -> str:
-    """How this engine hashes blocks; "" when it does not. Equal ids mean equal hashes."""
+    """How this engine hashes blocks. Equal ids mean equal hashes; "" where it does not hash, or
+    as nobody else does."""
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching or not hash_block_size:
         return ""
-    from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
-    return f"{cache.prefix_caching_hash_algo}:{hash_block_size}:{get_none_hash_seed()}"
+    # vLLM seeds its hashes only after the connectors have started.
+    algorithm = cache.prefix_caching_hash_algo
+    hash_fn = get_hash_fn_by_name(algorithm)
+    seed = resolve_none_hash_seed(hash_fn)
+    if seed != resolve_none_hash_seed(hash_fn):  # drawn at random in each process
+        return ""
+    return f"{algorithm}:{hash_block_size}:{seed}"
 
 
 def prompt_of(request: "Request", hash_block_size: int) -> Prompt | None:

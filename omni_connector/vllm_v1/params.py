@@ -17,7 +17,7 @@ from omni_connector.control.messages import TOKEN_BYTES
 PARAMS_VERSION: Final = 1
 
 _Hex = Annotated[
-    str, Meta(pattern="^[0-9a-f]+$", min_length=2 * TOKEN_BYTES, max_length=2 * TOKEN_BYTES)
+    str, Meta(pattern=r"^[0-9a-f]+\Z", min_length=2 * TOKEN_BYTES, max_length=2 * TOKEN_BYTES)
 ]
 
 
@@ -56,6 +56,11 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     def token(self) -> bytes:
         """The hand-off's token."""
         return bytes.fromhex(self.omni_token)
+
+
+def is_usable(params: object) -> bool:
+    """Whether `kv_transfer_params` have a shape at all; what they say is checked by others."""
+    return isinstance(params, dict) and isinstance(params.get("do_remote_decode"), bool | None)
 
 
 def wants_handoff(params: Any) -> bool:

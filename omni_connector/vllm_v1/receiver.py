@@ -134,8 +134,6 @@ class HandoffReceiver:
         if not future.done():
             if self._clock() < load.answer_by:
                 return False
-            future.cancel()
-            load.future = None
             self._give_up(load, "peer_unreachable", "no answer in time")
             return True
         load.future = None
@@ -178,7 +176,7 @@ class HandoffReceiver:
     def _give_up(self, load: _Load, kind: str, text: str) -> None:
         self._stats.fail(kind)
         logger.warning(
-            "Request %s computes its prompt here: KV of engine %s not used (%s: %s)",
+            "Request %s computes its prompt here: KV of engine %r not used (%s: %s)",
             load.request.request_id,
             load.engine_id,
             kind,

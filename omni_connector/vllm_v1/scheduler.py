@@ -30,6 +30,7 @@ from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
 from omni_connector.vllm_v1.params import (
     BadParamsError,
     RemotePrefill,
+    is_usable,
     parse_remote_prefill,
     wants_handoff,
     wants_remote_kv,
@@ -189,6 +190,15 @@ class OmniScheduler:
     def on_new_request(self, request: "Request") -> None:
         """A request was added: ask for its KV elsewhere, or prepare to hand it off."""
         params = request.kv_transfer_params
+        if params is not None and not is_usable(params):
+            self._stats.fail("malformed_params")
+            logger.warning(
+                "Request %s is served without hand-off: its kv_transfer_params are no object, or "
+                "their do_remote_decode is no boolean (malformed_params)",
+                request.request_id,
+            )
+            # vLLM, too, takes them for an object, and would stop at anything else.
+            params = request.kv_transfer_params = None
         if not params:
             return
         if wants_remote_kv(params) and self._receiver is not None:

@@ -162,12 +162,14 @@ class HandoffSender:
                 continue
             computed = send.request.num_computed_tokens + tokens
             ready = self._filled_blocks(send, computed)
-            if ready:
-                meta.saves.append(self._job(send, ready, block_ids_of(request_id)))
+            if ready and (job := self._job(send, ready, block_ids_of(request_id))):
+                meta.saves.append(job)
         for send in self._finishing:
             if send.todo and send.finished_block_ids is not None:
-                meta.saves.append(self._job(send, send.todo, send.finished_block_ids))
-                self._on_complete()
+                if job := self._job(send, send.todo, send.finished_block_ids):
+                    meta.saves.append(job)
+                    self._on_complete()
+                self._forget_if_over(send)
             meta.finish_after.append((send.request.request_id, list(send.jobs)))
             if send.abandoned:
                 meta.fence.extend(send.jobs)
@@ -179,15 +181,17 @@ class HandoffSender:
             return list(send.todo)
         return [(g, i) for g, i in send.todo if (i + 1) * self._block_sizes[g] <= computed]
 
-    def _job(self, send: _Send, blocks: Iterable[Block], block_ids: BlockIds) -> SaveJob:
+    def _job(self, send: _Send, blocks: Iterable[Block], block_ids: BlockIds) -> SaveJob | None:
         handoff = send.handoff
         assert handoff is not None
         chosen = sorted(blocks)
+        if not self._directory.copying(handoff, chosen):  # given up by its peer, or expired
+            self._abandon(send)
+            return None
         send.todo.difference_update(chosen)
         job_id = next(self._job_ids)
         send.jobs[job_id] = chosen
         self._jobs[job_id] = (send.request.request_id, self._world_size, None)
-        self._directory.copying(handoff, chosen)
         runs = []
         for g, members in itertools.groupby(chosen, key=lambda block: block[0]):
             indices = [i for _, i in members]
@@ -230,13 +234,15 @@ class HandoffSender:
         else:
             self._directory.unfilled(handoff, blocks)
             if failure != "cancelled":
-                self._stats.fail(failure)
                 self._refuse(send, failure, f"copying its blocks failed: {failure}")
                 self._abandon(send)
             elif send.finished_block_ids is None:
                 send.todo.update(blocks)  # preempted: copied again when it is computed again
             else:
                 self._abandon(send)
+        self._forget_if_over(send)
+
+    def _forget_if_over(self, send: _Send) -> None:
         if send.finished_block_ids is not None and not send.jobs and not send.todo:
             del self._sends[send.request.request_id]
 

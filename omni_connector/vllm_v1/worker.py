@@ -279,14 +279,14 @@ class OmniWorker:
         def work(cancelled: Callable[[], bool]) -> Outcome:
             outcome = Outcome(job.job_id)
             try:
-                for run in job.runs:
-                    size = layout.group_bytes[run.group]
-                    for batch in _batches(run, size):
-                        if not self._save_batch(arena, copier, batch, size, fence, cancelled):
-                            outcome.failure = "cancelled"
-                            break
-                        outcome.blocks += len(batch.block_ids)
-                        outcome.size += len(batch.block_ids) * size
+                for batch, size in _batches(job.runs, layout):
+                    if cancelled() or not self._save_batch(
+                        arena, copier, batch, size, fence, cancelled
+                    ):
+                        outcome.failure = "cancelled"
+                        break
+                    outcome.blocks += len(batch.block_ids)
+                    outcome.size += len(batch.block_ids) * size
             except Exception as error:  # whatever it is, the engine goes on without the hand-off
                 logger.exception("Saving KV blocks failed (job %d)", job.job_id)
                 outcome.failure = _kind(error, "save_failed")
@@ -327,7 +327,8 @@ class OmniWorker:
     def _attach_work(self, endpoint: Endpoint) -> Work:
         def work(cancelled: Callable[[], bool]) -> Outcome:
             try:
-                self._remote(endpoint, timeout=5.0)
+                if not cancelled():
+                    self._remote(endpoint, timeout=5.0)
             except OmniError as error:
                 return Outcome(0, failure=_kind(error, "attach_failed"))
             return Outcome(0)
@@ -341,22 +342,18 @@ class OmniWorker:
         deadline = time.monotonic() + job.timeout
         endpoint = job.arenas[self._rank]
         outcome = Outcome(job.job_id)
-        waiting = deque(
-            (batch, layout.group_bytes[run.group])
-            for run in job.runs
-            for batch in _batches(run, layout.group_bytes[run.group])
-        )
+        waiting = deque(_batches(job.runs, layout))
 
         def work(cancelled: Callable[[], bool]) -> Outcome | None:
             try:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise PeerUnreachableError("the bytes were not there in time")
-                remote = self._remote(endpoint, timeout=left)
                 while waiting:
                     if cancelled():
                         outcome.failure = "cancelled"
                         break
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise PeerUnreachableError("the bytes were not there in time")
+                    remote = self._remote(endpoint, timeout=left)
                     batch, size = waiting[0]
                     try:
                         self._load_batch(remote, copier, batch, size, fence)
@@ -430,19 +427,22 @@ class OmniWorker:
             remote.close()
 
 
-def _batches(run: CopyRun, size: int) -> Iterator[CopyRun]:
-    """Parts of a run that are published one by one, so that a peer can read the first while the
-    last is still being copied."""
-    step = max(1, _BATCH_BYTES // size)
-    for first in range(0, len(run.block_ids), step):
-        part = slice(first, first + step)
-        yield CopyRun(
-            run.group,
-            run.block_ids[part],
-            run.slots[part],
-            run.generations[part],
-            run.keys[part],
-        )
+def _batches(runs: Iterable[CopyRun], layout: SlotLayout) -> Iterator[tuple[CopyRun, int]]:
+    """Parts of runs that are published one by one, so that a peer can read the first while the
+    last is still being copied; with each the bytes of one of its blocks."""
+    for run in runs:
+        size = layout.group_bytes[run.group]
+        step = max(1, _BATCH_BYTES // size)
+        for first in range(0, len(run.block_ids), step):
+            part = slice(first, first + step)
+            batch = CopyRun(
+                run.group,
+                run.block_ids[part],
+                run.slots[part],
+                run.generations[part],
+                run.keys[part],
+            )
+            yield batch, size
 
 
 def _void(arena: Arena, job: SaveJob) -> None:

@@ -80,6 +80,22 @@ def test_it_fails_and_keeps_the_logs_when_a_row_is_wrong(
     assert ("NO" in capsys.readouterr().out) == fails
 
 
+@pytest.mark.parametrize("how", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_demo_leaves_no_logs(
+    how: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(*arguments: object) -> list[Result]:
+        raise how
+
+    folder = tmp_path / "logs"
+    monkeypatch.setattr(module, "find_spec", lambda name: object())
+    monkeypatch.setattr(module.tempfile, "mkdtemp", lambda prefix: str(folder))
+    monkeypatch.setattr(module, "_measure_all", end)
+    with pytest.raises(how):
+        demo(cache=tmp_path)
+    assert not folder.exists()
+
+
 def test_of_a_broken_start_the_first_error_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

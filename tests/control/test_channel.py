@@ -439,6 +439,7 @@ def test_a_strangers_frames_do_not_stop_the_server(start_engine: StartEngine, as
     with socket.socket(socket.AF_UNIX) as raw:
         raw.connect(str(engine.path))
         raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        raw.shutdown(socket.SHUT_WR)
         raw.settimeout(LONG)
         while raw.recv(4096):  # until the server hangs up
             pass

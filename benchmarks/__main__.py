@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs every benchmark, each in a process of its own; arguments are passed on to all of them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = ("data_plane", "scheduler_step", "handoff")
+
+
+def main() -> int:
+    here = Path(__file__).parent
+    failed = []
+    for name in BENCHMARKS:
+        print(f"== {name}", flush=True)
+        command = [sys.executable, str(here / f"{name}.py"), *sys.argv[1:]]
+        if subprocess.run(command, check=False).returncode != 0:
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads that fail after their blocks were allocated: nothing of them is served."""
+
+from collections.abc import Callable
+
+import pytest
+from vllm.v1.request import FinishReason
+
+from .harness import BLOCK, HANDOFF, InProcessEngine, assert_clean, hand_off, prompt
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = prompt(6 * BLOCK - 3)
+
+Spoil = Callable[[InProcessEngine, InProcessEngine], None]
+
+
+def slot_bytes_change(prefill: InProcessEngine, decode: InProcessEngine) -> None:
+    slot = next(iter(prefill.half._directory._handoffs.values())).slots[0][2]
+    prefill.worker_half._arena.slots[slot][5] ^= 0x10
+
+
+def last_slot_changes(prefill: InProcessEngine, decode: InProcessEngine) -> None:
+    slot = next(iter(prefill.half._directory._handoffs.values())).slots[0][-1]
+    prefill.worker_half._arena.slots[slot][0] ^= 0x01
+
+
+def slot_is_reused(prefill: InProcessEngine, decode: InProcessEngine) -> None:
+    handoff = next(iter(prefill.half._directory._handoffs.values()))
+    arena = prefill.worker_half._arena
+    arena.begin_write(handoff.slots[0][1], handoff.generations[0][1] + 1)
+
+
+def slot_is_reused_while_it_is_read(prefill: InProcessEngine, decode: InProcessEngine) -> None:
+    decode.hold().before_load = lambda: slot_is_reused(prefill, decode)
+
+
+def peer_is_gone(prefill: InProcessEngine, decode: InProcessEngine) -> None:
+    prefill.shutdown()
+
+
+def copier_fails(prefill: InProcessEngine, decode: InProcessEngine) -> None:
+    def fail() -> None:
+        raise OSError("no such page")
+
+    decode.hold().before_load = fail
+
+
+FAILURES = {
+    slot_bytes_change: "checksum_mismatch",
+    last_slot_changes: "checksum_mismatch",
+    slot_is_reused: "stale_slot",
+    slot_is_reused_while_it_is_read: "stale_slot",
+    peer_is_gone: "peer_unreachable",
+    copier_fails: "load_failed",
+}
+
+
+def granted(prefill: InProcessEngine, decode: InProcessEngine, **options) -> str:
+    """A decode request whose claim is granted, and whose load the next step starts."""
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    request_id = decode.submit(PROMPT, max_tokens=6, params=answer, **options)
+    assert decode.half._receiver._loads[request_id].future.result(10) is not None
+    return request_id
+
+
+@pytest.mark.parametrize("spoil", FAILURES, ids=lambda spoil: spoil.__name__)
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+def test_recompute_gives_the_right_tokens(engine, tokens, spoil: Spoil, overlap):
+    prefill = engine("kv_producer")
+    decode = engine("kv_consumer", policy="recompute", async_scheduling=overlap)
+    request_id = granted(prefill, decode)
+    spoil(prefill, decode)
+    other = decode.submit(prompt(50, seed=1), max_tokens=4)
+    decode.settle()
+    assert decode.answers[request_id].tokens == tokens(PROMPT, 6)
+    assert decode.answers[other].tokens == tokens(prompt(50, seed=1), 4)
+    assert decode.failures() == {FAILURES[spoil]: 1}
+    assert decode.count("handoffs_received") == 0
+    assert not decode.leftovers()
+    # Nor is anything of it in the prefix cache.
+    assert decode.generate(PROMPT, 6).tokens == tokens(PROMPT, 6)
+
+
+@pytest.mark.parametrize("spoil", FAILURES, ids=lambda spoil: spoil.__name__)
+def test_fail_ends_that_request_only(engine, tokens, spoil: Spoil):
+    prefill = engine("kv_producer")
+    decode = engine("kv_consumer", policy="fail")
+    request_id = granted(prefill, decode)
+    spoil(prefill, decode)
+    other = decode.submit(prompt(50, seed=1), max_tokens=4)
+    decode.settle()
+    assert decode.answers[request_id].reason is FinishReason.ERROR
+    assert decode.answers[request_id].tokens == []
+    assert decode.answers[other].tokens == tokens(prompt(50, seed=1), 4)
+    assert decode.failures() == {FAILURES[spoil]: 1}
+    assert not decode.leftovers()
+    assert decode.generate(PROMPT, 6).tokens == tokens(PROMPT, 6)
+
+
+def test_a_load_fails_on_top_of_a_prefix_that_was_here(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    decode.generate(PROMPT[: 2 * BLOCK + 1])
+    request_id = granted(prefill, decode)
+    last_slot_changes(prefill, decode)
+    decode.settle()
+    assert decode.answers[request_id].tokens == tokens(PROMPT, 6)
+    assert decode.failures() == {"checksum_mismatch": 1}
+    assert_clean(prefill, decode)
+
+
+def test_without_checksums_changed_bytes_would_be_served(engine, tokens):
+    extra = {"integrity": "generation"}
+    prefill, decode = engine("kv_producer", extra=extra), engine("kv_consumer", extra=extra)
+    request_id = granted(prefill, decode)
+    slot_bytes_change(prefill, decode)
+    decode.settle()
+    assert decode.answers[request_id].tokens != tokens(PROMPT, 6)
+
+
+def test_an_abort_while_a_load_fails_leaves_nothing(engine):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer", policy="fail")
+    held = decode.hold(loads=True)
+    request_id = granted(prefill, decode)
+    slot_is_reused_while_it_is_read(prefill, decode)
+    decode.run(held.waiting.is_set)
+    decode.abort(request_id)
+    held.open()
+    assert_clean(prefill, decode)
+
+
+def test_engines_serve_on_after_a_failure(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    granted(prefill, decode)
+    slot_bytes_change(prefill, decode)
+    decode.settle()
+    assert_clean(prefill, decode)
+    again = prompt(80, seed=2)
+    assert hand_off(prefill, decode, again) == tokens(again, 6)
+    assert decode.count("handoffs_received") == 1
+    assert_clean(prefill, decode)
+
+
+def test_a_failed_copy_to_slots_is_no_handoff(engine, tokens, log):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+
+    def fail(*args, **kwargs):
+        raise OSError("no such page")
+
+    held = prefill.hold()
+    held.save = fail
+    answer = prefill.generate(PROMPT, params=HANDOFF)
+    assert answer.tokens == tokens(PROMPT, 1)
+    assert decode.generate(PROMPT, 6, params=answer.params).tokens == tokens(PROMPT, 6)
+    assert prefill.failures()["save_failed"] == 1
+    assert decode.count("handoffs_received") == 0
+    assert_clean(prefill, decode)
+
+
+def test_a_copy_that_fails_early_is_told_by_the_answer(engine, tokens):
+    prefill, decode = engine("kv_producer", max_tokens_a_step=2 * BLOCK), engine("kv_consumer")
+
+    def fail(*args, **kwargs):
+        raise OSError("no such page")
+
+    prefill.instant_copies = True
+    prefill.hold().save = fail
+    answer = prefill.generate(PROMPT, params=HANDOFF)
+    assert answer.params["omni_no_handoff"] == "save_failed"
+    assert decode.generate(PROMPT, 6, params=answer.params).tokens == tokens(PROMPT, 6)
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+def test_a_peer_that_goes_while_its_copies_are_awaited(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    prefill.hold(saves=True)
+    request_id = prefill.submit(PROMPT, params=HANDOFF)
+    prefill.run(lambda: prefill.done(request_id))
+    answer = prefill.answers[request_id].params
+    claim = decode.submit(PROMPT, max_tokens=6, params=answer)
+    decode.run(lambda: bool(decode.worker_half._loading))
+    decode.step()
+    prefill.worker_half._transport.close()  # as the kernel does when it is killed
+    decode.settle()
+    assert decode.answers[claim].tokens == tokens(PROMPT, 6)
+    assert decode.failures() == {"peer_unreachable": 1}
+    assert not decode.leftovers()
