@@ -167,17 +167,35 @@ class Engine:
         if self.process is not None:
             self.process.wait(timeout=30)
 
-    def stop(self, timeout: float = 20.0) -> None:
-        """Stop the server: SIGTERM, then SIGKILL for what is left after `timeout` seconds."""
+    def stop(self, timeout: float = 30.0) -> None:
+        """Stop the server: SIGTERM, then SIGKILL for what is left after `timeout` seconds.
+
+        The engine core and its workers outlive the server for a moment, and put away what they
+        hold; so the whole group is waited for.
+        """
         if self.process is None:
             return
         if self.alive:
             self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(timeout=timeout)
-            except subprocess.TimeoutExpired:
-                pass
+        deadline = time.monotonic() + timeout
+        while self._group_runs() and time.monotonic() < deadline:
+            time.sleep(0.05)
         self.kill()
+
+    def _group_runs(self) -> bool:
+        """Whether a process of the group is running; the dead that nobody reaped are not."""
+        if self.process is None:
+            return False
+        self.process.poll()
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                # The name before the state is in parentheses, and may hold anything.
+                state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+            except (OSError, ValueError):  # it ended meanwhile
+                continue
+            if int(group) == self.process.pid and state not in "ZX":
+                return True
+        return False
 
     def _signal(self, number: signal.Signals) -> None:
         if self.process is None:

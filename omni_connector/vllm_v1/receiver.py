@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.omni_connector.receiver")
 
+_DENIALS: Final = frozenset(
+    {"unknown_token", "other_prompt", "other_epoch", "not_ready", "not_introduced", "overloaded"}
+)
+
 # A lease this close to its end is not worth starting on.
 _LEASE_MARGIN_S: Final = 1.0
 
@@ -149,7 +153,8 @@ class HandoffReceiver:
                 self._give_up(load, "malformed_answer", problem)
             return True
         if isinstance(error, ClaimDeniedError):
-            kind = error.reason
+            # The word is the peer's, and kinds become metric labels: only known ones.
+            kind = error.reason if error.reason in _DENIALS else "denied"
         elif isinstance(error, IncompatiblePeerError):
             kind = "incompatible_peer"
         elif isinstance(error, PeerUnreachableError):
@@ -255,7 +260,8 @@ class HandoffReceiver:
                 self._stats.count("tokens_loaded", load.num_tokens)
                 self._release(load)
             else:
-                self._give_up(load, failure, "the load failed")
+                self._stats.fail(failure)  # the worker has said why, vLLM says what follows
+                self._release(load)
 
     def finish(self, request_id: str) -> None:
         """The request is over, maybe before its KV came; a load under way goes on to its end."""

@@ -36,6 +36,7 @@ from omni_connector.errors import (
 )
 
 PROMPT = Prompt(token_ids=(1, 2, 3), num_tokens=3)
+PEER = Path(__file__).with_name("peer.py")
 LONG = 60.0  # a deadline that only a hang reaches
 
 
@@ -300,40 +301,9 @@ def test_a_peer_that_accepts_and_says_nothing_is_given_up_at_the_deadline(
     assert "no answer" in str(error)
 
 
-PEER = """
-import json, sys, time
-import msgspec
-from pathlib import Path
-from omni_connector.control.channel import ControlChannel
-from omni_connector.control.directory import SlotDirectory
-from omni_connector.control.messages import Fingerprint, Welcome
-from omni_connector.control.prompt import Prompt
-from omni_connector.control.server import ControlServer
-
-path = Path(sys.argv[1])
-fingerprint = msgspec.json.decode(sys.argv[2], type=Fingerprint)
-directory = SlotDirectory(8, time.monotonic, 600.0)
-server = ControlServer(
-    fingerprint=fingerprint, welcome=Welcome(b"k" * 16, "", ()), directory=directory,
-    clock=time.monotonic, patience=600.0, count=lambda name: None,
-)
-
-def tick():
-    if server.has_parked:
-        print("parked", flush=True)
-
-handoff = directory.open(Prompt(token_ids=(1, 2, 3), num_tokens=3), [[None]])
-directory.seal(handoff)
-channel = ControlChannel(fingerprint=fingerprint, server=server, listen=path, on_tick=tick)
-print(json.dumps(handoff.token.hex()), flush=True)
-sys.stdin.read()
-channel.close()
-"""
-
-
 def start_peer(path: Path, fingerprint: Fingerprint) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-c", PEER, str(path), msgspec.json.encode(fingerprint).decode()],
+        [sys.executable, str(PEER), str(path), msgspec.json.encode(fingerprint).decode()],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -593,7 +563,7 @@ def test_a_channel_that_breaks_fails_its_claims_instead_of_losing_them(
 
 
 def test_a_prompt_that_cannot_be_digested_loses_no_claim(
-    start_engine: StartEngine, asker: Asker, caplog: pytest.LogCaptureFixture
+    start_engine: StartEngine, asker: Asker
 ) -> None:
     engine = start_engine()
     bad = Prompt(token_ids=(1 << 70,), num_tokens=1)

@@ -25,6 +25,7 @@ from omni_connector.errors import (
 from omni_connector.transports import unix
 from omni_connector.transports.arena import Arena
 from omni_connector.transports.base import ObjectKey
+from omni_connector.transports.objects import ObjectStore
 from omni_connector.transports.runtime import listen, socket_path
 from omni_connector.transports.shm import SharedMemoryConnector
 from omni_connector.transports.unix import (
@@ -40,6 +41,7 @@ from omni_connector.transports.unix import (
 )
 
 SOON_S = 20.0
+KEY = ObjectKey("0", "1", "key")
 
 
 def deadline(seconds: float = SOON_S) -> float:
@@ -188,6 +190,14 @@ def test_peer_that_never_accepts_is_given_up(path: Path) -> None:
         Connection(path, deadline(0.05))
 
 
+def test_busy_peer_is_waited_for(path: Path) -> None:
+    with listen(path, backlog=0) as listening, speak(path):
+        later = threading.Timer(0.05, lambda: listening.accept()[0].close())
+        later.start()
+        Connection(path, deadline()).close()
+        later.join()
+
+
 def test_deadline_that_has_passed_is_given_up(path: Path) -> None:
     with listen(path), pytest.raises(PeerUnreachableError):
         Connection(path, deadline(-1))
@@ -283,6 +293,19 @@ def test_bad_questions_are_refused_and_others_served(
     connection = Connection(path, deadline())
     assert connection.ask(Find(b"d"), deadline())[0] == Missing()
     connection.close()
+
+
+def test_oversized_messages_are_called_so(path: Path, listener: Listener, place: Path) -> None:
+    with speak(path) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        client.send(b"x" * (MAX_MESSAGE_BYTES + 1))
+        answer = msgspec.msgpack.decode(client.recv(MAX_MESSAGE_BYTES), type=Refusal)
+        assert "more than 65536 bytes" in answer.reason
+    other = socket_path(place, "other", kind="a-")
+    server = answers_with(other, b"x" * (MAX_MESSAGE_BYTES + 1))
+    with pytest.raises(ProtocolError, match="more than 65536 bytes"):
+        Connection(other, deadline()).ask(Find(b"d"), deadline())
+    server.join()
 
 
 def test_client_of_another_protocol_learns_ours(path: Path, listener: Listener) -> None:
@@ -523,6 +546,31 @@ def test_hostile_descriptions_of_objects_do_no_harm(
         peer.close()
 
 
+def test_peer_that_changes_its_arena_is_read_from_the_new_one(
+    place: Path, connector: SharedMemoryConnector
+) -> None:
+    stores = [ObjectStore(Arena.create(2, 4096)) for _ in range(2)]
+    current = [stores[0]]
+
+    def answer(question: object) -> tuple[object, int | None]:
+        arena = current[0].arena
+        if isinstance(question, Attach):
+            return Grant(arena.epoch, 2, 4096), os.dup(arena.fd)
+        stored = current[0].find(KEY.digest)
+        assert stored is not None
+        runs = list(stored.runs)
+        return Found(arena.epoch, stored.generation, stored.length, stored.stamp, runs), None
+
+    peer = object_peer(place, answer)
+    for store, content in zip(stores, (b"first", b"second"), strict=True):
+        store.store(KEY, [memoryview(content), memoryview(b"\0")])
+        current[0] = store
+        assert connector.get("0", "1", "key") == (content, len(content))
+    peer.close()
+    for store in stores:
+        store.close()
+
+
 def test_silent_peer_delays_once_and_hides_nothing(
     place: Path, connector: SharedMemoryConnector
 ) -> None:
@@ -533,7 +581,7 @@ def test_silent_peer_delays_once_and_hides_nothing(
         honest.put("0", "1", "key", b"object")
         for _ in range(5):
             assert connector.get("0", "1", "key") == (b"object", 6)
-        assert questions(stopped) == [Find(ObjectKey("0", "1", "key").digest)]
+        assert questions(stopped) == [Find(KEY.digest)]
 
 
 def test_hint_to_a_socket_elsewhere_is_not_followed(

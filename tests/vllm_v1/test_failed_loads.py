@@ -66,7 +66,7 @@ def granted(prefill: InProcessEngine, decode: InProcessEngine, **options) -> str
 
 @pytest.mark.parametrize("spoil", FAILURES, ids=lambda spoil: spoil.__name__)
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
-def test_recompute_gives_the_right_tokens(engine, tokens, spoil: Spoil, overlap):
+def test_recompute_gives_the_right_tokens(engine, tokens, log, spoil: Spoil, overlap):
     prefill = engine("kv_producer")
     decode = engine("kv_consumer", policy="recompute", async_scheduling=overlap)
     request_id = granted(prefill, decode)
@@ -77,6 +77,9 @@ def test_recompute_gives_the_right_tokens(engine, tokens, spoil: Spoil, overlap)
     assert decode.answers[other].tokens == tokens(prompt(50, seed=1), 4)
     assert decode.failures() == {FAILURES[spoil]: 1}
     assert decode.count("handoffs_received") == 0
+    lines = [line for line in log if request_id in line]
+    assert len(lines) == 1, log
+    assert FAILURES[spoil] in lines[0]
     assert not decode.leftovers()
     # Nor is anything of it in the prefix cache.
     assert decode.generate(PROMPT, 6).tokens == tokens(PROMPT, 6)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode in this process with `LLM(..., kv_transfer_config=...)`: JSON in, JSON out."""
+
+import json
+import sys
+
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+
+
+def main() -> None:
+    task = json.load(sys.stdin)
+    llm = LLM(
+        **task["settings"],
+        enforce_eager=True,
+        kv_transfer_config=KVTransferConfig(**task["kv_transfer_config"]),
+    )
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=task["max_tokens"],
+        ignore_eos=True,
+        logprobs=0,
+        extra_args={"kv_transfer_params": task["params"]},
+    )
+    [answer] = llm.generate([{"prompt_token_ids": task["prompt"]}], sampling)
+    out = answer.outputs[0]
+    logprobs = [
+        rows[token].logprob for token, rows in zip(out.token_ids, out.logprobs, strict=True)
+    ]
+    result = {
+        "tokens": list(out.token_ids),
+        "logprobs": logprobs,
+        "cached": answer.num_cached_tokens,
+    }
+    print("\nRESULT " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start, reset and end of an engine, and what happens between two of its steps."""
+
+import time
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
+
+from omni_connector.errors import ConfigError
+from omni_connector.plugin import CONNECTOR_NAME, register
+from omni_connector.vllm_v1.connector import OmniKVConnector
+from omni_connector.vllm_v1.identity import hash_id
+
+from .harness import (
+    BLOCK,
+    HANDOFF,
+    assert_clean,
+    connector_threads,
+    hand_off,
+    prompt,
+    run,
+    sockets,
+    wait,
+)
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = prompt(5 * BLOCK)
+
+
+def test_the_class_is_registered_under_its_own_name():
+    register()
+    register()
+    assert KVConnectorFactory.get_connector_class_by_name(CONNECTOR_NAME) is OmniKVConnector
+    assert OmniKVConnector.__name__ == CONNECTOR_NAME
+    assert supports_hma(OmniKVConnector)
+
+
+@pytest.mark.parametrize(
+    ("role", "required"), [("kv_producer", True), ("kv_both", True), ("kv_consumer", False)]
+)
+def test_who_hands_off_requires_delivery(engine, role, required):
+    assert engine(role).scheduler.requires_kv_delivery is required
+
+
+def test_a_decode_engine_has_no_arena_and_listens_to_nobody(engine, runtime):
+    decode = engine("kv_consumer")
+    assert decode.worker_half.handshake.endpoint is None
+    assert not sockets(runtime)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"arena_gb": 1}, "arena_gib"),
+        ({"arena_gib": "much"}, "arena_gib"),
+        ({"integrity": "none"}, "generation"),
+        ({"arena_gib": 1e-9}, "arena_gib"),
+    ],
+)
+def test_a_wrong_setting_stops_the_start_and_is_named(model, runtime, extra, said):
+    from .harness import InProcessEngine
+
+    with pytest.raises(ConfigError, match=said):
+        InProcessEngine(model, "kv_both", extra=extra)
+    wait(lambda: not connector_threads())
+    assert not sockets(runtime)
+
+
+def test_a_load_follows_the_copies_of_its_peer(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    held = prefill.hold(saves=True)
+    request_id = prefill.submit(PROMPT, params=HANDOFF)
+    prefill.run(lambda: prefill.done(request_id))
+    claim = decode.submit(PROMPT, max_tokens=6, params=prefill.answers[request_id].params)
+    decode.run(lambda: bool(decode.worker_half._loading))
+    for _ in range(20):
+        decode.step()
+    assert not decode.answers[claim].tokens
+    held.open()  # and the prefill engine takes no step more
+    decode.run(lambda: decode.done(claim))
+    assert decode.answers[claim].tokens == tokens(PROMPT, 6)
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+def test_the_decode_engine_serves_others_while_it_waits(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    held = prefill.hold(saves=True)
+    request_id = prefill.submit(PROMPT, params=HANDOFF)
+    prefill.run(lambda: prefill.done(request_id))
+    claim = decode.submit(PROMPT, max_tokens=6, params=prefill.answers[request_id].params)
+    local = decode.submit(prompt(40, seed=1), max_tokens=6)
+    decode.run(lambda: decode.done(local))
+    assert not decode.done(claim)
+    held.open()
+    run([prefill, decode], lambda: decode.done(claim))
+    assert_clean(prefill, decode)
+
+
+def test_a_load_that_never_comes_is_given_up_in_time(engine, tokens):
+    extra = {"load_timeout_s": 0.3}
+    prefill, decode = engine("kv_producer", extra=extra), engine("kv_consumer", extra=extra)
+    prefill.hold(saves=True)
+    request_id = prefill.submit(PROMPT, params=HANDOFF)
+    prefill.run(lambda: prefill.done(request_id))
+    answer = prefill.answers[request_id].params
+    assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
+    assert decode.failures() == {"peer_unreachable": 1}
+    assert not decode.leftovers()
+
+
+def test_a_peer_that_does_not_answer_is_given_up_in_time(engine, tokens, monkeypatch):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer", extra={"load_timeout_s": 0.3})
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    monkeypatch.setattr(prefill.half._channel._server, "receive", lambda *_: [])
+    assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
+    assert decode.failures() == {"peer_unreachable": 1}
+    assert not decode.leftovers()
+
+
+def test_reset_forgets_the_slots_that_could_be_shared(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer", prefix_caching=False)
+    hand_off(prefill, decode, PROMPT)
+    assert_clean(prefill, decode)
+    assert prefill.usage == (0, 5, 0)
+    assert prefill.scheduler.reset_prefix_cache(reset_connector=True)
+    assert prefill.usage == (0, 0, 0)
+    assert hand_off(prefill, decode, PROMPT) == tokens(PROMPT, 6)
+    assert prefill.count("blocks_saved") == 10
+    assert_clean(prefill, decode)
+
+
+def test_what_was_handed_off_before_a_reset_still_arrives(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    assert prefill.scheduler.reset_prefix_cache(reset_connector=True)
+    assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
+    assert decode.count("handoffs_received") == 1
+    assert_clean(prefill, decode)
+    assert prefill.usage == (0, 0, 0)  # and is not kept
+
+
+def test_copies_in_flight_at_a_reset_are_not_shared_later(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer", prefix_caching=False)
+    held = prefill.hold(saves=True)
+    request_id = prefill.submit(PROMPT, params=HANDOFF)
+    prefill.run(lambda: prefill.done(request_id))
+    assert prefill.scheduler.reset_connector_cache()
+    held.open()
+    prefill.settle()
+    assert hand_off(prefill, decode, PROMPT) == tokens(PROMPT, 6)
+    assert prefill.count("blocks_saved") == 10
+    answer = prefill.answers[request_id].params
+    assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
+    assert_clean(prefill, decode)
+
+
+def test_reset_on_a_decode_engine_works(engine):
+    assert engine("kv_consumer").scheduler.reset_prefix_cache(reset_connector=True)
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_shutdown_leaves_no_thread_and_no_socket_and_may_be_repeated(engine, runtime, role):
+    each = engine(role)
+    assert connector_threads()
+    for _ in range(2):
+        each.shutdown()
+    assert not connector_threads()
+    assert not sockets(runtime)
+
+
+def test_shutdown_in_the_middle_of_everything(engine, runtime):
+    prefill, decode = engine("kv_producer", max_tokens_a_step=32), engine("kv_consumer")
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    saves, loads = prefill.hold(saves=True), decode.hold(loads=True)
+    decode.submit(PROMPT, params=answer)
+    decode.run(loads.waiting.is_set)
+    prefill.submit(prompt(90, seed=1), params=HANDOFF)
+    prefill.run(saves.waiting.is_set)
+    decode.submit(prompt(40, seed=2), params=answer)
+    started = time.monotonic()
+    prefill.shutdown()
+    decode.shutdown()
+    assert time.monotonic() - started < 10
+    assert not connector_threads()
+    assert not sockets(runtime)
+
+
+def test_an_engine_that_was_never_started_shuts_down(model, runtime):
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from .harness import InProcessEngine
+
+    made = InProcessEngine(model, "kv_both")
+    for role in KVConnectorRole:
+        OmniKVConnector(made.config, role, made.kv_config).shutdown()
+    made.shutdown()
+    assert not connector_threads()
+
+
+def test_engines_of_other_namespaces_do_not_find_each_other(engine, tokens):
+    prefill = engine("kv_producer", extra={"namespace": "one"})
+    decode = engine("kv_consumer", extra={"namespace": "two"})
+    assert hand_off(prefill, decode, PROMPT) == tokens(PROMPT, 6)
+    assert decode.failures() == {"peer_unreachable": 1}
+
+
+def test_hashes_seeded_at_random_are_compared_with_nobodys(engine, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    config = engine().config
+    config.cache_config.prefix_caching_hash_algo = "sha256"
+    assert hash_id(config, BLOCK) == hash_id(config, BLOCK) != ""
+    assert hash_id(config, BLOCK) != hash_id(config, 2 * BLOCK)
+    config.cache_config.prefix_caching_hash_algo = "xxhash"
+    assert hash_id(config, BLOCK) == ""
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    one = hash_id(config, BLOCK)
+    monkeypatch.setenv("PYTHONHASHSEED", "2")
+    assert "" != one != hash_id(config, BLOCK)
+    config.cache_config.enable_prefix_caching = False
+    assert hash_id(config, BLOCK) == ""
+
+
+def test_a_step_with_nothing_to_do_makes_no_work(engine):
+    both = engine("kv_both")
+    both.submit(prompt(20), max_tokens=3)
+    scheduled = both.scheduler.schedule()
+    metadata = scheduled.kv_connector_metadata
+    for work in (metadata.saves, metadata.loads, metadata.fence, metadata.finish_after):
+        assert work == []
+    both.scheduler.update_from_output(scheduled, both._execute(scheduled))
+    both.settle()

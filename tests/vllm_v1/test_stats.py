@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines count on the way, as vLLM logs it and as Prometheus sees it."""
+
+from functools import partial
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.v1.metrics.stats import SchedulerStats
+
+from omni_connector.vllm_v1.connector import OmniKVConnector
+from omni_connector.vllm_v1.metrics import COUNTERS, GAUGES, SECONDS, OmniStats
+
+from .harness import BLOCK, HANDOFF, LAYERS, PAGE, assert_clean, hand_off, prompt
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = prompt(5 * BLOCK)
+SIZE = 5 * LAYERS * PAGE
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def prometheus(engine, registry):
+    """The metrics of one engine, in a registry of the test's own."""
+    metric_types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    return OmniKVConnector.build_prom_metrics(
+        engine("kv_both").config, metric_types, ["model_name", "engine"], {0: ["toy", "0"]}
+    )
+
+
+@pytest.fixture
+def reported(engine):
+    """Stats of a prefill and a decode engine after a hand-off, a failure and an expiry."""
+    prefill = engine("kv_producer", extra={"handoff_ttl_s": 5.0, "arena_gib": 0.0001})
+    decode = engine("kv_consumer")
+    hand_off(prefill, decode, PROMPT)
+    prefill.generate(prompt(40 * BLOCK, seed=1), params=HANDOFF)
+    decode.generate(prompt(40), params={"do_remote_prefill": True})
+    assert_clean(prefill, decode)
+    prefill.half._events.append("handoffs_expired")
+    for each in (prefill, decode):
+        each.count("")
+    return prefill.stats, decode.stats
+
+
+def test_each_side_counts_its_part(reported):
+    prefill, decode = reported
+    assert prefill.data["counts"] == {
+        "handoffs_offered": 1,
+        "blocks_saved": 5,
+        "bytes_saved": SIZE,
+        "failure:prompt_too_long": 1,
+        "handoffs_expired": 1,
+    }
+    assert decode.data["counts"] == {
+        "handoffs_received": 1,
+        "tokens_loaded": 5 * BLOCK,
+        "blocks_loaded": 5,
+        "bytes_loaded": SIZE,
+        "failure:foreign_params": 1,
+    }
+    assert set(prefill.data["seconds"]) == {"save"}
+    assert set(decode.data["seconds"]) == {"load", "claim"}
+    gauges = prefill.data["gauges"]
+    assert gauges == {"slots_in_use": 0, "slots_cached": 5, "slots_total": 26, "leases": 0}
+
+
+def test_every_name_that_is_counted_is_registered(reported):
+    for stats in reported:
+        names = {name for name in stats.data["counts"] if not name.startswith("failure:")}
+        assert names <= set(COUNTERS)
+        assert set(stats.data["seconds"]) <= set(SECONDS)
+        assert set(stats.data["gauges"]) <= set(GAUGES)
+
+
+def test_prometheus_shows_what_was_counted(reported, prometheus, registry):
+    for stats in reported:
+        prometheus.observe(stats.data)
+    labels = {"model_name": "toy", "engine": "0"}
+
+    def value(name: str, **more: str) -> float | None:
+        return registry.get_sample_value(f"vllm:omni_connector_{name}", {**labels, **more})
+
+    assert value("bytes_saved_total") == value("bytes_loaded_total") == SIZE
+    assert value("handoffs_received_total") == 1
+    assert value("handoffs_expired_total") == 1
+    assert value("failures_total", kind="prompt_too_long") == 1
+    assert value("failures_total", kind="foreign_params") == 1
+    assert value("save_seconds_count") == 1
+    assert value("slots_total") == 26
+    assert value("slots_cached") == 5
+
+
+def test_counters_of_a_fresh_engine_read_zero(prometheus, registry):
+    labels = {"model_name": "toy", "engine": "0"}
+    for name in COUNTERS:
+        assert registry.get_sample_value(f"vllm:omni_connector_{name}_total", labels) == 0
+
+
+def test_stats_travel_as_plain_data(reported):
+    for stats in reported:
+        restored = OmniKVConnector.build_kv_connector_stats(stats.data)
+        assert isinstance(restored, OmniStats)
+        assert restored.data == stats.data
+        assert not restored.is_empty()
+
+
+def test_the_sides_of_an_engine_add_up(reported):
+    prefill, decode = reported
+    total = OmniKVConnector.build_kv_connector_stats().aggregate(prefill).aggregate(decode)
+    assert total.data["counts"]["bytes_saved"] == total.data["counts"]["bytes_loaded"] == SIZE
+    assert set(total.data["seconds"]) == {"save", "load", "claim"}
+    line = total.reduce()
+    assert line["MB saved"] == line["MB loaded"] == round(SIZE / 1e6, 1)
+    assert line["handoffs offered"] == line["handoffs received"] == 1
+    assert line["failed: prompt_too_long"] == 1
+    assert all(isinstance(value, int | float) for value in line.values())
+
+
+def test_nothing_counted_is_empty_and_says_nothing(engine):
+    empty = OmniKVConnector.build_kv_connector_stats()
+    assert empty.is_empty()
+    assert empty.reduce() == {}
+    both = engine("kv_both")
+    both.generate(prompt(40), 3)
+    assert not both.stats.data["counts"]
+    assert both.worker.get_kv_connector_stats() is None
+
+
+def test_vllm_itself_carries_the_stats(engine):
+    prefill = engine("kv_producer")
+    prefill.submit(PROMPT, params=HANDOFF)
+    seen: list[SchedulerStats] = []
+    make_stats = prefill.scheduler.make_stats
+    prefill.scheduler.make_stats = lambda *args, **kwargs: seen.append(
+        made := make_stats(*args, **kwargs)
+    ) or made
+    prefill.settle()
+    totals = OmniStats()
+    for stats in seen:
+        if stats.kv_connector_stats:
+            totals.aggregate(OmniKVConnector.build_kv_connector_stats(stats.kv_connector_stats))
+    assert totals.data["counts"]["bytes_saved"] == SIZE
+    assert totals.data["counts"]["handoffs_offered"] == 1
+    assert totals.data["gauges"]["slots_in_use"] == 5
