@@ -37,6 +37,10 @@ _DENIALS: Final = frozenset(
     {"unknown_token", "other_prompt", "other_epoch", "not_ready", "not_introduced", "overloaded"}
 )
 
+# vLLM computes the last prompt token here in any case, for its logits: a block that holds only
+# that one need not come.
+_OWN_TOKENS: Final = 1
+
 # A lease this close to its end is not worth starting on.
 _LEASE_MARGIN_S: Final = 1.0
 
@@ -132,7 +136,7 @@ class HandoffReceiver:
         if self._clock() > load.grant.expires - _LEASE_MARGIN_S:
             self._give_up(load, "lease_expired", "the lease ended before there was room to load")
             return 0
-        return max(0, load.grant.granted.num_tokens - num_computed)
+        return max(0, load.grant.granted.num_tokens - _OWN_TOKENS - num_computed)
 
     def _answered(self, load: _Load, future: "Future[Grant]") -> bool:
         if not future.done():
@@ -208,7 +212,7 @@ class HandoffReceiver:
             return
         grant = load.grant
         assert grant is not None, "tokens are matched only with a grant"
-        end = grant.granted.num_tokens
+        end = grant.granted.num_tokens - _OWN_TOKENS
         start = end - num_external
         all_ids = blocks.get_block_ids()
         runs = []

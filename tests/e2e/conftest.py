@@ -6,7 +6,7 @@ are kept apart by `cache_salt`, which makes the same prompt unknown to both pref
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ import pytest
 from omni_connector.testing import reference
 from omni_connector.testing.engines import Engine, free_port
 from omni_connector.testing.models import make_model
-from tests.e2e.harness import (
+
+from .harness import (
     ENGINE_ARGUMENTS,
     MAX_TOKENS,
     PROMPTS,
     Case,
     Pair,
+    StartEngine,
     connector_config,
     engine_environment,
     fill_with_other_bytes,
@@ -49,9 +51,6 @@ def references(
             name: reference.same_path(client, prompt, max_tokens=MAX_TOKENS)
             for name, prompt in PROMPTS.items()
         }
-
-
-StartEngine = Callable[..., Engine]
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,16 @@ import os
 import random
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omni_connector.testing import reference
 from omni_connector.testing.engines import Engine, prefill
+
+StartEngine = Callable[..., Engine]
+"""Starts an engine; see the fixture `start_engine`."""
 
 BLOCK = 128
 # 4 layers x 2 heads x 64 x (K, V) x 4 bytes

@@ -13,6 +13,7 @@ def main() -> None:
     llm = LLM(
         **task["settings"],
         enforce_eager=True,
+        disable_log_stats=False,
         kv_transfer_config=KVTransferConfig(**task["kv_transfer_config"]),
     )
     sampling = SamplingParams(
@@ -27,11 +28,12 @@ def main() -> None:
     logprobs = [
         rows[token].logprob for token, rows in zip(out.token_ids, out.logprobs, strict=True)
     ]
-    result = {
-        "tokens": list(out.token_ids),
-        "logprobs": logprobs,
-        "cached": answer.num_cached_tokens,
-    }
+    received = [
+        metric.value
+        for metric in llm.get_metrics()
+        if metric.name == "vllm:omni_connector_handoffs_received"
+    ]
+    result = {"tokens": list(out.token_ids), "logprobs": logprobs, "received": received}
     print("\nRESULT " + json.dumps(result), flush=True)
 
 

@@ -17,7 +17,8 @@ import pytest
 from omni_connector.cli.engines import Router
 from omni_connector.testing import reference
 from omni_connector.testing.engines import PREFILL_PARAMS, Client, completion
-from tests.e2e.harness import BLOCK, BLOCK_BYTES, ROUNDING, Case, Pair, new_salt
+
+from .harness import BLOCK, BLOCK_BYTES, ROUNDING, Case, Pair, new_salt
 
 pytestmark = pytest.mark.e2e
 

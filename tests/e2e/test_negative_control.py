@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from omni_connector.testing import hollow
-from tests.e2e.conftest import StartEngine
-from tests.e2e.harness import ROUNDING, Case, Pair, fill_with_other_bytes, new_salt
+
+from .harness import ROUNDING, Case, Pair, StartEngine, fill_with_other_bytes, new_salt
 
 pytestmark = pytest.mark.e2e
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from omni_connector.testing.engines import Engine
-from tests.e2e.conftest import StartEngine
-from tests.e2e.harness import ROUNDING, Case, Pair, connector_config, new_salt
+
+from .harness import ROUNDING, Case, Pair, StartEngine, connector_config, new_salt
 
 pytestmark = pytest.mark.e2e
 

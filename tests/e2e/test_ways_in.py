@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from omni_connector.testing.reference import Answer
-from tests.e2e.conftest import StartEngine
-from tests.e2e.harness import (
+
+from .harness import (
     MAX_TOKENS,
+    ROUNDING,
     Case,
     Pair,
+    StartEngine,
     connector_config,
     engine_environment,
     fill_with_other_bytes,
@@ -76,14 +78,21 @@ def test_an_engine_in_process_takes_a_hand_off(
     done = subprocess.run(
         [sys.executable, str(IN_PROCESS)],
         input=json.dumps(task),
-        env={**os.environ, **engine_environment(both.runtime), "HF_HUB_OFFLINE": "1"},
+        env={
+            **os.environ,
+            **engine_environment(both.runtime),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "0",
+        },
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    result = json.loads(done.stdout.rpartition("RESULT ")[2])
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    result = json.loads(line.removeprefix("RESULT "))
     answer = Answer(tuple(result["tokens"]), tuple(result["logprobs"]))
-    answer.require_same(case.reference)
-    assert result["cached"] == len(case.prompt) - 1
+    # The LLM class has other defaults than the server, and with them another numeric path.
+    answer.require_same(case.reference, tolerance=ROUNDING)
+    assert result["received"] == [1]

@@ -190,7 +190,11 @@ class InProcessEngine:
             self.worker = KVConnectorFactory.create_connector(
                 config=self.config, role=KVConnectorRole.WORKER, kv_cache_config=self.kv_config
             )
-            self.worker.register_kv_caches(kv_caches)
+            try:
+                self.worker.register_kv_caches(kv_caches)
+            except BaseException:
+                self.worker.shutdown()  # where vLLM's worker would end
+                raise
         self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
             vllm_config=self.config,
             kv_cache_config=self.kv_config,

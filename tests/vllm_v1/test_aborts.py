@@ -75,7 +75,9 @@ def test_in_the_middle_of_the_prefill_with_copies_in_flight(pair, still_serve):
     prefill, decode = pair
     held = prefill.hold(saves=True)
     request_id = prefill.submit(prompt(LENGTH), params=HANDOFF)
-    prefill.run(held.waiting.is_set)
+    for _ in range(2):
+        prefill.step()
+    wait(held.waiting.is_set)
     assert not prefill.done(request_id)
     prefill.abort(request_id)
     prefill.settle()  # the copies are given up, not waited for
@@ -182,9 +184,7 @@ def test_everybody_at_once(pair, still_serve):
     answers = [prefill.generate(prompt(40, seed), params=HANDOFF).params for seed in range(4)]
     for seed, answer in enumerate(answers):
         decode.submit(prompt(40, seed), max_tokens=30, params=answer)
-    started = {
-        seed: prefill.submit(prompt(LENGTH, seed), params=HANDOFF) for seed in range(4, 8)
-    }
+    started = {seed: prefill.submit(prompt(LENGTH, seed), params=HANDOFF) for seed in range(4, 8)}
     for _ in range(3):
         prefill.step()
         decode.step()

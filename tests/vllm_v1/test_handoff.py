@@ -48,11 +48,13 @@ def test_tokens_are_those_of_a_single_engine(engine, tokens, length, chunk, over
     decode = engine("kv_consumer", **options)
     assert hand_off(prefill, decode, prompt(length)) == tokens(prompt(length), 6)
     assert prefill.count("handoffs_offered") == 1
-    assert decode.count("handoffs_received") == 1
-    assert decode.count("tokens_loaded") == length
-    blocks = -(-length // BLOCK)
-    assert prefill.count("blocks_saved") == decode.count("blocks_loaded") == blocks
-    assert prefill.count("bytes_saved") == decode.count("bytes_loaded") == blocks * BLOCK_BYTES
+    assert prefill.count("blocks_saved") == -(-length // BLOCK)
+    assert prefill.count("bytes_saved") == prefill.count("blocks_saved") * BLOCK_BYTES
+    # The decode engine computes the last token in any case, so its KV need not come.
+    assert decode.count("handoffs_received") == (length > 1)
+    assert decode.count("tokens_loaded") == length - 1
+    assert decode.count("blocks_loaded") == -(-(length - 1) // BLOCK)
+    assert decode.count("bytes_loaded") == decode.count("blocks_loaded") * BLOCK_BYTES
     assert not prefill.failures()
     assert not decode.failures()
     assert_clean(prefill, decode)
@@ -105,7 +107,7 @@ def test_several_at_once_in_chunks(engine, tokens, overlap):
     run([prefill, decode], all_done)
     for request_id, each_prompt in decoding.items():
         assert decode.answers[request_id].tokens == tokens(each_prompt, 6)
-    assert decode.count("tokens_loaded") == sum(LENGTHS)
+    assert decode.count("tokens_loaded") == sum(LENGTHS) - len(LENGTHS)
     assert_clean(prefill, decode)
 
 
@@ -120,7 +122,7 @@ def test_both_ways_between_two_engines(engine, tokens):
 def test_an_engine_takes_its_own_handoff(engine, tokens):
     both = engine("kv_both", prefix_caching=False)
     assert hand_off(both, both, prompt(90)) == tokens(prompt(90), 6)
-    assert both.count("tokens_loaded") == 90
+    assert both.count("tokens_loaded") == 89
     assert_clean(both)
 
 
@@ -129,7 +131,7 @@ def test_a_chain_of_engines_passes_the_same_prompt_on(engine, tokens):
     answer = first.generate(prompt(70), params=HANDOFF).params
     answer = second.generate(prompt(70), params={**answer, "do_remote_decode": True}).params
     assert third.generate(prompt(70), 6, params=answer).tokens == tokens(prompt(70), 6)
-    assert second.count("tokens_loaded") == third.count("tokens_loaded") == 70
+    assert second.count("tokens_loaded") == third.count("tokens_loaded") == 69
     assert_clean(first, second, third)
 
 
@@ -162,7 +164,7 @@ def test_what_the_decode_engine_holds_is_not_moved(engine, tokens):
     full = prompt(10 * BLOCK + 3)
     assert decode.generate(full[: 6 * BLOCK + 5], 1).tokens == tokens(full[: 6 * BLOCK + 5], 1)
     assert hand_off(prefill, decode, full) == tokens(full, 6)
-    assert decode.count("tokens_loaded") == 4 * BLOCK + 3
+    assert decode.count("tokens_loaded") == 4 * BLOCK + 2
     assert decode.count("blocks_loaded") == 5
     assert decode.count("bytes_loaded") == 5 * BLOCK_BYTES
     assert_clean(prefill, decode)
@@ -240,7 +242,7 @@ def test_a_prefill_that_generates_more_than_one_token_is_handed_off(engine, toke
     answer = prefill.generate(prompt(40), 5, params=HANDOFF)
     assert answer.tokens == tokens(prompt(40), 5)
     assert decode.generate(prompt(40), 6, params=answer.params).tokens == tokens(prompt(40), 6)
-    assert decode.count("tokens_loaded") == 40
+    assert decode.count("tokens_loaded") == 39
     assert_clean(prefill, decode)
 
 

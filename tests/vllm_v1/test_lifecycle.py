@@ -6,6 +6,7 @@ import time
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from omni_connector.errors import ConfigError
 from omni_connector.plugin import CONNECTOR_NAME, register
@@ -15,6 +16,7 @@ from omni_connector.vllm_v1.identity import hash_id
 from .harness import (
     BLOCK,
     HANDOFF,
+    InProcessEngine,
     assert_clean,
     connector_threads,
     hand_off,
@@ -60,8 +62,6 @@ def test_a_decode_engine_has_no_arena_and_listens_to_nobody(engine, runtime):
     ],
 )
 def test_a_wrong_setting_stops_the_start_and_is_named(model, runtime, extra, said):
-    from .harness import InProcessEngine
-
     with pytest.raises(ConfigError, match=said):
         InProcessEngine(model, "kv_both", extra=extra)
     wait(lambda: not connector_threads())
@@ -189,10 +189,6 @@ def test_shutdown_in_the_middle_of_everything(engine, runtime):
 
 
 def test_an_engine_that_was_never_started_shuts_down(model, runtime):
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
-    from .harness import InProcessEngine
-
     made = InProcessEngine(model, "kv_both")
     for role in KVConnectorRole:
         OmniKVConnector(made.config, role, made.kv_config).shutdown()

@@ -58,7 +58,7 @@ def test_each_side_counts_its_part(reported):
     }
     assert decode.data["counts"] == {
         "handoffs_received": 1,
-        "tokens_loaded": 5 * BLOCK,
+        "tokens_loaded": 5 * BLOCK - 1,
         "blocks_loaded": 5,
         "bytes_loaded": SIZE,
         "failure:foreign_params": 1,
@@ -136,9 +136,9 @@ def test_vllm_itself_carries_the_stats(engine):
     prefill.submit(PROMPT, params=HANDOFF)
     seen: list[SchedulerStats] = []
     make_stats = prefill.scheduler.make_stats
-    prefill.scheduler.make_stats = lambda *args, **kwargs: seen.append(
-        made := make_stats(*args, **kwargs)
-    ) or made
+    prefill.scheduler.make_stats = lambda *args, **kwargs: (
+        seen.append(made := make_stats(*args, **kwargs)) or made
+    )
     prefill.settle()
     totals = OmniStats()
     for stats in seen:

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a hand-off between two vLLM engines costs, beside a memcpy of the same bytes.
+
+For each prompt length: a fresh prompt is prefilled on the prefill engine (not timed); its
+`kv_transfer_params` go to the decode engine at once, and the time to the first token is taken
+at a client with a kept-alive connection; then the same prompt is sent to the decode engine
+again, which now holds its KV. The difference is the cost of the hand-off. It is divided by the
+time of one numpy memcpy of the bytes of that KV, taken right after.
+
+Beside OmniKVConnector stand vLLM's floor, a connector that moves nothing and says so at once,
+and NixlConnector where nixl is installed.
+
+    python benchmarks/handoff.py [--quick]
+
+writes results/handoff.md and results/handoff.png beside this file.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+
+from omni_connector.testing import hollow
+from omni_connector.testing.engines import Client, Engine, completion, free_port, prefill
+from omni_connector.testing.models import make_model
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+RESULTS = Path(__file__).parent / "results"
+BLOCK = 128
+TOKEN_BYTES = 64 << 10  # 16 layers x 8 heads x 128 x (K, V) x 2 bytes
+LENGTHS = (256, 1024, 2048, 8192)
+KV_CACHE_BYTES = 1280 << 20
+ARENA_GIB = 1.25
+HANDOFF_TTL_S = 30
+PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One hand-off; all times in seconds."""
+
+    remote: float
+    local: float
+    memcpy: float
+
+    @property
+    def cost(self) -> float:
+        return self.remote - self.local
+
+    @property
+    def ratio(self) -> float:
+        return self.cost / self.memcpy
+
+
+class Memcpy:
+    """Times one numpy copy between two buffers whose pages are all there."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._source = np.full(max_bytes, 1, np.uint8)
+        self._target = np.full(max_bytes, 2, np.uint8)
+
+    def seconds(self, size: int) -> float:
+        start = time.perf_counter()
+        np.copyto(self._target[:size], self._source[:size])
+        return time.perf_counter() - start
+
+
+def connectors() -> dict[str, dict[str, Any]]:
+    """The `--kv-transfer-config` of each connector that is compared, without its role."""
+    extra = {"arena_gib": ARENA_GIB, "handoff_ttl_s": HANDOFF_TTL_S}
+    found: dict[str, dict[str, Any]] = {
+        "OmniKVConnector": {"kv_connector_extra_config": extra},
+        "HollowConnector": {"kv_connector_module_path": hollow.MODULE},
+    }
+    if importlib.util.find_spec("nixl") is not None:
+        found["NixlConnector"] = {"kv_buffer_device": "cpu"}
+    return found
+
+
+@contextlib.contextmanager
+def engines(name: str, model: Path, folder: Path) -> Iterator[tuple[Engine, Engine]]:
+    """A prefill and a decode engine, each on a core of its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    root = str(Path(__file__).parents[1])
+    pair = []
+    for number, role in enumerate(("kv_producer", "kv_consumer")):
+        config = {"kv_connector": name, "kv_role": role, **connectors()[name]}
+        environment = {
+            "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+            "OMNI_CONNECTOR_RUNTIME_DIR": str(folder / "run"),
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        }
+        pair.append(
+            Engine(
+                model,
+                folder / f"{name}-{role}.log",
+                config,
+                arguments=("--max-model-len", "9216"),
+                environment=environment,
+                core=cores[number % len(cores)],
+                kv_cache_bytes=KV_CACHE_BYTES,
+            )
+        )
+    try:
+        for engine in pair:
+            engine.start()
+        for engine in pair:
+            engine.wait_ready(240.0)
+        yield pair[0], pair[1]
+    finally:
+        for engine in pair:
+            engine.stop()
+
+
+def first_token_seconds(client: Client, body: dict[str, Any]) -> float:
+    start = time.perf_counter()
+    client.post("/v1/completions", body)
+    return time.perf_counter() - start
+
+
+def hand_off(
+    prefiller: Client, decoder: Client, draw: random.Random, tokens: int, memcpy: Memcpy
+) -> Sample:
+    """Hand one fresh prompt off. One token more than whole blocks: the decode engine computes
+    exactly one token, in the hand-off and in the local hit alike."""
+    prompt = [draw.randrange(3, 512) for _ in range(tokens + 1)]
+    params = prefill(prefiller, prompt)
+    body = completion(prompt, max_tokens=1)
+    remote = first_token_seconds(decoder, {**body, "kv_transfer_params": params})
+    time.sleep(PAUSE_S)
+    local = first_token_seconds(decoder, body)
+    return Sample(remote, local, memcpy.seconds(tokens * TOKEN_BYTES))
+
+
+def measure(
+    name: str, model: Path, folder: Path, lengths: tuple[int, ...], repeats: int, memcpy: Memcpy
+) -> dict[int, list[Sample]]:
+    """All samples of one connector, by prompt length."""
+    draw = random.Random(name)
+    with (
+        engines(name, model, folder) as (first, second),
+        first.client() as prefiller,
+        second.client() as decoder,
+    ):
+        # Every block and slot that will be used is touched once before anything is timed.
+        longest = max(lengths)
+        for _ in range(KV_CACHE_BYTES // (longest * TOKEN_BYTES) + 1):
+            hand_off(prefiller, decoder, draw, longest, memcpy)
+        samples = {}
+        for tokens in lengths:
+            for _ in range(2):
+                hand_off(prefiller, decoder, draw, tokens, memcpy)
+            samples[tokens] = [
+                hand_off(prefiller, decoder, draw, tokens, memcpy) for _ in range(repeats)
+            ]
+            if name == "OmniKVConnector":
+                require_loaded(second, tokens)
+            print(f"{name:16} {summary(tokens, samples[tokens])}", flush=True)
+        return samples
+
+
+def require_loaded(decode: Engine, tokens: int) -> None:
+    """Raise RuntimeError if a hand-off was computed locally: its time would mean nothing."""
+    failures = decode.samples("vllm:omni_connector_failures_total")
+    if failures:
+        raise RuntimeError(f"hand-offs of {tokens} tokens failed: {failures}")
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def summary(tokens: int, samples: list[Sample]) -> str:
+    remote, local, memcpy, cost = (
+        1e3 * median([getattr(sample, field) for sample in samples])
+        for field in ("remote", "local", "memcpy", "cost")
+    )
+    ratio = median([sample.ratio for sample in samples])
+    return (
+        f"| {tokens} | {tokens * TOKEN_BYTES >> 20} | {remote:.1f} | {local:.1f} | {cost:.1f} "
+        f"| {memcpy:.1f} | {ratio:.1f} |"
+    )
+
+
+def markdown(results: dict[str, dict[int, list[Sample]]], command: str, repeats: int) -> str:
+    lines = [
+        "# Hand-off between two vLLM engines",
+        "",
+        f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
+        f"{platform.system()} {platform.release()}, Python {platform.python_version()}.",
+        "",
+        "Model of 64 KiB of KV a token, one core an engine. Milliseconds at a client, medians of "
+        f"{repeats}. *remote*: first token with the KV on the prefill engine; *local*: with the "
+        "KV on the decode engine; *cost*: remote - local, paired; *memcpy*: one numpy copy of the "
+        "bytes; *ratio*: cost / memcpy, paired.",
+        "",
+        "HollowConnector moves nothing and completes at once: what vLLM itself needs.",
+    ]
+    for name, by_length in results.items():
+        lines += ["", f"## {name}", ""]
+        lines += ["| tokens | MiB | remote | local | cost | memcpy | ratio |"]
+        lines += ["|---:|---:|---:|---:|---:|---:|---:|"]
+        lines += [summary(tokens, samples) for tokens, samples in by_length.items()]
+    return "\n".join([*lines, ""])
+
+
+def plot(results: dict[str, dict[int, list[Sample]]], path: Path) -> None:
+    """Cost, and cost over memcpy, by prompt length."""
+    figure, (costs, ratios) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    for name, by_length in results.items():
+        tokens = list(by_length)
+        cost = [1e3 * median([s.cost for s in samples]) for samples in by_length.values()]
+        ratio = [median([s.ratio for s in samples]) for samples in by_length.values()]
+        costs.plot(tokens, cost, "o-", label=name)
+        ratios.plot(tokens, ratio, "o-", label=name)
+    memcpy = {
+        tokens: 1e3
+        * median([s.memcpy for by_length in results.values() for s in by_length[tokens]])
+        for tokens in tokens
+    }
+    costs.plot(list(memcpy), list(memcpy.values()), "k--", label="numpy memcpy")
+    ratios.axhline(3.0, color="tab:red", linestyle=":", label="target at 2,048 tokens")
+    costs.set(title="Cost of a hand-off", ylabel="ms (median)")
+    ratios.set(title="Cost over memcpy", ylabel="ratio (median of pairs)")
+    for axes in (costs, ratios):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(tokens, [str(each) for each in tokens])
+        axes.set_xlabel("prompt tokens (64 KiB of KV each)")
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Measure, and write the table and the plot."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="two lengths, fewer runs, no peers")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--connector", action="append", choices=list(connectors()))
+    parser.add_argument("--repeats", type=int, help="hand-offs of each length")
+    arguments = parser.parse_args()
+    quick = arguments.quick
+    names = arguments.connector or (["OmniKVConnector"] if quick else list(connectors()))
+    lengths = (256, 2048) if quick else LENGTHS
+    repeats = arguments.repeats or (5 if quick else 9)
+    memcpy = Memcpy(max(lengths) * TOKEN_BYTES)
+    results = {}
+    # Short, because the paths of Unix sockets are.
+    with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
+        model = make_model("llama-wide", Path(folder) / "model")
+        for name in names:
+            results[name] = measure(name, model, Path(folder), lengths, repeats, memcpy)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    command = "python benchmarks/handoff.py" + (" --quick" if quick else "")
+    (arguments.output / "handoff.md").write_text(markdown(results, command, repeats))
+    plot(results, arguments.output / "handoff.png")
+
+
+if __name__ == "__main__":
+    main()
