@@ -103,6 +103,8 @@ def engines(name: str, model: Path, folder: Path) -> Iterator[tuple[Engine, Engi
             "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
             "OMNI_CONNECTOR_RUNTIME_DIR": str(folder / "run"),
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            # A connection waits while the other engine prefills.
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
         }
         pair.append(
             Engine(

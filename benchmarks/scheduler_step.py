@@ -1,144 +1,372 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler half costs in each step in which it has nothing to move.
+"""What the connector adds to an engine's step when there is nothing to move.
 
-vLLM's own scheduler runs 1, 64 and 256 decoding requests in this process. Every method of the
-connector that it calls is timed; the sum over a step is compared with the same of a connector
-that does nothing, and with the whole step of vLLM's scheduler.
+vLLM's real scheduler runs in this process with 1, 64 and 256 decoding requests; the model is
+left out (every request gets a token at once). Each method of the connector that vLLM calls is
+timed, and the times of a step are added up, for the scheduler half and for the worker half.
+Beside OmniKVConnector stands a connector whose methods do nothing.
+
+    python benchmarks/scheduler_step.py [--quick]
+
+writes results/scheduler_step.md and results/scheduler_step.png beside this file.
 """
 
 import argparse
+import contextlib
+import os
+import platform
 import statistics
-import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the harness of the tests drives vLLM
-
 import matplotlib as mpl
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from omni_connector.plugin import register
+from omni_connector.testing import hollow
+from omni_connector.testing.models import make_model
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from omni_connector.plugin import CONNECTOR_NAME
-from tests.vllm_v1.harness import InProcessEngine, write_model
-
-RUNNING = (1, 64, 256)
 RESULTS = Path(__file__).parent / "results"
-METHODS = (
+RUNNING = (1, 64, 256)
+TARGET_US = 50.0
+BLOCK, LAYERS, HEADS, HEAD_SIZE = 128, 4, 1, 8
+PROMPT = 200
+# More tokens than steps: requests that were prefilled first must not end before the others.
+SPARE = 100
+CONNECTORS: dict[str, dict[str, Any]] = {
+    "OmniKVConnector": {"kv_connector_extra_config": {"arena_gib": 0.25}},
+    "HollowConnector": {"kv_connector_module_path": hollow.MODULE},
+}
+SCHEDULER_METHODS = (
     "build_connector_meta",
-    "update_connector_output",
     "get_kv_connector_stats",
-    "take_events",
+    "get_loaded_kv_cache_group_ids",
     "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "request_finished_all_groups",
+    "has_pending_block_frees",
+    "has_pending_push_work",
     "on_new_request",
+    "request_finished_all_groups",
+    "take_events",
+    "update_connector_output",
+    "update_state_after_alloc",
 )
 
 
-class Timed:
-    """Adds up the time spent in a connector's methods."""
+@dataclass
+class Stopwatch:
+    """Adds up the time spent in methods of one object, calls among them counted once."""
 
-    def __init__(self, connector: Any) -> None:
-        self.seconds = 0.0
-        for name in METHODS:
-            setattr(connector, name, self._timed(getattr(connector, name)))
+    seconds: float = 0.0
+    _inside: bool = False
 
-    def _timed(self, method: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
+    def watch(self, target: Any, methods: tuple[str, ...]) -> None:
+        for name in methods:
+            setattr(target, name, self._timed(getattr(target, name)))
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return method(*args, **kwargs)
+            self._inside = True
+            start = time.perf_counter()
             try:
                 return method(*args, **kwargs)
             finally:
-                self.seconds += time.perf_counter() - started
+                self.seconds += time.perf_counter() - start
+                self._inside = False
 
-        return call
+        return timed
 
-
-def measure(
-    model: Path, connector: str, running: int, steps: int
-) -> tuple[list[float], list[float]]:
-    """Seconds in the connector, and in schedule and update together, for each decoding step."""
-    blocks = running * (2 + (steps + 40) // 16)
-    engine = InProcessEngine(
-        model,
-        "kv_both",
-        connector=connector,
-        usable_blocks=blocks,
-        max_num_seqs=running,
-        max_tokens_a_step=max(4096, running * 16),
-    )
-    try:
-        timed = Timed(engine.scheduler.connector)
-        for number in range(running):
-            engine.submit([2 + number % 500] * 16, max_tokens=steps + 20)
-        for _ in range(10):
-            engine.step()
-        inside, whole = [], []
-        for _ in range(steps):
-            scheduler = engine.scheduler
-            timed.seconds = 0.0
-            started = time.perf_counter()
-            scheduled = scheduler.schedule()
-            middle = time.perf_counter()
-            output = engine._execute(scheduled)
-            resumed = time.perf_counter()
-            scheduler.update_from_output(scheduled, output)
-            whole.append(middle - started + time.perf_counter() - resumed)
-            inside.append(timed.seconds)
-            if len(scheduled.num_scheduled_tokens) != running:
-                raise SystemExit("not every request was running")
-        return inside, whole
-    finally:
-        engine.shutdown()
+    def take(self) -> float:
+        taken, self.seconds = self.seconds, 0.0
+        return taken
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer steps")
-    arguments = parser.parse_args()
-    steps = 60 if arguments.quick else 300
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        model = write_model(Path(folder))
-        for running in RUNNING:
-            row: dict[str, float] = {"running": running}
-            for name in (CONNECTOR_NAME, "HollowConnector"):
-                inside, whole = measure(model, name, running, steps)
-                row[name] = statistics.median(inside) * 1e6
-                row[f"{name} step"] = statistics.median(whole) * 1e6
-            rows.append(row)
-    lines = [
-        "# Scheduler half: cost of a step with nothing to move",
-        "",
-        f"Medians over {steps} decoding steps, in microseconds. *connector*: in all methods that "
-        "vLLM's scheduler calls. *empty*: the same of a connector without any state.",
-        "",
-        "| running | connector | empty | vLLM's scheduler in all | share |",
-        "|---:|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        ours, step = row[CONNECTOR_NAME], row[f"{CONNECTOR_NAME} step"]
-        lines.append(
-            f"| {row['running']:.0f} | {ours:.1f} | {row['HollowConnector']:.1f} "
-            f"| {step:.0f} | {ours / step:.1%} |"
+@dataclass
+class Times:
+    """Microseconds: of the connector's halves in each step, and of the scheduler's whole step."""
+
+    half: list[float] = field(default_factory=list)
+    worker: list[float] = field(default_factory=list)
+    step: list[float] = field(default_factory=list)
+    admission: float = 0.0
+
+
+class Engine:
+    """vLLM's scheduler and both halves of a connector, without a model."""
+
+    def __init__(self, model: Path, connector: str, running: int, steps: int) -> None:
+        blocks = 1 + running * (-(-(PROMPT + steps + SPARE) // BLOCK) + 1)
+        self.config = vllm_config(model, connector, running, blocks)
+        cache = kv_cache_config(blocks)
+        device = torch.device("cpu")
+        self.worker: Any = KVConnectorFactory.create_connector(
+            config=self.config, role=KVConnectorRole.WORKER, kv_cache_config=cache
         )
-    text = "\n".join([*lines, ""])
-    print(text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "scheduler_step.md").write_text(text)
-    figure, axes = plt.subplots(figsize=(6, 3.5))
-    for name, label in ((CONNECTOR_NAME, CONNECTOR_NAME), ("HollowConnector", "empty connector")):
-        axes.plot([r["running"] for r in rows], [r[name] for r in rows], "o-", label=label)
-    axes.axhline(50, color="grey", linestyle=":", label="target at 64 running")
-    axes.set(xlabel="running requests", ylabel="µs a step", ylim=(0, None))
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(RESULTS / "scheduler_step.png", dpi=120)
-    return 0
+        self.worker.register_kv_caches(
+            allocate_kv_cache(cache, device, KVCacheLayout.LBHNC, [BLOCK])
+        )
+        self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
+            vllm_config=self.config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            log_stats=True,
+        )
+        handshake = self.worker.get_handshake_metadata()
+        if handshake is not None:
+            self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
+        hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_fn)
+        self._hasher = get_request_block_hasher(BLOCK, hash_fn)
+        self.stopwatch = Stopwatch()
+        self.stopwatch.watch(self.scheduler.connector, SCHEDULER_METHODS)
+
+    def add(self, number: int, max_tokens: int) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        prompt = [(number * 7 + i * 3) % 500 for i in range(PROMPT)]
+        request = Request(f"request-{number}", prompt, sampling, None, block_hasher=self._hasher)
+        self.scheduler.add_request(request)
+
+    def step(self) -> tuple[float, float]:
+        """One step; seconds of the scheduler, and of the worker half."""
+        start = time.perf_counter()
+        scheduled = self.scheduler.schedule()
+        middle = time.perf_counter()
+        connector_output = self._work(scheduled)
+        worked = time.perf_counter()
+        output = self._output(scheduled, connector_output)
+        built = time.perf_counter()
+        self.scheduler.update_from_output(scheduled, output)
+        end = time.perf_counter()
+        return middle - start + end - built, worked - middle
+
+    def _work(self, scheduled: SchedulerOutput) -> KVConnectorOutput:
+        worker = self.worker
+        metadata = scheduled.kv_connector_metadata
+        worker.handle_preemptions(metadata)
+        worker.bind_connector_metadata(metadata)
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        results = worker.get_transfer_results(scheduled.finished_req_ids)
+        output = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_stats=worker.get_kv_connector_stats(),
+            kv_cache_events=worker.get_kv_connector_kv_cache_events(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+        worker.clear_connector_metadata()
+        return output
+
+    def _output(
+        self, scheduled: SchedulerOutput, connector_output: KVConnectorOutput
+    ) -> ModelRunnerOutput:
+        ids = list(scheduled.num_scheduled_tokens)
+        requests = self.scheduler.requests
+        sampled = [
+            [5] if requests[i].num_computed_tokens >= requests[i].num_prompt_tokens else []
+            for i in ids
+        ]
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={name: place for place, name in enumerate(ids)},
+            sampled_token_ids=sampled,
+            kv_connector_output=None if connector_output.is_empty() else connector_output,
+        )
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+
+def vllm_config(model: Path, connector: str, running: int, blocks: int) -> VllmConfig:
+    transfer = KVTransferConfig(kv_connector=connector, kv_role="kv_both", **CONNECTORS[connector])
+    config = VllmConfig(
+        model_config=ModelConfig(model=str(model), dtype="float32", max_model_len=8192),
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_model_len=8192,
+            is_encoder_decoder=False,
+            max_num_seqs=running,
+            max_num_batched_tokens=8192,
+            enable_chunked_prefill=True,
+        ),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=transfer,
+    )
+    config.parallel_config.rank = 0
+    config.scheduler_config.async_scheduling = False
+    config.cache_config.num_gpu_blocks = blocks
+    config.cache_config.kv_cache_layout = "LBHNC"
+    return config
+
+
+def kv_cache_config(blocks: int) -> KVCacheConfig:
+    """One group of full attention; its pages are small, as nothing is put in them."""
+    layers = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
+    spec = FullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32
+    )
+    page = spec.page_size_bytes
+    tensor = KVCacheTensor(
+        size=LAYERS * page * blocks,
+        layers=layers,
+        layer_stride=page * blocks,
+        block_stride=page,
+    )
+    return KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
+        kv_cache_layout="LBHNC",
+        hash_block_size=BLOCK,
+    )
+
+
+@contextlib.contextmanager
+def engine(model: Path, connector: str, running: int, steps: int) -> Iterator[Engine]:
+    made = Engine(model, connector, running, steps)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def measure(model: Path, connector: str, running: int, steps: int) -> Times:
+    """Times of `steps` steps in which `running` requests decode and nothing else happens."""
+    times = Times()
+    with engine(model, connector, running, steps) as made:
+        for number in range(running):
+            made.add(number, steps + SPARE)
+        requests = made.scheduler.requests
+        while any(r.num_computed_tokens < r.num_prompt_tokens for r in requests.values()):
+            made.step()
+        times.admission = 1e6 * made.stopwatch.take() / running
+        warm = steps // 10
+        for number in range(steps):
+            whole, worker = made.step()
+            half = made.stopwatch.take()
+            if number >= warm:
+                times.half.append(1e6 * half)
+                times.worker.append(1e6 * worker)
+                times.step.append(1e6 * whole)
+        if len(made.scheduler.running) != running:
+            raise RuntimeError(f"{len(made.scheduler.running)} requests run, not {running}")
+    return times
+
+
+def p99(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100)[98]
+
+
+def row(connector: str, running: int, times: Times) -> str:
+    half, worker, step = (statistics.median(v) for v in (times.half, times.worker, times.step))
+    return (
+        f"| {connector} | {running} | {half:.1f} | {p99(times.half):.1f} | {worker:.1f} "
+        f"| {step:.0f} | {100 * half / step:.1f} | {times.admission:.1f} |"
+    )
+
+
+def markdown(results: dict[tuple[str, int], Times], command: str, steps: int) -> str:
+    lines = [
+        "# The connector's part of a step with nothing to move",
+        "",
+        f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
+        f"{platform.system()} {platform.release()}, Python {platform.python_version()}.",
+        "",
+        f"Microseconds, medians of {steps} steps of vLLM's scheduler with requests that decode. "
+        "*scheduler half*: inside the connector's methods; *step*: scheduling and updating, the "
+        "connector included; *worker half*: all its methods in one step; *admission*: scheduler "
+        "half for one new request, from its arrival to the end of its prefill.",
+        "",
+        f"Target: {TARGET_US:.0f} µs for the scheduler half at 64 requests.",
+        "",
+        "| connector | running | scheduler half | 99 % | worker half | step | % of step "
+        "| admission |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    lines += [row(name, running, times) for (name, running), times in results.items()]
+    return "\n".join([*lines, ""])
+
+
+def plot(results: dict[tuple[str, int], Times], path: Path) -> None:
+    """Both halves by number of running requests."""
+    figure, axes = plt.subplots(figsize=(6.5, 4.5), layout="constrained")
+    for connector, colour in zip(CONNECTORS, ("tab:blue", "tab:gray"), strict=True):
+        for part, style in (("half", "o-"), ("worker", "s:")):
+            values = [
+                statistics.median(getattr(results[connector, running], part)) for running in RUNNING
+            ]
+            label = f"{connector}, {'scheduler' if part == 'half' else 'worker'} half"
+            axes.plot(RUNNING, values, style, color=colour, label=label)
+    axes.axhline(TARGET_US, color="tab:red", linestyle=":", label="target at 64 requests")
+    axes.set(xlabel="running requests", ylabel="µs a step (median)")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(RUNNING, [str(each) for each in RUNNING])
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize=8)
+    figure.suptitle("A step with nothing to move")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Measure, and write the table and the plot."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer steps")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    arguments = parser.parse_args()
+    steps = 200 if arguments.quick else 1000
+    register()
+    results = {}
+    with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
+        os.environ["OMNI_CONNECTOR_RUNTIME_DIR"] = str(Path(folder) / "run")
+        model = make_model("llama", Path(folder) / "model")
+        for running in RUNNING:
+            for connector in CONNECTORS:
+                times = results[connector, running] = measure(model, connector, running, steps)
+                print(row(connector, running, times), flush=True)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    command = "python benchmarks/scheduler_step.py" + (" --quick" if arguments.quick else "")
+    (arguments.output / "scheduler_step.md").write_text(markdown(results, command, steps))
+    plot(results, arguments.output / "scheduler_step.png")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

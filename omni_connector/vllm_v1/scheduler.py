@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
 
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.omni_connector.scheduler")
+
+_SWEEP_S: Final = 10.0
 
 
 class OmniScheduler:
@@ -88,6 +90,7 @@ class OmniScheduler:
         self._sender: HandoffSender | None = None
         self._receiver: HandoffReceiver | None = None
         self._runtime_dir = runtime_dir(config.namespace)
+        self._next_sweep = clock() + _SWEEP_S
         # From the control thread; `OmniStats` belongs to the engine's.
         self._events: deque[str] = deque()
         self._gauges: tuple[int, int, int] | None = None
@@ -131,7 +134,7 @@ class OmniScheduler:
             fingerprint=ours,
             server=server,
             listen=self._control_path(self._engine_id) if server is not None else None,
-            on_tick=self._expire,
+            on_tick=self._tick,
             on_peer_gone=self._sweep,
             clock=self._clock,
         )
@@ -175,7 +178,12 @@ class OmniScheduler:
         except TransportError as error:  # the next engine to start, or to miss a peer, does it
             logger.warning("Sockets of dead engines were not removed: %s", error)
 
-    def _expire(self) -> None:
+    def _tick(self) -> None:
+        # On the control thread. The sockets of a killed engine are dead only once the last of its
+        # processes is, and nobody may have been connected to it.
+        if self._clock() >= self._next_sweep:
+            self._next_sweep = self._clock() + _SWEEP_S
+            self._sweep()
         if self._directory is not None:
             self._events.extend(["handoffs_expired"] * self._directory.expire())
 
