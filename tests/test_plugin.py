@@ -72,14 +72,14 @@ def complaints(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     return found
 
 
-@pytest.mark.parametrize(
-    "number", ["0.30.0", "0.32.0", "0.32.7+cpu", "0.31.0rc2", "0.32.1.dev3+g1"]
-)
+@pytest.mark.parametrize("number", ["0.32.0", "0.32.7+cpu", "0.32.1rc2", "0.32.1.dev3+g1"])
 def test_a_version_of_the_range_is_supported(number: str) -> None:
     assert plugin.is_supported(number)
 
 
-@pytest.mark.parametrize("number", ["0.29.9", "0.33.0", "0.33.0.dev1", "1.0", "0.3.2", "dev", ""])
+@pytest.mark.parametrize(
+    "number", ["0.29.9", "0.31.0", "0.33.0", "0.33.0.dev1", "1.0", "0.3.2", "dev", ""]
+)
 def test_another_version_is_not(number: str) -> None:
     assert not plugin.is_supported(number)
 
@@ -90,15 +90,15 @@ def test_the_cpu_build_counts_as_vllm(install: Callable[..., None]) -> None:
 
 
 def test_a_build_of_another_name_is_found_too(install: Callable[..., None]) -> None:
-    install(vllm_special="0.31.0")
-    assert plugin.require_supported_vllm() == ("vllm-special", "0.31.0")
+    install(vllm_special="0.32.1")
+    assert plugin.require_supported_vllm() == ("vllm-special", "0.32.1")
 
 
 def test_a_wrong_version_is_an_error_that_names_the_right_ones(
     install: Callable[..., None],
 ) -> None:
     install(vllm="0.29.0")
-    with pytest.raises(UnsupportedVersionError, match=r">=0\.30,<0\.33.* vllm 0\.29\.0"):
+    with pytest.raises(UnsupportedVersionError, match=r">=0\.32,<0\.33.* vllm 0\.29\.0"):
         plugin.require_supported_vllm()
 
 
@@ -106,7 +106,7 @@ def test_a_missing_vllm_is_an_error_that_names_the_right_ones(
     install: Callable[..., None],
 ) -> None:
     install()
-    with pytest.raises(UnsupportedVersionError, match=r">=0\.30,<0\.33.*none is installed"):
+    with pytest.raises(UnsupportedVersionError, match=r">=0\.32,<0\.33.*none is installed"):
         plugin.require_supported_vllm()
 
 
@@ -129,7 +129,7 @@ def test_a_wrong_version_is_logged_and_stops_nobody(
     plugin.register()
     assert "OmniKVConnector" in factory._registry
     (message,) = complaints
-    assert ">=0.30,<0.33" in message
+    assert ">=0.32,<0.33" in message
     assert "0.40.1" in message
 
 
@@ -190,4 +190,4 @@ def test_whoever_asks_for_the_connector_on_a_wrong_vllm_is_told(load: str) -> No
         "except UnsupportedVersionError as error:\n    print('told:', error)\n"
     )
     assert out.splitlines()[-1].startswith("told: ")
-    assert ">=0.30,<0.33" in out
+    assert ">=0.32,<0.33" in out
