@@ -21,7 +21,9 @@ import importlib.util
 import os
 import platform
 import random
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -259,7 +261,9 @@ def main() -> None:
     quick = arguments.quick
     names = arguments.connector or (["OmniKVConnector"] if quick else list(connectors()))
     lengths = (256, 2048) if quick else LENGTHS
-    repeats = arguments.repeats or (5 if quick else 9)
+    repeats = arguments.repeats or (5 if quick else 7)
+    # Asked to end, stop the engines on the way out.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     memcpy = Memcpy(max(lengths) * TOKEN_BYTES)
     results = {}
     # Short, because the paths of Unix sockets are.

@@ -62,14 +62,12 @@ class OmniConnectorMetadata(KVConnectorMetadata):
         loads: started at once.
         fence: save jobs whose blocks this step may overwrite: cancelled or waited for first.
         finish_after: request id and the save jobs after which its blocks may be freed.
-        attach: arenas that a load will soon read: mapped ahead of it.
     """
 
     saves: list[SaveJob] = field(default_factory=list)
     loads: list[LoadJob] = field(default_factory=list)
     fence: list[int] = field(default_factory=list)
     finish_after: list[tuple[str, list[int]]] = field(default_factory=list)
-    attach: list[tuple[Endpoint, ...]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -99,7 +99,6 @@ class HandoffReceiver:
         self._queued: list[LoadJob] = []
         self._jobs: dict[int, tuple[_Load, int, str | None]] = {}
         self._job_ids = itertools.count(-1, -1)  # never those of the sender's jobs
-        self._attached: set[bytes] = set()
 
     def __bool__(self) -> bool:
         return bool(self._loads)

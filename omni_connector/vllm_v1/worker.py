@@ -160,8 +160,6 @@ class OmniWorker:
         if metadata is None or self._loads_started:
             return
         self._loads_started = True
-        for arenas in metadata.attach:
-            self._loader.submit(0, self._attach_work(arenas[self._rank]))
         if not metadata.loads:
             return
         copier = self._copier
@@ -197,9 +195,7 @@ class OmniWorker:
             else:
                 self._count("save", "saved", outcome)
         for outcome in self._loader.take_ended():
-            request_id = self._loading.pop(outcome.job_id, None)
-            if request_id is None:
-                continue  # mapping an arena ahead of its first load
+            request_id = self._loading.pop(outcome.job_id)
             self._report.done[outcome.job_id] = 1
             self._finished_loads.add(request_id)
             if outcome.failure is None:
@@ -323,17 +319,6 @@ class OmniWorker:
         ):
             arena.publish(slot, generation, key, size, checksum)
         return True
-
-    def _attach_work(self, endpoint: Endpoint) -> Work:
-        def work(cancelled: Callable[[], bool]) -> Outcome:
-            try:
-                if not cancelled():
-                    self._remote(endpoint, timeout=5.0)
-            except OmniError as error:
-                return Outcome(0, failure=_kind(error, "attach_failed"))
-            return Outcome(0)
-
-        return work
 
     def _load_work(self, job: LoadJob, fence: object) -> Work:
         copier, layout = self._copier, self._layout
