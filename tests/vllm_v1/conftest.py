@@ -68,6 +68,9 @@ def log() -> Iterator[list[str]]:
 
     handler = Collect(logging.WARNING)
     logger = logging.getLogger("vllm.omni_connector")
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # whatever vLLM's own level is by now
     logger.addHandler(handler)
     yield lines
     logger.removeHandler(handler)
+    logger.setLevel(level)
