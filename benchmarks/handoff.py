@@ -265,16 +265,18 @@ def main() -> None:
     # Asked to end, stop the engines on the way out.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     memcpy = Memcpy(max(lengths) * TOKEN_BYTES)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    command = " ".join(["python benchmarks/handoff.py", *sys.argv[1:]])
     results = {}
     # Short, because the paths of Unix sockets are.
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
         model = make_model("llama-wide", Path(folder) / "model")
         for name in names:
             results[name] = measure(name, model, Path(folder), lengths, repeats, memcpy)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    command = "python benchmarks/handoff.py" + (" --quick" if quick else "")
-    (arguments.output / "handoff.md").write_text(markdown(results, command, repeats))
-    plot(results, arguments.output / "handoff.png")
+            # Written after each connector, so that a run cut short leaves what it measured.
+            text = markdown(results, command, repeats)
+            (arguments.output / "handoff.md").write_text(text)
+            plot(results, arguments.output / "handoff.png")
 
 
 if __name__ == "__main__":
