@@ -277,6 +277,8 @@ class OmniScheduler:
             return
         if self._sender is not None:
             self._sender.jobs_done(report.done, report.failed)
+            if output.finished_sending:
+                output.finished_sending -= self._sender.still_sending()
         if self._receiver is not None:
             self._receiver.jobs_done(report.done, report.failed)
 

@@ -33,7 +33,7 @@ BlockIds = tuple[list[int], ...]
 _FINISHED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Send:
     request: "Request"
     prompt: Prompt
@@ -43,6 +43,7 @@ class _Send:
     refusal: str | None = None
     todo: set[Block] = field(default_factory=set)
     jobs: dict[int, list[Block]] = field(default_factory=dict)
+    fenced: set[int] = field(default_factory=set)  # jobs told to stop that have not yet ended
     finished_block_ids: BlockIds | None = None
     abandoned: bool = False
 
@@ -153,6 +154,7 @@ class HandoffSender:
             send = self._sends.get(request_id)
             if send is not None:
                 meta.fence.extend(send.jobs)
+                send.fenced.update(send.jobs)
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id, send in self._sends.items():
             if send.finished_block_ids is not None:
@@ -168,8 +170,7 @@ class HandoffSender:
             if send.todo and send.finished_block_ids is not None:
                 if job := self._job(send, send.todo, send.finished_block_ids):
                     meta.saves.append(job)
-                    self._on_complete()
-                self._forget_if_over(send)
+                self._settle(send)
             meta.finish_after.append((send.request.request_id, list(send.jobs)))
             if send.abandoned:
                 meta.fence.extend(send.jobs)
@@ -229,6 +230,7 @@ class HandoffSender:
         handoff = send.handoff
         assert handoff is not None
         blocks = send.jobs.pop(job_id)
+        send.fenced.discard(job_id)
         if failure is None:
             self._directory.filled(handoff, blocks)
         else:
@@ -236,15 +238,27 @@ class HandoffSender:
             if failure != "cancelled":
                 self._refuse(send, failure, f"copying its blocks failed: {failure}")
                 self._abandon(send)
-            elif send.finished_block_ids is None:
+            elif not send.abandoned:
                 send.todo.update(blocks)  # preempted: copied again when it is computed again
-            else:
-                self._abandon(send)
-        self._forget_if_over(send)
+                if send.finished_block_ids is not None and send not in self._finishing:
+                    self._finishing.append(send)  # it has been, before this was known
+        self._settle(send)
 
-    def _forget_if_over(self, send: _Send) -> None:
-        if send.finished_block_ids is not None and not send.jobs and not send.todo:
-            del self._sends[send.request.request_id]
+    def _settle(self, send: _Send) -> None:
+        """After its end: let the peer have it once nothing stands back, and forget it when all
+        is copied."""
+        if send.finished_block_ids is None:
+            return
+        handoff = send.handoff
+        if handoff is not None and not (send.fenced or handoff.sealed or send.abandoned):
+            self._directory.seal(handoff)
+            self._on_complete()
+        if not send.jobs and not send.todo:
+            self._sends.pop(send.request.request_id, None)
+
+    def still_sending(self) -> set[str]:
+        """Ended requests whose blocks must stay although the copies started so far are over."""
+        return {send.request.request_id for send in self._finishing if send.todo}
 
     def _abandon(self, send: _Send) -> None:
         send.abandoned = True
@@ -261,15 +275,14 @@ class HandoffSender:
         handoff = send.handoff
         well = request.status in _FINISHED_WELL
         answer: dict[str, Any] | None = None
-        computed = all(i < len(block_ids[self._group_ids[g]]) for g, i in send.todo)
+        missing = send.todo.union(*(send.jobs[job_id] for job_id in send.fenced))
+        computed = all(i < len(block_ids[self._group_ids[g]]) for g, i in missing)
         if handoff is None or not well or not computed or send.abandoned:
             self._abandon(send)
             if well:
                 answer = no_handoff_answer(send.refusal or "not_computed")
         else:
-            self._directory.seal(handoff)
             self._stats.count("handoffs_offered")
-            self._on_complete()
             answer = handoff_answer(
                 engine_id=self._engine_id,
                 request_id=request.request_id,
@@ -279,11 +292,11 @@ class HandoffSender:
                 block_ids=[list(block_ids[g]) for g in self._group_ids],
                 tp_size=self._tp_size,
             )
-        if send.jobs or send.todo:
+        must_stay = bool(send.jobs or send.todo)
+        if must_stay:
             self._finishing.append(send)
-            return True, answer
-        del self._sends[request.request_id]
-        return False, answer
+        self._settle(send)
+        return must_stay, answer
 
 
 def _key_bytes(key: SlotKey | None) -> bytes:

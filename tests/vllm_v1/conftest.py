@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from .harness import InProcessEngine, connector_threads, sockets, wait, write_model
+from .harness import InProcessEngine, connector_threads, sockets, wait
+from .toy import write_model
 
 MakeEngine = Callable[..., InProcessEngine]
 

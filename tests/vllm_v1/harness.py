@@ -6,7 +6,6 @@ same order; everything on vLLM's side of the connector but the model is vLLM's o
 """
 
 import itertools
-import json
 import random
 import threading
 import time
@@ -31,12 +30,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import FinishReason, Request, RequestStatus
@@ -50,17 +43,13 @@ from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.scheduler import OmniScheduler
 from omni_connector.vllm_v1.worker import OmniWorker
 
-from .toy import ToyRunner
+from .held import HeldCopier
+from .toy import BLOCK, SLOT, ToyRunner, kv_cache_config
 
-BLOCK = 16
-LAYERS, HEADS, HEAD_SIZE = 3, 2, 8
-PAGE = BLOCK * HEADS * 2 * HEAD_SIZE * 2  # K and V, two bytes each
-SLOT = 4096  # LAYERS pages, rounded up
 GIB = 1 << 30
 DEADLINE = 20.0  # stops a hang, and is waited for by no test that passes
 
 HANDOFF = {"do_remote_decode": True, "do_remote_prefill": False}
-_LAYERS = [f"model.layers.{i}.self_attn" for i in range(LAYERS)]
 _numbers = itertools.count()
 
 
@@ -71,49 +60,6 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
     params: dict[str, Any] | None = None
-
-
-def write_model(folder: Path) -> Path:
-    """The configuration of a model of the toy's shape; there are no weights."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 2 * HEADS * HEAD_SIZE,
-        "intermediate_size": 64,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "head_dim": HEAD_SIZE,
-        "vocab_size": 512,
-        "max_position_embeddings": 4096,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "torch_dtype": "float16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def kv_cache_config(num_blocks: int, block_size: int) -> KVCacheConfig:
-    """One group of full attention, laid out as vLLM lays out LBHNC."""
-    page = PAGE * block_size // BLOCK
-    spec = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float16
-    )
-    assert spec.page_size_bytes == page
-    tensor = KVCacheTensor(
-        size=LAYERS * page * num_blocks,
-        layers=_LAYERS,
-        layer_stride=page * num_blocks,
-        block_stride=page,
-    )
-    return KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=[tensor],
-        kv_cache_groups=[KVCacheGroupSpec(_LAYERS, spec)],
-        kv_cache_layout="LBHNC",
-        hash_block_size=block_size,
-    )
 
 
 class InProcessEngine:
@@ -415,56 +361,6 @@ class InProcessEngine:
                     value = getattr(part, name)
                     found[f"{type(part).__name__}.{name}"] = len(value) and repr(value)
         return {name: value for name, value in found.items() if value}
-
-
-class HeldCopier:
-    """A copier whose copies wait until it is opened.
-
-    Args:
-        inner: the copier that does the copying.
-        saves, loads: which copies wait.
-        deaf: whether a save that waits goes on when it is cancelled, like one within a block.
-    """
-
-    def __init__(self, inner: Any, *, saves: bool, loads: bool, deaf: bool) -> None:
-        self._inner = inner
-        self._saves = saves
-        self._loads = loads
-        self._deaf = deaf
-        self._opened = threading.Event()
-        self.waiting = threading.Event()
-        self.saved_blocks: list[int] = []
-        self.before_load: Callable[[], object] = lambda: None
-
-    def open(self) -> None:
-        """Let the copies go on."""
-        self._opened.set()
-
-    def fence(self) -> object:
-        return self._inner.fence()
-
-    def save(self, group: int, block_ids: Any, *args: Any, cancelled: Any, **kwargs: Any) -> Any:
-        if self._saves and not self._wait(lambda: cancelled() and not self._deaf):
-            return None
-        self.saved_blocks += block_ids.tolist()
-        return self._inner.save(group, block_ids, *args, cancelled=cancelled, **kwargs)
-
-    def load(self, *args: Any, **kwargs: Any) -> Any:
-        if self._loads:
-            self._wait(lambda: False)
-        self.before_load()
-        return self._inner.load(*args, **kwargs)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def _wait(self, give_up: Callable[[], bool]) -> bool:
-        self.waiting.set()
-        end = time.monotonic() + DEADLINE
-        while not self._opened.wait(0.001):
-            if give_up() or time.monotonic() > end:
-                return False
-        return True
 
 
 def run(engines: Sequence[InProcessEngine], until: Callable[[], bool]) -> None:

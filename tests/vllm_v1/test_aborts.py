@@ -3,16 +3,8 @@
 
 import pytest
 
-from .harness import (
-    BLOCK,
-    HANDOFF,
-    InProcessEngine,
-    assert_clean,
-    hand_off,
-    prompt,
-    slots,
-    wait,
-)
+from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt, slots, wait
+from .toy import BLOCK
 
 pytestmark = pytest.mark.vllm
 
@@ -131,7 +123,9 @@ def test_granted_but_without_room_to_load(engine, tokens, still_serve):
     answer = prefill.generate(prompt(LENGTH), params=HANDOFF).params
     waiting = decode.submit(prompt(LENGTH), max_tokens=6, params=answer)
     load = decode.half._receiver._loads[waiting]
-    decode.run(lambda: load.grant is not None)
+    load.future.result(10)
+    decode.step()
+    assert load.grant is not None
     assert load.job_id is None
     assert prefill.usage[2] == 1
     decode.abort(waiting)
@@ -217,7 +211,9 @@ def test_a_lease_that_is_never_released_expires(engine):
     answer = prefill.generate(prompt(LENGTH), params=HANDOFF).params
     waiting = decode.submit(prompt(LENGTH), max_tokens=6, params=answer)
     load = decode.half._receiver._loads[waiting]
-    decode.run(lambda: load.grant is not None)
+    load.future.result(10)
+    decode.step()
+    assert load.grant is not None
     assert prefill.usage == (6, 0, 1)
     wait(lambda: prefill.usage[0] == 0)  # the decode engine stands still
     assert prefill.usage[2] == 0

@@ -3,7 +3,8 @@
 
 import pytest
 
-from .harness import BLOCK, HANDOFF, assert_clean, hand_off, prompt, slots
+from .harness import HANDOFF, assert_clean, hand_off, prompt, slots
+from .toy import BLOCK
 
 pytestmark = pytest.mark.vllm
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 from vllm.v1.request import FinishReason
 
-from .harness import BLOCK, HANDOFF, InProcessEngine, assert_clean, hand_off, prompt
+from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt
+from .toy import BLOCK
 
 pytestmark = pytest.mark.vllm
 

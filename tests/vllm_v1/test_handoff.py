@@ -5,18 +5,8 @@ import itertools
 
 import pytest
 
-from .harness import (
-    BLOCK,
-    HANDOFF,
-    LAYERS,
-    PAGE,
-    InProcessEngine,
-    assert_clean,
-    hand_off,
-    prompt,
-    run,
-    slots,
-)
+from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt, run, slots
+from .toy import BLOCK, LAYERS, PAGE
 
 pytestmark = pytest.mark.vllm
 

@@ -14,7 +14,6 @@ from omni_connector.vllm_v1.connector import OmniKVConnector
 from omni_connector.vllm_v1.identity import hash_id
 
 from .harness import (
-    BLOCK,
     HANDOFF,
     InProcessEngine,
     assert_clean,
@@ -25,6 +24,7 @@ from .harness import (
     sockets,
     wait,
 )
+from .toy import BLOCK
 
 pytestmark = pytest.mark.vllm
 

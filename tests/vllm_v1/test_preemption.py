@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from .harness import BLOCK, HANDOFF, InProcessEngine, assert_clean, prompt, wait
+from .harness import HANDOFF, InProcessEngine, assert_clean, prompt, run, wait
+from .toy import BLOCK
 
 pytestmark = pytest.mark.vllm
 
@@ -173,22 +174,27 @@ def test_a_reset_in_the_middle_of_a_prefill(engine, tokens, overlap, chunk):
     assert_clean(prefill, decode)
 
 
-def test_copies_cancelled_after_the_answer_void_the_handoff_at_once(engine, tokens):
-    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+def test_copies_whose_end_is_told_after_the_answer_are_made_again(engine, tokens, overlap):
+    prefill, decode = engine("kv_producer", async_scheduling=overlap), engine("kv_consumer")
     held = prefill.hold(saves=True, deaf=True)
     first = prefill.submit(prompt(40, seed=5), params=HANDOFF)
     prefill.step()
-    wait(held.waiting.is_set)  # in front of the copies that will be cancelled in the queue
+    wait(held.waiting.is_set)  # in front of the copies that are cancelled in the queue
     request_id = prefill.submit(HANDED, max_tokens=2, params=HANDOFF)
-    prefill.step()
+    prefill.run(lambda: bool(prefill.answers[request_id].tokens))
     with pytest.raises(RuntimeError):  # vLLM misses the blocks of the first, but has preempted
         prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
     prefill.run(lambda: prefill.done(request_id))
+    assert request_id in prefill.preempted
     claim = decode.submit(HANDED, max_tokens=6, params=prefill.answers[request_id].params)
-    decode.run(lambda: bool(decode.worker_half._loading))  # it waits for these very copies
+    for _ in range(10):
+        prefill.step()
+        decode.step()
+    assert not decode.worker_half._loading  # it is told to wait
     held.open()
-    prefill.settle()
-    assert prefill.done(first)
-    decode.run(lambda: decode.done(claim))
+    run([prefill, decode], lambda: decode.done(claim))
     assert decode.answers[claim].tokens == tokens(HANDED, 6)
-    assert decode.failures() == {"stale_slot": 1}
+    assert decode.count("handoffs_received") == 1
+    decode.generate(prompt(40, seed=5), params=prefill.answers[first].params)
+    assert_clean(prefill, decode)

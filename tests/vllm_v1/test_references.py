@@ -7,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from .harness import BLOCK, HANDOFF, InProcessEngine, assert_clean, prompt
+from .harness import HANDOFF, InProcessEngine, assert_clean, prompt
+from .toy import BLOCK
 
 pytestmark = pytest.mark.vllm
 

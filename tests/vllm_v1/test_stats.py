@@ -10,7 +10,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 from omni_connector.vllm_v1.connector import OmniKVConnector
 from omni_connector.vllm_v1.metrics import COUNTERS, GAUGES, SECONDS, OmniStats
 
-from .harness import BLOCK, HANDOFF, LAYERS, PAGE, assert_clean, hand_off, prompt
+from .harness import HANDOFF, assert_clean, hand_off, prompt
+from .toy import BLOCK, LAYERS, PAGE
 
 pytestmark = pytest.mark.vllm
 

@@ -8,14 +8,70 @@ two engines agree exactly, or one of them has read something else.
 """
 
 import hashlib
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
 
 VOCAB = 500
+BLOCK = 16
+LAYERS, HEADS, HEAD_SIZE = 3, 2, 8
+PAGE = BLOCK * HEADS * 2 * HEAD_SIZE * 2  # K and V, two bytes each
+SLOT = 4096  # LAYERS pages, rounded up
+_LAYERS = [f"model.layers.{i}.self_attn" for i in range(LAYERS)]
+
+
+def write_model(folder: Path) -> Path:
+    """The configuration of a model of the toy's shape; there are no weights."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 2 * HEADS * HEAD_SIZE,
+        "intermediate_size": 64,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": HEAD_SIZE,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": "float16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def kv_cache_config(num_blocks: int, block_size: int) -> KVCacheConfig:
+    """One group of full attention, laid out as vLLM lays out LBHNC."""
+    page = PAGE * block_size // BLOCK
+    spec = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float16
+    )
+    assert spec.page_size_bytes == page
+    tensor = KVCacheTensor(
+        size=LAYERS * page * num_blocks,
+        layers=_LAYERS,
+        layer_stride=page * num_blocks,
+        block_stride=page,
+    )
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[KVCacheGroupSpec(_LAYERS, spec)],
+        kv_cache_layout="LBHNC",
+        hash_block_size=block_size,
+    )
 
 
 @dataclass(slots=True)

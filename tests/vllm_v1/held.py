@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies that take as long as a test wants."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+PATIENCE: Final = 20.0  # seconds; stops a hang
+
+
+class HeldCopier:
+    """A copier whose copies wait until it is opened.
+
+    Args:
+        inner: the copier that does the copying.
+        saves, loads: which copies wait.
+        deaf: whether a save that waits goes on when it is cancelled, like one within a block.
+    """
+
+    def __init__(self, inner: Any, *, saves: bool, loads: bool, deaf: bool) -> None:
+        self._inner = inner
+        self._saves = saves
+        self._loads = loads
+        self._deaf = deaf
+        self._opened = threading.Event()
+        self.waiting = threading.Event()
+        self.saved_blocks: list[int] = []
+        self.before_load: Callable[[], object] = lambda: None
+
+    def open(self) -> None:
+        """Let the copies go on."""
+        self._opened.set()
+
+    def fence(self) -> object:
+        return self._inner.fence()
+
+    def save(self, group: int, block_ids: Any, *args: Any, cancelled: Any, **kwargs: Any) -> Any:
+        if self._saves and not self._wait(lambda: cancelled() and not self._deaf):
+            return None
+        self.saved_blocks += block_ids.tolist()
+        return self._inner.save(group, block_ids, *args, cancelled=cancelled, **kwargs)
+
+    def load(self, *args: Any, **kwargs: Any) -> Any:
+        if self._loads:
+            self._wait(lambda: False)
+        self.before_load()
+        return self._inner.load(*args, **kwargs)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _wait(self, give_up: Callable[[], bool]) -> bool:
+        self.waiting.set()
+        end = time.monotonic() + PATIENCE
+        while not self._opened.wait(0.001):
+            if give_up() or time.monotonic() > end:
+                return False
+        return True
