@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from omni_connector.control.messages import (
-    PROTOCOL_VERSION,
     Claim,
     Denied,
     DigestKind,
@@ -97,7 +96,7 @@ class PeerSession:
 
     def hello(self) -> Hello:
         """What to send first."""
-        return Hello(PROTOCOL_VERSION, self._fingerprint)
+        return Hello.of(self._fingerprint)
 
     def claim(
         self,
@@ -146,6 +145,11 @@ class PeerSession:
             return []
         match message:
             case Welcome():
+                difference = message.fingerprint.difference(self._fingerprint)
+                if difference is not None:  # the peer should have seen it
+                    field, theirs, ours = difference
+                    self.fail(IncompatiblePeerError(field, str(ours), str(theirs)))
+                    return []
                 self._welcome = message
                 out: list[ControlRequest] = []
                 while self._unsent:

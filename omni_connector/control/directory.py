@@ -42,7 +42,8 @@ class Handoff:
     Attributes:
         token: unguessable name of the hand-off.
         prompt: what the slots will hold the KV of.
-        slots: slot of each logical block, one list a cache group.
+        firsts: logical index of the first block that is held, one a cache group.
+        slots: slot of each logical block from there, one list a cache group.
         generations: generation of each of these slots.
         missing: (group, index) of the blocks that are not ready yet.
         deadline: seconds of the clock when the slots go if nobody claims them.
@@ -52,6 +53,7 @@ class Handoff:
 
     token: bytes
     prompt: Prompt
+    firsts: list[int]
     slots: list[list[int]]
     generations: list[list[int]]
     missing: set[tuple[int, int]]
@@ -59,6 +61,16 @@ class Handoff:
     sealed: bool = False
     leased: bool = False
     held: list[int] = field(default_factory=list)
+
+    def slot(self, block: tuple[int, int]) -> int:
+        """Slot of a (group, index) block."""
+        g, i = block
+        return self.slots[g][i - self.firsts[g]]
+
+    def generation(self, block: tuple[int, int]) -> int:
+        """Generation of the slot of a (group, index) block."""
+        g, i = block
+        return self.generations[g][i - self.firsts[g]]
 
 
 class ClaimState(Enum):
@@ -90,13 +102,19 @@ class SlotDirectory:
         self._by_key: dict[SlotKey, int] = {}
         self._handoffs: dict[bytes, Handoff] = {}
 
-    def open(self, prompt: Prompt, keys: Sequence[Sequence[SlotKey | None]]) -> Handoff | None:
+    def open(
+        self,
+        prompt: Prompt,
+        keys: Sequence[Sequence[SlotKey | None]],
+        firsts: Sequence[int] | None = None,
+    ) -> Handoff | None:
         """Take the slots for a hand-off, all of them or none.
 
         Args:
             prompt: what the slots will hold.
-            keys: for each cache group the key of each logical block, None for a block that
+            keys: for each cache group the key of each block to be held, None for one that
                 nobody else can use (the last, partial one; or where blocks are not hashed).
+            firsts: for each cache group the logical index of the first of them, else 0.
 
         Returns:
             The hand-off, or None when there is no room now.
@@ -123,6 +141,7 @@ class SlotDirectory:
             handoff = Handoff(
                 token=secrets.token_bytes(TOKEN_BYTES),
                 prompt=prompt,
+                firsts=list(firsts or (0 for _ in keys)),
                 slots=[],
                 generations=[],
                 missing=set(),
@@ -131,7 +150,7 @@ class SlotDirectory:
             )
             for g, group in enumerate(keys):
                 numbers = []
-                for i, wanted in enumerate(group):
+                for i, wanted in enumerate(group, start=handoff.firsts[g]):
                     number = found.get(wanted) if wanted is not None else None
                     if number is None:
                         number = self._take(wanted)
@@ -163,18 +182,18 @@ class SlotDirectory:
         with self._lock:
             if handoff.token not in self._handoffs:
                 return False
-            for g, i in blocks:
-                self._slots[handoff.slots[g][i]].busy += 1
+            for block in blocks:
+                self._slots[handoff.slot(block)].busy += 1
             return True
 
     def filled(self, handoff: Handoff, blocks: Sequence[tuple[int, int]]) -> None:
         """Every rank has published these blocks."""
         with self._lock:
-            for g, i in blocks:
-                number = handoff.slots[g][i]
+            for block in blocks:
+                number = handoff.slot(block)
                 slot = self._slots[number]
                 slot.busy -= 1
-                handoff.missing.discard((g, i))
+                handoff.missing.discard(block)
                 slot.ready = True
                 if slot.key is not None:
                     if slot.key in self._by_key:
@@ -187,12 +206,12 @@ class SlotDirectory:
         """The copies were cancelled or failed: nothing may be read from these slots."""
         with self._lock:
             for g, i in blocks:
-                number = handoff.slots[g][i]
+                number = handoff.slot((g, i))
                 slot = self._slots[number]
                 slot.busy -= 1
                 # A rank may have published it all the same: the next copy is another one.
                 slot.generation += 1
-                handoff.generations[g][i] = slot.generation
+                handoff.generations[g][i - handoff.firsts[g]] = slot.generation
                 self._settle(number)
 
     def seal(self, handoff: Handoff) -> None:
@@ -236,7 +255,7 @@ class SlotDirectory:
 
     def _waits(self, handoff: Handoff) -> bool:
         return not handoff.sealed or not all(
-            self._slots[handoff.slots[g][i]].busy for g, i in handoff.missing
+            self._slots[handoff.slot(block)].busy for block in handoff.missing
         )
 
     def close(self, token: bytes) -> bool:

@@ -11,6 +11,8 @@ from typing import Annotated, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from omni_connector.control.shapes import GroupShape
+from omni_connector.control.shapes import difference as groups_difference
 from omni_connector.errors import ProtocolError
 from omni_connector.transports.base import Endpoint
 
@@ -32,42 +34,60 @@ DigestKind = Literal["blocks", "tokens"]
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """What two engines must agree on before one may read the other's KV.
+    """What an engine keeps in its slots.
 
     Attributes:
         model: model id and revision.
         dtype: dtype of the weights and activations.
         kv_dtype: dtype of the KV cache.
-        block_sizes: tokens a block, one entry a cache group.
-        groups: kind and page bytes of the layers, one entry a cache group.
-        page_order: order of heads, tokens and content inside a layer's page.
-        ranks: tensor- and pipeline-parallel sizes.
         integrity: whether slots carry checksums.
+        kv_heads: KV heads of the whole model.
+        ranks: tensor-parallel size; each rank has an arena.
+        groups: the cache groups, in the order of the slots that are granted.
     """
 
     model: Text
     dtype: Text
     kv_dtype: Text
-    block_sizes: Annotated[tuple[Count, ...], Meta(max_length=256)]
-    groups: Annotated[tuple[Text, ...], Meta(max_length=256)]
-    page_order: Text
-    ranks: tuple[Count, Count]
     integrity: Text
+    kv_heads: Count
+    ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+    groups: Annotated[tuple[GroupShape, ...], Meta(max_length=256)]
 
-    def difference(self, other: "Fingerprint") -> tuple[str, object, object] | None:
-        """The first field that differs, with both values; None when there is none."""
-        for field in self.__struct_fields__:
-            ours, theirs = getattr(self, field), getattr(other, field)
+    def difference(self, reader: "Fingerprint") -> tuple[str, object, object] | None:
+        """Why `reader` cannot read our slots: what differs, with both values; None if it can."""
+        for field in ("model", "dtype", "kv_dtype", "integrity", "kv_heads"):
+            ours, theirs = getattr(self, field), getattr(reader, field)
             if ours != theirs:
                 return field, ours, theirs
-        return None
+        return groups_difference(
+            self.groups, self.ranks, reader.groups, reader.ranks, self.kv_heads
+        )
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """First message of a session, from the side that wants to read."""
+    """First message of a session, from the side that wants to read.
+
+    Attributes:
+        protocol: `PROTOCOL_VERSION`.
+        fingerprint: a `Fingerprint`, left encoded as another version's may have other fields.
+    """
 
     protocol: Count
-    fingerprint: Fingerprint
+    fingerprint: msgspec.Raw
+
+    @classmethod
+    def of(cls, fingerprint: Fingerprint) -> "Hello":
+        """Introduce ourselves."""
+        return cls(PROTOCOL_VERSION, msgspec.Raw(_encoder.encode(fingerprint)))
+
+    def decode_fingerprint(self) -> Fingerprint:
+        """What the peer says it is.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        return _decode(_fingerprint_decoder, self.fingerprint)
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -77,11 +97,13 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
         epoch: changes each time the engine starts; references of an earlier one are void.
         hash_id: how this engine hashes blocks ("" when it does not): sides with the same id
             compare block hashes, others the prompt's tokens.
+        fingerprint: what the slots hold.
         arenas: one endpoint a rank, in rank order.
     """
 
     epoch: Token
     hash_id: Text
+    fingerprint: Fingerprint
     arenas: Annotated[tuple[Endpoint, ...], Meta(max_length=MAX_RANKS)]
 
 
@@ -114,12 +136,15 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         num_tokens: tokens whose KV the slots hold.
-        groups: (slot, generation) of each logical block, one list a cache group.
+        firsts: logical index of the first block in each group's list: what is before it no
+            later token reads.
+        groups: (slot, generation) of each logical block from there, one list a cache group.
         lease_s: seconds from now until the slots may be reused.
     """
 
     sequence: Sequence
     num_tokens: Count
+    firsts: Annotated[tuple[Count, ...], Meta(max_length=256)]
     groups: Annotated[
         tuple[Annotated[tuple[SlotRef, ...], Meta(max_length=1 << 20)], ...], Meta(max_length=256)
     ]
@@ -147,6 +172,7 @@ _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)
 _reply_decoder = msgspec.msgpack.Decoder(Reply)
+_fingerprint_decoder = msgspec.msgpack.Decoder(Fingerprint)
 
 
 def encode(message: Request | Reply) -> bytes:

@@ -98,11 +98,16 @@ class ControlServer:
         if hello.protocol != PROTOCOL_VERSION:
             self._count("refused_peer")
             return Refused("protocol", str(PROTOCOL_VERSION), str(hello.protocol))
-        difference = self._fingerprint.difference(hello.fingerprint)
+        try:
+            reader = hello.decode_fingerprint()
+        except ProtocolError:
+            self._count("malformed_message")
+            return Refused("fingerprint", "", "malformed")
+        difference = self._fingerprint.difference(reader)
         if difference is not None:
             self._count("refused_peer")
             field, ours, theirs = difference
-            return Refused(field, str(ours)[:1024], str(theirs)[:1024])
+            return Refused(field[:1024], str(ours)[:1024], str(theirs)[:1024])
         self._introduced[connection] = None
         self._introduced.move_to_end(connection)
         if len(self._introduced) > MAX_SESSIONS:
@@ -123,7 +128,9 @@ class ControlServer:
             for slots, generations in zip(handoff.slots, handoff.generations, strict=True)
         )
         lease_s = max(0.0, handoff.deadline - self._clock())
-        return Granted(claim.sequence, handoff.prompt.num_tokens, groups, lease_s)
+        return Granted(
+            claim.sequence, handoff.prompt.num_tokens, tuple(handoff.firsts), groups, lease_s
+        )
 
     def recheck(self) -> list[Answer]:
         """Answer the parked claims that can be answered now, or have waited long enough."""

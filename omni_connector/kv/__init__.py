@@ -15,9 +15,12 @@ if TYPE_CHECKING:
         GroupSpec,
         LayerSpec,
         canonicalize,
+        canonicalize_cross_layers,
     )
+    from omni_connector.kv.convert import SlotConverter
     from omni_connector.kv.copier import BlockCopier
     from omni_connector.kv.copying import CpuCopier, make_copier
+    from omni_connector.kv.heads import HeadSlice, head_sources
     from omni_connector.kv.slots import SlotLayout
     from omni_connector.kv.spans import BlockSpans, GroupSpan, expand
     from omni_connector.kv.staging import StagedCopier
@@ -31,11 +34,15 @@ _HOMES = {
     "CpuCopier": "copying",
     "GroupSpan": "spans",
     "GroupSpec": "canonical",
+    "HeadSlice": "heads",
     "LayerSpec": "canonical",
+    "SlotConverter": "convert",
     "SlotLayout": "slots",
     "StagedCopier": "staging",
     "canonicalize": "canonical",
+    "canonicalize_cross_layers": "canonical",
     "expand": "spans",
+    "head_sources": "heads",
     "make_copier": "copying",
 }
 
@@ -48,11 +55,15 @@ __all__ = [
     "CpuCopier",
     "GroupSpan",
     "GroupSpec",
+    "HeadSlice",
     "LayerSpec",
+    "SlotConverter",
     "SlotLayout",
     "StagedCopier",
     "canonicalize",
+    "canonicalize_cross_layers",
     "expand",
+    "head_sources",
     "make_copier",
 ]
 

@@ -2,8 +2,9 @@
 """The canonical form of a KV cache: per group, the contiguous byte runs that make up one block.
 
 An engine hands over strided views `[B, H, N, C]` (blocks, heads, tokens, content) of one
-buffer, in one of several memory layouts. Everything after this module sees `int8` tensors
-`(num_blocks, page)` instead, and for each group the runs of them that hold a block's bytes.
+buffer, in one of several memory layouts; older ones also views with K and V apart, or one
+tensor of all layers. Everything after this module sees `int8` tensors `(num_blocks, page)`
+instead, and for each group the runs of them that hold a block's bytes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -92,10 +93,12 @@ class CanonicalKVCacheRef:
     Args:
         tensor_idx: which of the canonical tensors.
         page_size_bytes: how many leading bytes of its rows are content; no padding.
+        padded_size_bytes: how many leading bytes of its rows the group reserves.
     """
 
     tensor_idx: int
     page_size_bytes: int
+    padded_size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +108,11 @@ class CanonicalKVCaches:
     Args:
         tensors: the distinct runs; layers of several groups may share one.
         group_data_refs: for each group its runs, in layer order and then address order.
-        page_orders: for each group the byte order inside a page of each layer, slowest
+        page_orders: for each group the byte order inside each page that a slot holds, slowest
             dimension first, such as `H2.N16.C256` (C in bytes; `N8.H2.N16.C256` where a block
-            of 128 tokens is stored as kernel blocks of 16). Equal
-            strings mean pages of equal byte order, whatever the layouts they came from.
+            of 128 tokens is stored as kernel blocks of 16). Equal strings mean pages of equal
+            byte order, whatever the layouts they came from. A layer that reads another one's
+            cache has no page of its own.
     """
 
     tensors: list[CanonicalKVCacheTensor]
@@ -144,20 +148,29 @@ class _Page:
 
 
 def canonicalize(
-    groups: Sequence[GroupSpec], kv_caches: Mapping[str, torch.Tensor], num_blocks: int
+    groups: Sequence[GroupSpec],
+    kv_caches: Mapping[str, torch.Tensor],
+    num_blocks: int,
+    *,
+    dims: str = "BHNC",
 ) -> CanonicalKVCaches:
     """Find the contiguous bytes of every block of every group.
 
     Args:
         groups: the groups to be transferred.
-        kv_caches: each layer's view `[B, H, N, C]`, of any dtype; B is `num_blocks`, or a
-            multiple of it where a block is split into kernel blocks. Views not named by
-            `groups` are ignored.
+        kv_caches: each layer's view, of any dtype; B is `num_blocks`, or a multiple of it where
+            a block is split into kernel blocks. Views not named by `groups` are ignored.
         num_blocks: blocks of the cache.
+        dims: what the dimensions of the views are, never inferred from their sizes: one of B,
+            H, N and C each. C may stand for several; where K and V lie apart (`CBNHC`, or
+            `BCNHC`) the dimension of 2 is the first part of a token's content.
 
     Raises:
         LayoutError: a layer is missing, or its view is not what its spec says.
+        ValueError: `dims` without exactly one B, or with other letters.
     """
+    if dims.count("B") != 1 or not set(dims) <= set("BHNC"):
+        raise ValueError(f"dimensions {dims!r}: expected one B, and of H, N and C any")
     if num_blocks <= 0:
         raise LayoutError(f"a KV cache of {num_blocks} blocks")
     if not any(group.layers for group in groups):
@@ -172,13 +185,13 @@ def canonicalize(
     for group in groups:
         # A layer that reads another layer's cache appears in the group under its own name;
         # its bytes are stored once, at their first place.
-        refs: dict[int, int] = {}
-        group_orders = []
+        refs: dict[int, CanonicalKVCacheRef] = {}
+        stored: dict[tuple[int, ...], tuple[str, int]] = {}
         for layer in group.layers:
             if layer.name not in kv_caches:
                 raise LayoutError(f"layer {layer.name}: no KV cache was registered for it")
-            page = _page_of(layer, kv_caches[layer.name], num_blocks)
-            group_orders.append(page.order)
+            page = _page_of(layer, kv_caches[layer.name], num_blocks, dims)
+            runs = []
             for start in page.starts:
                 key = (page.storage.data_ptr() + start, page.block_stride)
                 index = indices.setdefault(key, len(pages))
@@ -187,17 +200,31 @@ def canonicalize(
                     starts.append(start)
                     widths.append(0)
                 widths[index] = max(widths[index], page.padded_run_bytes)
-                refs[index] = max(refs.get(index, 0), page.run_bytes)
+                runs.append(index)
+            shape = page.order, page.padded_run_bytes
+            if stored.setdefault(tuple(runs), shape) != shape:
+                raise LayoutError(
+                    f"layer {layer.name}: its pages {shape} are another layer's "
+                    f"{stored[tuple(runs)]}"
+                )
+            for index in runs:
+                refs[index] = CanonicalKVCacheRef(index, page.run_bytes, page.padded_run_bytes)
         _check_disjoint(
             group.kind,
             (
-                (pages[i].storage.data_ptr() + starts[i], size, pages[i].block_stride)
-                for i, size in refs.items()
+                (
+                    pages[i].storage.data_ptr() + starts[i],
+                    ref.padded_size_bytes,
+                    pages[i].block_stride,
+                )
+                for i, ref in refs.items()
             ),
             num_blocks,
         )
-        group_refs.append([CanonicalKVCacheRef(i, n) for i, n in refs.items()])
-        orders.append(tuple(group_orders))
+        if len(refs) != sum(len(runs) for runs in stored):
+            raise LayoutError(f"{group.kind} group: layers share some of their bytes, not all")
+        group_refs.append(list(refs.values()))
+        orders.append(tuple(order for order, _ in stored.values()))
 
     tensors = [
         CanonicalKVCacheTensor(_rows(page, start, width, num_blocks), width)
@@ -208,13 +235,56 @@ def canonicalize(
     return CanonicalKVCaches(tensors, group_refs, tuple(orders))
 
 
-def _page_of(layer: LayerSpec, view: torch.Tensor, num_blocks: int) -> _Page:
+def canonicalize_cross_layers(
+    groups: Sequence[GroupSpec],
+    kv_cache: torch.Tensor,
+    layer_names: Sequence[str],
+    num_blocks: int,
+    *,
+    dims: str,
+) -> CanonicalKVCaches:
+    """Find the contiguous bytes of every block, given one tensor of all layers.
+
+    Args:
+        groups: the groups to be transferred.
+        kv_cache: the tensor.
+        layer_names: the layer at each index of dimension L.
+        num_blocks: blocks of the cache.
+        dims: what the dimensions of the tensor are, as `canonicalize` takes them, and one L;
+            such as `BLCNHC`.
+
+    Returns:
+        The same as `canonicalize` for the views of the layers.
+
+    Raises:
+        LayoutError: the tensor has other dimensions or layers, or is not what the specs say.
+        ValueError: `dims` without exactly one L and one B, or with other letters.
+    """
+    if dims.count("L") != 1:
+        raise ValueError(f"dimensions {dims!r}: expected one L")
+    if kv_cache.ndim != len(dims):
+        raise LayoutError(
+            f"all layers: expected a tensor [{', '.join(dims)}], found shape "
+            f"{tuple(kv_cache.shape)}"
+        )
+    axis = dims.index("L")
+    if kv_cache.shape[axis] != len(layer_names):
+        raise LayoutError(
+            f"all layers: expected {len(layer_names)} layers, found {kv_cache.shape[axis]} in "
+            f"dimension {axis} of shape {tuple(kv_cache.shape)}"
+        )
+    views = dict(zip(layer_names, kv_cache.unbind(axis), strict=True))
+    return canonicalize(groups, views, num_blocks, dims=dims.replace("L", ""))
+
+
+def _page_of(layer: LayerSpec, view: torch.Tensor, num_blocks: int, dims: str) -> _Page:
     """Resolve one layer's view, checked against its spec and its storage."""
     where = f"layer {layer.name}"
     found = f"shape {tuple(view.shape)}, strides {view.stride()}, {view.dtype}"
-    if view.ndim != 4:
-        raise LayoutError(f"{where}: expected a view [B, H, N, C], found {found}")
-    if view.shape[0] == 0 or view.shape[0] % num_blocks:
+    if view.ndim != len(dims):
+        raise LayoutError(f"{where}: expected a view [{', '.join(dims)}], found {found}")
+    blocks = dims.index("B")
+    if view.shape[blocks] == 0 or view.shape[blocks] % num_blocks:
         raise LayoutError(f"{where}: expected a multiple of {num_blocks} blocks, found {found}")
     item = view.element_size()
     page_bytes = item * view.numel() // num_blocks
@@ -223,18 +293,17 @@ def _page_of(layer: LayerSpec, view: torch.Tensor, num_blocks: int) -> _Page:
             f"{where}: expected {layer.page_bytes} bytes a block, found {page_bytes} ({found})"
         )
 
-    steps = [step * item for step in view.stride()]
-    kernel_blocks = view.shape[0] // num_blocks
-    block_stride = steps[0] * kernel_blocks
-    sizes = (kernel_blocks, *view.shape[1:], item)
-    dims = [
-        _Dim(name, size, step)
-        for name, size, step in zip("RHNCE", sizes, (*steps, 1), strict=True)
-        if size > 1
-    ]
-    dims.sort(key=lambda dim: dim.step, reverse=True)
+    kernel_blocks = view.shape[blocks] // num_blocks
+    block_stride = view.stride(blocks) * item * kernel_blocks
+    parts = [_Dim("E", item, 1)]
+    for name, size, step in zip(dims, view.shape, view.stride(), strict=True):
+        parts.append(
+            _Dim("R", kernel_blocks, step * item) if name == "B" else _Dim(name, size, step * item)
+        )
+    parts = [part for part in parts if part.size > 1]
+    parts.sort(key=lambda part: part.step, reverse=True)
 
-    outer = list(dims)
+    outer = list(parts)
     run_bytes = 1
     while outer and outer[-1].step == run_bytes:
         run_bytes *= outer.pop().size
@@ -265,7 +334,7 @@ def _page_of(layer: LayerSpec, view: torch.Tensor, num_blocks: int) -> _Page:
             f"{where}: expected a buffer of {end} bytes or more, found {storage.nbytes()} ({found})"
         )
     return _Page(
-        storage, view.device, starts, run_bytes, padded_run_bytes, block_stride, _order(dims)
+        storage, view.device, starts, run_bytes, padded_run_bytes, block_stride, _order(parts)
     )
 
 

@@ -14,8 +14,8 @@ from omni_connector.kv.slots import SlotLayout
 class BlockCopier(ABC):
     """Copies blocks of one KV cache to and from slots.
 
-    `fence` is called on the engine's thread; `save` and `load` on one copying thread at a
-    time per copier and direction, and they return when the bytes are where they belong.
+    `fence` is called on the engine's thread; `save` on one copying thread at a time, `load`
+    and `zero` on another. They return when the bytes are where they belong.
     The checksum of a slot is xxh3-64 of the bytes its group stores in it.
     """
 
@@ -75,6 +75,8 @@ class BlockCopier(ABC):
     ) -> NDArray[np.uint64]:
         """Copy slots to blocks: slot `slot_ids[i]` to block `block_ids[i]` of `group`.
 
+        The padding of the blocks is zeroed: nobody else does so for blocks that are loaded into.
+
         Args:
             group: the blocks' group.
             block_ids: `(n,)`, no block twice.
@@ -90,6 +92,20 @@ class BlockCopier(ABC):
         Raises:
             IndexError: a group, block or slot that does not exist; nothing was copied.
             ValueError: arrays of other shapes, or a block twice; nothing was copied.
+        """
+
+    @abstractmethod
+    def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
+        """Zero blocks of `group`: all bytes that its layers reserve, padding included.
+
+        Args:
+            group: the blocks' group.
+            block_ids: `(n,)`.
+            fence: what `fence` returned; the zeroing waits for it.
+
+        Raises:
+            IndexError: a group or block that does not exist; nothing was zeroed.
+            ValueError: block ids that are not integers in a row; nothing was zeroed.
         """
 
     @abstractmethod
@@ -114,8 +130,7 @@ class BlockCopier(ABC):
         saving: bool,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Refuse what cannot be copied, before anything is."""
-        if not 0 <= group < len(self._layout.group_bytes):
-            raise IndexError(f"group {group} of {len(self._layout.group_bytes)}")
+        blocks = self._checked_blocks(group, block_ids, unique=not saving)
         if slots.ndim != 2 or slots.shape[1] != self._layout.slot_bytes:
             raise ValueError(
                 f"expected slots of shape (n, {self._layout.slot_bytes}), found {slots.shape}"
@@ -124,11 +139,17 @@ class BlockCopier(ABC):
             raise ValueError(f"slots are {slots.dtype} with strides {slots.strides}, not bytes")
         if saving and not slots.flags.writeable:
             raise ValueError("slots to be written are read-only")
-        blocks = _ids(block_ids, self._num_blocks, "block", unique=not saving)
         targets = _ids(slot_ids, slots.shape[0], "slot", unique=saving)
         if len(blocks) != len(targets):
             raise ValueError(f"{len(blocks)} blocks, but {len(targets)} slots")
         return blocks, targets
+
+    def _checked_blocks(
+        self, group: int, block_ids: NDArray[np.int64], *, unique: bool
+    ) -> NDArray[np.int64]:
+        if not 0 <= group < len(self._layout.group_bytes):
+            raise IndexError(f"group {group} of {len(self._layout.group_bytes)}")
+        return _ids(block_ids, self._num_blocks, "block", unique=unique)
 
 
 def _ids(ids: NDArray[np.int64], limit: int, what: str, *, unique: bool) -> NDArray[np.int64]:

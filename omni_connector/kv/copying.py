@@ -13,7 +13,7 @@ from omni_connector.errors import LayoutError
 from omni_connector.kv.canonical import CanonicalKVCaches
 from omni_connector.kv.copier import BlockCopier, stretches
 from omni_connector.kv.cuda import CudaLane
-from omni_connector.kv.runs import Run, runs_of, split
+from omni_connector.kv.runs import Run, padding_of, reserved_of, runs_of, split
 from omni_connector.kv.slots import SlotLayout
 from omni_connector.kv.staging import StagedCopier
 
@@ -45,7 +45,16 @@ class CpuCopier(BlockCopier):
             storage = tensor.tensor.untyped_storage()
             whole = torch.empty(0, dtype=torch.uint8).set_(storage)
             buffers[storage.data_ptr()] = whole.numpy()
-        runs = [runs_of(canonical, layout, group) for group in range(len(layout.group_bytes))]
+        groups = range(len(layout.group_bytes))
+        runs = [runs_of(canonical, layout, group) for group in groups]
+        self._padding = [
+            [self._part(run, buffers).blocks for run in padding_of(canonical, group)]
+            for group in groups
+        ]
+        self._reserved = [
+            [self._part(run, buffers).blocks for run in reserved_of(canonical, group)]
+            for group in groups
+        ]
         self._whole = [[self._part(run, buffers) for run in group] for group in runs]
         self._hashed = [
             [self._part(part, buffers) for run in group for part in split(run, _HASHED_BYTES)]
@@ -97,9 +106,17 @@ class CpuCopier(BlockCopier):
         assert sums is not None  # only a cancelled copy has none
         return sums
 
+    def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
+        ids = self._checked_blocks(group, block_ids, unique=False)
+        for block, _, count in stretches(ids, ids, len(ids)):
+            for reserved in self._reserved[group]:
+                reserved[block : block + count] = 0
+
     def close(self) -> None:
         self._whole = []
         self._hashed = []
+        self._padding = []
+        self._reserved = []
 
     def _copy(
         self,
@@ -138,6 +155,9 @@ class CpuCopier(BlockCopier):
             elif checksum:
                 for i in range(count):
                     sums[at + i] = xxhash.xxh3_64_intdigest(stored[slot + i].data)
+            if not saving:
+                for padding in self._padding[group]:
+                    padding[block : block + count] = 0
             at += count
         return sums
 

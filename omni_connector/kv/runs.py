@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bytes of a block as few regular runs, each copied in one call."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from omni_connector.kv.canonical import CanonicalKVCaches
+from omni_connector.kv.canonical import CanonicalKVCacheRef, CanonicalKVCaches
 from omni_connector.kv.slots import SlotLayout
 
 
@@ -43,21 +43,47 @@ class Run:
 
 
 def runs_of(canonical: CanonicalKVCaches, layout: SlotLayout, group: int) -> tuple[Run, ...]:
-    """The runs of one group, in slot order."""
-    runs = []
+    """The runs of one group's content, in slot order."""
     refs = canonical.group_data_refs[group]
-    for ref, offset in zip(refs, layout.ref_offsets[group], strict=True):
-        tensor = canonical.tensors[ref.tensor_idx].tensor
-        runs.append(
-            Run(
-                storage=tensor.untyped_storage().data_ptr(),
-                start=int(tensor.storage_offset()),
-                dims=(),
-                row_bytes=ref.page_size_bytes,
-                block_stride=int(tensor.stride(0)),
-                slot_offset=offset,
-            )
-        )
+    return _joined(
+        _run(canonical, ref, 0, ref.page_size_bytes, offset)
+        for ref, offset in zip(refs, layout.ref_offsets[group], strict=True)
+    )
+
+
+def padding_of(canonical: CanonicalKVCaches, group: int) -> tuple[Run, ...]:
+    """The runs that one group reserves for its content but does not use; in no slot."""
+    return _joined(
+        _run(canonical, ref, ref.page_size_bytes, ref.padded_size_bytes, 0)
+        for ref in canonical.group_data_refs[group]
+        if ref.page_size_bytes < ref.padded_size_bytes
+    )
+
+
+def reserved_of(canonical: CanonicalKVCaches, group: int) -> tuple[Run, ...]:
+    """The runs of one group's content and padding; in no slot."""
+    return _joined(
+        _run(canonical, ref, 0, ref.padded_size_bytes, 0)
+        for ref in canonical.group_data_refs[group]
+    )
+
+
+def _run(
+    canonical: CanonicalKVCaches, ref: CanonicalKVCacheRef, first: int, end: int, slot_offset: int
+) -> Run:
+    tensor = canonical.tensors[ref.tensor_idx].tensor
+    return Run(
+        storage=tensor.untyped_storage().data_ptr(),
+        start=int(tensor.storage_offset()) + first,
+        dims=(),
+        row_bytes=end - first,
+        block_stride=int(tensor.stride(0)),
+        slot_offset=slot_offset,
+    )
+
+
+def _joined(parts: Iterable[Run]) -> tuple[Run, ...]:
+    runs = list(parts)
     while len(shorter := _merge(runs)) < len(runs):
         runs = shorter
     return tuple(runs)

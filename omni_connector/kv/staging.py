@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from omni_connector.kv.canonical import CanonicalKVCaches
 from omni_connector.kv.copier import BlockCopier, stretches
-from omni_connector.kv.runs import runs_of
+from omni_connector.kv.runs import Run, padding_of, reserved_of, runs_of
 from omni_connector.kv.slots import SlotLayout
 
 _STAGING_BYTES = 32 * 1024 * 1024
@@ -81,45 +81,32 @@ class GroupOnDevice:
         parts: the runs of a block, in slot order.
         word: the widest integer that divides every size and address of them.
         row_bytes: bytes of one block.
+        padding: what the group reserves beside its content, `(num_blocks, ...)` each.
+        reserved: content and padding, `(num_blocks, ...)` each.
     """
 
     parts: tuple[_Part, ...]
     word: torch.dtype
     row_bytes: int
+    padding: tuple[torch.Tensor, ...]
+    reserved: tuple[torch.Tensor, ...]
 
     @classmethod
     def of(cls, canonical: CanonicalKVCaches, layout: SlotLayout, group: int) -> "GroupOnDevice":
         """The blocks of group `group`."""
         runs = runs_of(canonical, layout, group)
-        storages = {
-            tensor.tensor.untyped_storage().data_ptr(): tensor.tensor.untyped_storage()
-            for tensor in canonical.tensors
-        }
-        # Devices gather element by element: bytes one at a time would be the slowest choice.
-        width = 8 if runs else 1
-        for run in runs:
-            distances = (distance for _, distance in run.dims)
-            width = gcd(
-                width,
-                run.storage + run.start,
-                run.start,
-                run.row_bytes,
-                run.block_stride,
-                *distances,
-            )
-        word = _WORDS[width]
+        width, views = _words(canonical, runs)
         parts = []
-        for run in runs:
-            blocks = torch.empty(0, dtype=word, device=canonical.tensors[0].tensor.device)
-            blocks.set_(
-                storages[run.storage],
-                run.start // width,
-                (canonical.num_blocks, *run.counts, run.row_bytes // width),
-                (run.block_stride // width, *(step // width for _, step in run.dims), 1),
-            )
+        for run, blocks in zip(runs, views, strict=True):
             first = run.slot_offset // width
             parts.append(_Part(blocks, first, first + run.nbytes // width))
-        return cls(tuple(parts), word, layout.group_bytes[group])
+        return cls(
+            tuple(parts),
+            _WORDS[width],
+            layout.group_bytes[group],
+            _words(canonical, padding_of(canonical, group))[1],
+            _words(canonical, reserved_of(canonical, group))[1],
+        )
 
     def gather(self, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
         """Copy blocks to the rows of `staged`, int8 `(n, row_bytes)`, contiguous."""
@@ -132,6 +119,46 @@ class GroupOnDevice:
         rows = staged.view(self.word)
         for part in self.parts:
             part.blocks.index_copy_(0, block_ids, part.of(rows))
+        for padding in self.padding:
+            padding.index_fill_(0, block_ids, 0)
+
+    def zero(self, block_ids: torch.Tensor) -> None:
+        """Zero blocks, padding included."""
+        for reserved in self.reserved:
+            reserved.index_fill_(0, block_ids, 0)
+
+
+def _words(
+    canonical: CanonicalKVCaches, runs: Sequence[Run]
+) -> tuple[int, tuple[torch.Tensor, ...]]:
+    """View runs of all blocks as the widest words that divide all of them; how wide, in bytes."""
+    storages = {
+        tensor.tensor.untyped_storage().data_ptr(): tensor.tensor.untyped_storage()
+        for tensor in canonical.tensors
+    }
+    # Devices gather element by element: bytes one at a time would be the slowest choice.
+    width = 8 if runs else 1
+    for run in runs:
+        distances = (distance for _, distance in run.dims)
+        width = gcd(
+            width,
+            run.storage + run.start,
+            run.start,
+            run.row_bytes,
+            run.block_stride,
+            *distances,
+        )
+    views = []
+    for run in runs:
+        blocks = torch.empty(0, dtype=_WORDS[width], device=canonical.tensors[0].tensor.device)
+        blocks.set_(
+            storages[run.storage],
+            run.start // width,
+            (canonical.num_blocks, *run.counts, run.row_bytes // width),
+            (run.block_stride // width, *(step // width for _, step in run.dims), 1),
+        )
+        views.append(blocks)
+    return width, tuple(views)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +255,16 @@ class StagedCopier(BlockCopier):
         call = self._call(group, slots, len(blocks), checksum)
         self._pump(call, blocks, sources, fence, None, self._in, self._landed)
         return call.sums
+
+    def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
+        ids = self._checked_blocks(group, block_ids, unique=False)
+        with self._lock, self._lane.active():
+            if fence is not None:
+                self._lane.wait(fence)
+            try:
+                self._groups[group].zero(self._to_device(ids))
+            finally:
+                self._lane.finish(None)
 
     def close(self) -> None:
         with self._lock:

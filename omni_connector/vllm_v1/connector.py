@@ -17,10 +17,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 
 from omni_connector.config import OmniConfig  # noqa: E402
 from omni_connector.transports import create_transport  # noqa: E402
+from omni_connector.vllm_v1.compat import (  # noqa: E402
+    ReportingStats,
+    cache_hit_source,
+    carried_report,
+)
 from omni_connector.vllm_v1.metadata import (  # noqa: E402
     OmniConnectorMetadata,
     OmniHandshakeMetadata,
@@ -52,7 +56,7 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         LayoutError: a cache family that is not supported.
     """
 
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = cache_hit_source()
 
     def __init__(
         self,
@@ -65,6 +69,10 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         require_supported(vllm_config, kv_cache_config)
         self._scheduler_half: OmniScheduler | None = None
         self._worker_half: OmniWorker | None = None
+        # What the model runner was seen to do; see `compat`.
+        self._runner_known = False
+        self._report_asked_for = False
+        self._report_with_stats = False
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler_half = OmniScheduler(config, vllm_config, kv_cache_config)
         else:
@@ -89,9 +97,15 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> OmniStats | None:
         """What this half has counted since the last call."""
-        half = self._scheduler_half or self._worker_half
-        assert half is not None
-        return half.take_stats()
+        if self._scheduler_half is not None:
+            return self._scheduler_half.take_stats()
+        stats = self._worker.take_stats()
+        if not self._report_with_stats:
+            return stats
+        report = self._worker.take_report()
+        if stats is None and report is None:
+            return None
+        return ReportingStats(stats.data if stats is not None else {}, report)
 
     # The scheduler half
 
@@ -127,7 +141,10 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.build_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        given = connector_output.kv_connector_worker_meta
+        connector_output.kv_connector_worker_meta = given or carried_report(connector_output)
         self._scheduler.update_output(connector_output)
+        connector_output.kv_connector_worker_meta = given  # other connectors see it too
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
@@ -153,17 +170,22 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.handshake
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, OmniConnectorMetadata)
-        self._worker.fence(kv_connector_metadata)
+    def handle_preemptions(self, kv_connector_metadata: "KVConnectorMetadata | set[str]") -> None:
+        # Older runners say which requests were preempted; `bind_connector_metadata` serves them.
+        if isinstance(kv_connector_metadata, OmniConnectorMetadata):
+            self._worker.fence(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(connector_metadata, OmniConnectorMetadata)
         super().bind_connector_metadata(connector_metadata)
+        self._worker.fence(connector_metadata)
         self._worker.bind(connector_metadata)
+        self._report_asked_for = False
 
     def clear_connector_metadata(self) -> None:
         self._worker.clear()
+        self._report_with_stats = not self._report_asked_for
+        self._runner_known = True
         super().clear_connector_metadata()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
@@ -186,9 +208,13 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending, results.finished_recving
+        return results.finished_sending or None, results.finished_recving or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if not self._runner_known:
+            # A load must not be called finished before the report that says how it ended, and
+            # by which way that goes is known only at the end of the first step.
+            return KVConnectorTransferResults()
         self._worker.collect()
         finished, failed = self._worker.take_finished_loads()
         return KVConnectorTransferResults(
@@ -201,6 +227,7 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_bad_block_ids()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        self._report_asked_for = True
         return self._worker.take_report()
 
     # For the API server
@@ -235,6 +262,7 @@ def _make_worker(
             "shm" if config.transport == "auto" else config.transport, namespace=config.namespace
         ),
         rank=rank,
+        ranks=parallel.tensor_parallel_size,
         arena_name=f"arena:{transfer.engine_id}:{rank}",
         arena_bytes=arena_bytes if transfer.is_kv_producer else 0,
     )

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this engine is, in the terms that peers compare: model, layout, hashes, prompt."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from omni_connector.config import OmniConfig
 from omni_connector.control.messages import Fingerprint
 from omni_connector.control.prompt import Prompt
-from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
-from omni_connector.vllm_v1.specs import group_specs
+from omni_connector.vllm_v1.specs import group_shapes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -19,24 +19,22 @@ def fingerprint(
     config: OmniConfig,
     vllm_config: "VllmConfig",
     kv_cache_config: "KVCacheConfig",
-    worker: OmniHandshakeMetadata,
+    page_orders: Sequence[Sequence[str]],
 ) -> Fingerprint:
-    """What a peer must agree on before it may read our slots."""
+    """What this engine keeps in its slots.
+
+    Args:
+        page_orders: as `CanonicalKVCaches` has them; the same on every rank.
+    """
     model = vllm_config.model_config
-    parallel = vllm_config.parallel_config
-    groups = group_specs(kv_cache_config)
     return Fingerprint(
         model=config.model_id or f"{model.model}@{model.revision or 'default'}",
         dtype=str(model.dtype),
         kv_dtype=str(vllm_config.cache_config.cache_dtype),
-        block_sizes=tuple(group.block_size for group in groups),
-        groups=tuple(
-            f"{group.kind}:{len(group.layers)} layers:{size} bytes a block"
-            for group, size in zip(groups, worker.group_bytes, strict=True)
-        ),
-        page_order=worker.page_order,
-        ranks=(parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
         integrity=config.integrity,
+        kv_heads=model.get_total_num_kv_heads(),
+        ranks=vllm_config.parallel_config.tensor_parallel_size,
+        groups=group_shapes(kv_cache_config, page_orders),
     )
 
 
@@ -58,8 +56,9 @@ def hash_id(vllm_config: "VllmConfig", hash_block_size: int) -> str:
     return f"{algorithm}:{hash_block_size}:{seed}"
 
 
-def prompt_of(request: "Request", hash_block_size: int) -> Prompt | None:
-    """The prompt of a request; None where it has no token ids (prompt embeddings)."""
+def prompt_of(request: "Request", num_tokens: int, hash_block_size: int) -> Prompt | None:
+    """The first `num_tokens` tokens of a request's prompt; None where it has no token ids
+    (prompt embeddings)."""
     tokens = request.prompt_token_ids
     if tokens is None or request.prompt_embeds is not None:
         return None
@@ -71,7 +70,7 @@ def prompt_of(request: "Request", hash_block_size: int) -> Prompt | None:
         extra.append(f"mm={feature.identifier}@{place.offset}+{place.length}")
     return Prompt(
         token_ids=tokens,
-        num_tokens=len(tokens),
+        num_tokens=num_tokens,
         block_hashes=request.block_hashes,
         hash_block_size=hash_block_size if request.block_hashes else 0,
         extra=tuple(extra),

@@ -2,6 +2,7 @@
 """What the two halves tell each other, through vLLM's own channels."""
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -9,7 +10,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from omni_connector.control.messages import Fingerprint
 from omni_connector.transports.base import Endpoint
+
+NULL_BLOCK_ID: Final = 0
+"""The block that vLLM puts in a table where there is none: never read, never written."""
 
 Block = tuple[int, int]
 """(position of the group among the transferred ones, logical index in the request)."""
@@ -35,22 +40,50 @@ class SaveJob:
 
 
 @dataclass(frozen=True, slots=True)
+class Conversion:
+    """Blocks of one group, and the slots of a peer that keeps the same bytes in another shape.
+
+    Attributes:
+        group: position of the group among the transferred ones.
+        block_ids: blocks to be filled.
+        indices: logical index of each of them, in blocks of this engine.
+        first: logical index of the first slot, in blocks of the peer.
+        slots, generations: the peer's slots from there, one a block of the peer.
+    """
+
+    group: int
+    block_ids: list[int]
+    indices: list[int]
+    first: int
+    slots: list[int]
+    generations: list[int]
+
+
+@dataclass(slots=True)
 class LoadJob:
-    """Copy a peer's slots to blocks.
+    """Fill blocks with a peer's slots.
 
     Attributes:
         job_id: names the job in the worker's report.
         request_id: the request that waits for it.
+        num_tokens: tokens of the prompt whose KV the slots hold.
         arenas: the peer's arenas, one a rank.
-        runs: what to copy.
         timeout: seconds from its arrival until the job is given up.
+        runs: blocks to be copied from slots of the same shape.
+        conversions: blocks to be filled from slots of another one.
+        zeros: group and blocks that vLLM has allocated and no token reads.
+        source: what the peer keeps; None without conversions.
     """
 
     job_id: int
     request_id: str
+    num_tokens: int
     arenas: tuple[Endpoint, ...]
-    runs: list[CopyRun]
     timeout: float
+    runs: list[CopyRun] = field(default_factory=list)
+    conversions: list[Conversion] = field(default_factory=list)
+    zeros: list[tuple[int, list[int]]] = field(default_factory=list)
+    source: Fingerprint | None = None
 
 
 @dataclass(slots=True)
@@ -77,10 +110,13 @@ class OmniWorkerMetadata(KVConnectorWorkerMetadata):
     Attributes:
         done: ranks that have finished each job.
         failed: why a job failed or was cancelled, on any rank.
+        passes_failures: whether the model runner passes on which requests failed to load; None
+            when it has been said.
     """
 
     done: dict[int, int] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    passes_failures: bool | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "OmniWorkerMetadata":
         """Add up the reports of two ranks."""
@@ -88,7 +124,10 @@ class OmniWorkerMetadata(KVConnectorWorkerMetadata):
         done = dict(self.done)
         for job_id, ranks in other.done.items():
             done[job_id] = done.get(job_id, 0) + ranks
-        return OmniWorkerMetadata(done, {**other.failed, **self.failed})
+        passes = [p for p in (self.passes_failures, other.passes_failures) if p is not None]
+        return OmniWorkerMetadata(
+            done, {**other.failed, **self.failed}, all(passes) if passes else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +136,8 @@ class OmniHandshakeMetadata(KVConnectorHandshakeMetadata):
 
     Attributes:
         endpoint: where peers find this rank's arena; None on an engine that hands nothing off.
-        group_bytes: bytes of one block, one entry a transferred group.
-        page_order: order of heads, tokens and content in a layer's page.
+        page_orders: byte order of each layer's page, by transferred group.
     """
 
     endpoint: Endpoint | None
-    group_bytes: tuple[int, ...]
-    page_order: str
+    page_orders: tuple[tuple[str, ...], ...]

@@ -8,7 +8,7 @@ or fails the request by `kv_load_failure_policy`.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -17,13 +17,21 @@ from vllm.logger import init_logger
 
 from omni_connector.control.channel import ControlChannel
 from omni_connector.control.client import ClaimDeniedError, Grant
+from omni_connector.control.messages import Fingerprint
 from omni_connector.control.prompt import Prompt
+from omni_connector.control.shapes import GroupShape, same_bytes
 from omni_connector.errors import (
     IncompatiblePeerError,
     PeerUnreachableError,
     ProtocolError,
 )
-from omni_connector.vllm_v1.metadata import CopyRun, LoadJob, OmniConnectorMetadata
+from omni_connector.vllm_v1.metadata import (
+    NULL_BLOCK_ID,
+    Conversion,
+    CopyRun,
+    LoadJob,
+    OmniConnectorMetadata,
+)
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.params import RemotePrefill
 
@@ -36,10 +44,6 @@ logger = init_logger("vllm.omni_connector.receiver")
 _DENIALS: Final = frozenset(
     {"unknown_token", "other_prompt", "other_epoch", "not_ready", "not_introduced", "overloaded"}
 )
-
-# vLLM computes the last prompt token here in any case, for its logits: a block that holds only
-# that one need not come.
-_OWN_TOKENS: Final = 1
 
 # A lease this close to its end is not worth starting on.
 _LEASE_MARGIN_S: Final = 1.0
@@ -64,9 +68,8 @@ class HandoffReceiver:
     Args:
         channel: reaches the prefill engines.
         address_of: control address of the engine that the params name.
-        group_block_sizes: tokens a block of each transferred group.
+        fingerprint: of this engine.
         group_ids: index of each transferred group among vLLM's groups.
-        world_size: ranks that report each job.
         hash_id: how this engine hashes blocks.
         load_timeout: seconds for an answer, and again for the bytes.
         clock: seconds, monotonic.
@@ -78,9 +81,8 @@ class HandoffReceiver:
         *,
         channel: ControlChannel,
         address_of: Callable[[RemotePrefill], str],
-        group_block_sizes: tuple[int, ...],
+        fingerprint: Fingerprint,
         group_ids: tuple[int, ...],
-        world_size: int,
         hash_id: str,
         load_timeout: float,
         clock: Callable[[], float],
@@ -88,9 +90,8 @@ class HandoffReceiver:
     ) -> None:
         self._channel = channel
         self._address_of = address_of
-        self._block_sizes = group_block_sizes
+        self._fingerprint = fingerprint
         self._group_ids = group_ids
-        self._world_size = world_size
         self._hash_id = hash_id
         self._timeout = load_timeout
         self._clock = clock
@@ -135,7 +136,7 @@ class HandoffReceiver:
         if self._clock() > load.grant.expires - _LEASE_MARGIN_S:
             self._give_up(load, "lease_expired", "the lease ended before there was room to load")
             return 0
-        return max(0, load.grant.granted.num_tokens - _OWN_TOKENS - num_computed)
+        return max(0, load.grant.granted.num_tokens - num_computed)
 
     def _answered(self, load: _Load, future: "Future[Grant]") -> bool:
         if not future.done():
@@ -173,12 +174,19 @@ class HandoffReceiver:
         granted = grant.granted
         if granted.num_tokens != prompt.num_tokens:
             return f"{granted.num_tokens} tokens granted, {prompt.num_tokens} asked for"
-        if len(grant.welcome.arenas) != self._world_size:
-            return f"{len(grant.welcome.arenas)} arenas for {self._world_size} ranks"
-        expected = [-(-prompt.num_tokens // size) for size in self._block_sizes]
-        found = [len(group) for group in granted.groups]
+        peer = grant.welcome.fingerprint
+        if len(grant.welcome.arenas) != peer.ranks:
+            return f"{len(grant.welcome.arenas)} arenas for {peer.ranks} ranks"
+        expected = [group.needed(prompt.num_tokens) for group in peer.groups]
+        try:
+            found = [
+                range(first, first + len(refs))
+                for first, refs in zip(granted.firsts, granted.groups, strict=True)
+            ]
+        except ValueError as error:
+            return str(error)
         if found != expected:
-            return f"{found} slots granted by group, {expected} expected"
+            return f"blocks {found} granted by group, {expected} expected"
         return None
 
     def _give_up(self, load: _Load, kind: str, text: str) -> None:
@@ -211,34 +219,60 @@ class HandoffReceiver:
             return
         grant = load.grant
         assert grant is not None, "tokens are matched only with a grant"
-        end = grant.granted.num_tokens - _OWN_TOKENS
-        start = end - num_external
-        all_ids = blocks.get_block_ids()
-        runs = []
-        for g, size in enumerate(self._block_sizes):
-            ids = all_ids[self._group_ids[g]]
-            indices = range(start // size, -(-end // size))
-            refs = grant.granted.groups[g]
-            runs.append(
-                CopyRun(
-                    group=g,
-                    block_ids=[ids[i] for i in indices],
-                    slots=[refs[i][0] for i in indices],
-                    generations=[refs[i][1] for i in indices],
-                    keys=[],
-                )
-            )
-        job = LoadJob(
-            job_id=next(self._job_ids),
-            request_id=request.request_id,
-            arenas=grant.welcome.arenas,
-            runs=runs,
-            timeout=min(self._timeout, grant.expires - self._clock()),
-        )
+        job = self._job(request.request_id, grant, blocks.get_block_ids(), num_external)
         load.job_id = job.job_id
         load.num_tokens = num_external
-        self._jobs[job.job_id] = (load, self._world_size, None)
+        self._jobs[job.job_id] = (load, self._fingerprint.ranks, None)
         self._queued.append(job)
+
+    def _job(
+        self, request_id: str, grant: Grant, tables: Sequence[Sequence[int]], num_external: int
+    ) -> LoadJob:
+        peer = grant.welcome.fingerprint
+        end = grant.granted.num_tokens
+        job = LoadJob(
+            job_id=next(self._job_ids),
+            request_id=request_id,
+            num_tokens=end,
+            arenas=grant.welcome.arenas,
+            timeout=min(self._timeout, grant.expires - self._clock()),
+        )
+        for g, (theirs, ours) in enumerate(zip(peer.groups, self._fingerprint.groups, strict=True)):
+            table = tables[self._group_ids[g]]
+            first, refs = grant.granted.firsts[g], grant.granted.groups[g]
+            indices = [
+                i for i in _written(ours, end - num_external, end) if table[i] != NULL_BLOCK_ID
+            ]
+            if not set(indices).issuperset(_read(ours, end - num_external, end)):
+                raise RuntimeError(f"request {request_id}: vLLM allocated no block of group {g}")
+            if peer.ranks == self._fingerprint.ranks and same_bytes(theirs, ours):
+                if ours.keeps == "last":  # by whatever block size each side counts
+                    first = indices[0]
+                held = [i for i in indices if i >= first]
+                if len(held) < len(indices):
+                    job.zeros.append((g, [table[i] for i in indices if i < first]))
+                job.runs.append(
+                    CopyRun(
+                        group=g,
+                        block_ids=[table[i] for i in held],
+                        slots=[refs[i - first][0] for i in held],
+                        generations=[refs[i - first][1] for i in held],
+                        keys=[],
+                    )
+                )
+            elif indices:
+                job.source = peer
+                job.conversions.append(
+                    Conversion(
+                        group=g,
+                        block_ids=[table[i] for i in indices],
+                        indices=indices,
+                        first=first,
+                        slots=[slot for slot, _ in refs],
+                        generations=[generation for _, generation in refs],
+                    )
+                )
+        return job
 
     def build(self, meta: OmniConnectorMetadata) -> None:
         """Add this step's loads to `meta`."""
@@ -271,3 +305,16 @@ class HandoffReceiver:
         load = self._loads.pop(request_id, None)
         if load is not None and (load.job_id is None or load.job_id not in self._jobs):
             self._release(load)
+
+
+def _written(group: GroupShape, start: int, end: int) -> range:
+    """Blocks of the tokens from `start` to `end` that vLLM may have allocated for us to fill."""
+    if group.keeps == "last":
+        return group.needed(end)
+    return range(start // group.block_size, -(-end // group.block_size))
+
+
+def _read(group: GroupShape, start: int, end: int) -> range:
+    """Those of them that a later token reads."""
+    written, needed = _written(group, start, end), group.needed(end)
+    return range(max(written.start, needed.start), needed.stop)

@@ -20,6 +20,7 @@ from omni_connector.control.messages import TOKEN_BYTES, Welcome
 from omni_connector.control.server import ControlServer
 from omni_connector.errors import ConfigError, TransportError
 from omni_connector.transports.runtime import runtime_dir, socket_path, sweep
+from omni_connector.vllm_v1.compat import hash_block_size
 from omni_connector.vllm_v1.identity import fingerprint, hash_id, prompt_of
 from omni_connector.vllm_v1.metadata import (
     OmniConnectorMetadata,
@@ -37,7 +38,7 @@ from omni_connector.vllm_v1.params import (
 )
 from omni_connector.vllm_v1.receiver import HandoffReceiver
 from omni_connector.vllm_v1.sender import HandoffSender
-from omni_connector.vllm_v1.specs import group_specs
+from omni_connector.vllm_v1.specs import keeps_all, transferred_groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.omni_connector.scheduler")
 
 _SWEEP_S: Final = 10.0
+
+# NixlConnector's mark of a prompt that it has shortened, which beside it must happen once.
+_TRUNCATED: Final = "_p_side_truncated"
 
 
 class OmniScheduler:
@@ -79,9 +83,11 @@ class OmniScheduler:
         self._engine_id: str = transfer.engine_id
         self._produces = transfer.is_kv_producer
         self._consumes = transfer.is_kv_consumer
-        self._group_ids = tuple(kv_cache_config.transfer_group_ids)
-        self._block_sizes = tuple(group.block_size for group in group_specs(kv_cache_config))
-        self._hash_block_size = kv_cache_config.hash_block_size or self._block_sizes[0]
+        groups = transferred_groups(kv_cache_config)
+        self._group_ids = tuple(groups)
+        self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
+        # Of what is kept for the last tokens only, a prefill must end where the decode begins.
+        self._stops_early = not keeps_all(kv_cache_config)
         self._epoch = secrets.token_bytes(TOKEN_BYTES)
         self._stats = OmniStats()
         self._manager: KVCacheManager | None = None
@@ -109,22 +115,23 @@ class OmniScheduler:
             ConfigError: the ranks disagree.
         """
         ranks = [workers[key] for key in sorted(workers)]
-        if len({(rank.group_bytes, rank.page_order) for rank in ranks}) != 1:
+        if len({rank.page_orders for rank in ranks}) != 1:
             raise ConfigError("the ranks of this engine have KV caches of different layouts")
-        ours = fingerprint(self._config, self._vllm_config, self._kv_cache_config, ranks[0])
+        ours = fingerprint(
+            self._config, self._vllm_config, self._kv_cache_config, ranks[0].page_orders
+        )
         hashing = hash_id(self._vllm_config, self._hash_block_size)
-        world_size = len(ranks)
         arenas = tuple(rank.endpoint for rank in ranks if rank.endpoint is not None)
         self._sweep()
         server = None
         if self._produces:
-            if len(arenas) != world_size:
+            if len(arenas) != ours.ranks:
                 raise ConfigError("a rank of this engine has no arena")
             num_slots = min(arena.n_slots for arena in arenas)
             self._directory = SlotDirectory(num_slots, self._clock, self._config.handoff_ttl_s)
             server = ControlServer(
                 fingerprint=ours,
-                welcome=Welcome(self._epoch, hashing, arenas),
+                welcome=Welcome(self._epoch, hashing, ours, arenas),
                 directory=self._directory,
                 clock=self._clock,
                 patience=self._config.handoff_ttl_s,
@@ -142,12 +149,10 @@ class OmniScheduler:
         if self._directory is not None:
             self._sender = HandoffSender(
                 directory=self._directory,
-                group_block_sizes=self._block_sizes,
+                fingerprint=ours,
                 group_ids=self._group_ids,
-                world_size=world_size,
                 engine_id=self._engine_id,
                 epoch=self._epoch,
-                tp_size=world_size,
                 arena_wait=self._config.arena_wait_s,
                 clock=self._clock,
                 stats=self._stats,
@@ -157,9 +162,8 @@ class OmniScheduler:
             self._receiver = HandoffReceiver(
                 channel=channel,
                 address_of=self._address_of,
-                group_block_sizes=self._block_sizes,
+                fingerprint=ours,
                 group_ids=self._group_ids,
-                world_size=world_size,
                 hash_id=hashing,
                 load_timeout=self._config.load_timeout_s,
                 clock=self._clock,
@@ -212,20 +216,14 @@ class OmniScheduler:
         if wants_remote_kv(params) and self._receiver is not None:
             self._fetch(request, params)
         if wants_handoff(params) and self._sender is not None:
-            prompt = prompt_of(request, self._hash_block_size)
-            if prompt is None:
-                self._stats.fail("prompt_embeds")
-                logger.warning(
-                    "Request %s is not handed off: its prompt has no token ids", request.request_id
-                )
-            else:
-                self._sender.add(request, prompt)
+            self._offer(request, params)
 
     def _fetch(self, request: "Request", params: Mapping[str, Any]) -> None:
         assert self._receiver is not None
         try:
             remote = parse_remote_prefill(params)
-            prompt = prompt_of(request, self._hash_block_size)
+            # vLLM computes the last token here in any case, for its logits.
+            prompt = prompt_of(request, request.num_prompt_tokens - 1, self._hash_block_size)
             if prompt is None:
                 raise BadParamsError("prompt_embeds", "the prompt has no token ids")
         except BadParamsError as error:
@@ -237,7 +235,32 @@ class OmniScheduler:
                 error,
             )
             return
-        self._receiver.add(request, remote, prompt)
+        if prompt.num_tokens > 0:
+            self._receiver.add(request, remote, prompt)
+
+    def _offer(self, request: "Request", params: dict[str, Any]) -> None:
+        assert self._sender is not None
+        truncated = params.get(_TRUNCATED) is True  # by another connector beside this one
+        num_tokens = request.num_prompt_tokens - (not truncated)
+        prompt = prompt_of(request, num_tokens, self._hash_block_size)
+        if prompt is None:
+            self._stats.fail("prompt_embeds")
+            logger.warning(
+                "Request %s is not handed off: its prompt has no token ids", request.request_id
+            )
+            return
+        if num_tokens < 1:
+            self._sender.add(request, prompt, refusal="nothing_to_hand_off")
+            return
+        refusal = None
+        if self._stops_early and not truncated:
+            refusal = _truncation_refusal(request, num_tokens)
+            if refusal is None:
+                _truncate(request, params)
+            else:
+                self._stats.fail(refusal)
+                logger.warning("Request %s is not handed off (%s)", request.request_id, refusal)
+        self._sender.add(request, prompt, refusal)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed: int
@@ -323,3 +346,31 @@ class OmniScheduler:
         """Stop the control channel. Idempotent."""
         if self._channel is not None:
             self._channel.close()
+
+
+def _truncation_refusal(request: "Request", num_tokens: int) -> str | None:
+    """Why the last token of a prompt cannot be left to the decode engine."""
+    if request.skip_reading_prefix_cache:  # as for prompt log-probabilities: all of it is wanted
+        return "prompt_logprobs"
+    if any(
+        feature.mm_position.offset + feature.mm_position.length > num_tokens
+        for feature in request.mm_features
+    ):
+        return "multimodal_tail"
+    return None
+
+
+def _truncate(request: "Request", params: dict[str, Any]) -> None:
+    """Leave the last token of the prompt to the decode engine, and end after the one before it.
+
+    A recurrent state, and the blocks of a window, are those of one token: the decode engine
+    computes the last token, so it needs them as they are before it.
+    """
+    assert request.prompt_token_ids is not None
+    del request.prompt_token_ids[-1:]
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1
+    if request.sampling_params is not None:
+        request.sampling_params.min_tokens = 0  # else it would outlive its only token
+    params[_TRUNCATED] = True

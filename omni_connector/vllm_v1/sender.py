@@ -16,9 +16,17 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from omni_connector.control.directory import Handoff, SlotDirectory, SlotKey
+from omni_connector.control.messages import Fingerprint
 from omni_connector.control.prompt import Prompt
+from omni_connector.control.shapes import GroupShape
 from omni_connector.errors import ArenaFullError
-from omni_connector.vllm_v1.metadata import Block, CopyRun, OmniConnectorMetadata, SaveJob
+from omni_connector.vllm_v1.metadata import (
+    NULL_BLOCK_ID,
+    Block,
+    CopyRun,
+    OmniConnectorMetadata,
+    SaveJob,
+)
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.params import handoff_answer, no_handoff_answer
 
@@ -37,6 +45,7 @@ _FINISHED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_S
 class _Send:
     request: "Request"
     prompt: Prompt
+    firsts: list[int]
     keys: list[list[SlotKey | None]]
     wait_until: float | None = None
     handoff: Handoff | None = None
@@ -53,10 +62,9 @@ class HandoffSender:
 
     Args:
         directory: where slots come from.
-        group_block_sizes: tokens a block of each transferred group.
+        fingerprint: of this engine.
         group_ids: index of each transferred group among vLLM's groups.
-        world_size: ranks that report each job.
-        engine_id, epoch, tp_size: what the answer says of this engine.
+        engine_id, epoch: what the answer says of this engine.
         arena_wait: seconds a request may wait for room.
         clock: seconds, monotonic.
         stats: where to count.
@@ -67,24 +75,21 @@ class HandoffSender:
         self,
         *,
         directory: SlotDirectory,
-        group_block_sizes: tuple[int, ...],
+        fingerprint: Fingerprint,
         group_ids: tuple[int, ...],
-        world_size: int,
         engine_id: str,
         epoch: bytes,
-        tp_size: int,
         arena_wait: float,
         clock: Callable[[], float],
         stats: OmniStats,
         on_complete: Callable[[], None],
     ) -> None:
         self._directory = directory
-        self._block_sizes = group_block_sizes
+        self._groups = fingerprint.groups
+        self._ranks = fingerprint.ranks
         self._group_ids = group_ids
-        self._world_size = world_size
         self._engine_id = engine_id
         self._epoch = epoch
-        self._tp_size = tp_size
         self._arena_wait = arena_wait
         self._clock = clock
         self._stats = stats
@@ -98,21 +103,21 @@ class HandoffSender:
         # A request whose copies ended with the step that finished it waits in `_finishing` only.
         return bool(self._sends or self._finishing)
 
-    def add(self, request: "Request", prompt: Prompt) -> None:
-        """A request that asks for a hand-off has arrived."""
+    def add(self, request: "Request", prompt: Prompt, refusal: str | None = None) -> None:
+        """A request that asks for a hand-off has arrived.
+
+        Args:
+            prompt: what the decode engine will ask for.
+            refusal: why it is not handed off, known already.
+        """
+        needed = [group.needed(prompt.num_tokens) for group in self._groups]
         self._sends[request.request_id] = _Send(
             request=request,
             prompt=prompt,
-            keys=[self._keys(g, prompt) for g in range(len(self._block_sizes))],
+            firsts=[blocks.start for blocks in needed],
+            keys=[_keys(g, group, prompt) for g, group in enumerate(self._groups)],
+            refusal=refusal,
         )
-
-    def _keys(self, group: int, prompt: Prompt) -> list[SlotKey | None]:
-        size = self._block_sizes[group]
-        count = -(-prompt.num_tokens // size)
-        if prompt.hash_block_size != size:
-            return [None] * count
-        full = min(prompt.num_tokens // size, len(prompt.block_hashes))
-        return [(group, bytes(prompt.block_hashes[i])) if i < full else None for i in range(count)]
 
     def may_schedule(self, request_id: str) -> bool:
         """False while the request should wait for room in the arena."""
@@ -123,7 +128,7 @@ class HandoffSender:
         if send.handoff is not None or send.refusal is not None:
             return True
         try:
-            send.handoff = self._directory.open(send.prompt, send.keys)
+            send.handoff = self._directory.open(send.prompt, send.keys, send.firsts)
         except ArenaFullError as error:
             self._refuse(send, "prompt_too_long", str(error))
             return True
@@ -180,19 +185,28 @@ class HandoffSender:
         total = send.prompt.num_tokens
         if computed >= total:
             return list(send.todo)
-        return [(g, i) for g, i in send.todo if (i + 1) * self._block_sizes[g] <= computed]
+        # A recurrent state is that of the last token, so it is not ready before.
+        return [
+            (g, i)
+            for g, i in send.todo
+            if self._groups[g].keeps != "last" and (i + 1) * self._groups[g].block_size <= computed
+        ]
 
     def _job(self, send: _Send, blocks: Iterable[Block], block_ids: BlockIds) -> SaveJob | None:
         handoff = send.handoff
         assert handoff is not None
         chosen = sorted(blocks)
+        if not self._all_there(chosen, block_ids):
+            self._refuse(send, "not_computed", "vLLM has freed blocks that the next token reads")
+            self._abandon(send)
+            return None
         if not self._directory.copying(handoff, chosen):  # given up by its peer, or expired
             self._abandon(send)
             return None
         send.todo.difference_update(chosen)
         job_id = next(self._job_ids)
         send.jobs[job_id] = chosen
-        self._jobs[job_id] = (send.request.request_id, self._world_size, None)
+        self._jobs[job_id] = (send.request.request_id, self._ranks, None)
         runs = []
         for g, members in itertools.groupby(chosen, key=lambda block: block[0]):
             indices = [i for _, i in members]
@@ -201,12 +215,16 @@ class HandoffSender:
                 CopyRun(
                     group=g,
                     block_ids=[ids[i] for i in indices],
-                    slots=[handoff.slots[g][i] for i in indices],
-                    generations=[handoff.generations[g][i] for i in indices],
-                    keys=[_key_bytes(send.keys[g][i]) for i in indices],
+                    slots=[handoff.slot((g, i)) for i in indices],
+                    generations=[handoff.generation((g, i)) for i in indices],
+                    keys=[_key_bytes(send.keys[g][i - send.firsts[g]]) for i in indices],
                 )
             )
         return SaveJob(job_id, runs)
+
+    def _all_there(self, blocks: Iterable[Block], block_ids: BlockIds) -> bool:
+        tables = [block_ids[group_id] for group_id in self._group_ids]
+        return all(i < len(tables[g]) and tables[g][i] != NULL_BLOCK_ID for g, i in blocks)
 
     def jobs_done(self, done: Mapping[int, int], failed: Mapping[int, str]) -> None:
         """The workers' reports: how many ranks ended each job, and which failed."""
@@ -276,7 +294,7 @@ class HandoffSender:
         well = request.status in _FINISHED_WELL
         answer: dict[str, Any] | None = None
         missing = send.todo.union(*(send.jobs[job_id] for job_id in send.fenced))
-        computed = all(i < len(block_ids[self._group_ids[g]]) for g, i in missing)
+        computed = self._all_there(missing, block_ids)
         if handoff is None or not well or not computed or send.abandoned:
             self._abandon(send)
             if well:
@@ -290,13 +308,22 @@ class HandoffSender:
                 token=handoff.token,
                 num_tokens=handoff.prompt.num_tokens,
                 block_ids=[list(block_ids[g]) for g in self._group_ids],
-                tp_size=self._tp_size,
+                tp_size=self._ranks,
             )
         must_stay = bool(send.jobs or send.todo)
         if must_stay:
             self._finishing.append(send)
         self._settle(send)
         return must_stay, answer
+
+
+def _keys(group: int, shape: GroupShape, prompt: Prompt) -> list[SlotKey | None]:
+    """Keys of the blocks that the next token reads; those that can have one."""
+    needed = shape.needed(prompt.num_tokens)
+    if shape.keeps == "last" or prompt.hash_block_size != shape.block_size:
+        return [None] * len(needed)
+    full = min(prompt.num_tokens // shape.block_size, len(prompt.block_hashes))
+    return [(group, bytes(prompt.block_hashes[i])) if i < full else None for i in needed]
 
 
 def _key_bytes(key: SlotKey | None) -> bytes:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM says of its KV cache groups, in this package's own terms."""
 
-from typing import TYPE_CHECKING
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
+from omni_connector.control.shapes import GroupShape
 from omni_connector.errors import LayoutError
 from omni_connector.kv.canonical import GroupSpec, LayerSpec
 
@@ -27,34 +30,114 @@ _KINDS = {
     "MambaSpec": "mamba",
 }
 
+# A ring of scratch tokens, by its class a sliding window (vLLM before 0.32).
+_REFUSED = frozenset({"KpoolTailSpec"})
+
+
+def transferred_groups(kv_cache_config: "KVCacheConfig") -> dict[int, "KVCacheGroupSpec"]:
+    """The groups that vLLM lets a connector transfer, by their index among all its groups.
+
+    Groups of encoder-only layers, which have no cache at all, are left out.
+
+    Raises:
+        LayoutError: a spec that is not known.
+    """
+    return {
+        group_id: group
+        for group_id in kv_cache_config.transfer_group_ids
+        for group in (kv_cache_config.kv_cache_groups[group_id],)
+        if {_kind(spec) for spec in _all_specs(group)} != {_ENCODER_ONLY}
+    }
+
 
 def group_specs(kv_cache_config: "KVCacheConfig") -> tuple[GroupSpec, ...]:
-    """The groups that vLLM lets a connector transfer, in its order.
+    """The transferred groups in this package's own terms, in vLLM's order.
 
-    Layers that read another layer's cache are left out: they have no bytes of their own. So
-    are groups of encoder-only layers, which have no cache at all. A pipeline stage may have
-    groups without layers.
+    Layers that read another layer's cache are left out: they have no bytes of their own. A
+    pipeline stage may have groups without layers.
 
     Raises:
         LayoutError: a spec that is not known, or a layer without one.
     """
-    own = {name for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers}
     specs = []
-    for group in kv_cache_config.transfer_groups:
-        kinds = {_kind(spec) for spec in _all_specs(group)}
-        if kinds == {_ENCODER_ONLY}:
-            continue
-        # Configurations without tensors (a scheduler's, in tests) leave out no layer.
-        names = [name for name in group.layer_names if not own or name in own]
+    for group in transferred_groups(kv_cache_config).values():
         specs.append(
             GroupSpec(
-                kind="+".join(sorted(kinds)),
+                kind=_group_kind(group),
                 block_size=group.kv_cache_spec.block_size,
-                layers=tuple(_layer_spec(name, _spec_of(group, name)) for name in names),
+                layers=tuple(
+                    _layer_spec(name, _spec_of(group, name))
+                    for name in _own_layers(kv_cache_config, group)
+                ),
                 sliding_window=_window(group),
             )
         )
     return tuple(specs)
+
+
+def group_shapes(
+    kv_cache_config: "KVCacheConfig", page_orders: Sequence[Sequence[str]]
+) -> tuple[GroupShape, ...]:
+    """The transferred groups in the terms that peers compare.
+
+    Args:
+        page_orders: as `CanonicalKVCaches` has them.
+    """
+    groups = transferred_groups(kv_cache_config).values()
+    shapes = []
+    for group, pages in zip(groups, page_orders, strict=True):
+        names = _own_layers(kv_cache_config, group)
+        keeps, span = _retention(group)
+        shapes.append(
+            GroupShape(
+                kind=_group_kind(group),
+                block_size=group.kv_cache_spec.block_size,
+                keeps=keeps,
+                span=span,
+                layers=hashlib.sha256("\0".join(names).encode()).hexdigest()[:16],
+                heads=tuple(getattr(_spec_of(group, name), "num_kv_heads", 1) for name in names),
+                pages=tuple(pages),
+            )
+        )
+    return tuple(shapes)
+
+
+def keeps_all(kv_cache_config: "KVCacheConfig") -> bool:
+    """Whether every group keeps the blocks of all tokens."""
+    return all(
+        _retention(group)[0] == "all" for group in transferred_groups(kv_cache_config).values()
+    )
+
+
+def fails_by_block(kv_cache_config: "KVCacheConfig") -> bool:
+    """Whether a failed load is reported by its blocks, so that only they are recomputed.
+
+    vLLM can do that only where there is one group, and all blocks before them are there to
+    recompute them from; else the request is reported, and recomputed from its first token.
+    """
+    return len(kv_cache_config.kv_cache_groups) == 1 and keeps_all(kv_cache_config)
+
+
+def _own_layers(kv_cache_config: "KVCacheConfig", group: "KVCacheGroupSpec") -> list[str]:
+    own = {name for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers}
+    # Configurations without tensors (a scheduler's, in tests) leave out no layer.
+    return [name for name in group.layer_names if not own or name in own]
+
+
+def _group_kind(group: "KVCacheGroupSpec") -> str:
+    return "+".join(sorted({_kind(spec) for spec in _all_specs(group)}))
+
+
+def _retention(group: "KVCacheGroupSpec") -> tuple[Literal["all", "window", "chunk", "last"], int]:
+    kinds = {_kind(spec) for spec in _all_specs(group)}
+    if kinds == {"mamba"}:
+        return "last", 0
+    if kinds == {"chunked_local_attention"}:
+        return "chunk", min(spec.attention_chunk_size for spec in _all_specs(group))  # type: ignore[attr-defined]
+    if kinds <= {"sliding_window", "sliding_window_mla"}:
+        # Without the tokens that speculative decoding retains besides: no later token reads them.
+        return "window", max(spec.sliding_window for spec in _all_specs(group))  # type: ignore[attr-defined]
+    return "all", 0
 
 
 def _all_specs(group: "KVCacheGroupSpec") -> list["KVCacheSpec"]:
@@ -80,6 +163,8 @@ def _spec_of(group: "KVCacheGroupSpec", name: str) -> "KVCacheSpec":
 
 def _kind(spec: "KVCacheSpec") -> str:
     for base in type(spec).__mro__:
+        if base.__name__ in _REFUSED:
+            break
         if base.__name__ in _KINDS:
             return _KINDS[base.__name__]
     raise LayoutError(

@@ -10,7 +10,18 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_SUPPORTED_KINDS: Final = frozenset({"full_attention"})
+_SUPPORTED_KINDS: Final = frozenset(
+    {
+        "chunked_local_attention",
+        "full_attention",
+        "mamba",
+        "mla_attention",
+        "reference_sliding_window",
+        "sink_full_attention",
+        "sliding_window",
+        "sliding_window_mla",
+    }
+)
 
 
 def require_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
@@ -21,10 +32,10 @@ def require_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig
         ConfigError: a parallel layout or a decoding method that is not.
     """
     for group in group_specs(kv_cache_config):
-        if group.kind not in _SUPPORTED_KINDS:
+        if not _SUPPORTED_KINDS.issuperset(group.kind.split("+")):
             raise LayoutError(
                 f"this model keeps a {group.kind} cache (layer {group.layers[0].name}), which "
-                f"OmniKVConnector does not move yet; supported: {', '.join(_SUPPORTED_KINDS)}"
+                f"OmniKVConnector does not move; supported: {', '.join(sorted(_SUPPORTED_KINDS))}"
             )
     parallel = vllm_config.parallel_config
     for name in (

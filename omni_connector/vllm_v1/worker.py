@@ -1,48 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker half: one rank's KV caches, its arena, and the copies between them and peers'."""
 
-import hashlib
 import os
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from vllm.logger import init_logger
 
 from omni_connector.config import OmniConfig
-from omni_connector.errors import (
-    ChecksumError,
-    ConfigError,
-    OmniError,
-    PeerRefusedError,
-    PeerUnreachableError,
-    SlotPendingError,
-    StaleSlotError,
+from omni_connector.errors import ConfigError
+from omni_connector.kv import (
+    BlockCopier,
+    CanonicalKVCaches,
+    SlotLayout,
+    canonicalize,
+    make_copier,
 )
-from omni_connector.kv import BlockCopier, SlotLayout, canonicalize, make_copier
-from omni_connector.transports import Arena, Endpoint, OmniConnector, RemoteArena
+from omni_connector.transports import Arena, OmniConnector
 from omni_connector.vllm_v1.copies import CopyThread, Outcome, Work
+from omni_connector.vllm_v1.loading import Loader, batches, failure_kind
 from omni_connector.vllm_v1.metadata import (
     CopyRun,
-    LoadJob,
     OmniConnectorMetadata,
     OmniHandshakeMetadata,
     OmniWorkerMetadata,
     SaveJob,
 )
 from omni_connector.vllm_v1.metrics import OmniStats
-from omni_connector.vllm_v1.specs import group_specs
+from omni_connector.vllm_v1.specs import fails_by_block, group_shapes, group_specs
 
 if TYPE_CHECKING:
     import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.omni_connector.worker")
-
-_BATCH_BYTES: Final = 8 << 20
 
 # As it was before the engine pinned anything: this module is imported while it starts.
 _PROCESS_CORES: Final = frozenset(os.sched_getaffinity(0))
@@ -55,7 +47,7 @@ class OmniWorker:
         config: the connector's settings.
         kv_cache_config: what vLLM allocates.
         transport: exports our arena and reads the peers'.
-        rank: of this worker in its engine.
+        rank, ranks: of this worker, and how many its engine has.
         arena_name: unguessable to nobody, unique on this host: where peers find the arena.
         arena_bytes: size of this rank's arena; 0 where the engine hands nothing off.
     """
@@ -67,6 +59,7 @@ class OmniWorker:
         kv_cache_config: "KVCacheConfig",
         transport: OmniConnector,
         rank: int,
+        ranks: int,
         arena_name: str,
         arena_bytes: int,
     ) -> None:
@@ -74,17 +67,18 @@ class OmniWorker:
         self._kv_cache_config = kv_cache_config
         self._transport = transport
         self._rank = rank
+        self._ranks = ranks
         self._arena_name = arena_name
         self._arena_bytes = arena_bytes
         self._checksum = config.integrity == "full"
+        self._fails_by_block = fails_by_block(kv_cache_config)
         self._arena: Arena | None = None
         self._copier: BlockCopier | None = None
         self._layout: SlotLayout | None = None
         self._handshake: OmniHandshakeMetadata | None = None
-        self._remotes: dict[str, RemoteArena] = {}
-        self._remotes_lock = threading.Lock()
-        self._saver = CopyThread("omni-save", _PROCESS_CORES)
-        self._loader = CopyThread("omni-load", _PROCESS_CORES)
+        self._loader: Loader | None = None
+        self._saves = CopyThread("omni-save", _PROCESS_CORES)
+        self._loads = CopyThread("omni-load", _PROCESS_CORES)
         self._metadata: OmniConnectorMetadata | None = None
         self._loads_started = self._saves_started = True
         self._loading: dict[int, str] = {}
@@ -97,10 +91,6 @@ class OmniWorker:
         self._stats = OmniStats()
         self._closed = False
 
-    @property
-    def _single_group(self) -> bool:
-        return len(self._kv_cache_config.kv_cache_groups) == 1
-
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Bring the caches into canonical form and open the arena.
 
@@ -109,7 +99,9 @@ class OmniWorker:
             ConfigError: the arena would not hold a single slot.
         """
         groups = group_specs(self._kv_cache_config)
-        canonical = canonicalize(groups, kv_caches, self._kv_cache_config.num_blocks)
+        self._open(canonicalize(groups, kv_caches, self._kv_cache_config.num_blocks))
+
+    def _open(self, canonical: CanonicalKVCaches) -> None:
         layout = SlotLayout.of(canonical)
         self._layout = layout
         self._copier = make_copier(canonical, layout)
@@ -130,8 +122,16 @@ class OmniWorker:
                 layout.slot_bytes / 2**20,
                 self._rank,
             )
-        orders = hashlib.sha256(repr(canonical.page_orders).encode()).hexdigest()
-        self._handshake = OmniHandshakeMetadata(endpoint, layout.group_bytes, orders)
+        self._loader = Loader(
+            transport=self._transport,
+            copier=self._copier,
+            layout=layout,
+            groups=group_shapes(self._kv_cache_config, canonical.page_orders),
+            rank=self._rank,
+            ranks=self._ranks,
+            checksum=self._checksum,
+        )
+        self._handshake = OmniHandshakeMetadata(endpoint, canonical.page_orders)
 
     @property
     def handshake(self) -> OmniHandshakeMetadata | None:
@@ -152,7 +152,7 @@ class OmniWorker:
     def fence(self, metadata: OmniConnectorMetadata) -> None:
         """Make sure that no save reads blocks that this step may overwrite."""
         if metadata.fence:
-            self._saver.cancel(set(metadata.fence))
+            self._saves.cancel(set(metadata.fence))
 
     def start_loads(self) -> None:
         """Start the step's loads; returns at once. Once a step, before or after the forward."""
@@ -162,12 +162,13 @@ class OmniWorker:
         self._loads_started = True
         if not metadata.loads:
             return
-        copier = self._copier
+        copier, loader = self._copier, self._loader
         assert copier is not None
+        assert loader is not None
         fence = copier.fence()
         for job in metadata.loads:
             self._loading[job.job_id] = job.request_id
-            self._loader.submit(job.job_id, self._load_work(job, fence))
+            self._loads.submit(job.job_id, loader.work(job, fence))
 
     def start_saves(self) -> None:
         """Start the step's saves; returns at once. Call it when the forward has been launched."""
@@ -181,20 +182,20 @@ class OmniWorker:
             fence = copier.fence()
             for job in metadata.saves:
                 self._unended_saves.add(job.job_id)
-                self._saver.submit(job.job_id, self._save_work(job, fence))
+                self._saves.submit(job.job_id, self._save_work(job, fence))
         for request_id, job_ids in metadata.finish_after:
             self._finish_after.append((request_id, set(job_ids)))
 
     def collect(self) -> None:
         """Look at what has ended since the last step."""
-        for outcome in self._saver.take_ended():
+        for outcome in self._saves.take_ended():
             self._unended_saves.discard(outcome.job_id)
             self._report.done[outcome.job_id] = 1
             if outcome.failure is not None:
                 self._report.failed[outcome.job_id] = outcome.failure
             else:
                 self._count("save", "saved", outcome)
-        for outcome in self._loader.take_ended():
+        for outcome in self._loads.take_ended():
             request_id = self._loading.pop(outcome.job_id)
             self._report.done[outcome.job_id] = 1
             self._finished_loads.add(request_id)
@@ -202,7 +203,7 @@ class OmniWorker:
                 self._count("load", "loaded", outcome)
                 continue
             self._report.failed[outcome.job_id] = outcome.failure
-            if self._single_group:
+            if self._fails_by_block:
                 self._bad_block_ids |= outcome.bad_block_ids
             else:
                 self._failed_loads.add(request_id)
@@ -254,12 +255,10 @@ class OmniWorker:
         if self._closed:
             return
         self._closed = True
-        self._saver.close()
-        self._loader.close()
-        with self._remotes_lock:
-            remotes, self._remotes = list(self._remotes.values()), {}
-        for remote in remotes:
-            remote.close()
+        self._saves.close()
+        self._loads.close()
+        if self._loader is not None:
+            self._loader.close()
         self._transport.close()
         if self._copier is not None:
             self._copier.close()  # it may have pinned the arena's memory
@@ -275,7 +274,7 @@ class OmniWorker:
         def work(cancelled: Callable[[], bool]) -> Outcome:
             outcome = Outcome(job.job_id)
             try:
-                for batch, size in _batches(job.runs, layout):
+                for batch, size in batches(job.runs, layout):
                     if cancelled() or not self._save_batch(
                         arena, copier, batch, size, fence, cancelled
                     ):
@@ -285,7 +284,7 @@ class OmniWorker:
                     outcome.size += len(batch.block_ids) * size
             except Exception as error:  # whatever it is, the engine goes on without the hand-off
                 logger.exception("Saving KV blocks failed (job %d)", job.job_id)
-                outcome.failure = _kind(error, "save_failed")
+                outcome.failure = failure_kind(error, "save_failed")
             if outcome.failure is not None:
                 _void(arena, job)
             return outcome
@@ -320,132 +319,9 @@ class OmniWorker:
             arena.publish(slot, generation, key, size, checksum)
         return True
 
-    def _load_work(self, job: LoadJob, fence: object) -> Work:
-        copier, layout = self._copier, self._layout
-        assert copier is not None
-        assert layout is not None
-        deadline = time.monotonic() + job.timeout
-        endpoint = job.arenas[self._rank]
-        outcome = Outcome(job.job_id)
-        waiting = deque(_batches(job.runs, layout))
-
-        def work(cancelled: Callable[[], bool]) -> Outcome | None:
-            try:
-                while waiting:
-                    if cancelled():
-                        outcome.failure = "cancelled"
-                        break
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        raise PeerUnreachableError("the bytes were not there in time")
-                    remote = self._remote(endpoint, timeout=left)
-                    batch, size = waiting[0]
-                    try:
-                        self._load_batch(remote, copier, batch, size, fence)
-                    except SlotPendingError as pending:
-                        if not remote.alive:
-                            raise PeerUnreachableError("the peer died while copying") from pending
-                        return None
-                    waiting.popleft()
-                    outcome.blocks += len(batch.block_ids)
-                    outcome.size += len(batch.block_ids) * size
-            except Exception as error:  # whatever it is, the request must not wait for ever
-                outcome.failure = _kind(error, "load_failed")
-                logger.warning(
-                    "Loading KV of request %s from %s failed (%s): %s",
-                    job.request_id,
-                    endpoint.address,
-                    outcome.failure,
-                    error,
-                )
-                if not isinstance(error, OmniError):
-                    logger.exception("This should not happen; please report it")
-                self._forget(endpoint)
-            if outcome.failure is not None:
-                outcome.bad_block_ids = frozenset(_block_ids(batch for batch, _ in waiting))
-            return outcome
-
-        return work
-
-    def _load_batch(
-        self, remote: RemoteArena, copier: BlockCopier, run: CopyRun, size: int, fence: object
-    ) -> None:
-        pairs = list(zip(run.slots, run.generations, strict=True))
-        for slot, generation in pairs:
-            length = remote.verify(slot, generation).length
-            if length != size:
-                raise PeerRefusedError(f"slot {slot} holds {length} bytes, not {size}")
-        checksums = copier.load(
-            run.group,
-            np.asarray(run.block_ids, dtype=np.int64),
-            remote.slots,
-            np.asarray(run.slots, dtype=np.int64),
-            checksum=self._checksum,
-            fence=fence,
-        )
-        # Reused while we read, what we have is a mixture; so what the second header says counts.
-        headers = [remote.verify(slot, generation) for slot, generation in pairs]
-        if not self._checksum:
-            return
-        for (slot, _), header, checksum in zip(pairs, headers, checksums.tolist(), strict=True):
-            if header.checksum != checksum:
-                raise ChecksumError(
-                    f"slot {slot}: checksum {checksum:#x}, published {header.checksum:#x}"
-                )
-
-    def _remote(self, endpoint: Endpoint, timeout: float) -> RemoteArena:
-        with self._remotes_lock:
-            remote = self._remotes.get(endpoint.address)
-        if remote is not None and remote.endpoint == endpoint:
-            return remote
-        if remote is not None:
-            self._forget(endpoint)
-        remote = self._transport.attach(endpoint, timeout=timeout)
-        with self._remotes_lock:
-            self._remotes[endpoint.address] = remote
-        return remote
-
-    def _forget(self, endpoint: Endpoint) -> None:
-        with self._remotes_lock:
-            remote = self._remotes.pop(endpoint.address, None)
-        if remote is not None:
-            remote.close()
-
-
-def _batches(runs: Iterable[CopyRun], layout: SlotLayout) -> Iterator[tuple[CopyRun, int]]:
-    """Parts of runs that are published one by one, so that a peer can read the first while the
-    last is still being copied; with each the bytes of one of its blocks."""
-    for run in runs:
-        size = layout.group_bytes[run.group]
-        step = max(1, _BATCH_BYTES // size)
-        for first in range(0, len(run.block_ids), step):
-            part = slice(first, first + step)
-            batch = CopyRun(
-                run.group,
-                run.block_ids[part],
-                run.slots[part],
-                run.generations[part],
-                run.keys[part],
-            )
-            yield batch, size
-
 
 def _void(arena: Arena, job: SaveJob) -> None:
     """Tell readers that wait for these slots that they will not come with this generation."""
     for run in job.runs:
         for slot, generation in zip(run.slots, run.generations, strict=True):
             arena.begin_write(slot, generation + 1)
-
-
-def _block_ids(runs: Iterable[CopyRun]) -> set[int]:
-    return {block_id for run in runs for block_id in run.block_ids}
-
-
-def _kind(error: Exception, other: str) -> str:
-    kinds: dict[type[Any], str] = {
-        StaleSlotError: "stale_slot",
-        ChecksumError: "checksum_mismatch",
-        PeerUnreachableError: "peer_unreachable",
-        PeerRefusedError: "peer_refused",
-    }
-    return next((kind for cls, kind in kinds.items() if isinstance(error, cls)), other)

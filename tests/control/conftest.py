@@ -9,6 +9,8 @@ from omni_connector.control.messages import Fingerprint, Welcome
 from omni_connector.control.prompt import Prompt
 from omni_connector.transports.base import Endpoint
 
+from .shapes import group_shape
+
 
 class Clock:
     """Seconds that pass when a test says so."""
@@ -31,20 +33,22 @@ def fingerprint() -> Fingerprint:
         model="m@1",
         dtype="bfloat16",
         kv_dtype="auto",
-        block_sizes=(16, 32),
-        groups=("full", "sliding"),
-        page_order="BLHNC",
-        ranks=(1, 1),
         integrity="full",
+        kv_heads=2,
+        ranks=1,
+        groups=(
+            group_shape(),
+            group_shape(kind="sliding_window", keeps="window", span=40, layers="odd"),
+        ),
     )
 
 
 @pytest.fixture
-def welcome() -> Welcome:
+def welcome(fingerprint: Fingerprint) -> Welcome:
     endpoint = Endpoint(
         transport="shm", address="somewhere", epoch=b"a" * 16, n_slots=8, slot_bytes=4096
     )
-    return Welcome(b"e" * 16, "sha256:16:seed", (endpoint,))
+    return Welcome(b"e" * 16, "sha256:16:seed", fingerprint, (endpoint,))
 
 
 @pytest.fixture

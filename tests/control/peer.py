@@ -22,7 +22,7 @@ fingerprint = msgspec.json.decode(sys.argv[2], type=Fingerprint)
 directory = SlotDirectory(8, time.monotonic, 600.0)
 server = ControlServer(
     fingerprint=fingerprint,
-    welcome=Welcome(b"k" * 16, "", ()),
+    welcome=Welcome(b"k" * 16, "", fingerprint, ()),
     directory=directory,
     clock=time.monotonic,
     patience=600.0,

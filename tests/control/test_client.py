@@ -14,7 +14,6 @@ from omni_connector.control.client import (
     PeerSession,
 )
 from omni_connector.control.messages import (
-    PROTOCOL_VERSION,
     TOKEN_BYTES,
     Claim,
     Denied,
@@ -83,7 +82,7 @@ class Asking:
         return self.session.receive(encode(message))
 
     def granted(self, sequence: int, lease_s: float = 60.0) -> Granted:
-        return Granted(sequence, self.prompt.num_tokens, GROUPS, lease_s)
+        return Granted(sequence, self.prompt.num_tokens, (0, 0), GROUPS, lease_s)
 
 
 @pytest.fixture
@@ -112,7 +111,7 @@ def error_of(future: "Future[Grant]") -> BaseException:
 def test_the_session_opens_with_protocol_and_fingerprint(
     asking: Asking, fingerprint: Fingerprint
 ) -> None:
-    assert asking.session.hello() == Hello(PROTOCOL_VERSION, fingerprint)
+    assert asking.session.hello() == Hello.of(fingerprint)
 
 
 def test_claims_before_the_welcome_follow_it_in_order(asking: Asking, welcome: Welcome) -> None:

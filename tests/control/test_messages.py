@@ -31,25 +31,26 @@ from omni_connector.control.messages import (
 from omni_connector.errors import ProtocolError
 from omni_connector.transports.base import Endpoint
 
+from .shapes import group_shape
+
 PRINT = Fingerprint(
     model="m@1",
     dtype="bfloat16",
     kv_dtype="auto",
-    block_sizes=(16,),
-    groups=("full",),
-    page_order="BLHNC",
-    ranks=(1, 1),
     integrity="full",
+    kv_heads=2,
+    ranks=1,
+    groups=(group_shape(),),
 )
 ENDPOINT = Endpoint(transport="shm", address="x", epoch=b"a" * 16, n_slots=8, slot_bytes=4096)
 TOKEN = b"t" * TOKEN_BYTES
 DIGEST = b"d" * DIGEST_BYTES
 
-REQUESTS: list[Request] = [Hello(1, PRINT), Claim(3, TOKEN, 40, DIGEST, "blocks"), Release(TOKEN)]
+REQUESTS: list[Request] = [Hello.of(PRINT), Claim(3, TOKEN, 40, DIGEST, "blocks"), Release(TOKEN)]
 REPLIES: list[Reply] = [
-    Welcome(TOKEN, "sha256", (ENDPOINT, ENDPOINT)),
+    Welcome(TOKEN, "sha256", PRINT, (ENDPOINT, ENDPOINT)),
     Refused("dtype", "a", "b"),
-    Granted(3, 40, (((0, 1), (5, 2)), ((7, 9),)), 12.5),
+    Granted(3, 40, (0, 2), (((0, 1), (5, 2)), ((7, 9),)), 12.5),
     Denied(3, "unknown_token"),
 ]
 
@@ -151,7 +152,6 @@ def edited(message: Any, **changes: Any) -> bytes:
         (REQUESTS[1], {"sequence": 1 << 63}),
         (REQUESTS[2], {"token": b""}),
         (REQUESTS[0], {"protocol": -1}),
-        (REQUESTS[0], {"fingerprint": None}),
     ],
 )
 def test_requests_out_of_bounds_are_refused(message: Any, changes: dict[str, Any]) -> None:
@@ -189,9 +189,37 @@ def test_replies_out_of_bounds_are_refused(message: Any, changes: dict[str, Any]
         decode_reply(edited(message, **changes))
 
 
-@pytest.mark.parametrize("field", Fingerprint.__struct_fields__)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ranks": 0},
+        {"ranks": MAX_RANKS + 1},
+        {"kv_heads": -1},
+        {"model": "m" * 1025},
+        {"groups": [msgspec.to_builtins(group_shape())] * 257},
+        {"groups": [msgspec.to_builtins(group_shape()) | {"block_size": 0}]},
+        {"groups": [msgspec.to_builtins(group_shape()) | {"keeps": "some"}]},
+        {"groups": [msgspec.to_builtins(group_shape()) | {"span": 5}]},
+        {"groups": [msgspec.to_builtins(group_shape()) | {"heads": [2]}]},
+        {"groups": [msgspec.to_builtins(group_shape()) | {"pages": ["x" * 1025] * 2}]},
+    ],
+)
+def test_a_fingerprint_out_of_bounds_is_refused(changes: dict[str, Any]) -> None:
+    hello = decode_request(edited(REQUESTS[0], fingerprint=msgspec.to_builtins(PRINT) | changes))
+    assert isinstance(hello, Hello)
+    with pytest.raises(ProtocolError):
+        hello.decode_fingerprint()
+
+
+def test_a_fingerprint_survives_the_wire() -> None:
+    hello = decode_request(encode(Hello.of(PRINT)))
+    assert isinstance(hello, Hello)
+    assert hello.decode_fingerprint() == PRINT
+
+
+@pytest.mark.parametrize("field", ["model", "dtype", "kv_dtype", "integrity", "kv_heads"])
 def test_a_fingerprint_names_the_field_that_differs(field: str) -> None:
-    other = {"block_sizes": (32,), "groups": ("mla",), "ranks": (2, 1)}.get(field, "other")
+    other = 4 if field == "kv_heads" else "other"
     theirs = msgspec.structs.replace(PRINT, **{field: other})
     assert PRINT.difference(theirs) == (field, getattr(PRINT, field), other)
     assert PRINT.difference(msgspec.structs.replace(PRINT)) is None

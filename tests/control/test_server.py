@@ -28,6 +28,8 @@ from omni_connector.control.messages import (
 from omni_connector.control.prompt import Prompt
 from omni_connector.control.server import ControlServer
 
+from .shapes import group_shape
+
 TTL = 100.0
 PATIENCE = 10.0
 ALICE, BOB = b"alice", b"bob"
@@ -65,7 +67,7 @@ class Served:
         return [reply for _, reply in answers]
 
     def handoff(self, *, filled: bool = True) -> Handoff:
-        handoff = self.directory.open(self.prompt, [[None, None], [None]])
+        handoff = self.directory.open(self.prompt, [[None, None], [None]], [0, 3])
         assert handoff is not None
         self.directory.seal(handoff)
         if filled:
@@ -94,25 +96,25 @@ def served(
 
 @pytest.fixture
 def introduced(served: Served, fingerprint: Fingerprint, welcome: Welcome) -> Served:
-    assert served.say(ALICE, Hello(PROTOCOL_VERSION, fingerprint)) == [welcome]
+    assert served.say(ALICE, Hello.of(fingerprint)) == [welcome]
     return served
 
 
 def test_a_peer_of_another_protocol_is_refused(served: Served, fingerprint: Fingerprint) -> None:
     other = PROTOCOL_VERSION + 1
-    answer = served.say(ALICE, Hello(other, fingerprint))
+    answer = served.say(ALICE, msgspec.structs.replace(Hello.of(fingerprint), protocol=other))
     assert answer == [Refused("protocol", str(PROTOCOL_VERSION), str(other))]
     assert served.counts["refused_peer"] == 1
 
 
 @pytest.mark.parametrize(
     ("field", "theirs"),
-    [("model", "other@1"), ("kv_dtype", "fp8"), ("block_sizes", (16,)), ("ranks", (2, 1))],
+    [("model", "other@1"), ("kv_dtype", "fp8"), ("kv_heads", 8)],
 )
 def test_a_peer_that_differs_is_told_the_field_and_both_values(
     field: str, theirs: object, served: Served, fingerprint: Fingerprint
 ) -> None:
-    hello = Hello(PROTOCOL_VERSION, msgspec.structs.replace(fingerprint, **{field: theirs}))
+    hello = Hello.of(msgspec.structs.replace(fingerprint, **{field: theirs}))
     assert served.say(ALICE, hello) == [
         Refused(field, str(getattr(fingerprint, field)), str(theirs))
     ]
@@ -124,10 +126,8 @@ def test_a_peer_that_differs_is_told_the_field_and_both_values(
 def test_a_refusal_of_long_values_still_fits_the_wire(
     served: Served, fingerprint: Fingerprint
 ) -> None:
-    groups = tuple("g" * 1000 for _ in range(200))
-    (answer,) = served.say(
-        ALICE, Hello(PROTOCOL_VERSION, msgspec.structs.replace(fingerprint, groups=groups))
-    )
+    groups = (group_shape(kind="g" * 1000),) * 200
+    (answer,) = served.say(ALICE, Hello.of(msgspec.structs.replace(fingerprint, groups=groups)))
     assert isinstance(answer, Refused)
     assert msgspec.msgpack.decode(encode(answer), type=Refused) == answer
 
@@ -147,6 +147,7 @@ def test_a_complete_handoff_is_granted_with_slots_and_generations(
         Granted(
             5,
             introduced.prompt.num_tokens,
+            (0, 3),
             tuple(
                 tuple(zip(slots, generations, strict=True))
                 for slots, generations in zip(handoff.slots, handoff.generations, strict=True)
@@ -255,7 +256,7 @@ def test_sessions_are_bounded_and_those_in_use_stay(
 ) -> None:
     monkeypatch.setattr(server_module, "MAX_SESSIONS", 2)
     handoff = introduced.handoff()
-    hello = Hello(PROTOCOL_VERSION, fingerprint)
+    hello = Hello.of(fingerprint)
     introduced.say(BOB, hello)
     introduced.say(ALICE, introduced.claim_of(handoff))  # Bob is idle for longer now
     introduced.say(b"carol", hello)

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -70,6 +70,24 @@ class Cache:
         view = self.views[layer]
         count = view.shape[0] // self.num_blocks
         return view[block * count : (block + 1) * count]
+
+    def padding(self, layer: LayerSpec, block: int) -> torch.Tensor:
+        """The bytes that the engine reserves behind a page of contiguous content."""
+        page = self.block(layer.name, block)
+        first = page.storage_offset() * page.element_size()
+        return self.buffer[first + layer.page_bytes : first + layer.padded_page_bytes]
+
+    def loaded(self, group: int, block: int, other: "Cache", other_block: int) -> None:
+        """Put another cache's block in this one's, as a load must: padding becomes zeros."""
+        for layer in self.groups[group].layers:
+            self.block(layer.name, block)[...] = other.block(layer.name, other_block)
+            self.padding(layer, block).zero_()
+
+    def zeroed(self, group: int, block: int) -> None:
+        """Zero a block and its padding, through the layers' own views."""
+        for layer in self.groups[group].layers:
+            self.block(layer.name, block).zero_()
+            self.padding(layer, block).zero_()
 
     def slot(self, group: int, block: int) -> np.ndarray:
         """What a slot of this block must hold: its layers' pages, in their byte order."""
@@ -199,6 +217,47 @@ def caches(draw: st.DrawFn, layouts: tuple[str, ...] = LAYOUTS) -> tuple[Cache, 
     return one, two
 
 
+@st.composite
+def hybrids(draw: st.DrawFn) -> tuple[Cache, Cache]:
+    """Two caches of one hybrid model: groups on the same bytes, whose blocks do not overlap.
+
+    As in engines, pages have one size, the largest; smaller ones are padded to it. Layouts that
+    cannot pad have pages of one shape, and layouts with the blocks outermost pages of any size.
+    """
+    layout = draw(st.sampled_from(LAYOUTS))
+    token_major = layout.index("N") < layout.index("H")
+    alike = [x for x in LAYOUTS if (x.index("N") < x.index("H")) == token_major]
+    other = draw(st.sampled_from(alike))
+    both = (layout, other)
+    shapes = []
+    for _ in range(draw(st.integers(1, 4))):
+        shapes.append(
+            Shape(
+                layers=draw(st.integers(1, 4)),
+                heads=draw(st.integers(1, 3)),
+                tokens=draw(st.integers(1, 4)),
+                content=8 * draw(st.integers(1, 3)),
+                dtype=draw(st.sampled_from((torch.int8, torch.bfloat16))),
+            )
+        )
+    if all(x in PADDABLE for x in both):
+        page = max(shape.page for shape in shapes) + 8 * draw(st.integers(0, 2))
+        shapes = [replace(shape, padding=page - shape.page) for shape in shapes]
+    elif not all(x[0] == "B" for x in both):
+        shapes = [replace(shapes[0], layers=shape.layers) for shape in shapes]
+    one, two = (
+        build(
+            name,
+            draw(st.integers(6, 12)),
+            [[shape] for shape in shapes],
+            slack=8 * draw(st.integers(0, 2)),
+            seed=draw(st.integers(0, 2**16)),
+        )
+        for name in both
+    )
+    return one, two
+
+
 class HostLane(Lane):
     """A lane whose work is done as soon as it is asked for; it notes what it was asked."""
 
@@ -261,6 +320,7 @@ def kv() -> SimpleNamespace:
         Cache=Cache,
         build=build,
         caches=caches,
+        hybrids=hybrids,
     )
 
 

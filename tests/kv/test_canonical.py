@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_connector.errors import LayoutError
-from omni_connector.kv import GroupSpec, LayerSpec, SlotLayout, canonicalize
+from omni_connector.kv import (
+    CanonicalKVCacheRef,
+    GroupSpec,
+    LayerSpec,
+    SlotLayout,
+    canonicalize,
+    canonicalize_cross_layers,
+)
 from omni_connector.kv.runs import runs_of, split
 
 
@@ -97,6 +104,7 @@ def test_a_layer_that_reads_anothers_cache_is_stored_once(kv):
     assert len(cache.groups[0].layers) == 3
     canonical = canonical_of(cache)
     assert [ref.tensor_idx for ref in canonical.group_data_refs[0]] == [0, 1]
+    assert canonical.page_orders == (("N4.C8", "N4.C8"),)
     assert SlotLayout.of(canonical).group_bytes == (64,)
 
 
@@ -105,6 +113,7 @@ def test_padding_is_part_of_the_tensor_and_not_of_the_ref(kv):
     canonical = canonical_of(cache)
     assert [entry.page_size_bytes for entry in canonical.tensors] == [64, 64]
     assert [ref.page_size_bytes for ref in canonical.group_data_refs[0]] == [40, 40]
+    assert [ref.padded_size_bytes for ref in canonical.group_data_refs[0]] == [64, 64]
     assert SlotLayout.of(canonical).group_bytes == (80,)
 
 
@@ -120,9 +129,9 @@ def test_a_shared_tensor_is_as_wide_as_its_widest_page():
     )
     canonical = canonicalize(groups, views, 4)
     assert [entry.page_size_bytes for entry in canonical.tensors] == [64]
-    assert [[ref.page_size_bytes for ref in refs] for refs in canonical.group_data_refs] == [
-        [24],
-        [64],
+    assert canonical.group_data_refs == [
+        [CanonicalKVCacheRef(0, 24, 32)],
+        [CanonicalKVCacheRef(0, 64, 64)],
     ]
 
 
@@ -174,6 +183,116 @@ def test_a_view_that_is_not_what_its_spec_says_is_refused(view, page, padded, nu
         canonicalize(one_layer(page, padded), {"model.0": view}, num_blocks)
 
 
+def one_tensor(draw):
+    """One tensor of all layers, its dimensions in any order in memory, and their names."""
+    split = draw(st.booleans())  # K and V apart
+    kernel_blocks = draw(st.integers(1, 3))
+    num_blocks, layers = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    sizes = {
+        "L": layers,
+        "B": num_blocks * kernel_blocks,
+        "H": draw(st.integers(1, 3)),
+        "N": draw(st.integers(1, 4)),
+        "C": 2 * draw(st.integers(1, 3)),
+    }
+    dims = [*draw(st.permutations("LBHN")), "C"]
+    shape = [sizes[dim] for dim in dims]
+    if split:
+        at = draw(st.integers(0, 4))
+        dims.insert(at, "C")
+        shape.insert(at, 2)
+    dtype = draw(st.sampled_from((torch.int8, torch.bfloat16)))
+    elements = torch.Size(shape).numel()
+    memory = torch.arange(elements * dtype.itemsize).to(torch.int8).view(dtype).view(shape)
+    # Engines show the dimensions in another order than they have in memory.
+    seen = draw(st.permutations(range(len(dims))))
+    page = elements * dtype.itemsize // num_blocks // layers
+    group = GroupSpec(
+        "full_attention",
+        sizes["N"] * kernel_blocks,
+        tuple(LayerSpec(f"layer{i}", page, page) for i in range(layers)),
+    )
+    return (group,), memory.permute(*seen), num_blocks, "".join(dims[i] for i in seen)
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_one_tensor_of_all_layers_is_its_layers_views(data):
+    groups, tensor, num_blocks, dims = one_tensor(data.draw)
+    names = data.draw(st.permutations([layer.name for layer in groups[0].layers]))
+    found = canonicalize_cross_layers(groups, tensor, names, num_blocks, dims=dims)
+    axis, block_axis = dims.index("L"), dims.replace("L", "").index("B")
+    for block in range(num_blocks):
+        expected = []
+        for layer in groups[0].layers:
+            view = tensor.select(axis, names.index(layer.name)).movedim(block_axis, 0)
+            ratio = len(view) // num_blocks
+            page = view[block * ratio : (block + 1) * ratio]
+            order = sorted(
+                range(page.ndim), key=lambda i: (page.stride(i), page.shape[i] == 1), reverse=True
+            )
+            expected += page.permute(*order).contiguous().view(torch.int8).flatten().tolist()
+        assert named_bytes(found, 0, block).view("int8").tolist() == expected
+    if "C" not in dims.replace("C", "", 1):
+        views = {
+            name: tensor.select(axis, i).permute(
+                *(dims.replace("L", "").index(dim) for dim in "BHNC")
+            )
+            for i, name in enumerate(names)
+        }
+        same = canonicalize(groups, views, num_blocks)
+        assert found.page_orders == same.page_orders
+        assert found.group_data_refs == same.group_data_refs
+        for one, two in zip(found.tensors, same.tensors, strict=True):
+            assert one.tensor.data_ptr() == two.tensor.data_ptr()
+            assert one.tensor.stride() == two.tensor.stride()
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "order"),
+    [
+        ("CBNHC", (2, 3, 16, 4, 8), "C2.N16.H4.C16"),
+        ("BCNHC", (3, 2, 16, 4, 8), "C2.N16.H4.C16"),
+        ("BCHNC", (3, 2, 4, 16, 8), "C2.H4.N16.C16"),
+        ("BNC", (3, 16, 64), "N16.C128"),
+        ("BHNC", (3, 4, 16, 16), "H4.N16.C32"),
+        ("CBNHC", (2, 6, 8, 4, 8), "C2.N16.H4.C16"),
+        ("BCHNC", (6, 2, 4, 8, 8), "N2.C2.H4.N8.C16"),
+    ],
+)
+def test_views_with_k_and_v_apart_are_told_by_their_dimensions_names(dims, shape, order):
+    view = torch.zeros(shape, dtype=torch.bfloat16)
+    page = view.numel() * 2 // 3
+    found = canonicalize(one_layer(page), {"model.0": view}, 3, dims=dims)
+    assert found.page_orders == ((order,),)
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "message"),
+    [
+        ("BLCNHC", (4, 2, 16, 4, 8), r"expected a tensor \[B, L, C, N, H, C\]"),
+        ("BLHNC", (4, 3, 2, 2, 8), "expected 2 layers, found 3 in dimension 1"),
+        ("BLHNC", (5, 2, 2, 2, 8), "expected a multiple of 4 blocks"),
+        ("BLHNC", (4, 2, 2, 2, 9), "expected 128 bytes a block, found 144"),
+    ],
+)
+def test_a_tensor_of_all_layers_that_is_not_what_was_said_is_refused(dims, shape, message):
+    layers = (LayerSpec("a", 128, 128), LayerSpec("b", 128, 128))
+    groups = (GroupSpec("full_attention", 2, layers),)
+    with pytest.raises(LayoutError, match=message):
+        canonicalize_cross_layers(groups, torch.zeros(shape), ["a", "b"], 4, dims=dims)
+
+
+@pytest.mark.parametrize("dims", ["HNC", "BBHN", "LBHNC", "BXNC", ""])
+def test_dimensions_that_make_no_sense_are_refused(dims):
+    with pytest.raises(ValueError, match="dimensions"):
+        canonicalize(one_layer(128), {"model.0": torch.zeros(4, 2, 2, 8)}, 4, dims=dims)
+    with pytest.raises(ValueError, match="dimensions"):
+        canonicalize_cross_layers(
+            one_layer(128), torch.zeros(4, 2, 2, 8), ["model.0"], 4, dims=dims.replace("L", "")
+        )
+
+
 def test_a_layer_without_a_cache_is_refused():
     with pytest.raises(LayoutError, match=r"layer model\.0: no KV cache"):
         canonicalize(one_layer(128), {"model.1": torch.zeros(4, 2, 2, 8)}, 4)
@@ -198,6 +317,51 @@ def test_layers_of_a_group_that_share_bytes_are_refused(first, second, stride):
         "b": buffer.as_strided((4, 1, 1, 32), (stride, 32, 32, 1), second),
     }
     group = GroupSpec("full_attention", 16, (LayerSpec("a", 32, 32), LayerSpec("b", 32, 32)))
+    with pytest.raises(LayoutError, match="share bytes"):
+        canonicalize((group,), views, 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "message"),
+    [
+        ((4, 4, 2, 4), (32, 8, 4, 1), None),
+        ((4, 2, 4, 4), (32, 16, 4, 1), "its pages .* are another layer's"),
+        ((4, 4, 2, 4), (32, 4, 16, 1), "its pages .* are another layer's"),
+    ],
+)
+def test_a_layer_that_reads_anothers_cache_reads_it_in_the_same_order(shape, strides, message):
+    buffer = torch.zeros(128, dtype=torch.int8)
+    views = {
+        "a": buffer.as_strided((4, 4, 2, 4), (32, 8, 4, 1)),
+        "b": buffer.as_strided(shape, strides),
+    }
+    group = GroupSpec("full_attention", 2, (LayerSpec("a", 32, 32), LayerSpec("b", 32, 32)))
+    if message is None:
+        assert canonicalize((group,), views, 4).page_orders == (("H4.N2.C4",),)
+        return
+    with pytest.raises(LayoutError, match=f"layer b: {message}"):
+        canonicalize((group,), views, 4)
+
+
+def test_layers_that_share_some_of_their_runs_are_refused():
+    buffer = torch.zeros(256, dtype=torch.int8)
+    views = {
+        # Two heads far from each other; of the second layer, one of them.
+        "a": buffer.as_strided((4, 2, 2, 4), (8, 64, 4, 1)),
+        "b": buffer.as_strided((4, 1, 2, 4), (8, 64, 4, 1)),
+    }
+    group = GroupSpec("full_attention", 2, (LayerSpec("a", 16, 16), LayerSpec("b", 8, 8)))
+    with pytest.raises(LayoutError, match="share some of their bytes"):
+        canonicalize((group,), views, 4)
+
+
+def test_a_padding_that_holds_another_layers_bytes_is_refused():
+    buffer = torch.zeros(256, dtype=torch.int8)
+    views = {
+        "a": buffer.as_strided((4, 1, 1, 16), (64, 16, 16, 1)),
+        "b": buffer.as_strided((4, 1, 1, 16), (64, 16, 16, 1), 24),
+    }
+    group = GroupSpec("mamba", 16, (LayerSpec("a", 16, 32), LayerSpec("b", 16, 16)))
     with pytest.raises(LayoutError, match="share bytes"):
         canonicalize((group,), views, 4)
 

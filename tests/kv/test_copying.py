@@ -52,8 +52,7 @@ def check_transfer(make_copier, source, target, group, pairs, slots_used, checks
 
     expected = target.clone()
     for block, other in pairs:
-        for layer in source.groups[group].layers:
-            expected.block(layer.name, other)[...] = source.block(layer.name, block)
+        expected.loaded(group, other, source, block)
     other_canonical, other_layout = opened(target)
     assert other_layout.group_bytes == layout.group_bytes
     assert other_layout.slot_bytes == layout.slot_bytes
@@ -95,6 +94,56 @@ def test_every_value_arrives_where_it_belongs_and_no_other_byte_is_touched(kv, m
         data.draw(st.booleans()),
         data.draw(st.integers(0, 2**16)),
     )
+
+
+@thorough
+@given(data=st.data())
+def test_zeroed_blocks_are_zeros_up_to_their_last_padding_and_nothing_else_is(
+    kv, make_copier, data
+):
+    cache, _ = data.draw(kv.caches())
+    group = data.draw(st.integers(0, len(cache.groups) - 1))
+    blocks = data.draw(st.lists(st.integers(0, cache.num_blocks - 1), max_size=12))
+    if data.draw(st.booleans()):
+        blocks = sorted(blocks)
+    expected = cache.clone()
+    for block in blocks:
+        expected.zeroed(group, block)
+    canonical, layout = opened(cache)
+    make_copier(canonical, layout, random_slots(1, layout)).zero(group, ids(blocks))
+    assert torch.equal(cache.buffer, expected.buffer)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+def test_padding_is_zeroed_by_a_load_and_by_zeroing(kv, make_copier, layout):
+    shapes = [
+        [kv.Shape(2, 1, 1, 40, padding=24), kv.Shape(1, 1, 1, 16, padding=8)],
+        [kv.Shape(2, 2, 4, 8)],
+    ]
+    cache = kv.build(layout, 5, shapes, slack=16, seed=1)
+    canonical, slot_layout = opened(cache)
+    slots = random_slots(2, slot_layout)
+    copier = make_copier(canonical, slot_layout, slots)
+    expected = cache.clone()
+    copier.load(0, ids([3]), slots, ids([1]), checksum=True)
+    copier.zero(0, ids([1]))
+    for layer in cache.groups[0].layers:
+        assert not cache.padding(layer, 3).any()
+        assert not cache.padding(layer, 1).any()
+        assert not cache.block(layer.name, 1).any()
+    np.testing.assert_array_equal(cache.slot(0, 3), slots[1, : slot_layout.group_bytes[0]])
+    expected.loaded(0, 3, cache, 3)
+    expected.zeroed(0, 1)
+    assert torch.equal(cache.buffer, expected.buffer)
+
+
+def test_saves_read_no_padding_and_write_none(kv, make_copier):
+    cache = kv.build("LBHNC", 3, [[kv.Shape(2, 1, 1, 40, padding=24)]], seed=1)
+    canonical, layout = opened(cache)
+    slots = random_slots(1, layout)
+    before = cache.buffer.clone()
+    make_copier(canonical, layout, slots).save(0, ids([1]), slots, ids([0]), checksum=False)
+    assert torch.equal(cache.buffer, before)
 
 
 @pytest.mark.parametrize("checksum", [False, True])
@@ -183,6 +232,25 @@ def test_what_does_not_exist_is_refused_before_anything_is_copied(
         getattr(copier, verb)(group, np.array(blocks), slots, np.array(slots_used), checksum=True)
     assert torch.equal(cache.buffer, before[0])
     np.testing.assert_array_equal(slots, before[1])
+
+
+@pytest.mark.parametrize(
+    ("group", "blocks", "error", "message"),
+    [
+        (0, [1, 4], IndexError, "block 4 of 4"),
+        (0, [-1, 1], IndexError, "block -1 of 4"),
+        (2, [1], IndexError, "group 2 of 2"),
+        (0, [1.0], ValueError, "block ids are float64"),
+    ],
+)
+def test_what_does_not_exist_is_refused_before_anything_is_zeroed(
+    small, group, blocks, error, message
+):
+    cache, _, copier = small
+    before = cache.buffer.clone()
+    with pytest.raises(error, match=message):
+        copier.zero(group, np.array(blocks))
+    assert torch.equal(cache.buffer, before)
 
 
 def test_a_destination_named_twice_is_refused(small):
@@ -297,6 +365,9 @@ def test_a_fence_is_waited_for_before_any_block_is_touched(kv):
         verb(0, ids([0, 1]), slots, ids([0, 1]), checksum=False, fence=fence)
         assert lane.log[0] == ("wait", fence)
         assert lane.log[1][0] == "mark"
+    lane.log.clear()
+    copier.zero(0, ids([0, 1]), fence=fence)
+    assert lane.log == [("wait", fence), ("finish", None)]
 
 
 @pytest.mark.parametrize("verb", ["save", "load"])

@@ -16,11 +16,15 @@ def test_the_exported_names_are_these():
         "CpuCopier",
         "GroupSpan",
         "GroupSpec",
+        "HeadSlice",
         "LayerSpec",
+        "SlotConverter",
         "SlotLayout",
         "StagedCopier",
         "canonicalize",
+        "canonicalize_cross_layers",
         "expand",
+        "head_sources",
         "make_copier",
     ]
     for name in dir(kv):

@@ -62,6 +62,41 @@ class Answer:
     params: dict[str, Any] | None = None
 
 
+class Mixin:
+    """What a model runner does with a connector: here as `KVConnectorModelRunnerMixin` does it."""
+
+    def register(self, engine: "InProcessEngine", kv_caches: dict[str, torch.Tensor]) -> None:
+        """Hand over the caches, when they are allocated."""
+        assert engine.worker is not None
+        engine.worker.register_kv_caches(kv_caches)
+
+    def execute(
+        self, engine: "InProcessEngine", worker: KVConnectorBase_V1, step: SchedulerOutput
+    ) -> ModelRunnerOutput:
+        """One step, the forward pass included."""
+        metadata = step.kv_connector_metadata
+        assert metadata is not None
+        worker.handle_preemptions(metadata)
+        worker.bind_connector_metadata(metadata)
+        assert not step.has_sync_kv_loads
+        request_ids, sampled = engine.runner.execute(step)
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        engine.wait_for_copies()
+        results = worker.get_transfer_results(step.finished_req_ids)
+        output = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_stats=worker.get_kv_connector_stats(),
+            kv_cache_events=worker.get_kv_connector_kv_cache_events(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+        worker.clear_connector_metadata()
+        return model_output(request_ids, sampled, output)
+
+
 class InProcessEngine:
     """One engine: a real scheduler, a connector in two halves, a toy model.
 
@@ -75,6 +110,7 @@ class InProcessEngine:
         usable_blocks: KV blocks that requests can have.
         long_prefill: most tokens of one prompt in a step where others wait, 0 for no limit.
         instant_copies: every copy ends in the step that starts it; else in some later one, mostly.
+        mixin: what the model runner does with the connector.
     """
 
     def __init__(
@@ -94,8 +130,10 @@ class InProcessEngine:
         prefix_caching: bool = True,
         async_scheduling: bool = False,
         instant_copies: bool = False,
+        mixin: "Mixin | None" = None,
     ) -> None:
         register()
+        self._mixin = mixin or Mixin()
         self.engine_id = engine_id or f"engine-{next(_numbers)}"
         transfer = None
         if role is not None:
@@ -137,7 +175,7 @@ class InProcessEngine:
                 config=self.config, role=KVConnectorRole.WORKER, kv_cache_config=self.kv_config
             )
             try:
-                self.worker.register_kv_caches(kv_caches)
+                self._mixin.register(self, kv_caches)
             except BaseException:
                 self.worker.shutdown()  # where vLLM's worker would end
                 raise
@@ -243,34 +281,17 @@ class InProcessEngine:
         self.run(lambda: not self.scheduler.has_requests() and not self._in_flight)
 
     def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """The worker's part of a step, in the order of `KVConnectorModelRunnerMixin`."""
+        """The worker's part of a step."""
         self.preempted += step.preempted_req_ids or ()
-        worker = self.worker
-        if worker is None:
-            return _output(*self.runner.execute(step))
-        metadata = step.kv_connector_metadata
-        assert metadata is not None
-        worker.handle_preemptions(metadata)
-        worker.bind_connector_metadata(metadata)
-        assert not step.has_sync_kv_loads
-        request_ids, sampled = self.runner.execute(step)
-        worker.start_load_kv(None)
-        worker.wait_for_save()
+        if self.worker is None:
+            return model_output(*self.runner.execute(step))
+        return self._mixin.execute(self, self.worker, step)
+
+    def wait_for_copies(self) -> None:
+        """With `instant_copies`, let those of this step end."""
         if self.instant_copies:
-            threads = (self.worker_half._saver, self.worker_half._loader)
+            threads = (self.worker_half._saves, self.worker_half._loads)
             wait(lambda: not any(thread._queue or thread._running for thread in threads))
-        results = worker.get_transfer_results(step.finished_req_ids)
-        output = KVConnectorOutput(
-            finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving,
-            invalid_block_ids=worker.get_block_ids_with_load_errors(),
-            kv_connector_stats=worker.get_kv_connector_stats(),
-            kv_cache_events=worker.get_kv_connector_kv_cache_events(),
-            kv_connector_worker_meta=worker.build_connector_worker_meta(),
-        )
-        worker.clear_connector_metadata()
-        return _output(request_ids, sampled, None if output.is_empty() else output)
 
     def shutdown(self) -> None:
         """Stop both halves, in vLLM's order."""
@@ -285,7 +306,7 @@ class InProcessEngine:
     def hold(self, *, saves: bool = False, loads: bool = False, deaf: bool = False) -> "HeldCopier":
         """Hold back every copy that starts from now on."""
         held = HeldCopier(self.worker_half._copier, saves=saves, loads=loads, deaf=deaf)
-        self.worker_half._copier = held
+        self.worker_half._copier = self.worker_half._loader._copier = held
         self._held.append(held)
         return held
 
@@ -422,11 +443,14 @@ def sockets(runtime: Path) -> list[Path]:
     return [path for path in runtime.rglob("*") if path.is_socket()]
 
 
-def _output(
+def model_output(
     request_ids: list[str],
     sampled: list[list[int]],
     connector_output: KVConnectorOutput | None = None,
 ) -> ModelRunnerOutput:
+    """What the worker sends the scheduler."""
+    if connector_output is not None and connector_output.is_empty():
+        connector_output = None
     return ModelRunnerOutput(
         req_ids=request_ids,
         req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},

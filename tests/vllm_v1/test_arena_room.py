@@ -64,7 +64,7 @@ def test_after_its_time_a_waiting_handoff_is_given_up(engine, tokens, log):
 def test_a_prompt_larger_than_the_arena_is_answered_at_once(engine, tokens, log):
     prefill = engine("kv_producer", extra=slots(4))  # and no time to wait for more: 10 s
     decode = engine("kv_consumer")
-    large = prompt(4 * BLOCK + 1)
+    large = prompt(4 * BLOCK + 2)
     request_id = prefill.submit(large, params=HANDOFF)
     prefill.step()
     answer = prefill.answers[request_id]
@@ -80,7 +80,7 @@ def test_a_prompt_larger_than_the_arena_is_answered_at_once(engine, tokens, log)
 def test_a_prompt_as_large_as_the_arena_is_handed_off(engine, tokens):
     prefill, decode = engine("kv_producer", extra=slots(4)), engine("kv_consumer")
     for seed in range(3):
-        each = prompt(4 * BLOCK, seed)
+        each = prompt(4 * BLOCK + 1, seed)
         assert hand_off(prefill, decode, each) == tokens(each, 6)
     assert decode.count("handoffs_received") == 3
     assert_clean(prefill, decode)
@@ -89,7 +89,7 @@ def test_a_prompt_as_large_as_the_arena_is_handed_off(engine, tokens):
 def test_cached_slots_make_room_for_new_ones_oldest_first(engine, tokens):
     prefill = engine("kv_producer", extra=slots(8), prefix_caching=False)
     decode = engine("kv_consumer", prefix_caching=False)
-    prompts = [prompt(4 * BLOCK, seed) for seed in range(3)]
+    prompts = [prompt(4 * BLOCK + 1, seed) for seed in range(3)]
     for each in prompts:
         assert hand_off(prefill, decode, each) == tokens(each, 6)
     assert_clean(prefill, decode)

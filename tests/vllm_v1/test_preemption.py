@@ -72,7 +72,7 @@ def test_copies_of_lost_blocks_are_given_up(engine, tight, tokens, overlap):
 
 def test_without_the_fence_the_race_is_lost(engine, tight, tokens):
     prefill, decode = tight(), engine("kv_consumer")
-    prefill.worker.handle_preemptions = lambda metadata: None
+    prefill.worker_half.fence = lambda metadata: None
     held = prefill.hold(saves=True)
     long, handed = preempt(prefill)
     prefill.run(lambda: prefill.done(long))

@@ -95,18 +95,26 @@ def test_the_reference_of_another_prompt_is_refused(engine, tokens, log):
     assert decode.count("blocks_loaded") == 0
 
 
-@pytest.mark.parametrize("change", ["last token", "first token", "one more", "one less"])
+@pytest.mark.parametrize("change", ["first token", "last but one", "one more", "one less"])
 def test_a_prompt_that_differs_in_one_token_is_another_prompt(engine, tokens, change):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     other = {
-        "last token": [*PROMPT[:-1], PROMPT[-1] + 1],
+        "last but one": [*PROMPT[:-2], PROMPT[-2] + 1, PROMPT[-1]],
         "first token": [PROMPT[0] + 1, *PROMPT[1:]],
         "one more": [*PROMPT, 5],
         "one less": PROMPT[:-1],
     }[change]
     assert decode.generate(other, 6, params=answer).tokens == tokens(other, 6)
     assert decode.failures() == {"other_prompt": 1}
+
+
+def test_the_last_token_is_the_decode_engines_own(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    other = [*PROMPT[:-1], PROMPT[-1] + 1]
+    assert decode.generate(other, 6, params=answer).tokens == tokens(other, 6)
+    assert decode.count("tokens_loaded") == len(PROMPT) - 1
 
 
 def test_a_used_reference_is_void(engine, tokens):
@@ -148,7 +156,7 @@ def test_an_ill_typed_wish_for_a_handoff_is_served_without(engine, tokens, log, 
     [
         ("model", {"extra": {"model_id": "another"}}),
         ("integrity", {"extra": {"integrity": "generation"}}),
-        ("block_sizes", {"block_size": 2 * BLOCK}),
+        ("block_size", {"block_size": 3 * BLOCK // 2}),
     ],
 )
 def test_an_incompatible_peer_is_refused_by_the_field_that_differs(

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the slots of a cache group hold, in the terms that two engines compare.
+
+Two engines of one model may differ in block size, in tensor-parallel ranks and in the byte order
+of their pages: the reading side rewrites the slots as it loads them. Everything else must agree.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from omni_connector.errors import LayoutError
+from omni_connector.kv.convert import SlotConverter
+from omni_connector.kv.heads import head_sources
+
+_Text = Annotated[str, Meta(max_length=1024)]
+_Size = Annotated[int, Meta(ge=1, lt=1 << 40)]
+
+
+class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
+    """One cache group.
+
+    Attributes:
+        kind: the family, such as `full_attention`.
+        block_size: tokens of a block.
+        keeps: which blocks matter to the next token: `all`; those of a sliding `window`; those of
+            a `chunk` of local attention; or the `last` one, which holds a recurrent state.
+        span: tokens of the window or chunk; 0 where there is none.
+        layers: digest of the layers' names.
+        heads: KV heads of one rank, one entry a layer.
+        pages: byte order of a block, one entry a layer; see `CanonicalKVCaches`.
+    """
+
+    kind: _Text
+    block_size: _Size
+    keeps: Literal["all", "window", "chunk", "last"]
+    span: Annotated[int, Meta(ge=0, lt=1 << 40)] = 0
+    layers: _Text
+    heads: Annotated[tuple[_Size, ...], Meta(max_length=1 << 14)]
+    pages: Annotated[tuple[_Text, ...], Meta(max_length=1 << 14)]
+
+    def __post_init__(self) -> None:
+        if (self.span > 0) != (self.keeps in ("window", "chunk")):
+            raise ValueError(f"a {self.keeps} group with a span of {self.span} tokens")
+        if len(self.heads) != len(self.pages):
+            raise ValueError(f"{len(self.heads)} head counts, but {len(self.pages)} pages")
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds the same bytes: a latent cache has no heads to share out."""
+        return "mla" in self.kind
+
+    def needed(self, num_tokens: int) -> range:
+        """Which blocks of the first `num_tokens` tokens the next token still reads.
+
+        They are those that vLLM's managers keep (`get_num_skipped_tokens`).
+        """
+        end = -(-num_tokens // self.block_size)
+        first = 0
+        if self.keeps == "window":
+            first = max(0, num_tokens - self.span + 1) // self.block_size
+        elif self.keeps == "chunk":
+            first = num_tokens // self.span * self.span // self.block_size
+        elif self.keeps == "last":
+            first = max(0, end - 1)
+        return range(first, end)
+
+
+def same_bytes(source: GroupShape, target: GroupShape) -> bool:
+    """Whether blocks of engines with equally many ranks hold the same bytes in the same order."""
+    return source.pages == target.pages and (
+        source.keeps == "last" or source.block_size == target.block_size
+    )
+
+
+def difference(
+    source: tuple[GroupShape, ...],
+    source_ranks: int,
+    target: tuple[GroupShape, ...],
+    target_ranks: int,
+    kv_heads: int,
+) -> tuple[str, object, object] | None:
+    """Why the target cannot read the source's slots: what differs, and both values.
+
+    Args:
+        source, target: the groups of the engine that holds the slots, and of the one that reads.
+        source_ranks, target_ranks: their tensor-parallel sizes.
+        kv_heads: KV heads of the whole model.
+    """
+    if len(source) != len(target):
+        return "groups", _kinds(source), _kinds(target)
+    for number, (ours, theirs) in enumerate(zip(source, target, strict=True)):
+        for name in ("kind", "keeps", "span", "layers"):
+            if getattr(ours, name) != getattr(theirs, name):
+                return f"{name} of group {number}", getattr(ours, name), getattr(theirs, name)
+        where = f"of group {number} ({ours.kind})"
+        if ours.keeps == "last":
+            if source_ranks != target_ranks:
+                return f"ranks {where}, whose states are not resharded", source_ranks, target_ranks
+            if ours.pages != theirs.pages:
+                return f"pages {where}", ours.pages[0], theirs.pages[0]
+            continue
+        small, large = sorted((ours.block_size, theirs.block_size))
+        if large % small:
+            return f"block_size {where}", ours.block_size, theirs.block_size
+        if source_ranks == target_ranks and same_bytes(ours, theirs):
+            continue
+        try:
+            converter(ours, theirs)
+            for source_heads, target_heads in set(zip(ours.heads, theirs.heads, strict=True)):
+                for rank in range(target_ranks):
+                    head_sources(
+                        total=1 if ours.replicated else kv_heads,
+                        source_heads=source_heads,
+                        source_ranks=source_ranks,
+                        target_heads=target_heads,
+                        target_rank=rank,
+                        target_ranks=target_ranks,
+                    )
+        except LayoutError as error:
+            return f"pages {where} ({error})", ours.pages[0], theirs.pages[0]
+    return None
+
+
+def converter(source: GroupShape, target: GroupShape) -> SlotConverter:
+    """What rewrites the slots of one group.
+
+    Raises:
+        LayoutError: the pages cannot be rewritten.
+    """
+    return SlotConverter(
+        source.pages,
+        target.pages,
+        source_block_size=source.block_size,
+        target_block_size=target.block_size,
+        stateful=source.keeps == "last",
+    )
+
+
+def _kinds(groups: tuple[GroupShape, ...]) -> str:
+    return ", ".join(group.kind for group in groups)

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots of a peer whose blocks, heads per rank or byte order differ from ours, made ours."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.errors import LayoutError
+from omni_connector.kv.heads import HeadSlice
+
+_ORDER = re.compile(r"[HNC][1-9][0-9]{0,11}(\.[HNC][1-9][0-9]{0,11}){0,7}")
+_MAX_PAGE_BYTES = 1 << 40
+
+
+class _Dim(NamedTuple):
+    name: str
+    size: int
+
+
+class SlotConverter:
+    """Copies tokens and heads from a peer's slots to slots as we would have written them.
+
+    A slot holds the pages of its layers, one after the other. A page's byte order is named
+    slowest dimension first, as in `H2.N16.C256` (`CanonicalKVCaches.page_orders`): H heads,
+    N tokens (twice where a block is stored as kernel blocks), C bytes of one head and token;
+    a dimension of size 1 may be left out.
+
+    Args:
+        source_pages: the byte order of each layer's page in the peer's slots.
+        target_pages: the same of ours.
+        source_block_size: tokens of one of the peer's blocks.
+        target_block_size: tokens of one of ours.
+        stateful: pages are states, which are copied whole.
+
+    Raises:
+        LayoutError: the pages cannot be made from one another; the message names the layer's
+            index and both orders.
+        ValueError: a block size that is not positive.
+    """
+
+    def __init__(
+        self,
+        source_pages: Sequence[str],
+        target_pages: Sequence[str],
+        *,
+        source_block_size: int,
+        target_block_size: int,
+        stateful: bool = False,
+    ) -> None:
+        if source_block_size < 1 or target_block_size < 1:
+            raise ValueError(f"blocks of {source_block_size} and of {target_block_size} tokens")
+        if len(source_pages) != len(target_pages):
+            raise LayoutError(
+                f"the peer's slots hold {len(source_pages)} layers, ours {len(target_pages)}"
+            )
+        self._layers = len(source_pages)
+        self._stateful = stateful
+        self._source_block_size = source_block_size
+        self._target_block_size = target_block_size
+        self._batches: list[_Batch] = []
+        offsets = [0, 0]
+        before = None
+        for layer, orders in enumerate(zip(source_pages, target_pages, strict=True)):
+            source, target = _parse(orders[0]), _parse(orders[1])
+            if source is None or target is None:
+                raise _refused(layer, orders, "a byte order that is not understood")
+            sizes = prod(dim.size for dim in source), prod(dim.size for dim in target)
+            if max(sizes) > _MAX_PAGE_BYTES:
+                raise _refused(layer, orders, f"pages of {max(sizes)} bytes")
+            if stateful:
+                if sizes[0] != sizes[1]:
+                    raise _refused(layer, orders, "states of different sizes")
+            elif (source, target) == before:
+                self._batches[-1] = self._batches[-1].one_more()
+            else:
+                pages = self._matched(layer, orders, source, target)
+                self._batches.append(
+                    _Batch(layer, *(_Pages.of(p, o) for p, o in zip(pages, offsets, strict=True)))
+                )
+            before = (source, target)
+            offsets = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+        self.source_bytes, self.target_bytes = offsets
+        """Bytes of one block in a slot of the peer's, and in one of ours."""
+
+    def copy(
+        self,
+        source: NDArray[np.uint8],
+        source_block: int,
+        target: NDArray[np.uint8],
+        target_block: int,
+        heads: Sequence[HeadSlice],
+        *,
+        end_token: int,
+    ) -> None:
+        """Copy the tokens that two blocks have in common; other bytes of `target` stay.
+
+        Args:
+            source: `(n,)`, the peer's slot; n is `source_bytes` or more.
+            source_block: which block of the request it holds: tokens from
+                `source_block * source_block_size`.
+            target: `(n,)`, contiguous and writable; n is `target_bytes` or more.
+            target_block: which block of the request it is to hold.
+            heads: for each layer the heads to copy; of states everything is copied, whatever
+                the heads and blocks.
+            end_token: tokens from this one on are not copied.
+
+        Raises:
+            ValueError: arrays too short or of another type, negative blocks, or heads that the
+                pages do not have; nothing was copied.
+        """
+        _check(source, self.source_bytes, "source")
+        _check(target, self.target_bytes, "target")
+        if self._stateful:
+            target[: self.target_bytes] = source[: self.source_bytes]
+            return
+        if source_block < 0 or target_block < 0:
+            raise ValueError(f"blocks {source_block} and {target_block} of a request")
+        if len(heads) != self._layers:
+            raise ValueError(f"heads of {len(heads)} layers, not of {self._layers}")
+        for batch in self._batches:
+            for part in heads[batch.first : batch.first + batch.source.shape[0]]:
+                if (
+                    part.source + part.count > batch.source.heads
+                    or part.target + part.count > batch.target.heads
+                ):
+                    raise ValueError(
+                        f"{part}, but pages of {batch.source.heads} and {batch.target.heads} heads"
+                    )
+
+        source_first = source_block * self._source_block_size
+        target_first = target_block * self._target_block_size
+        first = max(source_first, target_first)
+        end = min(
+            source_first + self._source_block_size,
+            target_first + self._target_block_size,
+            end_token,
+        )
+        for batch in self._batches:
+            from_pages, to_pages = batch.source.view(source), batch.target.view(target)
+            pieces = list(
+                _pieces(
+                    first - source_first,
+                    first - target_first,
+                    end - first,
+                    batch.source.inner_tokens,
+                    batch.target.inner_tokens,
+                )
+            )
+            for layer, count, part in _alike(heads, batch.first, batch.source.shape[0]):
+                from_heads = from_pages[
+                    layer : layer + count, part.source : part.source + part.count
+                ]
+                to_heads = to_pages[layer : layer + count, part.target : part.target + part.count]
+                for from_tokens, to_tokens in pieces:
+                    to_heads[:, :, *to_tokens] = from_heads[:, :, *from_tokens]
+
+    def _matched(
+        self,
+        layer: int,
+        orders: tuple[str, str],
+        source: tuple[_Dim, ...],
+        target: tuple[_Dim, ...],
+    ) -> tuple[tuple[_Dim, ...], tuple[_Dim, ...]]:
+        """Both pages with their content divided alike, checked against each other."""
+        for page, block_size in (
+            (source, self._source_block_size),
+            (target, self._target_block_size),
+        ):
+            tokens = _sizes(page, "N")
+            if prod(tokens) != block_size:
+                raise _refused(
+                    layer, orders, f"a page of {prod(tokens)} tokens in a block of {block_size}"
+                )
+            if len(tokens) > 2 or len(_sizes(page, "H")) > 1:
+                raise _refused(layer, orders, "a byte order that is not understood")
+        contents = _sizes(source, "C"), _sizes(target, "C")
+        if prod(contents[0]) != prod(contents[1]):
+            raise _refused(
+                layer,
+                orders,
+                f"{prod(contents[0])} and {prod(contents[1])} bytes for a head and token",
+            )
+        common = _common_factors(*contents)
+        if common is None:
+            raise _refused(layer, orders, "bytes of a head and token in orders that do not match")
+        return _divided(source, common), _divided(target, common)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """Equal pages of consecutive layers in a slot.
+
+    Args:
+        offset: bytes from the slot's first to theirs.
+        shape: `(layers, ...)`, the page's dimensions in byte order.
+        axes: the order of those axes in `view`.
+        heads: heads of a page.
+        inner_tokens: consecutive tokens that lie at one distance from each other.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    heads: int
+    inner_tokens: int
+
+    @classmethod
+    def of(cls, page: tuple[_Dim, ...], offset: int) -> "_Pages":
+        # What an order leaves out has size 1, so it may stand anywhere: in front.
+        missing = [_Dim("H", 1)] * (not _sizes(page, "H"))
+        missing += [_Dim("N", 1)] * (2 - len(_sizes(page, "N")))
+        dims = [_Dim("L", 1), *missing, *page]
+        axes = [axis for name in "LHNC" for axis, dim in enumerate(dims) if dim.name == name]
+        sizes = [dims[axis].size for axis in axes]
+        return cls(offset, tuple(dim.size for dim in dims), tuple(axes), sizes[1], sizes[3])
+
+    def view(self, slot: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """`[layers, heads, outer tokens, inner tokens, *content]`."""
+        return (
+            slot[self.offset : self.offset + prod(self.shape)]
+            .reshape(self.shape)
+            .transpose(self.axes)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Consecutive layers from `first` whose pages are alike on both sides."""
+
+    first: int
+    source: _Pages
+    target: _Pages
+
+    def one_more(self) -> "_Batch":
+        return _Batch(self.first, *(_longer(pages) for pages in (self.source, self.target)))
+
+
+def _longer(pages: _Pages) -> _Pages:
+    return replace(pages, shape=(pages.shape[0] + 1, *pages.shape[1:]))
+
+
+def _parse(order: str) -> tuple[_Dim, ...] | None:
+    """The dimensions that an order names, without those of size 1; None if it is none."""
+    if not order:
+        return ()
+    if not _ORDER.fullmatch(order):
+        return None
+    dims = (_Dim(part[0], int(part[1:])) for part in order.split("."))
+    return tuple(dim for dim in dims if dim.size > 1)
+
+
+def _sizes(page: tuple[_Dim, ...], name: str) -> list[int]:
+    return [dim.size for dim in page if dim.name == name]
+
+
+def _common_factors(one: list[int], two: list[int]) -> list[int] | None:
+    """The coarsest factors of a size that divide both of its factorisations further."""
+    bounds = sorted({prod(sizes[i:]) for sizes in (one, two) for i in range(len(sizes) + 1)})
+    pairs = list(pairwise(bounds))
+    if any(after % before for before, after in pairs):
+        return None
+    return [after // before for before, after in reversed(pairs)]
+
+
+def _divided(page: tuple[_Dim, ...], factors: list[int]) -> tuple[_Dim, ...]:
+    """Divide a page's content dimensions into `factors`, slowest first."""
+    left = iter(factors)
+    dims: list[_Dim] = []
+    for dim in page:
+        if dim.name != "C":
+            dims.append(dim)
+            continue
+        size = 1
+        while size < dim.size:
+            factor = next(left)
+            dims.append(_Dim("C", factor))
+            size *= factor
+    return tuple(dims)
+
+
+def _pieces(
+    source: int, target: int, count: int, source_inner: int, target_inner: int
+) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+    """Divide `count` tokens from `source` and `target` on into (outer, inner) slices of both."""
+    while count > 0:
+        source_outer, source_at = divmod(source, source_inner)
+        target_outer, target_at = divmod(target, target_inner)
+        outer = 1
+        inner = min(source_inner - source_at, target_inner - target_at, count)
+        if inner == source_inner == target_inner:
+            outer = count // inner
+        yield (
+            (slice(source_outer, source_outer + outer), slice(source_at, source_at + inner)),
+            (slice(target_outer, target_outer + outer), slice(target_at, target_at + inner)),
+        )
+        source += outer * inner
+        target += outer * inner
+        count -= outer * inner
+
+
+def _alike(
+    heads: Sequence[HeadSlice], first: int, layers: int
+) -> Iterator[tuple[int, int, HeadSlice]]:
+    """Yield (layer in the batch, layers, slice) of neighbours that have the same slice."""
+    layer = 0
+    while layer < layers:
+        part = heads[first + layer]
+        end = layer + 1
+        while end < layers and heads[first + end] == part:
+            end += 1
+        yield layer, end - layer, part
+        layer = end
+
+
+def _check(slot: NDArray[np.uint8], size: int, what: str) -> None:
+    if slot.ndim != 1 or slot.dtype != np.uint8 or slot.shape[0] < size:
+        raise ValueError(
+            f"expected a {what} of {size} bytes, found {slot.dtype} of shape {slot.shape}"
+        )
+    if slot.strides[0] != 1:
+        # Reshaping it would copy, and the copy would be written to.
+        raise ValueError(f"the bytes of the {what} lie {slot.strides[0]} bytes apart")
+    if what == "target" and not slot.flags.writeable:
+        raise ValueError("the target is read-only")
+
+
+def _refused(layer: int, orders: tuple[str, str], why: str) -> LayoutError:
+    return LayoutError(
+        f"layer {layer}: the peer's pages {orders[0]!r} cannot be made ours {orders[1]!r}: {why}"
+    )

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the supported vLLM versions differ, and the model runners that drive a connector.
+
+What differs is asked for by feature, never by version number.
+
+vLLM 0.30 to 0.32 agree on what matters most: caches come as `[B, H, N, C]` views, and a step is
+bind, forward, loads, saves, `get_transfer_results`, worker metadata, clear. Runners that others
+maintain may be older. They load before the forward pass, call `wait_for_save` only after one,
+call `get_finished` instead of `get_transfer_results`, and pass on neither loads that failed as a
+whole nor the worker's metadata; some announce preemptions late or not at all. The worker half
+serves all of them: it learns from what is called (see `OmniKVConnector`).
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.request import RequestStatus
+
+from omni_connector.plugin import CONNECTOR_NAME
+from omni_connector.vllm_v1.metadata import OmniWorkerMetadata
+from omni_connector.vllm_v1.metrics import OmniStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.omni_connector.compat")
+
+
+def cache_hit_source() -> Any:
+    """The tier that vLLM books our tokens under; None where it keeps no such books (0.31)."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.P2P
+
+
+def hash_block_size(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> int:
+    """Tokens that each of a request's block hashes stands for."""
+    resolved: int | None = getattr(kv_cache_config, "hash_block_size", None)
+    if resolved is None:  # 0.31 tells only the scheduler, which works it out like this
+        _, resolved = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return resolved
+
+
+@dataclass
+class ReportingStats(OmniStats):
+    """Statistics of a worker that carry its report too, where nothing else does."""
+
+    report: OmniWorkerMetadata | None = None
+
+    def aggregate(self, other: "KVConnectorStats") -> "ReportingStats":
+        """Add up the statistics and the reports of two ranks."""
+        super().aggregate(other)
+        if isinstance(other, ReportingStats) and other.report is not None:
+            self.report = (
+                other.report if self.report is None else self.report.aggregate(other.report)
+            )
+        return self
+
+
+def carried_report(output: "KVConnectorOutput") -> OmniWorkerMetadata | None:
+    """The workers' report, if it came with the statistics."""
+    stats = output.kv_connector_stats
+    if stats is not None and not isinstance(stats, OmniStats):
+        stats = stats.data.get(CONNECTOR_NAME)  # MultiConnector's: its children's by name
+    return stats.report if isinstance(stats, ReportingStats) else None
+
+
+def recompute(request: "Request", manager: "KVCacheManager") -> None:
+    """Have a request computed from its first token although its load is about to be called good.
+
+    It is what vLLM itself does for `failed_recving`, where the runner passes that on. Call it
+    from `update_connector_output`, before vLLM looks at `finished_recving`. The request is
+    recomputed under `kv_load_failure_policy` "fail" too: no connector can end a request.
+    """
+    if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
+        return  # aborted meanwhile
+    logger.warning(
+        "Request %s computes its prompt here: its load failed, and the model runner does not pass "
+        "on failed loads",
+        request.request_id,
+    )
+    request.num_computed_tokens = 0
+    manager.free(request)

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Filling this rank's KV blocks with the slots of a peer's ranks."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from vllm.logger import init_logger
+
+from omni_connector.control.messages import Fingerprint
+from omni_connector.control.shapes import GroupShape, converter
+from omni_connector.errors import (
+    ChecksumError,
+    OmniError,
+    PeerRefusedError,
+    PeerUnreachableError,
+    SlotPendingError,
+    StaleSlotError,
+)
+from omni_connector.kv import BlockCopier, HeadSlice, SlotConverter, SlotLayout, head_sources
+from omni_connector.transports import Endpoint, OmniConnector, RemoteArena
+from omni_connector.vllm_v1.copies import Outcome, Work
+from omni_connector.vllm_v1.metadata import Conversion, CopyRun, LoadJob
+
+logger = init_logger("vllm.omni_connector.worker")
+
+BATCH_BYTES: Final = 8 << 20
+"""Bytes of blocks that are copied, published and read in one go."""
+
+_MAX_PLANS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How the slots of one group of a peer become ours: from which ranks, which heads."""
+
+    converter: SlotConverter
+    block_size: int
+    sources: tuple[tuple[int, tuple[HeadSlice, ...]], ...]
+
+
+class Loader:
+    """Makes the work of load jobs, and keeps the arenas that they read.
+
+    Args:
+        transport: reads the peers' arenas.
+        copier, layout: of this rank's KV caches.
+        groups: what this engine keeps.
+        rank, ranks: of this worker, and how many its engine has.
+        checksum: whether slots carry checksums.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: OmniConnector,
+        copier: BlockCopier,
+        layout: SlotLayout,
+        groups: tuple[GroupShape, ...],
+        rank: int,
+        ranks: int,
+        checksum: bool,
+    ) -> None:
+        self._transport = transport
+        self._copier = copier
+        self._layout = layout
+        self._groups = groups
+        self._rank = rank
+        self._ranks = ranks
+        self._checksum = checksum
+        self._remotes: dict[str, RemoteArena] = {}
+        self._remotes_lock = threading.Lock()
+        self._plans: dict[tuple[Fingerprint, int], _Plan] = {}
+
+    def work(self, job: LoadJob, fence: object) -> Work:
+        """The body of a job; see `Work`. Blocks that it could not fill are zero when it ends."""
+        deadline = time.monotonic() + job.timeout
+        outcome = Outcome(job.job_id)
+        waiting = deque(self._steps(job))
+        zeros = deque(job.zeros)
+
+        def work(cancelled: Callable[[], bool]) -> Outcome | None:
+            endpoints: list[Endpoint] = []
+            try:
+                while zeros:
+                    self._zero(*zeros.popleft())
+                while waiting:
+                    if cancelled():
+                        outcome.failure = "cancelled"
+                        break
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise PeerUnreachableError("the bytes were not there in time")
+                    step = waiting[0]
+                    endpoints = [job.arenas[rank] for rank in self._source_ranks(job, step)]
+                    remotes = [self._remote(endpoint, timeout=left) for endpoint in endpoints]
+                    try:
+                        if isinstance(step, CopyRun):
+                            self._copy(step, remotes[0], fence)
+                        else:
+                            self._convert(step, job, remotes, fence)
+                    except SlotPendingError as pending:
+                        if not all(remote.alive for remote in remotes):
+                            raise PeerUnreachableError("the peer died while copying") from pending
+                        return None
+                    waiting.popleft()
+                    outcome.blocks += len(step.block_ids)
+                    outcome.size += len(step.block_ids) * self._layout.group_bytes[step.group]
+            except Exception as error:  # whatever it is, the request must not wait for ever
+                outcome.failure = failure_kind(error, "load_failed")
+                logger.warning(
+                    "Loading KV of request %s from %s failed (%s): %s",
+                    job.request_id,
+                    ", ".join(endpoint.address for endpoint in endpoints) or "a peer",
+                    outcome.failure,
+                    error,
+                )
+                if not isinstance(error, OmniError):
+                    logger.exception("This should not happen; please report it")
+                for endpoint in endpoints:
+                    self._forget(endpoint)
+            if outcome.failure is not None:
+                outcome.bad_block_ids = frozenset(
+                    block_id for step in waiting for block_id in step.block_ids
+                )
+                self._wipe(waiting)
+            return outcome
+
+        return work
+
+    def close(self) -> None:
+        """Let go of the peers' arenas. No work may be under way."""
+        with self._remotes_lock:
+            remotes, self._remotes = list(self._remotes.values()), {}
+        for remote in remotes:
+            remote.close()
+
+    def _steps(self, job: LoadJob) -> Iterator[CopyRun | Conversion]:
+        for run, _ in batches(job.runs, self._layout):
+            yield run
+        for conversion in job.conversions:
+            assert job.source is not None
+            ours = self._groups[conversion.group].block_size
+            theirs = job.source.groups[conversion.group].block_size
+            step = max(1, BATCH_BYTES // self._layout.group_bytes[conversion.group])
+            for at in range(0, len(conversion.block_ids), step):
+                indices = conversion.indices[at : at + step]
+                first = max(conversion.first, indices[0] * ours // theirs)
+                end = -(-(indices[-1] + 1) * ours // theirs)
+                held = slice(first - conversion.first, max(0, end - conversion.first))
+                yield replace(
+                    conversion,
+                    block_ids=conversion.block_ids[at : at + step],
+                    indices=indices,
+                    first=first,
+                    slots=conversion.slots[held],
+                    generations=conversion.generations[held],
+                )
+
+    def _source_ranks(self, job: LoadJob, step: CopyRun | Conversion) -> list[int]:
+        if isinstance(step, CopyRun):
+            return [self._rank]
+        assert job.source is not None
+        return [rank for rank, _ in self._plan(job.source, step.group).sources]
+
+    def _plan(self, source: Fingerprint, group: int) -> _Plan:
+        plan = self._plans.get((source, group))
+        if plan is None:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[source, group] = self._make_plan(source, group)
+        return plan
+
+    def _make_plan(self, source: Fingerprint, group: int) -> _Plan:
+        theirs, ours = source.groups[group], self._groups[group]
+        by_rank: dict[int, list[HeadSlice]] = {}
+        for layer in range(len(ours.pages)):
+            parts = head_sources(
+                total=1 if ours.replicated else source.kv_heads,
+                source_heads=theirs.heads[layer],
+                source_ranks=source.ranks,
+                target_heads=ours.heads[layer],
+                target_rank=self._rank,
+                target_ranks=self._ranks,
+            )
+            for rank, heads in parts:
+                nothing = HeadSlice(0, 0, 0)
+                by_rank.setdefault(rank, [nothing] * len(ours.pages))[layer] = heads
+        return _Plan(
+            converter=converter(theirs, ours),
+            block_size=theirs.block_size,
+            sources=tuple((rank, tuple(heads)) for rank, heads in sorted(by_rank.items())),
+        )
+
+    def _copy(self, run: CopyRun, remote: RemoteArena, fence: object) -> None:
+        size = self._layout.group_bytes[run.group]
+        pairs = list(zip(run.slots, run.generations, strict=True))
+        for slot, generation in pairs:
+            _verify(remote, slot, generation, size)
+        checksums = self._copier.load(
+            run.group,
+            np.asarray(run.block_ids, dtype=np.int64),
+            remote.slots,
+            np.asarray(run.slots, dtype=np.int64),
+            checksum=self._checksum,
+            fence=fence,
+        )
+        # Reused while we read, what we have is a mixture; so what the second header says counts.
+        for (slot, generation), checksum in zip(pairs, checksums.tolist(), strict=True):
+            self._compare(slot, checksum, _verify(remote, slot, generation, size))
+
+    def _convert(
+        self, step: Conversion, job: LoadJob, remotes: list[RemoteArena], fence: object
+    ) -> None:
+        assert job.source is not None
+        plan = self._plan(job.source, step.group)
+        ours, theirs = self._groups[step.group].block_size, plan.block_size
+        size = plan.converter.source_bytes
+        made = np.zeros((len(step.block_ids), self._layout.slot_bytes), np.uint8)
+        for (_, heads), remote in zip(plan.sources, remotes, strict=True):
+            for number, (slot, generation) in enumerate(
+                zip(step.slots, step.generations, strict=True), start=step.first
+            ):
+                _verify(remote, slot, generation, size)
+                content: NDArray[np.uint8] = remote.slots[slot, :size]
+                for row, index in zip(made, step.indices, strict=True):
+                    if (
+                        index * ours < (number + 1) * theirs
+                        and number * theirs < (index + 1) * ours
+                    ):
+                        plan.converter.copy(
+                            content, number, row, index, heads, end_token=job.num_tokens
+                        )
+                checksum = xxhash.xxh3_64_intdigest(content.data) if self._checksum else 0
+                self._compare(slot, checksum, _verify(remote, slot, generation, size))
+        self._copier.load(
+            step.group,
+            np.asarray(step.block_ids, dtype=np.int64),
+            made,
+            np.arange(len(made), dtype=np.int64),
+            checksum=False,
+            fence=fence,
+        )
+
+    def _compare(self, slot: int, checksum: int, published: int) -> None:
+        if self._checksum and checksum != published:
+            raise ChecksumError(f"slot {slot}: checksum {checksum:#x}, published {published:#x}")
+
+    def _wipe(self, steps: deque[CopyRun | Conversion]) -> None:
+        try:
+            for step in steps:
+                self._zero(step.group, step.block_ids)
+        except Exception:  # the request is reported as failed in any case, and must be
+            logger.exception("Blocks of a failed load could not be zeroed")
+
+    def _zero(self, group: int, block_ids: list[int]) -> None:
+        self._copier.zero(group, np.asarray(block_ids, dtype=np.int64))
+
+    def _remote(self, endpoint: Endpoint, timeout: float) -> RemoteArena:
+        with self._remotes_lock:
+            remote = self._remotes.get(endpoint.address)
+        if remote is not None and remote.endpoint == endpoint:
+            return remote
+        if remote is not None:
+            self._forget(endpoint)
+        remote = self._transport.attach(endpoint, timeout=timeout)
+        with self._remotes_lock:
+            self._remotes[endpoint.address] = remote
+        return remote
+
+    def _forget(self, endpoint: Endpoint) -> None:
+        with self._remotes_lock:
+            remote = self._remotes.pop(endpoint.address, None)
+        if remote is not None:
+            remote.close()
+
+
+def _verify(remote: RemoteArena, slot: int, generation: int, size: int) -> int:
+    """Published checksum of a slot that holds what was granted."""
+    header = remote.verify(slot, generation)
+    if header.length != size:
+        raise PeerRefusedError(f"slot {slot} holds {header.length} bytes, not {size}")
+    return int(header.checksum)
+
+
+def batches(runs: list[CopyRun], layout: SlotLayout) -> Iterator[tuple[CopyRun, int]]:
+    """Parts of runs that are published one by one, so that a peer can read the first while the
+    last is still being copied; with each the bytes of one of its blocks."""
+    for run in runs:
+        size = layout.group_bytes[run.group]
+        step = max(1, BATCH_BYTES // size)
+        for first in range(0, len(run.block_ids), step):
+            part = slice(first, first + step)
+            batch = CopyRun(
+                run.group,
+                run.block_ids[part],
+                run.slots[part],
+                run.generations[part],
+                run.keys[part],
+            )
+            yield batch, size
+
+
+def failure_kind(error: Exception, other: str) -> str:
+    """The metrics' name of what went wrong."""
+    kinds: dict[type[Any], str] = {
+        StaleSlotError: "stale_slot",
+        ChecksumError: "checksum_mismatch",
+        PeerUnreachableError: "peer_unreachable",
+        PeerRefusedError: "peer_refused",
+    }
+    return next((kind for cls, kind in kinds.items() if isinstance(error, cls)), other)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which peers can read which slots, and which blocks they need."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_connector.control.shapes import GroupShape, difference, same_bytes
+
+from .shapes import group_shape
+
+STATE: dict[str, Any] = {"kind": "mamba", "keeps": "last", "heads": (1, 1), "pages": ("C99", "C99")}
+LATENT: dict[str, Any] = {
+    "kind": "mla_attention",
+    "heads": (1, 1),
+    "pages": ("N16.C1152", "N16.C1152"),
+}
+
+
+def of_block(size: int, heads: int = 2, order: str = "H{h}.N{n}.C64", **changes: Any) -> GroupShape:
+    page = order.format(h=heads, n=size)
+    return group_shape(block_size=size, heads=(heads, heads), pages=(page, page), **changes)
+
+
+def differs(
+    ours: GroupShape, theirs: GroupShape, ranks: tuple[int, int] = (1, 1), kv_heads: int = 2
+) -> tuple[str, object, object] | None:
+    return difference((ours,), ranks[0], (theirs,), ranks[1], kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "ranks"),
+    [
+        (of_block(16), of_block(16), (1, 1)),
+        (of_block(16), of_block(64), (1, 1)),
+        (of_block(64), of_block(16), (1, 1)),
+        (of_block(16), of_block(16, order="N{n}.H{h}.C64"), (1, 1)),
+        (of_block(16), of_block(16, heads=1), (1, 2)),
+        (of_block(16, heads=1), of_block(32), (2, 1)),
+        (of_block(16, heads=1), of_block(16), (4, 1)),
+        (group_shape(**LATENT), group_shape(**LATENT), (2, 1)),
+        (group_shape(**LATENT), group_shape(**LATENT), (1, 4)),
+        (group_shape(**STATE), group_shape(**STATE, block_size=640), (2, 2)),
+    ],
+)
+def test_peers_that_can_read(ours: GroupShape, theirs: GroupShape, ranks: tuple[int, int]) -> None:
+    assert differs(ours, theirs, ranks) is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "ranks", "field"),
+    [
+        (group_shape(), group_shape(kind="mla_attention"), (1, 1), "kind of group 0"),
+        (group_shape(), group_shape(keeps="window", span=8), (1, 1), "keeps of group 0"),
+        (group_shape(), group_shape(layers="odd"), (1, 1), "layers of group 0"),
+        (of_block(16), of_block(24), (1, 1), "block_size of group 0"),
+        (of_block(16), of_block(16, order="H{h}.N{n}.C32"), (1, 1), "pages of group 0"),
+        (of_block(16), of_block(16, order="{n}{h}nonsense"), (1, 1), "pages of group 0"),
+        (of_block(16), of_block(16), (1, 2), "pages of group 0"),
+        (of_block(16, heads=2), of_block(16, heads=2), (3, 2), "pages of group 0"),
+        (group_shape(**STATE), group_shape(**STATE), (2, 1), "ranks of group 0"),
+        (group_shape(**STATE), group_shape(**STATE | {"pages": ("C99", "C98")}), (1, 1), "pages"),
+    ],
+)
+def test_peers_that_cannot_read_are_told_what_differs(
+    ours: GroupShape, theirs: GroupShape, ranks: tuple[int, int], field: str
+) -> None:
+    found = differs(ours, theirs, ranks)
+    assert found is not None
+    assert found[0].startswith(field)
+
+
+def test_another_number_of_groups_is_named_by_the_families() -> None:
+    window = group_shape(kind="sliding_window", keeps="window", span=8)
+    found = difference((group_shape(), window), 1, (group_shape(),), 1, 2)
+    assert found == ("groups", "full_attention, sliding_window", "full_attention")
+
+
+def test_states_are_the_same_bytes_in_blocks_of_any_size() -> None:
+    assert same_bytes(group_shape(**STATE), group_shape(**STATE, block_size=640))
+    assert not same_bytes(of_block(16), of_block(32))
+    assert not same_bytes(of_block(16), of_block(16, order="N{n}.H{h}.C64"))
+
+
+@given(
+    keeps=st.sampled_from(["all", "window", "chunk", "last"]),
+    block_size=st.integers(1, 20),
+    span=st.integers(1, 60),
+    num_tokens=st.integers(1, 200),
+)
+def test_needed_blocks_are_those_of_the_tokens_that_the_next_one_reads(
+    keeps: Any, block_size: int, span: int, num_tokens: int
+) -> None:
+    bounded = keeps in ("window", "chunk")
+    group = group_shape(block_size=block_size, keeps=keeps, span=span if bounded else 0)
+    needed = group.needed(num_tokens)
+    assert needed.stop == -(-num_tokens // block_size)
+    read = {
+        "all": range(num_tokens),
+        "window": range(max(0, num_tokens + 1 - span), num_tokens),
+        "chunk": range(num_tokens - num_tokens % span, num_tokens),
+        "last": range(num_tokens - 1, num_tokens),
+    }[keeps]
+    assert {token // block_size for token in read} <= set(needed)
+    # and at most the block that the first of them lies in more than that
+    assert len(needed) <= len({token // block_size for token in read}) + (keeps != "all")

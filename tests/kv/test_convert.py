@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots of other block sizes, heads and byte orders, made ours."""
+
+import subprocess
+import sys
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from omni_connector.errors import LayoutError
+from omni_connector.kv import HeadSlice, SlotConverter, SlotLayout, canonicalize, head_sources
+
+thorough = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+
+
+def dims_of(order):
+    return [(part[0], int(part[1:])) for part in order.split(".") if part]
+
+
+def size_of(order, name):
+    return prod(size for dim, size in dims_of(order) if dim == name)
+
+
+def place(order, head, token, byte):
+    """Where a byte lies in a page: every dimension's digit, fastest first, one at a time."""
+    left = {"H": head, "N": token, "C": byte}
+    found, step = 0, 1
+    for name, size in reversed(dims_of(order)):
+        found += left[name] % size * step
+        left[name] //= size
+        step *= size
+    assert not any(left.values())
+    return found
+
+
+def one_byte_at_a_time(source_pages, target_pages, sizes, source, blocks, target, heads, end):
+    """What `copy` does, for one token of one head after the other."""
+    source_page = target_page = 0
+    for theirs, ours, part in zip(source_pages, target_pages, heads, strict=True):
+        for token in range(blocks[0] * sizes[0], (blocks[0] + 1) * sizes[0]):
+            at = token - blocks[1] * sizes[1]
+            if token >= end or not 0 <= at < sizes[1]:
+                continue
+            for head in range(part.count):
+                for byte in range(size_of(theirs, "C")):
+                    target[target_page + place(ours, part.target + head, at, byte)] = source[
+                        source_page + place(theirs, part.source + head, token % sizes[0], byte)
+                    ]
+        source_page += prod(size for _, size in dims_of(theirs))
+        target_page += prod(size for _, size in dims_of(ours))
+
+
+def written(dims):
+    """An order as `canonicalize` writes it: neighbours of one name joined, size 1 left out."""
+    joined = []
+    for name, size in dims:
+        if size == 1:
+            continue
+        if joined and joined[-1][0] == name:
+            joined[-1] = (name, joined[-1][1] * size)
+        else:
+            joined.append((name, size))
+    return ".".join(f"{name}{size}" for name, size in joined)
+
+
+@st.composite
+def orders(draw, heads, tokens, contents):
+    """A byte order: tokens in kernel blocks or not, content in one place or in two."""
+    kernel = draw(st.sampled_from([n for n in range(1, tokens + 1) if tokens % n == 0]))
+    parts = [
+        [("N", tokens // kernel), ("N", kernel)] if draw(st.booleans()) else [("N", tokens)],
+        [("H", heads)],
+        [("C", each) for each in contents] if draw(st.booleans()) else [("C", prod(contents))],
+    ]
+    if draw(st.booleans()):
+        # As in engines: content last, tokens and heads in either order.
+        dims = [*draw(st.permutations(parts[0] + parts[1])), *parts[2]]
+    else:
+        dims = draw(st.permutations([dim for part in parts for dim in part]))
+    # A name's first factor is its slowest: keep the factors of one name in their order.
+    left = {"N": parts[0][:], "H": parts[1][:], "C": parts[2][:]}
+    return written([left[name].pop(0) for name, _ in dims])
+
+
+@st.composite
+def conversions(draw):
+    sizes = draw(st.integers(1, 12)), draw(st.integers(1, 12))
+    source_pages, target_pages, heads = [], [], []
+    for _ in range(draw(st.integers(1, 3))):
+        theirs, ours = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+        contents = draw(st.sampled_from([(2, 3), (4, 2), (1, 5), (1, 1)]))
+        one = draw(orders(theirs, sizes[0], contents))
+        two = draw(orders(ours, sizes[1], contents))
+        count = draw(st.integers(0, min(theirs, ours)))
+        part = HeadSlice(
+            draw(st.integers(0, theirs - count)), draw(st.integers(0, ours - count)), count
+        )
+        for _ in range(draw(st.integers(1, 3))):
+            source_pages.append(one)
+            target_pages.append(two)
+            heads.append(part)
+    blocks = draw(st.integers(0, 5)), draw(st.integers(0, 5))
+    end = draw(st.integers(0, 80))
+    return source_pages, target_pages, sizes, heads, blocks, end
+
+
+@thorough
+@given(conversions(), st.integers(0, 2**32 - 1))
+def test_conversions_give_what_copying_a_byte_at_a_time_gives(conversion, seed):
+    source_pages, target_pages, sizes, heads, blocks, end = conversion
+    converter = SlotConverter(
+        source_pages, target_pages, source_block_size=sizes[0], target_block_size=sizes[1]
+    )
+    rng = np.random.default_rng(seed)
+    source = rng.integers(0, 256, converter.source_bytes + 7, np.uint8)
+    target = rng.integers(0, 256, converter.target_bytes + 5, np.uint8)
+    expected, before = target.copy(), source.copy()
+    one_byte_at_a_time(source_pages, target_pages, sizes, source, blocks, expected, heads, end)
+    converter.copy(source, blocks[0], target, blocks[1], heads, end_token=end)
+    np.testing.assert_array_equal(target, expected)
+    np.testing.assert_array_equal(source, before)
+
+
+def whole(heads, layers):
+    return [HeadSlice(0, 0, heads)] * layers
+
+
+def converted(pages, sizes, slots, heads, tokens, target_pages=None):
+    """A request's slots in blocks of another size, of `heads` on both sides."""
+    converter = SlotConverter(
+        pages[0], pages[1], source_block_size=sizes[0], target_block_size=sizes[1]
+    )
+    found = [np.zeros(converter.target_bytes, np.uint8) for _ in range(-(-tokens // sizes[1]))]
+    for block, slot in enumerate(slots):
+        for other, target in enumerate(found):
+            converter.copy(slot, block, target, other, heads, end_token=tokens)
+    return found
+
+
+@pytest.mark.parametrize("large", ["H2.N128.C32", "N8.H2.N16.C32", "N128.H2.C32", "N4.H2.N32.C32"])
+@pytest.mark.parametrize("small", ["H2.N16.C32", "N16.H2.C32", "C2.N16.H2.C16"])
+def test_blocks_of_16_tokens_made_128_and_16_again_are_the_same_bytes(small, large):
+    layers, tokens = 3, 256
+    rng = np.random.default_rng(5)
+    slots = [rng.integers(0, 256, layers * 2 * 16 * 32, np.uint8) for _ in range(tokens // 16)]
+    pages = [small] * layers, [large] * layers
+    joined = converted(pages, (16, 128), slots, whole(2, layers), tokens)
+    assert len(joined) == 2
+    again = converted(pages[::-1], (128, 16), joined, whole(2, layers), tokens)
+    assert len(again) == 16
+    for slot, other in zip(slots, again, strict=True):
+        np.testing.assert_array_equal(slot, other)
+
+
+@pytest.mark.parametrize("order", ["H{}.N16.C32", "N16.H{}.C32", "N2.H{}.N8.C32"])
+def test_two_ranks_made_one_and_two_again_are_the_same_bytes(order):
+    layers = 2
+    both, one = [order.format(4)] * layers, [order.format(2)] * layers
+    rng = np.random.default_rng(6)
+    shards = [rng.integers(0, 256, layers * 2 * 16 * 32, np.uint8) for _ in range(2)]
+    joined = np.zeros(layers * 4 * 16 * 32, np.uint8)
+    to_one = SlotConverter(one, both, source_block_size=16, target_block_size=16)
+    for rank, part in head_sources(
+        total=4, source_heads=2, source_ranks=2, target_heads=4, target_rank=0, target_ranks=1
+    ):
+        to_one.copy(shards[rank], 3, joined, 3, [part] * layers, end_token=64)
+    to_two = SlotConverter(both, one, source_block_size=16, target_block_size=16)
+    for rank, shard in enumerate(shards):
+        found = np.zeros_like(shard)
+        for _, part in head_sources(
+            total=4,
+            source_heads=4,
+            source_ranks=1,
+            target_heads=2,
+            target_rank=rank,
+            target_ranks=2,
+        ):
+            to_two.copy(joined, 3, found, 3, [part] * layers, end_token=64)
+        np.testing.assert_array_equal(found, shard)
+
+
+@pytest.mark.parametrize("theirs", ["LBHNC", "LBNHC", "BHLNC", "LHBNC"])
+@pytest.mark.parametrize(("ours", "kernel_blocks"), [("LBHNC", 4), ("LBNHC", 4), ("BLNHC", 1)])
+def test_slots_of_real_caches_are_converted_as_their_views_say(kv, theirs, ours, kernel_blocks):
+    """Blocks of 4 tokens in one layout to blocks of 16 in another, through both caches' views."""
+    source = kv.build(theirs, 8, [[kv.Shape(3, 2, 4, 8)]], seed=1)
+    target = kv.build(ours, 2, [[kv.Shape(3, 2, 16, 8, kernel_blocks=kernel_blocks)]], seed=2)
+    pages = []
+    for cache in (source, target):
+        canonical = canonicalize(cache.groups, cache.views, cache.num_blocks)
+        assert SlotLayout.of(canonical).group_bytes == (len(cache.slot(0, 0)),)
+        pages.append(canonical.page_orders[0])
+    converter = SlotConverter(*pages, source_block_size=4, target_block_size=16)
+    found = target.slot(0, 1)
+    blocks = (6, 3, 0, 5)
+    for index, block in enumerate(blocks):
+        converter.copy(source.slot(0, block), index, found, 0, whole(2, 3), end_token=14)
+    for layer in target.groups[0].layers:
+        page = target.block(layer.name, 1)
+        for token in range(14):
+            kernel, at = divmod(token, page.shape[2])
+            page[kernel, :, at] = source.block(layer.name, blocks[token // 4])[0, :, token % 4]
+    np.testing.assert_array_equal(found, target.slot(0, 1))
+
+
+def test_states_are_copied_whole_whatever_their_blocks_are():
+    converter = SlotConverter(
+        ["C24", "N2.C4"], ["C24", "C8"], source_block_size=7, target_block_size=640, stateful=True
+    )
+    assert (converter.source_bytes, converter.target_bytes) == (32, 32)
+    source = np.arange(40, dtype=np.uint8)
+    target = np.full(36, 255, np.uint8)
+    converter.copy(source, 9, target, 2, [], end_token=0)
+    assert target.tolist() == [*range(32), 255, 255, 255, 255]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "sizes", "stateful", "message"),
+    [
+        ("H2.N16.C32", "H2.N16.C64", (16, 16), False, "32 and 64 bytes for a head and token"),
+        ("H2.N16.C32", "H2.N16.C32", (32, 16), False, "16 tokens in a block of 32"),
+        ("H2.N16.C32", "H2.N16.C32", (16, 32), False, "16 tokens in a block of 32"),
+        ("H2.N16.C2.C3.N2", "N32.H2.C6", (32, 32), False, None),
+        ("C2.N16.C3", "C3.N16.C2", (16, 16), False, "orders that do not match"),
+        ("N2.H2.N2.H3.C4", "N4.H6.C4", (4, 4), False, "not understood"),
+        ("N2.H2.N2.C2.N4.C4", "N16.H2.C8", (16, 16), False, "not understood"),
+        ("H2.X16.C32", "H2.N16.C32", (16, 16), False, "not understood"),
+        ("H2.N16.C32.", "H2.N16.C32", (16, 16), False, "not understood"),
+        ("H02.N16.C32", "H2.N16.C32", (16, 16), False, "not understood"),
+        ("N16.C999999999999", "N16.C999999999999", (16, 16), False, "pages of"),
+        ("C32", "C40", (16, 16), True, "states of different sizes"),
+        ("C32", "K32", (16, 16), True, "not understood"),
+    ],
+)
+def test_pages_that_cannot_be_made_ours_are_refused_by_layer(
+    theirs, ours, sizes, stateful, message
+):
+    good = "C8" if stateful else "N16.C8"
+
+    def make():
+        return SlotConverter(
+            [good.replace("16", str(sizes[0])), theirs],
+            [good.replace("16", str(sizes[1])), ours],
+            source_block_size=sizes[0],
+            target_block_size=sizes[1],
+            stateful=stateful,
+        )
+
+    if message is None:
+        make()
+        return
+    with pytest.raises(LayoutError, match=f"layer 1: .*'{theirs}' .*'{ours}': .*{message}"):
+        make()
+
+
+def test_other_numbers_of_layers_are_refused():
+    with pytest.raises(LayoutError, match="hold 1 layers, ours 2"):
+        SlotConverter(["N4.C8"], ["N4.C8"] * 2, source_block_size=4, target_block_size=4)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4), (4, -1)])
+def test_blocks_without_tokens_are_refused(sizes):
+    with pytest.raises(ValueError, match="tokens"):
+        SlotConverter([], [], source_block_size=sizes[0], target_block_size=sizes[1])
+
+
+def zeros(size, **kwargs):
+    return np.zeros(size, np.uint8, **kwargs)
+
+
+def read_only(size):
+    array = zeros(size)
+    array.setflags(write=False)
+    return array
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"source": zeros(63)}, "a source of 64 bytes"),
+        ({"target": zeros(63)}, "a target of 64 bytes"),
+        ({"target": zeros(128)[::2]}, "2 bytes apart"),
+        ({"target": zeros((8, 8))}, "a target of 64 bytes"),
+        ({"source": np.zeros(64, np.int8)}, "found int8"),
+        ({"target": read_only(64)}, "read-only"),
+        ({"source_block": -1}, "blocks -1 and 0"),
+        ({"target_block": -1}, "blocks 0 and -1"),
+        ({"heads": []}, "heads of 0 layers, not of 1"),
+        ({"heads": [HeadSlice(1, 0, 2)]}, "pages of 2 and 2 heads"),
+        ({"heads": [HeadSlice(0, 2, 1)]}, "pages of 2 and 2 heads"),
+    ],
+)
+def test_what_cannot_be_copied_is_refused(change, message):
+    converter = SlotConverter(["H2.N4.C8"], ["N4.H2.C8"], source_block_size=4, target_block_size=4)
+    right = {
+        "source": zeros(64),
+        "source_block": 0,
+        "target": zeros(64),
+        "target_block": 0,
+        "heads": whole(2, 1),
+    }
+    converter.copy(**right, end_token=4)
+    with pytest.raises(ValueError, match=message):
+        converter.copy(**right | change, end_token=4)
+
+
+def test_converting_needs_no_torch():
+    code = "import sys, omni_connector.kv.convert; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
