@@ -6,17 +6,18 @@ BIN := $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit lint bench clean
+.PHONY: help setup demo test test-unit test-matrix lint bench clean
 
 help:
 	@echo "make demo       two engines, a router, and KV cache handed from one to the other"
 	@echo "make test       lint, types, import rules, and all tests"
 	@echo "make test-unit  only the tests that need no vLLM"
+	@echo "make test-matrix  the tests that need vLLM, with every supported version of it"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make bench      benchmarks; tables and plots go to benchmarks/results"
 	@echo "make setup      only make or update $(VENV)"
 	@echo "make clean      remove caches, made models and $(VENV)"
-	@echo "ARGS='...' is passed on by demo, test, test-unit and bench."
+	@echo "ARGS='...' is passed on by demo, the tests and bench."
 
 setup:
 	@scripts/setup_env.sh
@@ -36,10 +37,13 @@ test: lint
 test-unit: setup
 	$(BIN)/python -m pytest -m "not vllm and not e2e" $(ARGS)
 
+test-matrix: setup
+	@scripts/test_matrix.sh $(ARGS)
+
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) .models build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-[0-9]* .models build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -rf .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

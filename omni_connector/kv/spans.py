@@ -65,7 +65,9 @@ class GroupSpan(NamedTuple):
 
 
 def expand(
-    spans: BlockSpans, blocks_per_chunk: int, chunk_ids: Sequence[NDArray[np.int64]]
+    spans: BlockSpans,
+    blocks_per_chunk: int | Sequence[int],
+    chunk_ids: Sequence[NDArray[np.int64]],
 ) -> tuple[GroupSpan, ...]:
     """Find each block's chunk, and its place in it.
 
@@ -74,7 +76,8 @@ def expand(
 
     Args:
         spans: the blocks.
-        blocks_per_chunk: blocks of one chunk.
+        blocks_per_chunk: blocks of one chunk; where groups differ (in their block sizes, say,
+            beside chunks of as many tokens), of one chunk of each group.
         chunk_ids: for each group the chunks that its blocks lie in, in order; none for a
             group without blocks.
 
@@ -82,8 +85,14 @@ def expand(
         ValueError: a group's chunks are too few or too many for its blocks; the message names
             the group.
     """
-    if blocks_per_chunk <= 0:
+    if isinstance(blocks_per_chunk, int):
+        per_chunk = (blocks_per_chunk,) * len(spans.group_sizes)
+    else:
+        per_chunk = tuple(blocks_per_chunk)
+    if min(per_chunk, default=1) <= 0:
         raise ValueError(f"{blocks_per_chunk} blocks in a chunk")
+    if len(per_chunk) != len(spans.group_sizes):
+        raise ValueError(f"{len(spans.group_sizes)} groups, but chunks of {blocks_per_chunk}")
     if len(chunk_ids) != len(spans.group_sizes):
         raise ValueError(f"{len(spans.group_sizes)} groups, but chunks for {len(chunk_ids)}")
     expanded = []
@@ -94,19 +103,20 @@ def expand(
             raise ValueError(
                 f"group {group}: chunk ids are {chunks.dtype} of shape {chunks.shape}, not integers"
             )
-        skip = index % blocks_per_chunk
-        needed = -(-(size + skip) // blocks_per_chunk) if size else 0
+        blocks = per_chunk[group]
+        skip = index % blocks
+        needed = -(-(size + skip) // blocks) if size else 0
         if len(chunks) != needed:
             raise ValueError(
                 f"group {group}: {size} blocks from index {index} lie in {needed} chunks of "
-                f"{blocks_per_chunk}, but {len(chunks)} are given"
+                f"{blocks}, but {len(chunks)} are given"
             )
         places = np.arange(skip, skip + size, dtype=np.int64)
         expanded.append(
             GroupSpan(
                 spans.block_ids[start : start + size],
-                chunks.astype(np.int64)[places // blocks_per_chunk],
-                places % blocks_per_chunk,
+                chunks.astype(np.int64)[places // blocks],
+                places % blocks,
             )
         )
         start += size

@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.request import RequestStatus
 
+from omni_connector.errors import LayoutError
 from omni_connector.plugin import CONNECTOR_NAME
 from omni_connector.vllm_v1.metadata import OmniWorkerMetadata
 from omni_connector.vllm_v1.metrics import OmniStats
@@ -48,6 +49,42 @@ def hash_block_size(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig")
     if resolved is None:  # 0.31 tells only the scheduler, which works it out like this
         _, resolved = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     return resolved
+
+
+def cross_layer_dims(attn_backend: Any) -> str:
+    """The dimensions of the tensor of all layers that an older runner allocates for a backend.
+
+    A letter each, in the order of the tensor: L layers, B blocks, N tokens, H heads, C content,
+    to which the pair of K and V belongs; such as `BLCNHC`.
+
+    Raises:
+        LayoutError: the backend folds what must be told apart.
+    """
+    sizes = {"B": 7, "N": 64, "H": 8, "C": 128}
+
+    def shape(**changed: int) -> tuple[int, ...]:
+        blocks, tokens, heads, content = (sizes | changed).values()
+        return tuple(attn_backend.get_kv_cache_shape(blocks, tokens, heads, content))
+
+    usual = shape()
+    # The same arguments twice as large: what grows with them is theirs.
+    grown = {letter: shape(**{letter: 2 * size}) for letter, size in sizes.items()}
+    names = ["L"]
+    for i, size in enumerate(usual):
+        letters = [letter for letter in sizes if grown[letter][i] != size]
+        if "C" in letters:
+            letters = [letter for letter in letters if letter != "H"]  # heads within the content
+        if len(letters) > 1:
+            raise LayoutError(
+                f"{attn_backend.__name__}: dimension {i} of its KV cache {usual} holds several "
+                f"things: {letters}"
+            )
+        names += letters or ["C"]
+    try:
+        order = attn_backend.get_kv_cache_stride_order(include_num_layers_dimension=True)
+    except (AttributeError, NotImplementedError):  # the runner then allocates it unchanged
+        order = range(len(names))
+    return "".join(names[i] for i in order)
 
 
 @dataclass

@@ -24,6 +24,7 @@ from omni_connector.vllm_v1.compat import (  # noqa: E402
     ReportingStats,
     cache_hit_source,
     carried_report,
+    cross_layer_dims,
 )
 from omni_connector.vllm_v1.metadata import (  # noqa: E402
     OmniConnectorMetadata,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -166,6 +167,18 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         self._worker.register_kv_caches(kv_caches)
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """Older runners ask; in one tensor of all layers a block is one run of bytes, not one a
+        layer, and is copied faster."""
+        return True
+
+    def register_cross_layers_kv_cache(
+        self, kv_cache: "torch.Tensor", attn_backend: "type[AttentionBackend]"
+    ) -> None:
+        """What older runners call instead of `register_kv_caches`, with that one tensor."""
+        self._worker.register_cross_layers(kv_cache, cross_layer_dims(attn_backend))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.handshake

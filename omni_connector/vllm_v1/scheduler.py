@@ -238,7 +238,7 @@ class OmniScheduler:
         if prompt.num_tokens > 0:
             self._receiver.add(request, remote, prompt)
 
-    def _offer(self, request: "Request", params: dict[str, Any]) -> None:
+    def _offer(self, request: "Request", params: Mapping[str, Any]) -> None:
         assert self._sender is not None
         truncated = params.get(_TRUNCATED) is True  # by another connector beside this one
         num_tokens = request.num_prompt_tokens - (not truncated)
@@ -360,7 +360,7 @@ def _truncation_refusal(request: "Request", num_tokens: int) -> str | None:
     return None
 
 
-def _truncate(request: "Request", params: dict[str, Any]) -> None:
+def _truncate(request: "Request", params: Mapping[str, Any]) -> None:
     """Leave the last token of the prompt to the decode engine, and end after the one before it.
 
     A recurrent state, and the blocks of a window, are those of one token: the decode engine
@@ -373,4 +373,5 @@ def _truncate(request: "Request", params: dict[str, Any]) -> None:
     request.max_tokens = 1
     if request.sampling_params is not None:
         request.sampling_params.min_tokens = 0  # else it would outlive its only token
-    params[_TRUNCATED] = True
+    # In a dict of its own: the caller's may serve more than one request.
+    request.kv_transfer_params = {**params, _TRUNCATED: True}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from omni_connector.testing import reference
-from omni_connector.testing.engines import Engine, free_port
+from omni_connector.testing.engines import Engine
 from omni_connector.testing.models import make_model
 
 from .harness import (
@@ -26,6 +26,7 @@ from .harness import (
     connector_config,
     engine_environment,
     fill_with_other_bytes,
+    new_engine,
 )
 
 
@@ -74,18 +75,14 @@ def start_engine(
     started: list[Engine] = []
 
     def start(name: str, config: dict[str, Any] | None, **settings: Any) -> Engine:
-        environment = engine_environment(runtime) | settings.pop("environment", {})
-        if config and config["kv_connector"] == "NixlConnector":
-            environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
-        arguments = [*ENGINE_ARGUMENTS, *settings.pop("arguments", ())]
-        engine = Engine(
+        engine = new_engine(
             model,
             folder / f"{name}-{len(started)}.log",
-            kv_transfer_config=config,
-            arguments=arguments,
-            environment=environment,
+            config,
+            runtime,
+            arguments=[*ENGINE_ARGUMENTS, *settings.pop("arguments", ())],
             core=len(started) % (os.cpu_count() or 1),
-            **{"kv_cache_bytes": 64 << 20, **settings},
+            **settings,
         )
         started.append(engine)
         engine.start()

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omni_connector.testing import reference
-from omni_connector.testing.engines import Engine, prefill
+from omni_connector.testing import hollow, reference
+from omni_connector.testing.engines import Engine, free_port, prefill
 
 StartEngine = Callable[..., Engine]
 """Starts an engine; see the fixture `start_engine`."""
@@ -60,6 +60,14 @@ def engine_environment(runtime: Path) -> dict[str, str]:
     return {"PYTHONPATH": path, "OMNI_CONNECTOR_RUNTIME_DIR": str(runtime)}
 
 
+HOLLOW_CONFIG = {
+    "kv_connector": "HollowConnector",
+    "kv_connector_module_path": hollow.MODULE,
+    "kv_role": "kv_both",
+}
+"""The `--kv-transfer-config` of the negative control."""
+
+
 def connector_config(role: str, **extra: Any) -> dict[str, Any]:
     """The `--kv-transfer-config` of an engine under test."""
     config: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_role": role}
@@ -68,6 +76,22 @@ def connector_config(role: str, **extra: Any) -> dict[str, Any]:
     if CONNECTOR == "NixlConnector":
         config["kv_buffer_device"] = "cpu"
     return config
+
+
+def new_engine(
+    model: Path, log: Path, config: dict[str, Any] | None, runtime: Path, **settings: Any
+) -> Engine:
+    """An engine of these tests, not started; `settings` are those of `Engine`."""
+    environment = engine_environment(runtime) | dict(settings.pop("environment", {}))
+    if config and config["kv_connector"] == "NixlConnector":
+        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+    return Engine(
+        model,
+        log,
+        kv_transfer_config=config,
+        environment=environment,
+        **{"kv_cache_bytes": 64 << 20, **settings},
+    )
 
 
 @dataclass(frozen=True)

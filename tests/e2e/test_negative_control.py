@@ -5,9 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from omni_connector.testing import hollow
-
-from .harness import ROUNDING, Case, Pair, StartEngine, fill_with_other_bytes, new_salt
+from .harness import (
+    HOLLOW_CONFIG,
+    ROUNDING,
+    Case,
+    Pair,
+    StartEngine,
+    fill_with_other_bytes,
+    new_salt,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -15,12 +21,7 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture(scope="module")
 def hollow_pair(start_engine: StartEngine, runtime: Path) -> Pair:
     """A decode engine whose hand-offs are all hollow, and its own prefill engine."""
-    config = {
-        "kv_connector": "HollowConnector",
-        "kv_connector_module_path": hollow.MODULE,
-        "kv_role": "kv_both",
-    }
-    engine = start_engine("hollow", config)
+    engine = start_engine("hollow", HOLLOW_CONFIG)
     engine.wait_ready()
     fill_with_other_bytes(engine)
     return Pair(engine, engine, runtime)

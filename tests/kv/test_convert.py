@@ -94,14 +94,16 @@ def conversions(draw):
         contents = draw(st.sampled_from([(2, 3), (4, 2), (1, 5), (1, 1)]))
         one = draw(orders(theirs, sizes[0], contents))
         two = draw(orders(ours, sizes[1], contents))
-        count = draw(st.integers(0, min(theirs, ours)))
-        part = HeadSlice(
-            draw(st.integers(0, theirs - count)), draw(st.integers(0, ours - count)), count
-        )
+        parts = []
+        for _ in range(draw(st.integers(1, 2))):
+            count = draw(st.integers(0, min(theirs, ours)))
+            first = draw(st.integers(0, theirs - count)), draw(st.integers(0, ours - count))
+            parts.append(HeadSlice(*first, count))
+        # Layers alike in a row, not all of them with the same heads.
         for _ in range(draw(st.integers(1, 3))):
             source_pages.append(one)
             target_pages.append(two)
-            heads.append(part)
+            heads.append(draw(st.sampled_from(parts)))
     blocks = draw(st.integers(0, 5)), draw(st.integers(0, 5))
     end = draw(st.integers(0, 80))
     return source_pages, target_pages, sizes, heads, blocks, end

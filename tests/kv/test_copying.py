@@ -9,7 +9,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omni_connector.errors import LayoutError
-from omni_connector.kv import CpuCopier, SlotLayout, StagedCopier, canonicalize
+from omni_connector.kv import (
+    CpuCopier,
+    GroupSpec,
+    LayerSpec,
+    SlotLayout,
+    StagedCopier,
+    canonicalize,
+    canonicalize_cross_layers,
+)
 from omni_connector.kv import make_copier as choose_copier
 
 thorough = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
@@ -167,6 +175,36 @@ def test_slots_larger_than_what_is_hashed_at_once_are_copied_whole(
     check_transfer(make_copier, source, target, 0, [(0, 2), (1, 3), (3, 0)], [2, 3, 0], checksum, 4)
 
 
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize(
+    ("dims", "shape"),
+    [
+        ("BLCNHC", (6, 3, 2, 4, 2, 8)),  # the blocks outermost
+        ("CLBNHC", (2, 3, 6, 4, 2, 8)),  # all keys, then all values
+        ("BHLNC", (12, 2, 3, 2, 16)),  # two kernel blocks to a block
+    ],
+)
+def test_one_tensor_of_all_layers_is_copied_like_their_views(make_copier, dims, shape, checksum):
+    names = ["a", "b", "c"]
+    group = GroupSpec("full_attention", 4, tuple(LayerSpec(n, 256, 256) for n in names))
+    source, target = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
+    canonical = canonicalize_cross_layers([group], source, names, 6, dims=dims)
+    other = canonicalize_cross_layers([group], target, names, 6, dims=dims)
+    layout = SlotLayout.of(canonical)
+    slots = random_slots(4, layout)
+    sums = make_copier(canonical, layout, slots).save(
+        0, ids([5, 0, 2]), slots, ids([1, 2, 0]), checksum=checksum
+    )
+    expected = target.clone().movedim(dims.index("B"), 0).unflatten(0, (6, -1))
+    blocks = source.movedim(dims.index("B"), 0).unflatten(0, (6, -1))
+    expected[[1, 3, 4]] = blocks[[5, 0, 2]]
+    loaded = make_copier(other, layout, slots).load(
+        0, ids([1, 3, 4]), slots, ids([1, 2, 0]), checksum=checksum
+    )
+    assert torch.equal(target.movedim(dims.index("B"), 0).unflatten(0, (6, -1)), expected)
+    assert loaded.tolist() == sums.tolist()
+
+
 def test_a_copier_that_copies_nothing_fails_the_check(kv):
     class Hollow(CpuCopier):
         def _copy(self, group, block_ids, *args):
@@ -322,7 +360,7 @@ def test_a_group_without_layers_copies_nothing(kv, make_copier):
         cache.layout,
         cache.num_blocks,
         cache.buffer,
-        (*cache.groups, type(cache.groups[0])("mamba", 16, ())),
+        (*cache.groups, GroupSpec("mamba", 16, ())),
         cache.views,
     )
     canonical, layout = opened(empty)

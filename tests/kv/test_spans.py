@@ -16,11 +16,14 @@ def one_block_at_a_time(block_ids, sizes, indices, per_chunk, chunks):
     """The same, walking the request: a block's chunk changes where its index says so."""
     groups = []
     left = list(block_ids)
-    for size, index, ids in zip(sizes, indices, chunks, strict=True):
-        first_chunk = index // per_chunk
+    for size, index, blocks, ids in zip(sizes, indices, per_chunk, chunks, strict=True):
         copies = []
+        chunk = -1
         for i in range(index, index + size):
-            copies.append((left.pop(0), ids[i // per_chunk - first_chunk], i % per_chunk))
+            if chunk < 0 or i % blocks == 0:
+                chunk += 1
+            copies.append((left.pop(0), ids[chunk], i % blocks))
+        assert chunk + 1 == len(ids)
         groups.append(copies)
     assert not left
     return groups
@@ -28,14 +31,14 @@ def one_block_at_a_time(block_ids, sizes, indices, per_chunk, chunks):
 
 @st.composite
 def transfers(draw):
-    per_chunk = draw(st.integers(1, 5))
     sizes = draw(st.lists(st.integers(0, 12), min_size=1, max_size=4))
+    per_chunk = [draw(st.integers(1, 5)) for _ in sizes]
     indices = [draw(st.integers(0, 20)) for _ in sizes]
     block_ids = draw(st.permutations(range(100)))[: sum(sizes)]
     chunks = []
-    for size, index in zip(sizes, indices, strict=True):
+    for size, index, blocks in zip(sizes, indices, per_chunk, strict=True):
         last = index + size - 1
-        count = last // per_chunk - index // per_chunk + 1 if size else 0
+        count = last // blocks - index // blocks + 1 if size else 0
         chunks.append([draw(st.integers(0, 50)) for _ in range(count)])
     return block_ids, sizes, indices, per_chunk, chunks
 
@@ -44,7 +47,9 @@ def transfers(draw):
 def test_blocks_lie_where_walking_the_request_finds_them(transfer):
     block_ids, sizes, indices, per_chunk, chunks = transfer
     spans = BlockSpans(np.array(block_ids, np.int64), tuple(sizes), tuple(indices))
-    expanded = expand(spans, per_chunk, [np.array(ids, np.int64) for ids in chunks])
+    # One number where the groups are alike.
+    given_size = per_chunk[0] if len(set(per_chunk)) == 1 else per_chunk
+    expanded = expand(spans, given_size, [np.array(ids, np.int64) for ids in chunks])
     found = [
         list(zip(g.block_ids.tolist(), g.chunk_ids.tolist(), g.places.tolist(), strict=True))
         for g in expanded
@@ -52,6 +57,16 @@ def test_blocks_lie_where_walking_the_request_finds_them(transfer):
     assert found == one_block_at_a_time(block_ids, sizes, indices, per_chunk, chunks)
     for group in expanded:
         assert {array.dtype for array in group} == {np.dtype(np.int64)}
+
+
+def test_groups_may_have_chunks_of_different_numbers_of_blocks():
+    """Blocks of 16 tokens and of 64 beside chunks of 64: four of the first, one of the second."""
+    spans = BlockSpans(np.arange(8), (6, 2), (3, 1))
+    small, large = expand(spans, (4, 1), [np.array([5, 6, 9]), np.array([6, 9])])
+    assert small.chunk_ids.tolist() == [5, 6, 6, 6, 6, 9]
+    assert small.places.tolist() == [3, 0, 1, 2, 3, 0]
+    assert large.chunk_ids.tolist() == [6, 9]
+    assert large.places.tolist() == [0, 0]
 
 
 def test_a_transfer_may_begin_and_end_inside_a_chunk():
@@ -97,6 +112,8 @@ def test_spans_that_disagree_are_refused_when_made(block_ids, sizes, indices, me
     ("per_chunk", "chunks", "message"),
     [
         (0, [np.array([1])], "0 blocks in a chunk"),
+        ((0,), [np.array([1])], "blocks in a chunk"),
+        ((1, 1), [np.array([1])], "1 groups, but chunks of"),
         (1, [], "1 groups, but chunks for 0"),
         (1, [np.array([1.0])], "group 0: chunk ids are float64"),
     ],

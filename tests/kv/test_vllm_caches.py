@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (  # noqa: E402
     OffloadingConnectorWorker,
 )
+from vllm.v1.core import kv_cache_utils  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     ChunkedLocalAttentionSpec,
@@ -62,10 +63,12 @@ def mla(spec=MLAAttentionSpec, **changes):
 
 def mamba(**changes):
     return MambaSpec(
-        block_size=64,
-        shapes=((3, 20), (2, 4, 8)),
-        dtypes=(torch.bfloat16, torch.float32),
-        **changes,
+        **{
+            "block_size": 64,
+            "shapes": ((3, 20), (2, 4, 8)),
+            "dtypes": (torch.bfloat16, torch.float32),
+            **changes,
+        }
     )
 
 
@@ -128,6 +131,8 @@ FAMILIES = {
         group("window", 2, sliding(head_size=4, page_size_padded=full().page_size_bytes)),
     ],
     "hybrid": lambda: [group("full", 2, full()), group("state", 2, mamba(shapes=((256,), (128,))))],
+    "states": lambda: [group(f"state{g}", 2, mamba()) for g in range(2)],
+    "states, padded": lambda: [group(f"state{g}", 2, padded(full())) for g in range(2)],
     "hybrid, padded states": lambda: [
         group("full", 2, full()),
         *(group(f"state{g}", 2, padded(full())) for g in range(2)),
@@ -138,6 +143,9 @@ FAMILIES = {
     ],
 }
 
+if not hasattr(kv_cache_utils, "_get_layer_block_stride"):
+    del FAMILIES["blocks further apart than pages"]  # not before vLLM 0.32
+
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 # Padded pages and pages of several sizes exist in block-compact layouts alone.
 COMPACT = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
@@ -147,6 +155,7 @@ COMPACT_ONLY = (
     "sliding window, padded",
     "full attention of two shapes",
     "blocks further apart than pages",
+    "states, padded",
     "hybrid, padded states",
     "hybrid, padded attention",
 )
@@ -225,9 +234,29 @@ def test_the_bytes_of_a_block_are_those_of_its_layers_views(kv, family, layout):
 
 
 # vLLM takes a block of LHBNC for one page of contiguous bytes, which it is for one head only.
+# It takes the distance of two states for the size of one, which it is in layouts with the layers
+# outermost; and blocks further apart than pages for a layout with the blocks outermost.
+VLLM_IS_WRONG = [
+    *(
+        (family, layout)
+        for family, layout in CASES
+        if family.startswith("states") and layout[0] == "B"
+    ),
+    *(
+        (family, layout)
+        for family, layout in CASES
+        if family == "blocks further apart than pages" and layout[0] == "L"
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [(family, layout) for family, layout in CASES if layout != "LHBNC" or family in ONE_HEAD],
+    [
+        (family, layout)
+        for family, layout in CASES
+        if (layout != "LHBNC" or family in ONE_HEAD) and (family, layout) not in VLLM_IS_WRONG
+    ],
 )
 def test_the_bytes_of_a_block_are_those_that_vllm_names(kv, family, layout):
     cache, config = allocate(kv, family, layout)
@@ -241,6 +270,91 @@ def test_the_bytes_of_a_block_are_those_that_vllm_names(kv, family, layout):
             else:
                 # vLLM names a block-outermost block whole, other groups' layers included.
                 assert named <= bytes_of_block(theirs, g, block)
+
+
+@pytest.mark.parametrize(("family", "layout"), VLLM_IS_WRONG)
+def test_what_a_layer_writes_is_found_where_vllm_looks_in_the_wrong_place(kv, family, layout):
+    cache, config = allocate(kv, family, layout)
+    ours = canonicalize(cache.groups, cache.views, BLOCKS)
+    theirs = vllms_own(config, cache.views)
+
+    def written(canonical, group, block):
+        return sum(
+            int(
+                (canonical.tensors[ref.tensor_idx].tensor[block, : ref.page_size_bytes] == 77).sum()
+            )
+            for ref in canonical.group_data_refs[group]
+        )
+
+    missed = 0
+    for g, spec in enumerate(cache.groups):
+        for block in range(BLOCKS):
+            cache.buffer.zero_()
+            for layer in spec.layers:
+                cache.block(layer.name, block).view(torch.int8)[...] = 77
+            size = sum(layer.page_bytes for layer in spec.layers)
+            assert written(ours, g, block) == size
+            missed += written(theirs, g, block) < size
+    assert missed
+
+
+def test_layers_that_read_anothers_cache_have_no_bytes_of_their_own(kv):
+    cache, config = allocate(kv, "sliding window and full attention overlaid", "LBHNC")
+    readers = {"reader.0": "full.1", "reader.1": "window.0"}
+    add_kv_sharing_layers_to_kv_cache_groups(readers, config.kv_cache_groups)
+    views = cache.views | {name: cache.views[target] for name, target in readers.items()}
+    assert group_specs(config) == cache.groups
+    plain = canonicalize(cache.groups, cache.views, BLOCKS)
+    ours = canonicalize(group_specs(config), views, BLOCKS)
+    theirs = vllms_own(config, views)
+    assert ours.page_orders == plain.page_orders
+    for g in range(2):
+        for block in range(BLOCKS):
+            named = bytes_of_block(ours, g, block)
+            assert named == bytes_of_block(plain, g, block) == bytes_of_block(theirs, g, block)
+
+
+def test_layers_without_a_cache_of_the_engines_are_left_out(kv):
+    cache, config = allocate(kv, "full attention", "LBHNC")
+    config.kv_cache_groups.append(group("encoder", 2, attention(EncoderOnlyAttentionSpec)))
+    assert group_specs(config) == cache.groups
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_a_request_of_all_groups_finds_its_values_in_the_blocks_it_was_given(kv, family, layout):
+    source, _ = allocate(kv, family, layout, num_blocks=12)
+    target, _ = allocate(kv, family, layout, num_blocks=14)
+    rng = np.random.default_rng(len(family))
+    groups = range(len(source.groups))
+    # Disjoint blocks, as one block pool gives them to the groups of a request.
+    size = 12 // len(groups)
+    from_ids = rng.permutation(12)[: size * len(groups)].reshape(-1, size)
+    to_ids = rng.permutation(14)[: size * len(groups)].reshape(-1, size)
+    values = {}
+    for g in groups:
+        for place in range(size):
+            for layer in source.groups[g].layers:
+                page = source.block(layer.name, from_ids[g, place])
+                shape = page.contiguous().view(torch.int8).shape
+                value = torch.from_numpy(rng.integers(-128, 128, shape, np.int8)).view(page.dtype)
+                page.copy_(value)
+                values[g, place, layer.name] = value
+    canonicals = [
+        canonicalize(cache.groups, cache.views, cache.num_blocks) for cache in (source, target)
+    ]
+    layouts = [SlotLayout.of(canonical) for canonical in canonicals]
+    slots = np.zeros((size * len(groups), layouts[0].slot_bytes), np.uint8)
+    slot_ids = rng.permutation(len(slots)).reshape(-1, size)
+    saver, loader = (
+        CpuCopier(canonical, layout) for canonical, layout in zip(canonicals, layouts, strict=True)
+    )
+    for g in groups:
+        saver.save(g, from_ids[g], slots, slot_ids[g], checksum=False)
+    for g in groups:
+        loader.load(g, to_ids[g], slots, slot_ids[g], checksum=False)
+    for (g, place, name), value in values.items():
+        found = target.block(name, to_ids[g, place]).contiguous()
+        assert torch.equal(found.view(torch.int8), value.view(torch.int8))
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
@@ -268,14 +382,15 @@ def test_blocks_move_between_caches_of_vllm(kv, family, layout):
         ]
 
 
+@pytest.mark.parametrize("family", ["full attention", "sliding window", "mla"])
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
-def test_blocks_split_into_kernel_blocks_are_regrouped(kv, layout):
-    cache, config = allocate(kv, "full attention", layout, kernel_block_size=4)
-    assert cache.views["full.0"].shape[0] == 4 * BLOCKS
+def test_blocks_split_into_kernel_blocks_are_regrouped(kv, family, layout):
+    cache, config = allocate(kv, family, layout, kernel_block_size=4)
+    assert {view.shape[0] for view in cache.views.values()} == {4 * BLOCKS}
     ours = canonicalize(cache.groups, cache.views, BLOCKS)
     theirs = vllms_own(config, cache.views)
     for block in range(BLOCKS):
         assert bytes_of_block(ours, 0, block) == bytes_of_block(theirs, 0, block)
-    whole, _ = allocate(kv, "full attention", layout)
+    whole, _ = allocate(kv, family, layout)
     same = canonicalize(whole.groups, whole.views, BLOCKS).page_orders == ours.page_orders
-    assert same == (layout == "LBNHC")
+    assert same == (layout == "LBNHC" or family in ONE_HEAD)

@@ -25,10 +25,15 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -52,6 +57,15 @@ DEADLINE = 20.0  # stops a hang, and is waited for by no test that passes
 HANDOFF = {"do_remote_decode": True, "do_remote_prefill": False}
 _numbers = itertools.count()
 
+_OF_WORKERS = (
+    "_loading",
+    "_unended_saves",
+    "_finish_after",
+    "_finished_loads",
+    "_failed_loads",
+    "_bad_block_ids",
+)
+
 
 @dataclass
 class Answer:
@@ -65,10 +79,10 @@ class Answer:
 class Mixin:
     """What a model runner does with a connector: here as `KVConnectorModelRunnerMixin` does it."""
 
-    def register(self, engine: "InProcessEngine", kv_caches: dict[str, torch.Tensor]) -> None:
-        """Hand over the caches, when they are allocated."""
-        assert engine.worker is not None
-        engine.worker.register_kv_caches(kv_caches)
+    def register(self, engine: "InProcessEngine", kv_caches: list[dict[str, torch.Tensor]]) -> None:
+        """Hand over the caches of each rank, when they are allocated."""
+        for worker, caches in zip(engine.workers, kv_caches, strict=True):
+            worker.register_kv_caches(caches)
 
     def execute(
         self, engine: "InProcessEngine", worker: KVConnectorBase_V1, step: SchedulerOutput
@@ -76,25 +90,30 @@ class Mixin:
         """One step, the forward pass included."""
         metadata = step.kv_connector_metadata
         assert metadata is not None
-        worker.handle_preemptions(metadata)
-        worker.bind_connector_metadata(metadata)
+        for each in engine.workers:
+            each.handle_preemptions(metadata)
+            each.bind_connector_metadata(metadata)
         assert not step.has_sync_kv_loads
         request_ids, sampled = engine.runner.execute(step)
-        worker.start_load_kv(None)
-        worker.wait_for_save()
+        for each in engine.workers:
+            each.start_load_kv(None)
+            each.wait_for_save()
         engine.wait_for_copies()
-        results = worker.get_transfer_results(step.finished_req_ids)
-        output = KVConnectorOutput(
-            finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving,
-            invalid_block_ids=worker.get_block_ids_with_load_errors(),
-            kv_connector_stats=worker.get_kv_connector_stats(),
-            kv_cache_events=worker.get_kv_connector_kv_cache_events(),
-            kv_connector_worker_meta=worker.build_connector_worker_meta(),
-        )
-        worker.clear_connector_metadata()
-        return model_output(request_ids, sampled, output)
+        outputs = []
+        for each in engine.workers:
+            results = each.get_transfer_results(step.finished_req_ids)
+            output = KVConnectorOutput(
+                finished_sending=results.finished_sending,
+                finished_recving=results.finished_recving,
+                failed_recving=results.failed_recving,
+                invalid_block_ids=each.get_block_ids_with_load_errors(),
+                kv_connector_stats=each.get_kv_connector_stats(),
+                kv_cache_events=each.get_kv_connector_kv_cache_events(),
+                kv_connector_worker_meta=each.build_connector_worker_meta(),
+            )
+            each.clear_connector_metadata()
+            outputs.append(model_output(request_ids, sampled, output))
+        return engine.joined(outputs)
 
 
 class InProcessEngine:
@@ -110,6 +129,8 @@ class InProcessEngine:
         usable_blocks: KV blocks that requests can have.
         long_prefill: most tokens of one prompt in a step where others wait, 0 for no limit.
         instant_copies: every copy ends in the step that starts it; else in some later one, mostly.
+        family: of `toy.FAMILIES`.
+        ranks: tensor-parallel size; each rank has caches and a worker half of its own.
         mixin: what the model runner does with the connector.
     """
 
@@ -131,6 +152,8 @@ class InProcessEngine:
         async_scheduling: bool = False,
         instant_copies: bool = False,
         mixin: "Mixin | None" = None,
+        family: str = "full",
+        ranks: int = 1,
     ) -> None:
         register()
         self._mixin = mixin or Mixin()
@@ -163,37 +186,64 @@ class InProcessEngine:
             async_scheduling=async_scheduling,
         )
         # Block 0 is vLLM's null block, which nobody gets.
-        self.kv_config = kv_cache_config(usable_blocks + 1, block_size)
-        kv_caches = allocate_kv_cache(
-            self.kv_config, torch.device("cpu"), KVCacheLayout.LBHNC, [block_size]
+        self.kv_config = kv_cache_config(
+            usable_blocks + 1, block_size, family, ranks=ranks, caching=prefix_caching
         )
-        self.runner = ToyRunner(kv_caches)
-        self.runner.spoil(list(range(usable_blocks + 1)), next(_numbers))
-        self.worker: KVConnectorBase_V1 | None = None
-        if transfer is not None:
-            self.worker = KVConnectorFactory.create_connector(
-                config=self.config, role=KVConnectorRole.WORKER, kv_cache_config=self.kv_config
+        if self.kv_config.has_mamba_layers and prefix_caching:
+            self.config.cache_config.mamba_cache_mode = "align"
+        self.config.parallel_config.tensor_parallel_size = ranks
+        scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(
+            self.kv_config, self.config
+        )
+        if hasattr(self.kv_config, "hash_block_size"):  # from vLLM 0.32 on
+            self.kv_config.hash_block_size = hash_block_size
+        kernel_block_sizes = [
+            group.kv_cache_spec.block_size for group in self.kv_config.kv_cache_groups
+        ]
+        kv_caches = [
+            allocate_kv_cache(
+                self.kv_config, torch.device("cpu"), KVCacheLayout.LBHNC, kernel_block_sizes
             )
+            for _ in range(ranks)
+        ]
+        self.runner = ToyRunner(kv_caches, self.kv_config)
+        self.runner.spoil(list(range(usable_blocks + 1)), next(_numbers))
+        self.workers: list[KVConnectorBase_V1] = []
+        if transfer is not None:
+            for rank in range(ranks):
+                self.config.parallel_config.rank = rank
+                self.workers.append(
+                    KVConnectorFactory.create_connector(
+                        config=self.config,
+                        role=KVConnectorRole.WORKER,
+                        kv_cache_config=self.kv_config,
+                    )
+                )
             try:
                 self._mixin.register(self, kv_caches)
             except BaseException:
-                self.worker.shutdown()  # where vLLM's worker would end
+                for worker in self.workers:
+                    worker.shutdown()  # where vLLM's worker would end
                 raise
         self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
             vllm_config=self.config,
             kv_cache_config=self.kv_config,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=block_size,
-            hash_block_size=block_size,
+            block_size=scheduler_block_size,
+            hash_block_size=hash_block_size,
             log_stats=True,
         )
-        if self.worker is not None:
-            metadata = self.worker.get_handshake_metadata()
-            if metadata is not None:
-                self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
+        found = {
+            (0, rank): metadata
+            for rank, worker in enumerate(self.workers)
+            if (metadata := worker.get_handshake_metadata()) is not None
+        }
+        if found:
+            self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(found)
+        self._aggregator = KVOutputAggregator(ranks)
         hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
-        self._hasher = get_request_block_hasher(block_size, hash_fn)
+        self._hasher = get_request_block_hasher(hash_block_size, hash_fn)
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._overlap = self.config.max_concurrent_batches
         self._all_free = self.free_blocks
@@ -213,12 +263,17 @@ class InProcessEngine:
         params: Any = None,
         request_id: str | None = None,
         salt: str | None = None,
+        prompt_logprobs: int | None = None,
     ) -> str:
         """Add a request; its id."""
         request_id = request_id or f"request-{next(_numbers)}"
         extra = None if params is None else {"kv_transfer_params": params}
         sampling = SamplingParams(
-            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, extra_args=extra
+            max_tokens=max_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            extra_args=extra,
+            prompt_logprobs=prompt_logprobs,
         )
         request = Request(
             request_id=request_id,
@@ -236,9 +291,11 @@ class InProcessEngine:
         """The client of a request is gone."""
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
-    def generate(self, prompt: Sequence[int], max_tokens: int = 1, params: Any = None) -> Answer:
+    def generate(
+        self, prompt: Sequence[int], max_tokens: int = 1, params: Any = None, **options: Any
+    ) -> Answer:
         """Submit, and step until it is answered and the engine has nothing more to do."""
-        request_id = self.submit(prompt, max_tokens=max_tokens, params=params)
+        request_id = self.submit(prompt, max_tokens=max_tokens, params=params, **options)
         self.run(lambda: self.done(request_id))
         self.settle()
         return self.answers[request_id]
@@ -287,10 +344,18 @@ class InProcessEngine:
             return model_output(*self.runner.execute(step))
         return self._mixin.execute(self, self.worker, step)
 
+    def joined(self, outputs: list[ModelRunnerOutput]) -> ModelRunnerOutput:
+        """What the ranks report, as vLLM's executor adds it up."""
+        if len(outputs) == 1:
+            return outputs[0]
+        output = self._aggregator.aggregate(list(outputs))
+        assert output is not None
+        return output
+
     def wait_for_copies(self) -> None:
         """With `instant_copies`, let those of this step end."""
         if self.instant_copies:
-            threads = (self.worker_half._saves, self.worker_half._loads)
+            threads = [t for half in self.worker_halves for t in (half._saves, half._loads)]
             wait(lambda: not any(thread._queue or thread._running for thread in threads))
 
     def shutdown(self) -> None:
@@ -298,8 +363,8 @@ class InProcessEngine:
         for held in self._held:
             held.open()
         self.scheduler.shutdown()
-        if self.worker is not None:
-            self.worker.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
 
     # What a test looks at, and gets hold of
 
@@ -318,10 +383,19 @@ class InProcessEngine:
         return connector._scheduler
 
     @property
+    def worker(self) -> KVConnectorBase_V1 | None:
+        """The connector of the first rank; None on an engine without connector."""
+        return self.workers[0] if self.workers else None
+
+    @property
+    def worker_halves(self) -> list[OmniWorker]:
+        """The worker half of each rank."""
+        return [each._worker for each in self.workers if isinstance(each, OmniKVConnector)]
+
+    @property
     def worker_half(self) -> OmniWorker:
-        """The worker half."""
-        assert isinstance(self.worker, OmniKVConnector)
-        return self.worker._worker
+        """The worker half of the first rank."""
+        return self.worker_halves[0]
 
     @property
     def free_blocks(self) -> int:
@@ -336,7 +410,7 @@ class InProcessEngine:
 
     def count(self, name: str) -> int:
         """What the engine has counted so far under a name of `metrics`."""
-        for connector in (self.scheduler.connector, self.worker):
+        for connector in (self.scheduler.connector, *self.workers):
             stats = connector.get_kv_connector_stats() if connector is not None else None
             if stats is not None:
                 self._add_stats(stats.data)
@@ -365,18 +439,9 @@ class InProcessEngine:
                 (self.half._sender, ("_sends", "_jobs", "_finishing")),
                 (self.half._receiver, ("_loads", "_jobs", "_queued")),
                 (self.half._directory, ("_handoffs",)),
-                (
-                    self.worker_half,
-                    (
-                        "_loading",
-                        "_unended_saves",
-                        "_finish_after",
-                        "_finished_loads",
-                        "_failed_loads",
-                        "_bad_block_ids",
-                    ),
-                ),
             ]
+            for half in self.worker_halves:
+                parts.append((half, _OF_WORKERS))
             for part, names in parts:
                 for name in names if part is not None else ():
                     value = getattr(part, name)

@@ -47,6 +47,9 @@ class HeldCopier:
         self.before_load()
         return self._inner.load(*args, **kwargs)
 
+    def zero(self, *args: Any) -> None:
+        self._inner.zero(*args)
+
     def close(self) -> None:
         self._inner.close()
 

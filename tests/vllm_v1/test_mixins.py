@@ -154,7 +154,9 @@ def test_a_hand_off_arrives(engine, tokens, runner, length):
     text = prompt(length)
     assert hand_off(prefill, decode, text) == tokens(text, 6)
     assert decode.count("handoffs_received") == 1
-    assert decode.count("blocks_loaded") == prefill.count("blocks_saved") == -(-(length - 1) // BLOCK)
+    assert (
+        decode.count("blocks_loaded") == prefill.count("blocks_saved") == -(-(length - 1) // BLOCK)
+    )
     assert_clean(prefill, decode)
     assert hand_off(prefill, decode, text) == tokens(text, 6)
     assert_clean(prefill, decode)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model runner whose every answer depends on every byte of the KV cache.
+"""A model runner whose every answer depends on every byte of the KV cache that it may read.
 
-The KV of a position is drawn from its token and from the KV of all positions before it, as it
-lies in the cache; a sampled token is drawn from all the KV of its request. So one wrong byte,
-wherever it came from, changes all tokens after it. There are no weights and no arithmetic:
-two engines agree exactly, or one of them has read something else.
+What is stored for a position is drawn from its token and from all that its layers read, as it
+lies in the cache: the KV of all positions before it, that of a window, or a recurrent state. A
+sampled token is drawn from what was read and written last. So one wrong byte, wherever it came
+from, changes all tokens after it. There are no weights and no arithmetic: two engines agree
+exactly, or one of them has read something else.
 """
 
 import hashlib
@@ -20,7 +21,10 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     KVCacheTensor,
+    MambaSpec,
+    SlidingWindowSpec,
 )
 
 VOCAB = 500
@@ -28,7 +32,8 @@ BLOCK = 16
 LAYERS, HEADS, HEAD_SIZE = 3, 2, 8
 PAGE = BLOCK * HEADS * 2 * HEAD_SIZE * 2  # K and V, two bytes each
 SLOT = 4096  # LAYERS pages, rounded up
-_LAYERS = [f"model.layers.{i}.self_attn" for i in range(LAYERS)]
+MAX_LENGTH = 4096
+STATE_BYTES = 3 * 7 * 2 + 5 * 5 * 4
 
 
 def write_model(folder: Path) -> Path:
@@ -52,44 +57,168 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def kv_cache_config(num_blocks: int, block_size: int) -> KVCacheConfig:
-    """One group of full attention, laid out as vLLM lays out LBHNC."""
-    page = PAGE * block_size // BLOCK
-    spec = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float16
+WINDOW = 40
+
+FAMILIES = {
+    "full": ("full",),
+    "window": ("window",),
+    "window and full": ("window", "full"),
+    "state and full": ("state", "full"),
+    "all three": ("full", "window", "state"),
+}
+"""The kinds of the cache groups, in their order."""
+
+
+def kv_cache_config(
+    num_blocks: int, block_size: int, family: str = "full", *, ranks: int = 1, caching: bool = True
+) -> KVCacheConfig:
+    """Groups of `LAYERS` layers each, overlaid on the same bytes, as vLLM lays out LBHNC."""
+    heads = max(1, HEADS // ranks)
+    specs: dict[str, KVCacheSpec] = {
+        "full": FullAttentionSpec(
+            block_size=block_size, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.float16
+        ),
+        "window": SlidingWindowSpec(
+            block_size=block_size,
+            num_kv_heads=heads,
+            head_size=HEAD_SIZE,
+            dtype=torch.float16,
+            sliding_window=WINDOW,
+        ),
+    }
+    page = specs["full"].page_size_bytes
+    specs["state"] = MambaSpec(
+        # Kept for every block where prefixes are cached, else one for a request.
+        block_size=block_size if caching else MAX_LENGTH,
+        shapes=((3, 7), (5, 5)),
+        dtypes=(torch.float16, torch.float32),
+        page_size_padded=page,
+        mamba_cache_mode="align" if caching else "none",
     )
-    assert spec.page_size_bytes == page
-    tensor = KVCacheTensor(
-        size=LAYERS * page * num_blocks,
-        layers=_LAYERS,
-        layer_stride=page * num_blocks,
-        block_stride=page,
-    )
+    kinds = FAMILIES[family]
+    groups = [
+        KVCacheGroupSpec([f"model.layers.{g * LAYERS + i}.mixer" for i in range(LAYERS)], specs[k])
+        for g, k in enumerate(kinds)
+    ]
+    tensors = [
+        KVCacheTensor(
+            size=LAYERS * page * num_blocks,
+            layers=group.layer_names,
+            layer_stride=page * num_blocks,
+            block_stride=page,
+        )
+        for group in groups
+    ]
     return KVCacheConfig(
         num_blocks=num_blocks,
-        kv_cache_tensors=[tensor],
-        kv_cache_groups=[KVCacheGroupSpec(_LAYERS, spec)],
+        kv_cache_tensors=tensors,
+        kv_cache_groups=groups,
         kv_cache_layout="LBHNC",
-        hash_block_size=block_size,
     )
 
 
 @dataclass(slots=True)
 class _Row:
     token_ids: list[int]
-    block_ids: list[int]
+    tables: list[list[int]]
+
+
+Layers = list[list[NDArray[np.uint8]]]
+"""For each layer the caches of all ranks."""
+
+
+class _Attention:
+    """The layers of a group that store something for every position."""
+
+    def __init__(self, layers: Layers, window: int | None) -> None:
+        self.window = window
+        self._layers = layers
+        _, self._heads, self._block_size, content = layers[0][0].shape
+        self.shape = (len(layers), min(HEADS, len(layers[0]) * self._heads), content)
+
+    def read(self, table: list[int], start: int, end: int) -> NDArray[np.uint8]:
+        """KV of these positions: (positions, layers, heads, content bytes)."""
+        blocks, offsets = self._places(table, start, end)
+        _, heads, _ = self.shape
+        copies = len(self._layers[0]) * self._heads // heads
+        found = np.stack(
+            [
+                np.concatenate([rank[blocks, :, offsets] for rank in layer], axis=1)
+                for layer in self._layers
+            ],
+            axis=1,
+        )
+        for copy in range(1, copies):  # of a head that several ranks keep
+            assert (found[:, :, ::copies] == found[:, :, copy::copies]).all()
+        return found[:, :, ::copies]
+
+    def write(self, table: list[int], position: int, content: NDArray[np.uint8]) -> None:
+        """Put KV at a position."""
+        (block,), (offset,) = self._places(table, position, position + 1)
+        assert block != 0, "vLLM gave no block to write to"
+        for layer, rows in zip(self._layers, content, strict=True):
+            for number, rank in enumerate(layer):
+                first = number * len(rows) // len(layer)
+                rank[block, :, offset] = rows[first : first + self._heads]
+
+    def _places(
+        self, table: list[int], start: int, end: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        positions = np.arange(start, end)
+        blocks = np.asarray(table, np.int64)[positions // self._block_size]
+        assert blocks.all(), "vLLM has taken a block away that is still read"
+        return blocks, positions % self._block_size
+
+
+class _State:
+    """The layers of a group that keep one state, in the block of the last position."""
+
+    def __init__(self, layers: Layers, block_size: int, size: int) -> None:
+        self._layers = [[rank.reshape(len(rank), -1)[:, :size] for rank in each] for each in layers]
+        self._block_size = block_size
+        self.shape = (len(layers), len(layers[0]), size)
+
+    def read(self, table: list[int], end: int) -> NDArray[np.uint8]:
+        """State after `end` positions: (layers, ranks, bytes)."""
+        if end == 0:
+            return np.zeros(self.shape, np.uint8)
+        block = self._block(table, end)
+        return np.stack([np.stack([rank[block] for rank in layer]) for layer in self._layers])
+
+    def write(self, table: list[int], end: int, state: NDArray[np.uint8]) -> None:
+        """Put the state after `end` positions."""
+        for layer, rows in zip(self._layers, state, strict=True):
+            for rank, row in zip(layer, rows, strict=True):
+                rank[self._block(table, end)] = row
+
+    def _block(self, table: list[int], end: int) -> int:
+        block = table[(end - 1) // self._block_size]
+        assert block != 0, "vLLM has taken a block away that holds a state"
+        return block
 
 
 class ToyRunner:
     """Follows a scheduler's output as vLLM's model runner does, and computes.
 
     Args:
-        kv_caches: the layers as vLLM registers them, `[B, H, N, C]`.
+        kv_caches: for each rank the layers as vLLM registers them, `[B, H, N, C]`.
+        config: their groups.
     """
 
-    def __init__(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._layers = [view.view(torch.uint8).numpy() for view in kv_caches.values()]
-        _, self._heads, self._block_size, self._content = self._layers[0].shape
+    def __init__(self, kv_caches: list[dict[str, torch.Tensor]], config: KVCacheConfig) -> None:
+        self._layers = {
+            name: [rank[name].view(torch.uint8).numpy() for rank in kv_caches]
+            for name in kv_caches[0]
+        }
+        self._groups: list[_Attention | _State] = []
+        for group in config.kv_cache_groups:
+            layers = [self._layers[name] for name in group.layer_names]
+            spec = group.kv_cache_spec
+            if isinstance(spec, MambaSpec):
+                content = spec.state_content_size_bytes
+                self._groups.append(_State(layers, spec.block_size, content))
+            else:
+                self._groups.append(_Attention(layers, getattr(spec, "sliding_window", None)))
         self._rows: dict[str, _Row] = {}
 
     def execute(self, step: SchedulerOutput) -> tuple[list[str], list[list[int]]]:
@@ -114,51 +243,66 @@ class ToyRunner:
         for request_id in step.finished_req_ids:
             self._rows.pop(request_id, None)
         for new in step.scheduled_new_reqs:
-            self._rows[new.req_id] = _Row(list(new.prompt_token_ids or ()), list(new.block_ids[0]))
+            tables = [list(ids) for ids in new.block_ids]
+            self._rows[new.req_id] = _Row(list(new.prompt_token_ids or ()), tables)
         cached = step.scheduled_cached_reqs
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             row = self._rows[request_id]
             if request_id in cached.resumed_req_ids:
                 row.token_ids = list(cached.all_token_ids[request_id])
-                row.block_ids = []
-            row.block_ids += block_ids[0] if block_ids is not None else []
+                row.tables = [[] for _ in self._groups]
+            for table, ids in zip(row.tables, block_ids or (), strict=False):
+                table += ids
 
     def _forward(self, row: _Row, start: int, end: int) -> int:
-        past = _fold(b"", self.read(row.block_ids, 0, start))
-        state = past
-        content = np.empty((end - start, len(self._layers), self._heads, self._content), np.uint8)
-        for i, token in enumerate(row.token_ids[start:end]):
-            seed = state + token.to_bytes(4, "little")
-            content[i].reshape(-1)[:] = _draw(seed, content[i].size)
-            state = _fold(state, content[i : i + 1])
-        self.write(row.block_ids, start, content)
-        seen = _fold(past, self.read(row.block_ids, start, end))
+        attention = [g for g, group in enumerate(self._groups) if isinstance(group, _Attention)]
+        # Of all positions before, folded once; windows are read again for every position.
+        folded = {
+            g: _fold(b"", self._groups[g].read(row.tables[g], 0, start))
+            for g in attention
+            if self._groups[g].window is None
+        }
+        states = {
+            g: group.read(row.tables[g], start)
+            for g, group in enumerate(self._groups)
+            if isinstance(group, _State)
+        }
+        seen = b""
+        for position in range(start, end):
+            read = list(folded.values())
+            for g in attention:
+                window = self._groups[g].window
+                if window is not None:
+                    first = max(0, position - window + 1)
+                    read.append(_fold(b"", self._groups[g].read(row.tables[g], first, position)))
+            read += [state.tobytes() for state in states.values()]
+            seed = b"".join(read) + row.token_ids[position].to_bytes(4, "little")
+            for g, group in enumerate(self._groups):
+                drawn = _draw(seed + bytes([g]), int(np.prod(group.shape))).reshape(group.shape)
+                if isinstance(group, _State):
+                    states[g] = drawn
+                    continue
+                group.write(row.tables[g], position, drawn)
+                if g in folded:
+                    folded[g] = _fold(folded[g], drawn[None])
+            seen = seed
+        for g, state in states.items():
+            self._groups[g].write(row.tables[g], end, state)
+        # What was written is read once more: it, too, has to be where it belongs.
+        for g, group in enumerate(self._groups):
+            if isinstance(group, _State):
+                seen = _fold(seen, group.read(row.tables[g], end)[None])
+            else:
+                seen = _fold(seen, group.read(row.tables[g], end - 1, end))
         return 3 + int.from_bytes(seen[:4], "little") % (VOCAB - 3)
-
-    def read(self, block_ids: list[int], start: int, end: int) -> NDArray[np.uint8]:
-        """KV of these positions: (positions, layers, heads, content bytes)."""
-        blocks, offsets = self._places(block_ids, start, end)
-        return np.stack([layer[blocks, :, offsets] for layer in self._layers], axis=1)
-
-    def write(self, block_ids: list[int], start: int, content: NDArray[np.uint8]) -> None:
-        """Put KV at the positions from `start` on."""
-        blocks, offsets = self._places(block_ids, start, start + len(content))
-        for index, layer in enumerate(self._layers):
-            layer[blocks, :, offsets] = content[:, index]
-
-    def _places(
-        self, block_ids: list[int], start: int, end: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        positions = np.arange(start, end)
-        table = np.asarray(block_ids, np.int64)
-        return table[positions // self._block_size], positions % self._block_size
 
     def spoil(self, block_ids: list[int], seed: int) -> None:
         """Fill whole blocks with noise, which no correct answer can come from."""
         draw = np.random.default_rng(seed)
-        for layer in self._layers:
-            for block_id in block_ids:
-                layer[block_id] = draw.integers(0, 256, layer[block_id].shape, np.uint8)
+        for layer in self._layers.values():
+            for rank in layer:
+                for block_id in block_ids:
+                    rank[block_id] = draw.integers(0, 256, rank[block_id].shape, np.uint8)
 
 
 def _fold(state: bytes, rows: NDArray[np.uint8]) -> bytes:

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Runs the tests that need vLLM, end-to-end ones included, with every supported version of it.
+# Each has a virtual environment of its own, kept for the next run: .venv-0.30.0 and so on; the
+# version of the development environment runs in that one. Arguments go to pytest. Ends with a
+# line for each version, and fails if one failed.
+#
+#   VENV           the development environment   (default: .venv)
+#   VLLM_VERSIONS  versions to run               (default: the first release of each supported
+#                                                 minor version)
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+main=${VENV:-.venv}
+versions=${VLLM_VERSIONS:-$("$main/bin/python" -c '
+from omni_connector.plugin import SUPPORTED_VLLM
+(major, first), (end_major, end) = SUPPORTED_VLLM
+assert major == end_major, "name the versions in VLLM_VERSIONS"
+print(*(f"{major}.{minor}.0" for minor in range(first, end)))
+')} || exit 1
+[ -n "$versions" ] || { echo "test-matrix: no version to test" >&2; exit 1; }
+
+installed() { "$main/bin/python" -c 'from omni_connector.plugin import installed_vllm; print(installed_vllm().version)'; }
+development=$(installed) || exit 1
+
+lines=()
+failed=0
+for version in $versions; do
+    venv=.venv-$version
+    # A local part such as +cpu does not make it another version.
+    if [ "${development%%+*}" = "$version" ]; then venv=$main; fi
+    printf '\ntest-matrix: vLLM %s, in %s\n' "$version" "$venv"
+    log=$(mktemp)
+    if ! VENV=$venv VLLM_VERSION=$version scripts/setup_env.sh; then
+        result="FAILED: its environment could not be made"
+        failed=1
+    else
+        # 5, no test collected, is a failure too.
+        "$venv/bin/python" -m pytest -m "vllm or e2e" "$@" 2>&1 | tee "$log"
+        code=${PIPESTATUS[0]}
+        result="passed"
+        if [ "$code" != 0 ]; then result="FAILED ($code)"; failed=1; fi
+        result="$result: $(tail -n 1 "$log")"
+    fi
+    rm -f "$log"
+    lines+=("vLLM $version  $result")
+done
+
+printf '\n'
+printf 'test-matrix: %s\n' "${lines[@]}"
+exit "$failed"

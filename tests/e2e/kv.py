@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the KV that a request found on the decode engine with what the prefill engine holds."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omni_connector.testing.engines import Engine
+
+from .probe import EXTENSION
+
+ARGUMENTS = ("--worker-extension-cls", EXTENSION)
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+
+
+@dataclass
+class Probe:
+    """The probe in an engine's workers; `folder` takes what they read."""
+
+    engine: Engine
+    folder: Path
+
+    def call(self, method: str, *args: str) -> list[Any]:
+        """Call a method of `KVProbe` in every worker."""
+        with self.engine.client() as client:
+            answer = client.post("/collective_rpc", {"method": method, "args": list(args)})
+        results: list[Any] = answer["results"]
+        return results
+
+    def watch(self) -> list[dict[str, Any]]:
+        """Start following requests; describe the cache groups of the first worker."""
+        groups: list[dict[str, Any]] = self.call("probe_watch")[0]
+        return groups
+
+    def spoil(self) -> None:
+        """Fill the cache with numbers that belong to nobody."""
+        self.call("probe_spoil")
+
+    def read(self, moment: str) -> list["Held"]:
+        """What the latest request's blocks held at its `first` step, or hold `now`, by rank."""
+        ranks = len(self.call("probe_save", str(self.folder)))
+        groups = self.watch()
+        return [
+            Held(groups, torch.load(self.folder / f"{rank}.pt")[moment]) for rank in range(ranks)
+        ]
+
+
+@dataclass
+class Held:
+    """What the blocks of one request hold on one rank."""
+
+    groups: list[dict[str, Any]]
+    content: dict[str, Any]
+
+    def is_state(self, group: int) -> bool:
+        """Whether it is a group of recurrent states."""
+        return self.groups[group]["kind"] == "MambaSpec"
+
+    def layers(self, group: int) -> list[str]:
+        return list(self.groups[group]["layers"])
+
+    def state(self, group: int, layer: str, num_tokens: int) -> list[torch.Tensor]:
+        """The state of a layer after `num_tokens` tokens."""
+        content = self.content["groups"][group]
+        last = (num_tokens - 1) // self.groups[group]["block_size"]
+        at = max(i for i, place in enumerate(content["places"]) if place <= last)
+        return [tensor[at] for tensor in content["layers"][layer]]
+
+    def tokens(self, group: int, layer: str) -> dict[int, torch.Tensor]:
+        """Heads x content of each token whose block is held, by its place in the prompt."""
+        size = self.groups[group]["block_size"]
+        [tensor] = self.content["groups"][group]["layers"][layer]
+        if tensor.ndim == 4:  # no heads
+            tensor = tensor.unsqueeze(2)
+        rows = tensor.permute(0, 1, 3, 2, 4).flatten(0, 2)
+        places = self.content["groups"][group]["places"]
+        at = [place * size + i for place in places for i in range(size)]
+        return dict(zip(at, rows, strict=True))
+
+    def loaded_bytes(self, num_tokens: int) -> int:
+        """Bytes of the blocks that a hand-off of `num_tokens` tokens fills on this rank."""
+        total = 0
+        for group, content in zip(self.groups, self.content["groups"], strict=True):
+            filled = [p for p in content["places"] if p * group["block_size"] < num_tokens]
+            count = 1 if group["kind"] == "MambaSpec" else len(filled)
+            for tensors in content["layers"].values():
+                total += sum(tensor[0].nbytes for tensor in tensors) * count
+        return total
+
+
+def require_same_kv(
+    sent: list[Held], found: list[Held], num_tokens: int, *, kv_heads: int | None = None
+) -> None:
+    """Raise AssertionError unless every rank that received found exactly the sender's bytes.
+
+    Of blocks that are filled in part, the rest must hold the sender's bytes or zeros: never what
+    another request left there.
+
+    Args:
+        sent, found: by rank.
+        num_tokens: tokens that were handed off.
+        kv_heads: of the model, where the two sides have different numbers of ranks.
+    """
+    for rank, held in enumerate(found):
+        for group in range(len(held.groups)):
+            for layer in held.layers(group):
+                # Layers have the same names on both sides, whatever groups they are in.
+                theirs = next(g for g in range(len(sent[0].groups)) if layer in sent[0].layers(g))
+                if held.is_state(group):
+                    wanted = sent[rank].state(theirs, layer, num_tokens)
+                    state = held.state(group, layer, num_tokens)
+                    if not all(map(_same, wanted, state)):
+                        raise AssertionError(f"{layer}: rank {rank} found another state")
+                    continue
+                by_rank = [one.tokens(theirs, layer) for one in sent]
+                ours = held.tokens(group, layer)
+                if kv_heads is None:
+                    rows = by_rank[rank]
+                else:
+                    rows = _shard(by_rank, ours, kv_heads, rank * kv_heads // len(found))
+                size = held.groups[group]["block_size"]
+                try:
+                    _require_same_tokens(rows, ours, num_tokens, -(-num_tokens // size) * size)
+                except AssertionError as error:
+                    raise AssertionError(f"{layer}: rank {rank} found {error}") from None
+
+
+def _shard(
+    by_rank: list[dict[int, torch.Tensor]], ours: dict[int, torch.Tensor], heads: int, first: int
+) -> dict[int, torch.Tensor]:
+    """The rows that a rank should have, from all the sender's ranks."""
+    rows = {}
+    for place in by_rank[0].keys() & ours.keys():
+        joined = torch.cat([tokens[place] for tokens in by_rank])
+        joined = joined[:: len(joined) // heads]  # once, where ranks hold the same head
+        rows[place] = joined[first : first + len(ours[place])]
+    return rows
+
+
+def _require_same_tokens(
+    wanted: dict[int, torch.Tensor], found: dict[int, torch.Tensor], num_tokens: int, end: int
+) -> None:
+    """Compare tokens; from `num_tokens` to `end`, that of the last block, zeros do as well."""
+    loaded = {place: row for place, row in found.items() if place < end}
+    if not any(place < num_tokens for place in loaded):
+        raise AssertionError("no token at all")
+    for place, row in loaded.items():
+        if place in wanted and _same(row, wanted[place]):
+            continue
+        if place < num_tokens:
+            text = "another" if place in wanted else "what the sender does not hold as"
+            raise AssertionError(f"{text} token {place} of {num_tokens}")
+        if row.any():
+            raise AssertionError(f"bytes of another request behind token {num_tokens}")
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit, so that a number that is not one equals itself."""
+    return torch.equal(
+        one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8)
+    )

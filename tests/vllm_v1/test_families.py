@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kind of cache group and their mixtures, handed off under vLLM's own scheduler."""
+
+import random
+
+import pytest
+from vllm.v1.request import FinishReason
+
+from .harness import HANDOFF, assert_clean, hand_off, prompt, run
+from .toy import BLOCK, FAMILIES, LAYERS, PAGE, STATE_BYTES, WINDOW
+
+pytestmark = pytest.mark.vllm
+
+LENGTHS = [2, BLOCK - 3, BLOCK, BLOCK + 1, WINDOW, WINDOW + 2, 5 * BLOCK, 5 * BLOCK + 1, 150]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk", [4096, 24], ids=["whole", "chunked"])
+@pytest.mark.parametrize("caching", [True, False], ids=["caching", "uncached"])
+def test_tokens_are_those_of_a_single_engine(engine, family, chunk, caching):
+    options = {"family": family, "max_tokens_a_step": chunk, "prefix_caching": caching}
+    reference = engine(**options)
+    prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
+    for length in LENGTHS:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
+    assert decode.count("tokens_loaded") == sum(LENGTHS) - len(LENGTHS)
+    assert not prefill.failures()
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_connector_that_moves_nothing_is_found_out(engine, family):
+    options = {"family": family, "connector": "HollowConnector"}
+    prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
+    for length in LENGTHS[1:]:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) != engine(family=family).generate(asked, 6).tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_what_the_next_token_reads_is_moved(engine, family):
+    options = {"family": family, "usable_blocks": 200}
+    prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
+    expected = 0
+    for length in [*LENGTHS, 700]:
+        hand_off(prefill, decode, prompt(length))
+        end = length - 1
+        sizes = {
+            "full": -(-end // BLOCK) * PAGE,
+            "window": (-(-end // BLOCK) - max(0, end - WINDOW + 1) // BLOCK) * PAGE,
+            "state": STATE_BYTES,
+        }
+        assert sizes["window"] <= (-(-WINDOW // BLOCK) + 1) * PAGE
+        expected += LAYERS * sum(sizes[kind] for kind in FAMILIES[family])
+        assert prefill.count("bytes_saved") == decode.count("bytes_loaded") == expected
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shared", [BLOCK, 6 * BLOCK, 8 * BLOCK + 5])
+def test_a_prefix_that_is_here_is_not_loaded_again(engine, family, shared):
+    options = {"family": family}
+    prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
+    first = prompt(10 * BLOCK)
+    hand_off(prefill, decode, first)
+    loaded = decode.count("tokens_loaded")
+    second = first[:shared] + prompt(90, seed=5)
+    assert hand_off(prefill, decode, second) == engine(**options).generate(second, 6).tokens
+    again = decode.count("tokens_loaded") - loaded
+    assert again <= len(second) - 1
+    if family == "full":  # of windows and states only the last are here
+        assert again == len(second) - 1 - shared // BLOCK * BLOCK
+    # What was loaded may be shared in its turn.
+    third = [*second[:-1], 7, 8, 9]
+    assert decode.generate(third, 6).tokens == engine(**options).generate(third, 6).tokens
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("caching", [True, False], ids=["caching", "uncached"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_at_once_where_blocks_are_scarce(engine, family, caching, overlap):
+    options = {
+        "family": family,
+        "usable_blocks": 40 if "and" in family or "all" in family else 22,
+        "max_tokens_a_step": 4 * BLOCK,
+        "long_prefill": 2 * BLOCK,
+        "prefix_caching": caching,
+        "async_scheduling": overlap,
+    }
+    prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
+    draw = random.Random(family)
+    asked = [prompt(draw.randrange(2, 150), seed=i) for i in range(12)]
+    bystanders = [prefill.submit(prompt(60, seed=50 + i), max_tokens=60) for i in range(3)]
+    sent = [prefill.submit(each, params=HANDOFF) for each in asked]
+    run([prefill], lambda: prefill.done(*sent))
+    bystanders += [decode.submit(prompt(60, seed=60 + i), max_tokens=60) for i in range(3)]
+    got = [
+        decode.submit(each, max_tokens=20, params=prefill.answers[one].params)
+        for each, one in zip(asked, sent, strict=True)
+    ]
+    run([prefill, decode], lambda: decode.done(*got))
+    reference = engine(family=family, prefix_caching=caching)
+    for each, one in zip(asked, got, strict=True):
+        assert decode.answers[one].tokens == reference.generate(each, 20).tokens
+    assert prefill.preempted or decode.preempted
+    assert decode.count("handoffs_received") == len(asked)
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_failed_load_ends_no_engine_and_serves_no_wrong_token(engine, family, policy):
+    prefill = engine("kv_producer", family=family)
+    decode = engine("kv_consumer", family=family, policy=policy)
+    asked = prompt(7 * BLOCK + 3)
+    for group in range(len(FAMILIES[family])):
+        answer = prefill.generate(asked, params=HANDOFF).params
+        handoff = next(iter(prefill.half._directory._handoffs.values()))
+        prefill.worker_half._arena.slots[handoff.slots[group][-1]][3] ^= 1
+        request_id = decode.submit(asked, max_tokens=6, params=answer)
+        other = decode.submit(prompt(50, seed=1), max_tokens=4)
+        decode.settle()
+        if policy == "fail":
+            assert decode.answers[request_id].reason is FinishReason.ERROR
+            assert decode.answers[request_id].tokens == []
+        else:
+            expected = engine(family=family).generate(asked, 6).tokens
+            assert decode.answers[request_id].tokens == expected
+            decode.scheduler.reset_prefix_cache()
+        expected = engine(family=family).generate(prompt(50, seed=1), 4).tokens
+        assert decode.answers[other].tokens == expected
+        prefill.scheduler.reset_prefix_cache(reset_connector=True)
+        assert_clean(prefill, decode)
+    assert decode.failures() == {"checksum_mismatch": len(FAMILIES[family])}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_of_a_failed_load_hold_nothing_of_it(engine, family):
+    prefill, decode = engine("kv_producer", family=family), engine("kv_consumer", family=family)
+    answer = prefill.generate(prompt(7 * BLOCK), params=HANDOFF).params
+    handoff = next(iter(prefill.half._directory._handoffs.values()))
+    for slots in handoff.slots:
+        for slot in slots:
+            prefill.worker_half._arena.slots[slot][3] ^= 1
+    zeroed = []
+    loader = decode.worker_half._loader
+    zero = loader._zero
+    loader._zero = lambda group, ids: (zeroed.extend(ids), zero(group, ids))
+    decode.generate(prompt(7 * BLOCK), 6, params=answer)
+    assert len(zeroed) == sum(len(slots) for slots in handoff.slots)
+
+
+def test_a_prompt_whose_logprobs_are_asked_for_is_not_handed_off_where_it_would_be_cut(engine):
+    prefill = engine("kv_producer", family="state and full")
+    decode = engine("kv_consumer", family="state and full")
+    asked = prompt(50)
+    answer = prefill.generate(asked, params=HANDOFF, prompt_logprobs=1)
+    assert answer.params["omni_no_handoff"] == "prompt_logprobs"
+    assert prefill.failures() == {"prompt_logprobs": 1}
+    reference = engine(family="state and full")
+    assert answer.tokens == reference.generate(asked, 1).tokens
+    assert decode.generate(asked, 6, params=answer.params).tokens == (
+        reference.generate(asked, 6).tokens
+    )
+    assert_clean(prefill, decode)
+
+
+def test_a_prefill_that_is_cut_ends_with_one_token(engine):
+    prefill = engine("kv_producer", family="state and full")
+    decode = engine("kv_consumer", family="state and full")
+    answer = prefill.generate(prompt(50), 30, params=HANDOFF)
+    assert len(answer.tokens) == 1
+    expected = engine(family="state and full").generate(prompt(50), 6).tokens
+    assert decode.generate(prompt(50), 6, params=answer.params).tokens == expected
+
+
+PAIRS = [(2, 2), (2, 1), (1, 2), (4, 4), (4, 1), (1, 4), (4, 2), (2, 4)]
+
+
+@pytest.mark.parametrize("ranks", PAIRS, ids=lambda pair: f"{pair[0]} to {pair[1]}")
+@pytest.mark.parametrize("family", ["full", "window and full"])
+def test_heads_are_sliced_and_joined(engine, family, ranks):
+    prefill = engine("kv_producer", family=family, ranks=ranks[0])
+    decode = engine("kv_consumer", family=family, ranks=ranks[1])
+    for length in LENGTHS:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) == engine(family=family).generate(asked, 6).tokens
+    assert decode.count("handoffs_received") == len(LENGTHS)
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("ranks", [(2, 2), (2, 1)])
+def test_states_move_between_equal_ranks_and_are_refused_between_others(engine, ranks, log):
+    family = "state and full"
+    prefill = engine("kv_producer", family=family, ranks=ranks[0])
+    decode = engine("kv_consumer", family=family, ranks=ranks[1])
+    answer = prefill.generate(prompt(70), params=HANDOFF).params
+    expected = engine(family=family, ranks=ranks[1]).generate(prompt(70), 6).tokens
+    assert decode.generate(prompt(70), 6, params=answer).tokens == expected
+    if ranks[0] == ranks[1]:
+        assert decode.count("handoffs_received") == 1
+    else:
+        assert decode.failures() == {"incompatible_peer": 1}
+        assert "states are not resharded" in log[-1]
+
+
+@pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (16, 64), (64, 16)], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("caching", [True, False], ids=["caching", "uncached"])
+def test_blocks_of_another_size(engine, family, sizes, caching):
+    options = {"family": family, "prefix_caching": caching}
+    prefill = engine("kv_producer", block_size=sizes[0], **options)
+    decode = engine("kv_consumer", block_size=sizes[1], **options)
+    reference = engine(block_size=sizes[1], **options)
+    for length in [*LENGTHS, 64, 65, 129]:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
+    shared = [*asked[:100], *prompt(40, seed=3)]
+    assert hand_off(prefill, decode, shared) == reference.generate(shared, 6).tokens
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("family", ["state and full", "all three"])
+@pytest.mark.parametrize("caching", [(True, False), (False, True)], ids=str)
+def test_states_of_engines_that_cache_and_that_do_not(engine, family, caching):
+    prefill = engine("kv_producer", family=family, prefix_caching=caching[0])
+    decode = engine("kv_consumer", family=family, prefix_caching=caching[1])
+    for length in LENGTHS:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) == engine(family=family).generate(asked, 6).tokens
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+def test_other_ranks_and_other_blocks_and_a_failure_at_once(engine):
+    prefill = engine("kv_producer", family="window and full", ranks=2, block_size=32)
+    decode = engine("kv_consumer", family="window and full")
+    asked = prompt(7 * BLOCK + 3)
+    answer = prefill.generate(asked, params=HANDOFF).params
+    handoff = next(iter(prefill.half._directory._handoffs.values()))
+    prefill.worker_halves[1]._arena.slots[handoff.slots[1][2]][3] ^= 1
+    expected = engine(family="window and full").generate(asked, 6).tokens
+    assert decode.generate(asked, 6, params=answer).tokens == expected
+    assert decode.failures() == {"checksum_mismatch": 1}
+    assert_clean(prefill, decode)
