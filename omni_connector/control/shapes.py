@@ -28,6 +28,8 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
             a `chunk` of local attention; or the `last` one, which holds a recurrent state.
         span: tokens of the window or chunk; 0 where there is none.
         layers: digest of the layers' names.
+        replicated: whether every rank holds the same bytes, as with a latent cache, which has no
+            heads to share out.
         heads: KV heads of one rank, one entry a layer.
         pages: byte order of a block, one entry a layer; see `CanonicalKVCaches`.
     """
@@ -37,6 +39,7 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     keeps: Literal["all", "window", "chunk", "last"]
     span: Annotated[int, Meta(ge=0, lt=1 << 40)] = 0
     layers: _Text
+    replicated: bool = False
     heads: Annotated[tuple[_Size, ...], Meta(max_length=1 << 14)]
     pages: Annotated[tuple[_Text, ...], Meta(max_length=1 << 14)]
 
@@ -45,11 +48,6 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"a {self.keeps} group with a span of {self.span} tokens")
         if len(self.heads) != len(self.pages):
             raise ValueError(f"{len(self.heads)} head counts, but {len(self.pages)} pages")
-
-    @property
-    def replicated(self) -> bool:
-        """Whether every rank holds the same bytes: a latent cache has no heads to share out."""
-        return "mla" in self.kind
 
     def needed(self, num_tokens: int) -> range:
         """Which blocks of the first `num_tokens` tokens the next token still reads.
@@ -91,7 +89,7 @@ def difference(
     if len(source) != len(target):
         return "groups", _kinds(source), _kinds(target)
     for number, (ours, theirs) in enumerate(zip(source, target, strict=True)):
-        for name in ("kind", "keeps", "span", "layers"):
+        for name in ("kind", "keeps", "span", "layers", "replicated"):
             if getattr(ours, name) != getattr(theirs, name):
                 return f"{name} of group {number}", getattr(ours, name), getattr(theirs, name)
         where = f"of group {number} ({ours.kind})"

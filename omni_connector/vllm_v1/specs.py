@@ -95,6 +95,7 @@ def group_shapes(
                 keeps=keeps,
                 span=span,
                 layers=hashlib.sha256("\0".join(names).encode()).hexdigest()[:16],
+                replicated=all(_is_replicated(_spec_of(group, name)) for name in names),
                 heads=tuple(getattr(_spec_of(group, name), "num_kv_heads", 1) for name in names),
                 pages=tuple(pages),
             )
@@ -126,6 +127,11 @@ def _own_layers(kv_cache_config: "KVCacheConfig", group: "KVCacheGroupSpec") -> 
 
 def _group_kind(group: "KVCacheGroupSpec") -> str:
     return "+".join(sorted({_kind(spec) for spec in _all_specs(group)}))
+
+
+def _is_replicated(spec: "KVCacheSpec") -> bool:
+    # vLLM before 0.31 has only the family to go by.
+    return getattr(spec, "max_tp_shards", None) == 1 or "mla" in _kind(spec)
 
 
 def _retention(group: "KVCacheGroupSpec") -> tuple[Literal["all", "window", "chunk", "last"], int]:

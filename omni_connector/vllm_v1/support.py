@@ -4,7 +4,7 @@
 from typing import TYPE_CHECKING, Final
 
 from omni_connector.errors import ConfigError, LayoutError
-from omni_connector.vllm_v1.specs import group_specs
+from omni_connector.vllm_v1.specs import group_specs, transferred_groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,6 +21,10 @@ _SUPPORTED_KINDS: Final = frozenset(
         "sliding_window",
         "sliding_window_mla",
     }
+)
+
+_DRAFTERS_WITHOUT_KV: Final = frozenset(
+    {"mlp_speculator", "medusa", "ngram", "ngram_gpu", "suffix"}
 )
 
 
@@ -46,5 +50,16 @@ def require_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig
         size = getattr(parallel, name, 1)
         if size > 1:
             raise ConfigError(f"{name} is {size}; OmniKVConnector supports only 1")
-    if vllm_config.speculative_config is not None:
-        raise ConfigError("OmniKVConnector does not support speculative decoding yet")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in _DRAFTERS_WITHOUT_KV:
+        raise ConfigError(
+            f"speculative decoding by {speculative.method!r} keeps a KV cache of its own, which "
+            f"OmniKVConnector does not hand off; it supports "
+            f"{', '.join(sorted(_DRAFTERS_WITHOUT_KV))}"
+        )
+    for transferred in transferred_groups(kv_cache_config).values():
+        if getattr(transferred.kv_cache_spec, "prefix_replay_tokens", 0):
+            raise LayoutError(
+                f"vLLM computes the last window of layer {transferred.layer_names[0]} again after "
+                f"a prefix hit, which OmniKVConnector does not support"
+            )

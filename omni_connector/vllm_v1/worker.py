@@ -15,6 +15,7 @@ from omni_connector.kv import (
     CanonicalKVCaches,
     SlotLayout,
     canonicalize,
+    canonicalize_cross_layers,
     make_copier,
 )
 from omni_connector.transports import Arena, OmniConnector
@@ -100,6 +101,21 @@ class OmniWorker:
         """
         groups = group_specs(self._kv_cache_config)
         self._open(canonicalize(groups, kv_caches, self._kv_cache_config.num_blocks))
+
+    def register_cross_layers(self, kv_cache: "torch.Tensor", dims: str) -> None:
+        """Like `register_kv_caches`, with one tensor of all layers.
+
+        Args:
+            kv_cache: the tensor.
+            dims: its dimensions; see `canonicalize_cross_layers`.
+        """
+        config = self._kv_cache_config
+        names = [name for tensor in config.kv_cache_tensors for name in tensor.layers]
+        self._open(
+            canonicalize_cross_layers(
+                group_specs(config), kv_cache, names, config.num_blocks, dims=dims
+            )
+        )
 
     def _open(self, canonical: CanonicalKVCaches) -> None:
         layout = SlotLayout.of(canonical)

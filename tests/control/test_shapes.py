@@ -14,6 +14,7 @@ from .shapes import group_shape
 STATE: dict[str, Any] = {"kind": "mamba", "keeps": "last", "heads": (1, 1), "pages": ("C99", "C99")}
 LATENT: dict[str, Any] = {
     "kind": "mla_attention",
+    "replicated": True,
     "heads": (1, 1),
     "pages": ("N16.C1152", "N16.C1152"),
 }
@@ -53,6 +54,7 @@ def test_peers_that_can_read(ours: GroupShape, theirs: GroupShape, ranks: tuple[
     ("ours", "theirs", "ranks", "field"),
     [
         (group_shape(), group_shape(kind="mla_attention"), (1, 1), "kind of group 0"),
+        (group_shape(), group_shape(replicated=True), (1, 1), "replicated of group 0"),
         (group_shape(), group_shape(keeps="window", span=8), (1, 1), "keeps of group 0"),
         (group_shape(), group_shape(layers="odd"), (1, 1), "layers of group 0"),
         (of_block(16), of_block(24), (1, 1), "block_size of group 0"),

@@ -8,6 +8,7 @@ runners maintained elsewhere may still do: load first, no `wait_for_save` withou
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector, get_kv_connector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from omni_connector.vllm_v1 import scheduler as scheduler_half
-from omni_connector.vllm_v1 import worker as worker_half
+from omni_connector.errors import LayoutError
+from omni_connector.vllm_v1 import scheduler
+from omni_connector.vllm_v1.compat import cross_layer_dims
 
 from .harness import (
     HANDOFF,
@@ -62,10 +64,9 @@ class V1Runner(Mixin):
 class V2Runner(Mixin):
     """vLLM's `ActiveKVConnector` itself."""
 
-    def register(self, engine: InProcessEngine, kv_caches: dict[str, torch.Tensor]) -> None:
-        assert engine.worker is not None
-        with transfer_group(engine.worker):
-            self._active = get_kv_connector(engine.config, kv_caches)
+    def register(self, engine: InProcessEngine, kv_caches: list[dict[str, torch.Tensor]]) -> None:
+        with transfer_group(engine.workers[0]):
+            self._active = get_kv_connector(engine.config, kv_caches[0])
         assert isinstance(self._active, ActiveKVConnector)
 
     def execute(
@@ -87,23 +88,27 @@ class OlderRunner(Mixin):
     def execute(
         self, engine: InProcessEngine, worker: KVConnectorBase_V1, step: SchedulerOutput
     ) -> ModelRunnerOutput:
-        output = KVConnectorOutput()
-        if step.preempted_req_ids:
-            self.announce(worker, step.preempted_req_ids)
-        worker.bind_connector_metadata(step.kv_connector_metadata)
-        worker.start_load_kv(None)
+        for each in engine.workers:
+            if step.preempted_req_ids:
+                self.announce(each, step.preempted_req_ids)
+            each.bind_connector_metadata(step.kv_connector_metadata)
+            each.start_load_kv(None)
         engine.wait_for_copies()
         request_ids, sampled = engine.runner.execute(step)
-        if step.total_num_scheduled_tokens:
-            worker.wait_for_save()
-        output.finished_sending, output.finished_recving = worker.get_finished(
-            step.finished_req_ids
-        )
-        output.invalid_block_ids = worker.get_block_ids_with_load_errors()
-        output.kv_connector_stats = worker.get_kv_connector_stats()
-        self.more(worker, output)
-        worker.clear_connector_metadata()
-        return model_output(request_ids, sampled, output)
+        outputs = []
+        for each in engine.workers:
+            output = KVConnectorOutput()
+            if step.total_num_scheduled_tokens:
+                each.wait_for_save()
+            output.finished_sending, output.finished_recving = each.get_finished(
+                step.finished_req_ids
+            )
+            output.invalid_block_ids = each.get_block_ids_with_load_errors()
+            output.kv_connector_stats = each.get_kv_connector_stats()
+            self.more(each, output)
+            each.clear_connector_metadata()
+            outputs.append(model_output(request_ids, sampled, output))
+        return engine.joined(outputs)
 
     def announce(self, worker: KVConnectorBase_V1, preempted: set[str]) -> None:
         """Say nothing of preempted requests."""
@@ -221,41 +226,43 @@ def test_blocks_stay_until_their_copies_ended(engine, tokens, runner):
     assert_clean(prefill, decode)
 
 
-@pytest.mark.parametrize("by_block", [True, False], ids=["by block", "whole"])
-def test_a_failed_load_is_computed_instead(engine, tokens, runner, by_block, monkeypatch):
-    for half in (scheduler_half, worker_half):
-        monkeypatch.setattr(half, "fails_by_block", lambda config: by_block)
-    prefill, decode = (engine(role, mixin=runner()) for role in ("kv_producer", "kv_consumer"))
+# One group fails by its blocks; a window, and several groups, as a whole.
+FAMILIES = ["full", "window", "all three"]
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request) -> str:
+    return request.param
+
+
+def test_a_failed_load_is_computed_instead(engine, runner, family):
+    prefill, decode, reference = trio(engine, runner, family=family)
+    right = reference.generate(PROMPT, 6).tokens
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     spoil_a_slot(prefill)
     other = decode.submit(prompt(50, seed=1), max_tokens=4)
-    assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
-    assert decode.answers[other].tokens == tokens(prompt(50, seed=1), 4)
+    assert decode.generate(PROMPT, 6, params=answer).tokens == right
+    assert decode.answers[other].tokens == reference.generate(prompt(50, seed=1), 4).tokens
     assert decode.failures() == {"checksum_mismatch": 1}
     assert_clean(prefill, decode)
     # Nor is anything of it in the prefix cache.
-    assert decode.generate(PROMPT, 6).tokens == tokens(PROMPT, 6)
+    assert decode.generate(PROMPT, 6).tokens == right
 
 
 def test_a_failed_load_that_the_runner_keeps_to_itself_would_be_served(
-    engine, tokens, old_runner, monkeypatch
+    engine, old_runner, monkeypatch
 ):
     """What the test above would see, were it not for `compat.recompute`."""
-    for half in (scheduler_half, worker_half):
-        monkeypatch.setattr(half, "fails_by_block", lambda config: False)
-    monkeypatch.setattr(scheduler_half, "recompute", lambda request, manager: None)
-    prefill, decode = (engine(r, mixin=old_runner()) for r in ("kv_producer", "kv_consumer"))
+    monkeypatch.setattr(scheduler, "recompute", lambda request, manager: None)
+    prefill, decode, reference = trio(engine, old_runner, family="all three")
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     spoil_a_slot(prefill)
-    assert decode.generate(PROMPT, 6, params=answer).tokens != tokens(PROMPT, 6)
+    wrong = decode.generate(PROMPT, 6, params=answer).tokens
+    assert wrong != reference.generate(PROMPT, 6).tokens
 
 
-def test_a_request_that_is_aborted_while_its_load_fails_leaves_nothing(
-    engine, tokens, old_runner, monkeypatch
-):
-    for half in (scheduler_half, worker_half):
-        monkeypatch.setattr(half, "fails_by_block", lambda config: False)
-    prefill, decode = (engine(r, mixin=old_runner()) for r in ("kv_producer", "kv_consumer"))
+def test_a_request_that_is_aborted_while_its_load_fails_leaves_nothing(engine, old_runner, family):
+    prefill, decode, reference = trio(engine, old_runner, family=family)
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     spoil_a_slot(prefill)
     held = decode.hold(loads=True)
@@ -264,26 +271,162 @@ def test_a_request_that_is_aborted_while_its_load_fails_leaves_nothing(
     decode.abort(claim)
     held.open()
     assert_clean(prefill, decode)
-    assert decode.generate(PROMPT, 6).tokens == tokens(PROMPT, 6)
+    assert decode.generate(PROMPT, 6).tokens == reference.generate(PROMPT, 6).tokens
 
 
-def test_a_load_ends_no_earlier_than_what_is_said_of_it(engine, tokens, monkeypatch):
+def test_a_load_ends_no_earlier_than_what_is_said_of_it(engine):
     """The first step of a runner that carries no worker metadata: nobody knows that yet."""
-    for half in (scheduler_half, worker_half):
-        monkeypatch.setattr(half, "fails_by_block", lambda config: False)
-    prefill = engine("kv_producer")
-    decode = engine("kv_consumer", mixin=OlderRunner(), instant_copies=True)
+    prefill, _, reference = trio(engine, OlderRunner, family="all three")
+    decode = engine("kv_consumer", mixin=OlderRunner(), family="all three", instant_copies=True)
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     spoil_a_slot(prefill)
     claim = decode.submit(PROMPT, max_tokens=6, params=answer)
     # The answer is there before the first step, so that this one starts the load.
     assert decode.half._receiver._loads[claim].future.result(10) is not None
     decode.settle()
-    assert decode.answers[claim].tokens == tokens(PROMPT, 6)
+    assert decode.answers[claim].tokens == reference.generate(PROMPT, 6).tokens
     assert decode.failures() == {"checksum_mismatch": 1}
     assert_clean(prefill, decode)
 
 
-def spoil_a_slot(prefill: InProcessEngine) -> None:
-    slot = next(iter(prefill.half._directory._handoffs.values())).slots[0][2]
-    prefill.worker_half._arena.slots[slot][5] ^= 0x10
+def test_what_two_ranks_report_is_added_up(engine, old_runner, family):
+    """Also where it comes with the statistics; and one rank alone may fail."""
+    prefill, decode, reference = trio(engine, old_runner, family=family, ranks=2)
+    for spoiled in (False, True):
+        text = prompt(6 * BLOCK - 3, seed=spoiled)
+        answer = prefill.generate(text, params=HANDOFF).params
+        if spoiled:
+            spoil_a_slot(prefill, rank=1)
+        assert decode.generate(text, 6, params=answer).tokens == reference.generate(text, 6).tokens
+        assert_clean(prefill, decode)
+    assert decode.count("handoffs_received") == 1
+    assert decode.failures() == {"checksum_mismatch": 1}
+
+
+class Backend:
+    """An attention backend of the time of cross-layer tensors, K and V apart."""
+
+    ORDER = (1, 0, 2, 3, 4, 5)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        return num_blocks, 2, block_size, num_kv_heads, head_size
+
+    @classmethod
+    def get_kv_cache_stride_order(cls, include_num_layers_dimension: bool) -> tuple[int, ...]:
+        assert include_num_layers_dimension
+        return cls.ORDER
+
+
+class HeadsFirst(Backend):
+    ORDER = (1, 4, 0, 2, 3, 5)
+
+
+class BlocksSecond(Backend):
+    ORDER = (2, 0, 1, 3, 4, 5)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        return 2, num_blocks, block_size, num_kv_heads, head_size
+
+
+class Unordered(Backend):
+    @classmethod
+    def get_kv_cache_stride_order(cls, include_num_layers_dimension: bool) -> tuple[int, ...]:
+        raise NotImplementedError
+
+
+class Latent:
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        return num_blocks, block_size, head_size
+
+
+class Folded:
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        return num_blocks * block_size, num_kv_heads, head_size
+
+
+@pytest.mark.parametrize(
+    ("backend", "dims"),
+    [
+        (Backend, "BLCNHC"),
+        (HeadsFirst, "BHLCNC"),
+        (BlocksSecond, "BLCNHC"),
+        (Unordered, "LBCNHC"),
+        (Latent, "LBNC"),
+    ],
+)
+def test_a_backend_says_what_the_dimensions_are(backend, dims):
+    assert cross_layer_dims(backend) == dims
+
+
+def test_dimensions_that_cannot_be_told_apart_are_refused():
+    with pytest.raises(LayoutError, match=r"Folded: dimension 0 .*'B', 'N'"):
+        cross_layer_dims(Folded)
+
+
+class CrossLayerRunner(OlderRunner):
+    """It asks whether one tensor of all layers is liked, and allocates that."""
+
+    def __init__(self, backend: type[Backend]) -> None:
+        self._backend = backend
+
+    def register(self, engine: InProcessEngine, kv_caches: list[dict[str, torch.Tensor]]) -> None:
+        (worker,), (old,) = engine.workers, kv_caches
+        assert worker.prefer_cross_layer_blocks
+        spec = engine.kv_config.kv_cache_groups[0].kv_cache_spec
+        shape = self._backend.get_kv_cache_shape(
+            engine.kv_config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size
+        )
+        shape = (len(old), *shape)
+        order = self._backend.get_kv_cache_stride_order(include_num_layers_dimension=True)
+        tensor = torch.zeros([shape[i] for i in order], dtype=spec.dtype)
+        # The toy model computes on whatever the layers' views are: B, H, N, C with K and V in C.
+        by_layer = tensor.permute(*[order.index(i) for i in range(len(order))])
+        letters = "LBCNHD" if shape[1] != 2 else "LCBNHD"
+        views = by_layer.permute(*[letters.index(letter) for letter in "LBHNCD"])
+        engine.runner.use({name: views[i] for i, name in enumerate(old)})
+        worker.register_cross_layers_kv_cache(tensor, self._backend)
+
+
+@pytest.mark.parametrize("backend", [Backend, HeadsFirst, BlocksSecond])
+def test_a_tensor_of_all_layers_is_handed_off(engine, tokens, backend):
+    prefill = engine("kv_producer", mixin=CrossLayerRunner(backend))
+    decode = engine("kv_consumer", mixin=CrossLayerRunner(backend))
+    assert hand_off(prefill, decode, PROMPT) == tokens(PROMPT, 6)
+    assert decode.count("handoffs_received") == 1
+    assert_clean(prefill, decode)
+
+
+def test_a_tensor_of_all_layers_goes_to_no_engine_with_another_byte_order(engine, tokens):
+    prefill = engine("kv_producer", mixin=CrossLayerRunner(Backend))
+    decode = engine("kv_consumer")
+    assert hand_off(prefill, decode, PROMPT) == tokens(PROMPT, 6)
+    assert decode.failures() == {"incompatible_peer": 1}
+    assert_clean(prefill, decode)
+
+
+def trio(
+    engine, runner: type[Mixin], **options: Any
+) -> tuple[InProcessEngine, InProcessEngine, InProcessEngine]:
+    """A prefill and a decode engine under such runners, and one without connector."""
+    prefill, decode = (
+        engine(role, mixin=runner(), **options) for role in ("kv_producer", "kv_consumer")
+    )
+    return prefill, decode, engine(**options)
+
+
+def spoil_a_slot(prefill: InProcessEngine, rank: int = 0) -> None:
+    """Change a byte of what is handed off."""
+    slot = next(iter(prefill.half._directory._handoffs.values())).slots[0][-1]
+    prefill.worker_halves[rank]._arena.slots[slot][5] ^= 0x10
