@@ -365,8 +365,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             hybrid.plot(kib, values, marker + style, label=label)
     hybrid.axhline(TARGET, color="black", linestyle="--", linewidth=1, label="target")
     for axes, title, unit in (
-        (rates, "Rate", "GB/s of payload (median)"),
-        (ratios, "Beside memcpy in the same run", "ratio (median of pairs)"),
+        (rates, "Rate: scattered blocks", "GB/s of payload (median)"),
+        (ratios, "Beside memcpy in the same run: scattered blocks", "ratio (median of pairs)"),
         (hybrid, "Hybrid model beside full attention", "save and load, ratio (median of pairs)"),
     ):
         axes.set(title=title, xlabel="bytes of a block in one layer (KiB)", ylabel=unit)
@@ -375,7 +375,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    figure.suptitle(f"KV blocks through a shared arena: scattered blocks, {LAYERS} layers")
+    figure.suptitle(f"KV blocks through a shared arena: {LAYERS} layers to a group")
     figure.savefig(path, dpi=120)
 
 

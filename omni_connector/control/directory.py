@@ -267,7 +267,7 @@ class SlotDirectory:
         handoff = self._handoffs.pop(token, None)
         if handoff is None:
             return False
-        for number in handoff.held:
+        for number in reversed(handoff.held):  # of a prefix its end is evicted first
             self._slots[number].holders -= 1
             self._settle(number)
         return True

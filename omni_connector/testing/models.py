@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models made on the spot, whose answers depend on every byte of their KV cache.
 
-Weights are drawn from a normal distribution wide enough (standard deviation 0.2) that the
-attended past decides the next token: with the usual narrow initialisation a model answers
+Weights are drawn from a normal distribution wide enough (standard deviation mostly 0.2) that
+the attended past decides the next token: with the usual narrow initialisation a model answers
 almost the same whatever its cache holds, and a test on it sees nothing. They are drawn once,
 from a seed, and saved; a model that already lies at its path is not made again.
 
@@ -23,7 +23,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB_SIZE = 512
 _MADE = "omni_model.json"
-_RECIPE_VERSION = 1
 _CORPUS = (
     "the cache of keys and values moves from the engine that reads the prompt to the engine "
     "that writes the answer, one block at a time, and never a wrong byte is served.",
@@ -62,7 +61,9 @@ class _Recipe:
     settings: dict[str, Any] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float32
+    std: float = 0.2
     embedding_std: float = 0.2
+    version: int = 1
 
     def keywords(self) -> dict[str, Any]:
         common = {key: value for key, value in _COMMON.items() if key not in self.without}
@@ -125,6 +126,10 @@ _RECIPES: dict[str, _Recipe] = {
             "moe_intermediate_size": 128,
         },
         without=("head_dim",),
+        # Queries and keys of 192 numbers: with wider weights attention is so sharp that four
+        # layers turn the last bit of a rounding into another answer.
+        std=0.06,
+        version=2,
     ),
     "qwen3_next": _Recipe(
         "Qwen3NextConfig",
@@ -177,7 +182,7 @@ def make_model(family: str, path: Path, *, seed: int = 0) -> Path:
     recipe = _RECIPES.get(family)
     if recipe is None:
         raise ValueError(f"unknown model family {family!r}; one of {', '.join(FAMILIES)}")
-    stamp = {"family": family, "seed": seed, "recipe": _RECIPE_VERSION}
+    stamp = {"family": family, "seed": seed, "recipe": recipe.version}
     if path.exists():
         _check_stamp(path, stamp)
         return path
@@ -222,7 +227,7 @@ def _write_weights(recipe: _Recipe, folder: Path, seed: int) -> None:
                 # Norms, biases and decay rates keep the values their architecture gives them.
                 if parameter.ndim < 2 and not name.endswith("sinks"):
                     continue
-                std = recipe.embedding_std if "embed_tokens" in name else 0.2
+                std = recipe.embedding_std if "embed_tokens" in name else recipe.std
                 drawn = torch.empty(parameter.shape, dtype=torch.float32)
                 drawn.normal_(0.0, std, generator=generator)
                 parameter.copy_(drawn)

@@ -92,15 +92,22 @@ class CopyThread:
         ones are ignored.
         """
         with self._changed:
-            for job in self._queue:
-                if job.job_id in job_ids:
-                    job.cancelled = True
+            self._mark(job_ids)
             running = self._running
             if running is None or running.job_id not in job_ids:
                 return
-            running.cancelled = True
             # Bounded by the copy of one block; there is no peer in it to wait for.
             self._changed.wait_for(lambda: self._running is not running)
+
+    def revoke(self, job_ids: set[int]) -> None:
+        """Tell these jobs to stop, without waiting for it; unknown and ended ones are ignored."""
+        with self._changed:
+            self._mark(job_ids)
+
+    def _mark(self, job_ids: set[int]) -> None:
+        for job in (*self._queue, self._running):
+            if job is not None and job.job_id in job_ids:
+                job.cancelled = True
 
     def close(self) -> None:
         """Cancel everything and stop the thread. Idempotent, within `CLOSE_S` seconds."""

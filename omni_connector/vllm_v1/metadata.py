@@ -93,12 +93,14 @@ class OmniConnectorMetadata(KVConnectorMetadata):
     Attributes:
         saves: started when the step's forward pass has written its KV.
         loads: started at once.
+        cancel: load jobs of requests that are over.
         fence: save jobs whose blocks this step may overwrite: cancelled or waited for first.
         finish_after: request id and the save jobs after which its blocks may be freed.
     """
 
     saves: list[SaveJob] = field(default_factory=list)
     loads: list[LoadJob] = field(default_factory=list)
+    cancel: list[int] = field(default_factory=list)
     fence: list[int] = field(default_factory=list)
     finish_after: list[tuple[str, list[int]]] = field(default_factory=list)
 

@@ -45,8 +45,9 @@ _DENIALS: Final = frozenset(
     {"unknown_token", "other_prompt", "other_epoch", "not_ready", "not_introduced", "overloaded"}
 )
 
-# A lease this close to its end is not worth starting on.
+# A lease this close to its end is not worth starting on: seconds, and the part of a short one.
 _LEASE_MARGIN_S: Final = 1.0
+_LEASE_MARGIN: Final = 0.25
 
 
 @dataclass(slots=True)
@@ -98,11 +99,9 @@ class HandoffReceiver:
         self._stats = stats
         self._loads: dict[str, _Load] = {}
         self._queued: list[LoadJob] = []
+        self._unwanted: list[int] = []
         self._jobs: dict[int, tuple[_Load, int, str | None]] = {}
         self._job_ids = itertools.count(-1, -1)  # never those of the sender's jobs
-
-    def __bool__(self) -> bool:
-        return bool(self._loads)
 
     def add(self, request: "Request", remote: RemotePrefill, prompt: Prompt) -> None:
         """A request whose prompt was prefilled elsewhere has arrived: ask there."""
@@ -133,7 +132,8 @@ class HandoffReceiver:
             return None
         if load.grant is None:
             return 0
-        if self._clock() > load.grant.expires - _LEASE_MARGIN_S:
+        margin = min(_LEASE_MARGIN_S, _LEASE_MARGIN * load.grant.granted.lease_s)
+        if self._clock() > load.grant.expires - margin:
             self._give_up(load, "lease_expired", "the lease ended before there was room to load")
             return 0
         return max(0, load.grant.granted.num_tokens - num_computed)
@@ -275,10 +275,13 @@ class HandoffReceiver:
         return job
 
     def build(self, meta: OmniConnectorMetadata) -> None:
-        """Add this step's loads to `meta`."""
+        """Add this step's loads, and those that nobody wants any more, to `meta`."""
         if self._queued:
             meta.loads.extend(self._queued)
             self._queued.clear()
+        if self._unwanted:
+            meta.cancel.extend(self._unwanted)
+            self._unwanted.clear()
 
     def jobs_done(self, done: Mapping[int, int], failed: Mapping[int, str]) -> None:
         """The workers' reports: how many ranks ended each job, and which failed."""
@@ -297,14 +300,19 @@ class HandoffReceiver:
                 self._stats.count("tokens_loaded", load.num_tokens)
                 self._release(load)
             else:
-                self._stats.fail(failure)  # the worker has said why, vLLM says what follows
+                if failure != "cancelled":  # the worker has said why, vLLM says what follows
+                    self._stats.fail(failure)
                 self._release(load)
 
     def finish(self, request_id: str) -> None:
-        """The request is over, maybe before its KV came; a load under way goes on to its end."""
+        """The request is over, maybe before its KV came; a load under way is told to stop."""
         load = self._loads.pop(request_id, None)
-        if load is not None and (load.job_id is None or load.job_id not in self._jobs):
+        if load is None:
+            return
+        if load.job_id is None or load.job_id not in self._jobs:
             self._release(load)
+        else:
+            self._unwanted.append(load.job_id)
 
 
 def _written(group: GroupShape, start: int, end: int) -> range:

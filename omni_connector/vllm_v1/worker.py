@@ -176,15 +176,16 @@ class OmniWorker:
         if metadata is None or self._loads_started:
             return
         self._loads_started = True
-        if not metadata.loads:
-            return
-        copier, loader = self._copier, self._loader
-        assert copier is not None
-        assert loader is not None
-        fence = copier.fence()
-        for job in metadata.loads:
-            self._loading[job.job_id] = job.request_id
-            self._loads.submit(job.job_id, loader.work(job, fence))
+        if metadata.loads:
+            copier, loader = self._copier, self._loader
+            assert copier is not None
+            assert loader is not None
+            fence = copier.fence()
+            for job in metadata.loads:
+                self._loading[job.job_id] = job.request_id
+                self._loads.submit(job.job_id, loader.work(job, fence))
+        if metadata.cancel:
+            self._loads.revoke(set(metadata.cancel))
 
     def start_saves(self) -> None:
         """Start the step's saves; returns at once. Call it when the forward has been launched."""

@@ -104,7 +104,8 @@ def test_while_the_claim_is_answered_late(pair, still_serve):
     claim = decode.submit(prompt(LENGTH), max_tokens=6, params=prefill.answers[request_id].params)
     decode.step()
     decode.abort(claim)
-    decode.step()
+    decode.settle()  # it is not waited for
+    assert decode.free_blocks == 64
     held.open()
     still_serve(prefill, decode)
 
@@ -220,3 +221,11 @@ def test_a_lease_that_is_never_released_expires(engine):
     decode.settle()
     assert decode.failures() == {"lease_expired": 1}
     assert_clean(prefill, decode)
+
+
+def test_a_short_time_to_live_is_enough_for_who_is_quick(engine):
+    prefill = engine("kv_producer", extra={"handoff_ttl_s": 0.9})
+    decode = engine("kv_consumer")
+    answer = prefill.generate(prompt(LENGTH), params=HANDOFF).params
+    decode.generate(prompt(LENGTH), 6, params=answer)
+    assert decode.count("handoffs_received") == 1

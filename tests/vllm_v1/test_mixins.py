@@ -422,15 +422,17 @@ def test_a_tensor_of_all_layers_is_handed_off(engine, tokens, backend):
     assert_clean(prefill, decode)
 
 
-@pytest.mark.parametrize(("backend", "alike"), [(Packed, False), (PackedHeadsFirst, True)])
-def test_a_tensor_of_all_layers_goes_where_pages_have_its_byte_order(
-    engine, tokens, backend, alike
+@pytest.mark.parametrize("backend", [Packed, PackedHeadsFirst])
+def test_a_tensor_of_all_layers_comes_from_and_goes_to_an_engine_without_one(
+    engine, tokens, backend
 ):
-    prefill = engine("kv_producer", mixin=CrossLayerRunner(backend))
-    decode = engine("kv_consumer")
-    assert hand_off(prefill, decode, PROMPT) == tokens(PROMPT, 6)
-    assert decode.count("handoffs_received") == alike
-    assert_clean(prefill, decode)
+    old = engine("kv_both", mixin=CrossLayerRunner(backend))
+    new = engine("kv_both")
+    for prefill, decode in ((old, new), (new, old)):
+        text = prompt(6 * BLOCK - 3, seed=decode is old)
+        assert hand_off(prefill, decode, text) == tokens(text, 6)
+        assert decode.count("handoffs_received") == 1
+        assert_clean(prefill, decode)
 
 
 def trio(
