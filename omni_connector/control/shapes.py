@@ -5,6 +5,7 @@ Two engines of one model may differ in block size, in tensor-parallel ranks and 
 of their pages: the reading side rewrites the slots as it loads them. Everything else must agree.
 """
 
+import re
 from typing import Annotated, Literal
 
 import msgspec
@@ -15,6 +16,7 @@ from omni_connector.kv.convert import SlotConverter
 from omni_connector.kv.heads import head_sources
 
 _Text = Annotated[str, Meta(max_length=1024)]
+_HEADS = re.compile(r"\bH([0-9]{1,12})\b")
 _Size = Annotated[int, Meta(ge=1, lt=1 << 40)]
 
 
@@ -30,7 +32,6 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
         layers: digest of the layers' names.
         replicated: whether every rank holds the same bytes, as with a latent cache, which has no
             heads to share out.
-        heads: KV heads of one rank, one entry a layer.
         pages: byte order of a block, one entry a layer; see `CanonicalKVCaches`.
     """
 
@@ -40,14 +41,17 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     span: Annotated[int, Meta(ge=0, lt=1 << 40)] = 0
     layers: _Text
     replicated: bool = False
-    heads: Annotated[tuple[_Size, ...], Meta(max_length=1 << 14)]
     pages: Annotated[tuple[_Text, ...], Meta(max_length=1 << 14)]
 
     def __post_init__(self) -> None:
         if (self.span > 0) != (self.keeps in ("window", "chunk")):
             raise ValueError(f"a {self.keeps} group with a span of {self.span} tokens")
-        if len(self.heads) != len(self.pages):
-            raise ValueError(f"{len(self.heads)} head counts, but {len(self.pages)} pages")
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """KV heads of one rank, one entry a layer."""
+        found = (_HEADS.search(page) for page in self.pages)
+        return tuple(1 if match is None else int(match[1]) for match in found)
 
     def needed(self, num_tokens: int) -> range:
         """Which blocks of the first `num_tokens` tokens the next token still reads.

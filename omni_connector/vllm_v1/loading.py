@@ -89,7 +89,7 @@ class Loader:
             endpoints: list[Endpoint] = []
             try:
                 while zeros:
-                    self._zero(*zeros.popleft())
+                    self._zero(*zeros.popleft(), fence)
                 while waiting:
                     if cancelled():
                         outcome.failure = "cancelled"
@@ -129,7 +129,7 @@ class Loader:
                 outcome.bad_block_ids = frozenset(
                     block_id for step in waiting for block_id in step.block_ids
                 )
-                self._wipe(waiting)
+                self._wipe(waiting, fence)
             return outcome
 
         return work
@@ -252,15 +252,15 @@ class Loader:
         if self._checksum and checksum != published:
             raise ChecksumError(f"slot {slot}: checksum {checksum:#x}, published {published:#x}")
 
-    def _wipe(self, steps: deque[CopyRun | Conversion]) -> None:
+    def _wipe(self, steps: deque[CopyRun | Conversion], fence: object) -> None:
         try:
             for step in steps:
-                self._zero(step.group, step.block_ids)
+                self._zero(step.group, step.block_ids, fence)
         except Exception:  # the request is reported as failed in any case, and must be
             logger.exception("Blocks of a failed load could not be zeroed")
 
-    def _zero(self, group: int, block_ids: list[int]) -> None:
-        self._copier.zero(group, np.asarray(block_ids, dtype=np.int64))
+    def _zero(self, group: int, block_ids: list[int], fence: object) -> None:
+        self._copier.zero(group, np.asarray(block_ids, dtype=np.int64), fence=fence)
 
     def _remote(self, endpoint: Endpoint, timeout: float) -> RemoteArena:
         with self._remotes_lock:

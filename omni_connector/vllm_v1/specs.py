@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 _ENCODER_ONLY = "encoder_only_attention"
 
-# By name, so that a class that another vLLM lacks need not be imported; looked up along the
-# class's bases, as vLLM takes a subclass of a spec to be cached like the spec itself.
+# By name, so that a class that another vLLM lacks need not be imported. By its own, not that of
+# a base: vLLM 0.31 has a ring of scratch tokens that is a sliding window by its base only.
 _KINDS = {
     "SlidingWindowMLASpec": "sliding_window_mla",
     "HiddenStateCacheSpec": "hidden_state",
@@ -29,9 +29,6 @@ _KINDS = {
     "EncoderOnlyAttentionSpec": _ENCODER_ONLY,
     "MambaSpec": "mamba",
 }
-
-# A ring of scratch tokens, by its class a sliding window (vLLM before 0.32).
-_REFUSED = frozenset({"KpoolTailSpec"})
 
 
 def transferred_groups(kv_cache_config: "KVCacheConfig") -> dict[int, "KVCacheGroupSpec"]:
@@ -96,7 +93,6 @@ def group_shapes(
                 span=span,
                 layers=hashlib.sha256("\0".join(names).encode()).hexdigest()[:16],
                 replicated=all(_is_replicated(_spec_of(group, name)) for name in names),
-                heads=tuple(getattr(_spec_of(group, name), "num_kv_heads", 1) for name in names),
                 pages=tuple(pages),
             )
         )
@@ -168,11 +164,9 @@ def _spec_of(group: "KVCacheGroupSpec", name: str) -> "KVCacheSpec":
 
 
 def _kind(spec: "KVCacheSpec") -> str:
-    for base in type(spec).__mro__:
-        if base.__name__ in _REFUSED:
-            break
-        if base.__name__ in _KINDS:
-            return _KINDS[base.__name__]
+    kind = _KINDS.get(type(spec).__name__)
+    if kind is not None:
+        return kind
     raise LayoutError(
         f"vLLM's KV cache spec {type(spec).__name__} is not known to this version of "
         f"omni-connector; known are {', '.join(sorted(_KINDS))}"

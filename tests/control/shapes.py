@@ -13,7 +13,6 @@ def group_shape(**changes: Any) -> GroupShape:
         "block_size": 16,
         "keeps": "all",
         "layers": "even",
-        "heads": (2, 2),
         "pages": ("H2.N16.C64", "H2.N16.C64"),
     }
     return GroupShape(**(values | changes))

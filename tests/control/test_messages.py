@@ -200,7 +200,6 @@ def test_replies_out_of_bounds_are_refused(message: Any, changes: dict[str, Any]
         {"groups": [msgspec.to_builtins(group_shape()) | {"block_size": 0}]},
         {"groups": [msgspec.to_builtins(group_shape()) | {"keeps": "some"}]},
         {"groups": [msgspec.to_builtins(group_shape()) | {"span": 5}]},
-        {"groups": [msgspec.to_builtins(group_shape()) | {"heads": [2]}]},
         {"groups": [msgspec.to_builtins(group_shape()) | {"pages": ["x" * 1025] * 2}]},
     ],
 )

@@ -11,18 +11,17 @@ from omni_connector.control.shapes import GroupShape, difference, same_bytes
 
 from .shapes import group_shape
 
-STATE: dict[str, Any] = {"kind": "mamba", "keeps": "last", "heads": (1, 1), "pages": ("C99", "C99")}
+STATE: dict[str, Any] = {"kind": "mamba", "keeps": "last", "pages": ("C99", "C99")}
 LATENT: dict[str, Any] = {
     "kind": "mla_attention",
     "replicated": True,
-    "heads": (1, 1),
     "pages": ("N16.C1152", "N16.C1152"),
 }
 
 
 def of_block(size: int, heads: int = 2, order: str = "H{h}.N{n}.C64", **changes: Any) -> GroupShape:
     page = order.format(h=heads, n=size)
-    return group_shape(block_size=size, heads=(heads, heads), pages=(page, page), **changes)
+    return group_shape(block_size=size, pages=(page, page), **changes)
 
 
 def differs(

@@ -47,8 +47,8 @@ class HeldCopier:
         self.before_load()
         return self._inner.load(*args, **kwargs)
 
-    def zero(self, *args: Any) -> None:
-        self._inner.zero(*args)
+    def zero(self, *args: Any, **kwargs: Any) -> None:
+        self._inner.zero(*args, **kwargs)
 
     def close(self) -> None:
         self._inner.close()

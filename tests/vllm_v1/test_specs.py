@@ -156,9 +156,9 @@ def test_an_unknown_spec_is_refused_by_name(spec, name):
         group_specs(config(KVCacheGroupSpec(["a"], spec)))
 
 
-def test_a_subclass_of_a_known_spec_is_cached_like_it():
-    (group,) = group_specs(config(KVCacheGroupSpec(["a"], QuantizedFullAttentionSpec(**SHAPE))))
-    assert group.kind == "full_attention"
+def test_a_subclass_of_a_known_spec_is_not_guessed_to_be_like_it():
+    with pytest.raises(LayoutError, match="QuantizedFullAttentionSpec"):
+        group_specs(config(KVCacheGroupSpec(["a"], QuantizedFullAttentionSpec(**SHAPE))))
 
 
 def test_a_layer_without_a_spec_is_refused():
