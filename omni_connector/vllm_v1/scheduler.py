@@ -115,6 +115,11 @@ class OmniScheduler:
             ConfigError: the ranks disagree.
         """
         ranks = [workers[key] for key in sorted(workers)]
+        if not ranks:
+            raise ConfigError(
+                "no worker of OmniKVConnector has introduced itself; MultiConnector passes on the "
+                "word of one child only, so OmniKVConnector must be its first that has one"
+            )
         if len({rank.page_orders for rank in ranks}) != 1:
             raise ConfigError("the ranks of this engine have KV caches of different layouts")
         ours = fingerprint(

@@ -161,13 +161,17 @@ class InProcessEngine:
         transfer = None
         if role is not None:
             hollowed = connector == "HollowConnector"
+            settings = {} if hollowed else {"arena_gib": 0.004, **(extra or {})}
+            if connector == "MultiConnector":
+                child = {"kv_connector": CONNECTOR_NAME, "kv_role": role}
+                settings = {"connectors": [{**child, "kv_connector_extra_config": settings}]}
             transfer = KVTransferConfig(
                 kv_connector=connector,
                 kv_connector_module_path=hollow.MODULE if hollowed else None,
                 kv_role=role,
                 engine_id=self.engine_id,
                 kv_load_failure_policy=policy,
-                kv_connector_extra_config={} if hollowed else {"arena_gib": 0.004, **(extra or {})},
+                kv_connector_extra_config=settings,
             )
         self.config = _vllm_config(
             model,
@@ -424,6 +428,7 @@ class InProcessEngine:
         return {k.removeprefix(prefix): n for k, n in counts.items() if k.startswith(prefix)}
 
     def _add_stats(self, data: dict[str, Any]) -> None:
+        data = data.get(CONNECTOR_NAME, data)  # as MultiConnector has them
         self.stats.aggregate(OmniKVConnector.build_kv_connector_stats(data))
 
     def leftovers(self) -> dict[str, Any]:
