@@ -112,13 +112,10 @@ class OmniWorkerMetadata(KVConnectorWorkerMetadata):
     Attributes:
         done: ranks that have finished each job.
         failed: why a job failed or was cancelled, on any rank.
-        passes_failures: whether the model runner passes on which requests failed to load; None
-            when it has been said.
     """
 
     done: dict[int, int] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
-    passes_failures: bool | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "OmniWorkerMetadata":
         """Add up the reports of two ranks."""
@@ -126,10 +123,7 @@ class OmniWorkerMetadata(KVConnectorWorkerMetadata):
         done = dict(self.done)
         for job_id, ranks in other.done.items():
             done[job_id] = done.get(job_id, 0) + ranks
-        passes = [p for p in (self.passes_failures, other.passes_failures) if p is not None]
-        return OmniWorkerMetadata(
-            done, {**other.failed, **self.failed}, all(passes) if passes else None
-        )
+        return OmniWorkerMetadata(done, {**other.failed, **self.failed})
 
 
 @dataclass(frozen=True, slots=True)

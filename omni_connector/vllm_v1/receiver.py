@@ -283,8 +283,12 @@ class HandoffReceiver:
             meta.cancel.extend(self._unwanted)
             self._unwanted.clear()
 
-    def jobs_done(self, done: Mapping[int, int], failed: Mapping[int, str]) -> None:
-        """The workers' reports: how many ranks ended each job, and which failed."""
+    def jobs_done(self, done: Mapping[int, int], failed: Mapping[int, str]) -> "list[Request]":
+        """The workers' reports: how many ranks ended each job, and which failed.
+
+        Returns the requests whose loads have failed.
+        """
+        failures = []
         for job_id, ranks in done.items():
             entry = self._jobs.get(job_id)
             if entry is None:
@@ -303,6 +307,8 @@ class HandoffReceiver:
                 if failure != "cancelled":  # the worker has said why, vLLM says what follows
                     self._stats.fail(failure)
                 self._release(load)
+                failures.append(load.request)
+        return failures
 
     def finish(self, request_id: str) -> None:
         """The request is over, maybe before its KV came; a load under way is told to stop."""

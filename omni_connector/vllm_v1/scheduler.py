@@ -20,7 +20,7 @@ from omni_connector.control.messages import TOKEN_BYTES, Welcome
 from omni_connector.control.server import ControlServer
 from omni_connector.errors import ConfigError, TransportError
 from omni_connector.transports.runtime import runtime_dir, socket_path, sweep
-from omni_connector.vllm_v1.compat import hash_block_size
+from omni_connector.vllm_v1.compat import hash_block_size, recompute
 from omni_connector.vllm_v1.identity import fingerprint, hash_id, prompt_of
 from omni_connector.vllm_v1.metadata import (
     OmniConnectorMetadata,
@@ -38,7 +38,7 @@ from omni_connector.vllm_v1.params import (
 )
 from omni_connector.vllm_v1.receiver import HandoffReceiver
 from omni_connector.vllm_v1.sender import HandoffSender
-from omni_connector.vllm_v1.specs import keeps_all, transferred_groups
+from omni_connector.vllm_v1.specs import fails_by_block, keeps_all, transferred_groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,6 +86,7 @@ class OmniScheduler:
         groups = transferred_groups(kv_cache_config)
         self._group_ids = tuple(groups)
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
+        self._fails_by_block = fails_by_block(kv_cache_config)
         # Of what is kept for the last tokens only, a prefill must end where the decode begins.
         self._stops_early = not keeps_all(kv_cache_config)
         self._epoch = secrets.token_bytes(TOKEN_BYTES)
@@ -308,7 +309,10 @@ class OmniScheduler:
             if output.finished_sending:
                 output.finished_sending -= self._sender.still_sending()
         if self._receiver is not None:
-            self._receiver.jobs_done(report.done, report.failed)
+            for request in self._receiver.jobs_done(report.done, report.failed):
+                if not self._fails_by_block and request.request_id not in output.failed_recving:
+                    assert self._manager is not None
+                    recompute(request, self._manager)
 
     def request_finished(
         self, request: "Request", block_ids: tuple[list[int], ...]

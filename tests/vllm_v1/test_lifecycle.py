@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start, reset and end of an engine, and what happens between two of its steps."""
 
+import copy
 import time
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from omni_connector.errors import ConfigError
 from omni_connector.plugin import CONNECTOR_NAME, register
+from omni_connector.vllm_v1.compat import hash_block_size
 from omni_connector.vllm_v1.connector import OmniKVConnector
 from omni_connector.vllm_v1.identity import hash_id
 
@@ -37,6 +39,21 @@ def test_the_class_is_registered_under_its_own_name():
     assert KVConnectorFactory.get_connector_class_by_name(CONNECTOR_NAME) is OmniKVConnector
     assert OmniKVConnector.__name__ == CONNECTOR_NAME
     assert supports_hma(OmniKVConnector)
+
+
+def test_vllm_books_loaded_tokens_where_it_asks_for_their_source():
+    source = OmniKVConnector._cache_hit_source
+    asks = hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources")
+    assert (source is not None and source.value == "p2p") is asks
+
+
+@pytest.mark.parametrize("family", ["full", "window and full", "all three"])
+def test_what_a_block_hash_stands_for_is_known_where_vllm_does_not_tell(engine, family):
+    each = engine("kv_both", family=family)
+    untold = copy.copy(each.kv_config)
+    untold.hash_block_size = None
+    assert hash_block_size(each.config, untold) == BLOCK
+    assert hash_block_size(each.config, each.kv_config) == BLOCK
 
 
 @pytest.mark.parametrize(

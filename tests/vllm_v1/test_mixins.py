@@ -14,6 +14,7 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 from vllm.forward_context import set_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -21,8 +22,11 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector, get_kv_connector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from omni_connector.errors import LayoutError
+from omni_connector.plugin import CONNECTOR_NAME
 from omni_connector.vllm_v1 import scheduler
-from omni_connector.vllm_v1.compat import cross_layer_dims
+from omni_connector.vllm_v1.compat import ReportingStats, carried_report, cross_layer_dims
+from omni_connector.vllm_v1.metadata import OmniWorkerMetadata
+from omni_connector.vllm_v1.metrics import OmniStats
 
 from .harness import (
     HANDOFF,
@@ -152,19 +156,24 @@ def old_runner(request) -> type[Mixin]:
     return request.param
 
 
+@pytest.fixture(params=["full", "window", "all three"])
+def family(request) -> str:
+    """A failed load is reported by its blocks for the first, as a whole for the others."""
+    return request.param
+
+
 @pytest.mark.parametrize("length", [BLOCK - 5, BLOCK, 5 * BLOCK + 1, 20 * BLOCK])
-def test_a_hand_off_arrives(engine, tokens, runner, length):
-    prefill = engine("kv_producer", mixin=runner(), max_tokens_a_step=4 * BLOCK)
-    decode = engine("kv_consumer", mixin=runner())
-    text = prompt(length)
-    assert hand_off(prefill, decode, text) == tokens(text, 6)
-    assert decode.count("handoffs_received") == 1
-    assert (
-        decode.count("blocks_loaded") == prefill.count("blocks_saved") == -(-(length - 1) // BLOCK)
+def test_a_hand_off_arrives(engine, runner, family, length):
+    prefill, decode, reference = trio(
+        engine, runner, family=family, max_tokens_a_step=4 * BLOCK, usable_blocks=90
     )
-    assert_clean(prefill, decode)
-    assert hand_off(prefill, decode, text) == tokens(text, 6)
-    assert_clean(prefill, decode)
+    text = prompt(length)
+    for again in (False, True):
+        assert hand_off(prefill, decode, text) == reference.generate(text, 6).tokens
+        if not again:
+            assert decode.count("handoffs_received") == 1
+            assert decode.count("blocks_loaded") == prefill.count("blocks_saved") > 0
+        assert_clean(prefill, decode)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
@@ -224,15 +233,6 @@ def test_blocks_stay_until_their_copies_ended(engine, tokens, runner):
     answer = prefill.answers[handed].params
     assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
     assert_clean(prefill, decode)
-
-
-# One group fails by its blocks; a window, and several groups, as a whole.
-FAMILIES = ["full", "window", "all three"]
-
-
-@pytest.fixture(params=FAMILIES)
-def family(request) -> str:
-    return request.param
 
 
 def test_a_failed_load_is_computed_instead(engine, runner, family):
@@ -301,6 +301,20 @@ def test_what_two_ranks_report_is_added_up(engine, old_runner, family):
         assert_clean(prefill, decode)
     assert decode.count("handoffs_received") == 1
     assert decode.failures() == {"checksum_mismatch": 1}
+
+
+def test_a_report_is_found_among_those_of_other_connectors():
+    report = OmniWorkerMetadata(done={3: 1})
+    ours = ReportingStats({}, report)
+    several = MultiKVConnectorStats(data={"Other": OmniStats(), CONNECTOR_NAME: ours})
+    for stats, found in (
+        (None, None),
+        (OmniStats(), None),
+        (ours, report),
+        (several, report),
+        (MultiKVConnectorStats(data={"Other": OmniStats()}), None),
+    ):
+        assert carried_report(KVConnectorOutput(kv_connector_stats=stats)) is found
 
 
 class Backend:
