@@ -26,7 +26,13 @@ if TYPE_CHECKING:
         TransportError,
         UnsupportedVersionError,
     )
+    from omni_connector.stage.config import OmniKVCacheConfig
+    from omni_connector.stage.manager import OmniKVTransferManager
+    from omni_connector.stage.payload import KVCacheTransferData
     from omni_connector.transports.base import OmniConnector
+    from omni_connector.transports.codec import Pieces
+    from omni_connector.transports.factory import ConnectorSpec, OmniConnectorFactory
+    from omni_connector.transports.transfer_config import load_omni_transfer_config
     from omni_connector.vllm_v1.connector import OmniKVConnector
 
 __version__ = "0.1.0"
@@ -35,27 +41,41 @@ __all__ = [
     "ArenaFullError",
     "ChecksumError",
     "ConfigError",
+    "ConnectorSpec",
     "IncompatiblePeerError",
     "IntegrityError",
+    "KVCacheTransferData",
     "LayoutError",
     "MissingDependencyError",
     "OmniConfig",
     "OmniConnector",
+    "OmniConnectorFactory",
     "OmniError",
+    "OmniKVCacheConfig",
     "OmniKVConnector",
+    "OmniKVTransferManager",
     "PeerRefusedError",
     "PeerUnreachableError",
+    "Pieces",
     "ProtocolError",
     "StaleSlotError",
     "TransportError",
     "UnsupportedVersionError",
     "__version__",
+    "load_omni_transfer_config",
 ]
 
 _HOMES = {
+    "ConnectorSpec": "omni_connector.transports.factory",
+    "KVCacheTransferData": "omni_connector.stage.payload",
     "OmniConfig": "omni_connector.config",
     "OmniConnector": "omni_connector.transports.base",
+    "OmniConnectorFactory": "omni_connector.transports.factory",
+    "OmniKVCacheConfig": "omni_connector.stage.config",
     "OmniKVConnector": "omni_connector.vllm_v1.connector",
+    "OmniKVTransferManager": "omni_connector.stage.manager",
+    "Pieces": "omni_connector.transports.codec",
+    "load_omni_transfer_config": "omni_connector.transports.transfer_config",
 }
 
 

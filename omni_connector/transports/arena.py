@@ -42,6 +42,7 @@ from omni_connector.transports.population import (
     POPULATE_AHEAD,
     Populator,
     overcommit_is_strict,
+    populate,
 )
 
 PAGE_BYTES: Final = 4096
@@ -315,6 +316,22 @@ class Arena(_Mapping):
         """Say that this slot is about to be used, so that population keeps ahead. Cheap."""
         if self._populator is not None:
             self._populator.want(self._slots_at + (slot + 1) * self.slot_bytes + POPULATE_AHEAD)
+
+    def populate(self, slot: int, nbytes: int) -> None:
+        """Allocate memory for the first bytes of a slot now, where the first touch would.
+
+        Raises:
+            TransportError: there is none, or the arena is closed.
+        """
+        mapped = self._map
+        if mapped is None:
+            raise TransportError("the arena is closed")
+        pages: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
+        start = self._slots_at + slot * self.slot_bytes
+        try:
+            populate(self._fd, pages, start, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+        except OSError as error:
+            raise TransportError(f"no memory for {nbytes} bytes of slot {slot}: {error}") from error
 
     def begin_write(self, slot: int, generation: int) -> None:
         """Give the slot a new generation; from here on no reader accepts its bytes.

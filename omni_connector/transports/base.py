@@ -20,15 +20,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.errors import ChecksumError, OmniError, ProtocolError, TransportError
+from omni_connector.errors import ChecksumError, OmniError, TransportError
+from omni_connector.transports import codec
 from omni_connector.transports.arena import EPOCH_BYTES, PAGE_BYTES, Arena, SlotHeader
 
 logger = logging.getLogger(__name__)
 
 MAX_ADDRESS_BYTES: Final = 1024
-
-_RAW: Final = b"\0"
-_MSGPACK: Final = b"\1"
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,15 +146,17 @@ class ObjectKey:
         return hashlib.sha256(b"".join(b"%d:%b" % (len(part), part) for part in parts)).digest()
 
     def mentions(self, request_id: str) -> bool:
-        """Whether the key is of this request: the id stands in it, whole.
+        """Whether the key is of this request: it is the id, or the id stands in it, whole.
 
         Ids are told apart where a character ends them that is no letter, digit, `-` or `.`:
         `req-1` is not in `req-10`, nor in `req-1-0`. Stage and rank numbers that the key
         formats `omni_{from}_to_{to}_kv_cache_{id}` and `{id}_{from}_0_{rank}_{rank}` put
         around an id are no ids.
         """
-        if not request_id:
+        if not request_id or request_id not in self.key:
             return False
+        if request_id == self.key:
+            return True
         start, end = re.escape(self.from_stage), re.escape(self.to_stage)
         own = re.sub(rf"\Aomni_{start}_to_{end}_kv_cache_", "", self.key)
         own = re.sub(rf"(?<=.)_{start}_0_\d+_\d+\Z", "", own, flags=re.DOTALL)
@@ -189,7 +189,10 @@ class OmniConnector(ABC):
 
     @property
     def supports_raw_data(self) -> bool:
-        """Whether `put` takes a device tensor as it is, without making bytes of it."""
+        """Whether `put` sends one tensor from its device's memory, without a copy on the host.
+
+        Any transport takes tensors; where this is False they pass through the host's memory.
+        """
         return False
 
     @property
@@ -246,7 +249,7 @@ class OmniConnector(ABC):
     def load_object(
         self, key: ObjectKey, metadata: Mapping[str, Any] | None, *, timeout: float
     ) -> memoryview | None:
-        """The bytes under a key, verified, in memory of their own.
+        """The bytes under a key, verified, in memory of their own, aligned to 64 bytes or more.
 
         None where nobody has them (yet, or any more); the newest where several do.
 
@@ -287,24 +290,27 @@ class OmniConnector(ABC):
             from_stage: the stage that sends.
             to_stage: the stage that will get it.
             put_key: any string.
-            data: bytes, bytearray or memoryview, which arrive as bytes; or None, bool, int,
-                float, str, bytes and lists and dicts of them.
+            data: bytes, bytearray or memoryview, which arrive as bytes; `codec.Pieces`; or
+                torch tensors, numpy arrays, None, bool, int, float, str, bytes, and lists,
+                tuples and dicts of these (`codec` says how they arrive). It must not change
+                until `put` returns.
 
         Returns:
             Whether it worked, the size in bytes, and metadata for `get` (None on failure).
             On failure (no room, closed) the log says why.
 
         Raises:
-            TypeError: `data` is of another type, or an int in it exceeds 64 bits.
+            TypeError: there is something else in `data`; the message says where.
         """
         key = ObjectKey(str(from_stage), str(to_stage), put_key)
-        content, kind = _encode(key, data)
+        parts = codec.encode(data)
+        size = codec.size_of(parts)
         try:
-            metadata = self.store_object(key, [content, memoryview(kind)])
+            metadata = self.store_object(key, parts)
         except OmniError as error:
-            logger.warning("put of %s (%d bytes) failed: %s", key, content.nbytes, error)
+            logger.warning("put of %s (%d bytes) failed: %s", key, size, error)
             return False, 0, None
-        return True, content.nbytes, metadata
+        return True, size, metadata
 
     def get(
         self,
@@ -323,12 +329,13 @@ class OmniConnector(ABC):
 
         Returns:
             The object and its size in bytes; None when it is not there, or not yet, or its
-            sender is gone, or it could not be had (the log then says why).
+            sender is gone, or it could not be had (the log then says why). Its tensors lie in
+            one buffer, which is freed with the last of them.
         """
         key = ObjectKey(str(from_stage), str(to_stage), get_key)
         try:
             content = self.load_object(key, metadata, timeout=self.object_timeout)
-            return None if content is None else _decode(key, content)
+            return None if content is None else codec.decode(content)
         except OmniError as error:
             logger.warning("get of %s failed: %s", key, error)
             return None
@@ -346,25 +353,3 @@ class OmniConnector(ABC):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _encode(key: ObjectKey, data: object) -> tuple[memoryview, bytes]:
-    if isinstance(data, bytes | bytearray | memoryview):
-        view = memoryview(data)
-        return (view if view.c_contiguous else memoryview(view.tobytes())).cast("B"), _RAW
-    try:
-        return memoryview(msgspec.msgpack.encode(data)), _MSGPACK
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise TypeError(f"the object {key} cannot be sent: {error}") from error
-
-
-def _decode(key: ObjectKey, content: memoryview) -> tuple[Any, int]:
-    body, kind = content[:-1], bytes(content[-1:])
-    if kind == _RAW:
-        return bytes(body), len(body)
-    if kind != _MSGPACK:
-        raise ProtocolError(f"the object {key} is of unknown kind {kind.hex() or 'none'}")
-    try:
-        return msgspec.msgpack.decode(body, strict=True), len(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"the object {key} cannot be decoded: {error}") from error

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from omni_connector.errors import IncompatiblePeerError, PeerUnreachableError, ProtocolError
 from omni_connector.transports.arena import ArenaView, SlotHeader
 from omni_connector.transports.base import Endpoint, RemoteArena
+from omni_connector.transports.buffers import Buffers
 from omni_connector.transports.objects import StoredObject, read_object
 from omni_connector.transports.unix import Attach, Connection, Find, Found, Grant, Missing
 
@@ -50,8 +51,9 @@ def map_arena(
 class ObjectPeer:
     """Another connector that has objects: a connection, and a mapping of its object arena."""
 
-    def __init__(self, address: Path, timeout: float) -> None:
+    def __init__(self, address: Path, timeout: float, buffers: Buffers) -> None:
         self.address = address
+        self._buffers = buffers
         self._timeout = timeout
         self._aside_until = 0.0
         self._turn = threading.Lock()
@@ -81,7 +83,7 @@ class ObjectPeer:
         view = self._view
         if view is None:
             raise PeerUnreachableError(f"{self.address} has gone")
-        return read_object(view, digest, stored)
+        return read_object(view, digest, stored, self._buffers)
 
     def close(self) -> None:
         """Hang up. A read that is running ends well. Idempotent."""

@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole objects in the slots of an arena: who holds which slots, and how a reader checks them."""
+"""Whole objects in the slots of an arena: who holds which slots, and how a reader checks them.
+
+An object has one header, that of its first slot. Its owner changes that before it lets any slot of
+the object be written again, so that a reader who finds the first slot published with the object's
+generation, before the copy and after it, has copied all of the object. The header's checksum is
+that of the checksums of the slots' contents, which can so be had by several threads.
+"""
 
 import itertools
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,20 +19,47 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from omni_connector.config import memory_limit_bytes
 from omni_connector.errors import (
     ArenaFullError,
     ChecksumError,
+    ConfigError,
     ProtocolError,
     StaleSlotError,
     TransportError,
 )
 from omni_connector.transports.arena import Arena, ArenaView
 from omni_connector.transports.base import ObjectKey
+from omni_connector.transports.buffers import Buffers, share_out
 
 # An object in as many pieces as can be must still be described by one bounded message.
 MAX_OBJECT_SLOTS: Final = 4096
 
+_SLOT_BYTES: Final = 1 << 20
+_MAX_DEFAULT_BYTES: Final = 4 << 30
+
 Runs = tuple[tuple[int, int], ...]
+
+
+def object_geometry(gib: float | None) -> tuple[int, int]:
+    """Slots, and bytes of each, of an arena for objects.
+
+    Args:
+        gib: its size in GiB; None takes a tenth of the machine's memory, 4 GiB at most.
+
+    Raises:
+        ConfigError: it is not a positive number.
+    """
+    if gib is None:
+        total = min(memory_limit_bytes() // 10, _MAX_DEFAULT_BYTES)
+    elif math.isfinite(gib) and gib > 0:
+        total = int(gib * (1 << 30))
+    else:
+        raise ConfigError(f"object_gib must be a positive number, not {gib!r}")
+    slot_bytes = _SLOT_BYTES
+    while total > slot_bytes * MAX_OBJECT_SLOTS:
+        slot_bytes *= 2
+    return max(1, total // slot_bytes), slot_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +68,7 @@ class StoredObject:
 
     Attributes:
         runs: (first slot, number of slots) in the order of the bytes.
-        generation: that of all its slots.
+        generation: that of its first slot.
         length: bytes.
         stamp: the host's monotonic clock in ns when it was stored; the greater is the newer.
     """
@@ -64,6 +98,8 @@ class ObjectStore:
         self._lock = threading.Lock()
         self._objects: dict[bytes, tuple[ObjectKey, StoredObject]] = {}
         self._free = np.ones(arena.n_slots, np.bool_)
+        # Bytes of each slot that have memory: it comes with the first use and stays.
+        self._populated = np.zeros(arena.n_slots, np.int64)
         self._generations = itertools.count(1)
 
     def __len__(self) -> int:
@@ -89,7 +125,7 @@ class ObjectStore:
         runs = self._allocate(digest, length)
         generation = next(self._generations)
         try:
-            self._write(runs, generation, digest, parts)
+            self._write(runs, generation, digest, parts, length)
         except BaseException:
             with self._lock:
                 self._release(runs)
@@ -129,7 +165,7 @@ class ObjectStore:
         if needed > self.arena.n_slots:
             raise ArenaFullError(
                 f"an object of {length} bytes can never fit in {self.arena.n_slots} slots of "
-                f"{self.arena.slot_bytes} bytes"
+                f"{self.arena.slot_bytes} bytes; raise object_gib"
             )
         with self._lock:
             if needed > self.free_slots:
@@ -138,7 +174,8 @@ class ObjectStore:
                 if entry is None or needed > room:
                     raise ArenaFullError(
                         f"an object of {length} bytes needs {needed} slots, {room} of "
-                        f"{self.arena.n_slots} are free; clean up requests that are done"
+                        f"{self.arena.n_slots} are free; clean up requests that are done, or raise "
+                        "object_gib"
                     )
                 del self._objects[digest]
                 self._release(entry[1].runs)
@@ -148,44 +185,50 @@ class ObjectStore:
         return runs
 
     def _release(self, runs: Runs) -> None:
-        # Holds the lock. A closed arena has no slots to retire.
+        # Holds the lock. A closed arena has no slots to retire. Retired before any of its slots
+        # can be chosen again: a reader of any of them checks the first.
+        if not self.arena.closed:
+            self.arena.retire(runs[0][0])
         for start, count in runs:
             self._free[start : start + count] = True
-            for slot in range(start, start + count):
-                if not self.arena.closed:
-                    self.arena.retire(slot)
 
     def _write(
-        self, runs: Runs, generation: int, digest: bytes, parts: Sequence[memoryview]
+        self, runs: Runs, generation: int, digest: bytes, parts: Sequence[memoryview], length: int
     ) -> None:
         slots = self.arena.slots
-        pending = [np.frombuffer(part, np.uint8) for part in parts if part.nbytes]
-        for start, count in runs:
-            for slot in range(start, start + count):
-                self.arena.begin_write(slot, generation)
-            room = slots[start : start + count].reshape(-1)
-            filled = 0
-            while pending and filled < room.size:
-                piece = pending[0][: room.size - filled]
-                np.copyto(room[filled : filled + piece.size], piece)
-                filled += piece.size
-                pending[0] = pending[0][piece.size :]
-                if not pending[0].size:
-                    del pending[0]
-            for slot in range(start, start + count):
-                used = min(max(filled, 0), self.arena.slot_bytes)
-                checksum = xxhash.xxh3_64_intdigest(slots[slot, :used].data)
-                self.arena.publish(slot, generation, digest, used, checksum)
-                filled -= used
+        ids = _slot_ids(runs)
+        checksums = np.empty(len(ids), np.uint64)
+
+        def fill(job: tuple[int, int, list[NDArray[np.uint8]]]) -> None:
+            index, slot, pieces = job
+            room = slots[slot]
+            used = sum(piece.size for piece in pieces)
+            if used > self._populated[slot]:
+                self.arena.populate(slot, used)
+                self._populated[slot] = used
+            at = 0
+            for piece in pieces:
+                np.copyto(room[at : at + piece.size], piece)
+                at += piece.size
+            checksums[index] = xxhash.xxh3_64_intdigest(room[:used].data)
+
+        self.arena.begin_write(ids[0], generation)
+        pieces = _cut(parts, self.arena.slot_bytes)
+        share_out(fill, zip(range(len(ids)), ids, pieces, strict=True), length)
+        first = min(length, self.arena.slot_bytes)
+        self.arena.publish(ids[0], generation, digest, first, _checksum(length, checksums))
 
 
-def read_object(arena: Arena | ArenaView, digest: bytes, stored: StoredObject) -> memoryview:
+def read_object(
+    arena: Arena | ArenaView, digest: bytes, stored: StoredObject, buffers: Buffers
+) -> memoryview:
     """A verified copy of an object in an arena.
 
     Args:
         arena: where it is.
         digest: of the key that was asked for.
         stored: what its owner says of it; checked.
+        buffers: where the memory for the copy comes from.
 
     Raises:
         StaleSlotError: it was replaced or dropped meanwhile.
@@ -193,44 +236,73 @@ def read_object(arena: Arena | ArenaView, digest: bytes, stored: StoredObject) -
         ProtocolError: the description makes no sense.
         TransportError: the arena is closed, or there is no memory for the copy.
     """
-    capacity = _count(stored.runs) * arena.slot_bytes
+    slot_bytes = arena.slot_bytes
+    capacity = _count(stored.runs) * slot_bytes
     impossible = stored.length < 0 or any(
         start < 0 or count < 1 or start + count > arena.n_slots for start, count in stored.runs
     )
-    if impossible or not capacity - arena.slot_bytes < max(stored.length, 1) <= capacity:
+    # No slot counts twice: what is allocated is bounded by the arena that is mapped.
+    impossible = impossible or capacity > arena.n_slots * slot_bytes
+    if impossible or not capacity - slot_bytes < max(stored.length, 1) <= capacity:
         raise ProtocolError(
             f"{stored.length} bytes in slots {stored.runs[:8]} do not describe an object in "
-            f"{arena.n_slots} slots of {arena.slot_bytes} bytes"
+            f"{arena.n_slots} slots of {slot_bytes} bytes"
         )
     slots = arena.slots
-    try:
-        content: NDArray[np.uint8] = np.empty(stored.length, np.uint8)
-    except MemoryError as error:
-        raise TransportError(f"no memory for an object of {stored.length} bytes") from error
-    done = 0
-    for start, count in stored.runs:
-        copy = content[done : done + count * arena.slot_bytes]
-        for slot in range(start, start + count):
-            arena.verify(slot, stored.generation)
-        np.copyto(copy, slots[start : start + count].reshape(-1)[: copy.size])
-        for i, slot in enumerate(range(start, start + count)):
-            header = arena.verify(slot, stored.generation)
-            piece = copy[i * arena.slot_bytes : (i + 1) * arena.slot_bytes]
-            if header.key != digest or header.length != piece.size:
-                raise StaleSlotError(f"slot {slot} holds {header.length} bytes of another object")
-            if header.checksum != xxhash.xxh3_64_intdigest(piece.data):
-                raise ChecksumError(f"slot {slot} generation {header.generation}: wrong checksum")
-        done += copy.size
+    ids = _slot_ids(stored.runs)
+    arena.verify(ids[0], stored.generation)
+    content = buffers.take(stored.length)
+    checksums = np.empty(len(ids), np.uint64)
+
+    def read(job: tuple[int, int]) -> None:
+        index, slot = job
+        piece = content[index * slot_bytes : (index + 1) * slot_bytes]
+        np.copyto(piece, slots[slot, : piece.size])
+        checksums[index] = xxhash.xxh3_64_intdigest(piece.data)
+
+    share_out(read, enumerate(ids), stored.length)
+    header = arena.verify(ids[0], stored.generation)
+    if header.key != digest or header.length != min(stored.length, slot_bytes):
+        raise StaleSlotError(f"slot {ids[0]} holds {header.length} bytes of another object")
+    if header.checksum != _checksum(stored.length, checksums):
+        raise ChecksumError(f"slot {ids[0]} generation {header.generation}: wrong checksum")
     return content.data
+
+
+def _checksum(length: int, checksums: NDArray[np.uint64]) -> int:
+    """That of an object of so many bytes whose slots' contents have these."""
+    return xxhash.xxh3_64_intdigest(length.to_bytes(8, "little") + checksums.tobytes())
+
+
+def _cut(parts: Sequence[memoryview], slot_bytes: int) -> Iterator[list[NDArray[np.uint8]]]:
+    """The parts, cut into what each slot takes; of no bytes at all, one slot of nothing."""
+    pieces: list[NDArray[np.uint8]] = []
+    room = slot_bytes
+    for part in parts:
+        left: NDArray[np.uint8] = np.frombuffer(part, np.uint8)
+        while left.size:
+            if not room:
+                yield pieces
+                pieces, room = [], slot_bytes
+            pieces.append(left[:room])
+            left = left[room:]
+            room -= pieces[-1].size
+    yield pieces
 
 
 def _count(runs: Runs) -> int:
     return sum(count for _, count in runs)
 
 
+def _slot_ids(runs: Runs) -> list[int]:
+    return [slot for start, count in runs for slot in range(start, start + count)]
+
+
 def _choose(free: NDArray[np.bool_], needed: int) -> Runs:
     """The smallest run of free slots that suffices, else the largest ones there are."""
-    edges = np.flatnonzero(np.diff(free, prepend=False, append=False))
+    walled = np.zeros(free.size + 2, np.bool_)
+    walled[1:-1] = free
+    edges = np.flatnonzero(walled[1:] != walled[:-1])
     runs = [(int(start), int(end - start)) for start, end in edges.reshape(-1, 2)]
     enough = [run for run in runs if run[1] >= needed]
     if enough:

@@ -28,8 +28,14 @@ from omni_connector.errors import (
 from omni_connector.transports import runtime
 from omni_connector.transports.arena import Arena
 from omni_connector.transports.base import Endpoint, ObjectKey, OmniConnector, RemoteArena
+from omni_connector.transports.buffers import Buffers
 from omni_connector.transports.mapped import MappedArena, ObjectPeer, map_arena
-from omni_connector.transports.objects import ObjectStore, StoredObject, read_object
+from omni_connector.transports.objects import (
+    ObjectStore,
+    StoredObject,
+    object_geometry,
+    read_object,
+)
 from omni_connector.transports.unix import (
     Answer,
     Attach,
@@ -48,19 +54,24 @@ _ARENA_SOCKET: Final = "a-"
 _OBJECT_SOCKET: Final = "o-"
 _SWEEP_TIMEOUT_S: Final = 0.2
 _READ_ATTEMPTS: Final = 3
+# Peers of which metadata told; above this, those that are not in the folder are forgotten.
+_MAX_UNLISTED_PEERS: Final = 256
 
 
 class SharedMemoryConnector(OmniConnector):
     """Arenas as memfds, passed between processes of one user on one host.
 
     Objects live in an arena of the connector's own, made at the first `put`; its memory is
-    taken as it is used.
+    taken as it is used, used again, and kept until `close`.
 
     Args:
         namespace: connectors find the objects of those that share it.
         folder: the runtime folder, by default the one of the namespace.
-        object_slot_bytes: bytes of a slot of objects, a multiple of the page size.
-        object_slots: their number, at most 4096. An object takes a whole number of slots.
+        object_gib: size of that arena, which limits what has been put and not been cleaned up;
+            by default a tenth of the machine's memory, 4 GiB at most. It is divided into at most
+            4096 slots of 1 MiB or more, and an object takes a whole number of slots.
+        object_slot_bytes: bytes of a slot of objects instead, a multiple of the page size.
+        object_slots: with it, their number.
         object_timeout: seconds that a `get` waits for peers to answer.
         peer_timeout: seconds that it waits for one of them, which is then left alone for
             ten times as long.
@@ -77,8 +88,9 @@ class SharedMemoryConnector(OmniConnector):
         *,
         namespace: str = "default",
         folder: Path | None = None,
-        object_slot_bytes: int = 1 << 20,
-        object_slots: int = 256,
+        object_gib: float | None = None,
+        object_slot_bytes: int | None = None,
+        object_slots: int | None = None,
         object_timeout: float = 5.0,
         peer_timeout: float = 1.0,
     ) -> None:
@@ -86,7 +98,10 @@ class SharedMemoryConnector(OmniConnector):
             raise ValueError("timeouts must be positive")
         self.folder: Final = runtime.runtime_dir(namespace) if folder is None else folder
         runtime.check_private(self.folder)
-        self._object_geometry = object_slots, object_slot_bytes
+        if object_slot_bytes is not None and object_slots is not None:
+            self._object_geometry = object_slots, object_slot_bytes
+        else:
+            self._object_geometry = object_geometry(object_gib)
         self._object_timeout = object_timeout
         self._peer_timeout = peer_timeout
         # Guards what follows; never held while waiting for anybody.
@@ -95,8 +110,10 @@ class SharedMemoryConnector(OmniConnector):
         self._listener: Listener | None = None
         self._exports: dict[bytes, _Export] = {}
         self._objects: ObjectStore | None = None
-        self._object_address: Path | None = None
-        self._peers: dict[Path, ObjectPeer] = {}
+        # Addresses of objects are plain strings: each `get` compares them all.
+        self._object_address: str | None = None
+        self._peers: dict[str, ObjectPeer] = {}
+        self._buffers = Buffers()
         # Held while the object arena is made, so that it is made once.
         self._making_objects = threading.Lock()
 
@@ -137,7 +154,7 @@ class SharedMemoryConnector(OmniConnector):
     def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
         objects, address = self._own_objects()
         stored = objects.store(key, parts)
-        return {"transport": self.transport, "address": str(address), "length": stored.length}
+        return {"transport": self.transport, "address": address, "length": stored.length}
 
     def load_object(
         self, key: ObjectKey, metadata: Mapping[str, Any] | None, *, timeout: float
@@ -157,7 +174,7 @@ class SharedMemoryConnector(OmniConnector):
                 if peer is not None:
                     return peer.read(digest, stored)
                 if self._objects is not None:
-                    return read_object(self._objects.arena, digest, stored)
+                    return read_object(self._objects.arena, digest, stored, self._buffers)
             except StaleSlotError as error:
                 # It was replaced while we read: the next one is what the caller wants.
                 stale = error
@@ -184,6 +201,7 @@ class SharedMemoryConnector(OmniConnector):
             peer.close()
         if objects is not None:
             objects.close()
+        self._buffers.close()
 
     def details(self) -> dict[str, Any]:
         with self._lock:
@@ -246,7 +264,7 @@ class SharedMemoryConnector(OmniConnector):
         self._sweep(self.folder)
         return listener
 
-    def _own_objects(self) -> tuple[ObjectStore, Path]:
+    def _own_objects(self) -> tuple[ObjectStore, str]:
         with self._making_objects:
             with self._lock:
                 self._check_open()
@@ -263,8 +281,8 @@ class SharedMemoryConnector(OmniConnector):
                 raise
             with self._lock:
                 if not self._closed:
-                    self._objects, self._object_address = objects, address
-                    return objects, address
+                    self._objects, self._object_address = objects, str(address)
+                    return objects, str(address)
             objects.close()
             raise TransportError("the connector is closed")
 
@@ -291,7 +309,7 @@ class SharedMemoryConnector(OmniConnector):
         ), None
 
     def _newest(
-        self, digest: bytes, hint: Path | None, deadline: float
+        self, digest: bytes, hint: str | None, deadline: float
     ) -> tuple[StoredObject, ObjectPeer | None] | None:
         newest: tuple[StoredObject, ObjectPeer | None] | None = None
         own = self._object_address
@@ -311,25 +329,29 @@ class SharedMemoryConnector(OmniConnector):
                 newest = stored, peer
         return newest
 
-    def _candidates(self, hint: Path | None, own: Path | None) -> list[ObjectPeer]:
+    def _candidates(self, hint: str | None, own: str | None) -> list[ObjectPeer]:
+        if hint is None or len(self._peers) > _MAX_UNLISTED_PEERS:
+            there = self._object_sockets()
+            with self._lock:
+                gone = [self._peers.pop(each) for each in set(self._peers).difference(there)]
+            for peer in gone:
+                peer.close()
+        wanted = there if hint is None else [hint]
+        with self._lock:
+            self._check_open()
+            for address in wanted:
+                if address != own and address not in self._peers:
+                    self._peers[address] = ObjectPeer(
+                        Path(address), self._peer_timeout, self._buffers
+                    )
+            return [self._peers[address] for address in wanted if address != own]
+
+    def _object_sockets(self) -> list[str]:
         try:
             names = sorted(os.listdir(self.folder))
         except OSError as error:
             raise TransportError(f"cannot read the runtime folder: {error}") from error
-        there = [self.folder / name for name in names if name.startswith(_OBJECT_SOCKET)]
-        if hint is not None and hint not in there:
-            there.append(hint)
-        with self._lock:
-            self._check_open()
-            gone = [self._peers.pop(address) for address in set(self._peers).difference(there)]
-            wanted = [address for address in there if address != own and hint in (None, address)]
-            for address in wanted:
-                if address not in self._peers:
-                    self._peers[address] = ObjectPeer(address, self._peer_timeout)
-            peers = [self._peers[address] for address in wanted]
-        for peer in gone:
-            peer.close()
-        return peers
+        return [f"{self.folder}/{name}" for name in names if name.startswith(_OBJECT_SOCKET)]
 
     def _sweep(self, folder: Path) -> None:
         try:
@@ -362,11 +384,13 @@ class _Hint(msgspec.Struct, frozen=True):
     address: str | None = None
 
 
-def _read_hint(metadata: Mapping[str, Any] | None) -> Path | None:
+def _read_hint(metadata: Mapping[str, Any] | None) -> str | None:
+    if not metadata:
+        return None
     try:
-        hint = msgspec.convert(dict(metadata or {}), _Hint)
+        hint = msgspec.convert(dict(metadata), _Hint)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         raise ProtocolError(f"the metadata of an object is malformed: {error}") from error
     if hint.address is None or hint.transport != SharedMemoryConnector.transport:
         return None
-    return Path(hint.address)
+    return hint.address

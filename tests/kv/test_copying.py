@@ -312,9 +312,18 @@ def test_a_source_may_be_named_twice(small):
 @pytest.mark.parametrize("verb", ["save", "load"])
 def test_slots_of_another_shape_are_refused(small, verb):
     _, slots, copier = small
-    for wrong in (slots[:, :-1], slots[0], slots.view(np.uint16), slots.view(np.int8)):
+    for wrong in (slots[:, :63], slots[0], slots.view(np.uint16), slots.view(np.int8)):
         with pytest.raises(ValueError, match="slots"):
             getattr(copier, verb)(0, ids([0]), wrong, ids([0]), checksum=False)
+
+
+def test_slots_may_be_wider_than_ours(small):
+    cache, slots, copier = small
+    wide = np.zeros((3, slots.shape[1] + 4096), np.uint8)
+    copier.save(0, ids([2]), wide, ids([1]), checksum=False)
+    np.testing.assert_array_equal(wide[1, :64], cache.slot(0, 2))
+    copier.load(0, ids([0]), wide, ids([1]), checksum=False)
+    np.testing.assert_array_equal(cache.slot(0, 0), cache.slot(0, 2))
 
 
 def test_read_only_slots_are_loaded_from_but_never_saved_to(small):

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import errno
 import fcntl
 import mmap
 import os
@@ -364,3 +365,38 @@ def test_memory_is_had_at_once_where_the_kernel_may_refuse_it_later(
     monkeypatch.setattr(arena_module, "overcommit_is_strict", lambda: True)
     with Arena.create(4, 1 << 20) as arena:
         assert allocated(arena) >= 4 << 20
+
+
+@pytest.mark.parametrize("kernel_can", [True, False])
+def test_slot_has_memory_once_populated(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, kernel_can: bool
+) -> None:
+    if not kernel_can:  # before Linux 5.14 the advice is unknown
+        monkeypatch.setattr(population, "MADV_POPULATE_WRITE", 9999)
+    arena.slots[1] = 7
+
+    def allocated() -> int:
+        return os.fstat(arena.fd).st_blocks * 512
+
+    before = allocated()
+    arena.populate(1, SLOT_BYTES)
+    assert allocated() == before
+    arena.populate(3, 4097)
+    assert allocated() == before + SLOT_BYTES
+    assert (arena.slots[1] == 7).all()
+
+
+def test_population_without_memory_is_an_error(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(population, "MADV_POPULATE_WRITE", 9999)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(TransportError, match="no memory for 100 bytes of slot 2"):
+        arena.populate(2, 100)
+    arena.close()
+    with pytest.raises(TransportError, match="closed"):
+        arena.populate(2, 100)

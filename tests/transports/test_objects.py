@@ -1,27 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
+import dataclasses
+import errno
+import itertools
 import os
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from omni_connector.errors import (
     ArenaFullError,
     ChecksumError,
+    ConfigError,
     ProtocolError,
     StaleSlotError,
     TransportError,
 )
 from omni_connector.testing import FakeClock
+from omni_connector.transports import arena, buffers, objects
 from omni_connector.transports.arena import Arena, SlotState
 from omni_connector.transports.base import ObjectKey
+from omni_connector.transports.buffers import Buffers
 from omni_connector.transports.objects import (
     MAX_OBJECT_SLOTS,
     ObjectStore,
     StoredObject,
     _choose,
+    object_geometry,
     read_object,
 )
 
@@ -52,7 +61,7 @@ def put(store: ObjectStore, name: str, content: bytes) -> StoredObject:
 def read(store: ObjectStore, name: str) -> bytes:
     stored = store.find(key(name).digest)
     assert stored is not None
-    return bytes(read_object(store.arena, key(name).digest, stored))
+    return bytes(read_object(store.arena, key(name).digest, stored, Buffers()))
 
 
 @pytest.mark.parametrize("sizes", [(0,), (1, 0, 1), (4096, 1), (5000, 5000, 5000), (4095, 4097)])
@@ -87,10 +96,10 @@ def test_replaced_object_cannot_be_read_any_more(store: ObjectStore) -> None:
     old = put(store, "k", b"old")
     put(store, "k", b"new")
     with pytest.raises(StaleSlotError):
-        read_object(store.arena, key("k").digest, old)
+        read_object(store.arena, key("k").digest, old, Buffers())
     put(store, "other", b"reuses the slot of the old one")
     with pytest.raises(StaleSlotError):
-        read_object(store.arena, key("k").digest, old)
+        read_object(store.arena, key("k").digest, old, Buffers())
     assert read(store, "k") == b"new"
 
 
@@ -144,10 +153,145 @@ def test_altered_object_is_detected(store: ObjectStore) -> None:
         read(store, "k")
 
 
+def test_every_byte_of_an_object_is_checked(store: ObjectStore) -> None:
+    content = os.urandom(3 * SLOT_BYTES - 100)
+    stored = put(store, "k", content)
+    ((first, _),) = stored.runs
+    flat = store.arena.slots.reshape(-1)[first * SLOT_BYTES :]
+    for at in (0, SLOT_BYTES - 1, SLOT_BYTES, 2 * SLOT_BYTES + 5, len(content) - 1):
+        flat[at] ^= 1
+        with pytest.raises(ChecksumError):
+            read(store, "k")
+        flat[at] ^= 1
+    assert read(store, "k") == content
+
+
+def test_contents_of_slots_that_change_places_are_detected(store: ObjectStore) -> None:
+    stored = put(store, "k", os.urandom(2 * SLOT_BYTES))
+    ((first, _),) = stored.runs
+    store.arena.slots[[first, first + 1]] = store.arena.slots[[first + 1, first]]
+    with pytest.raises(ChecksumError):
+        read(store, "k")
+
+
+@pytest.mark.parametrize("length", [2 * SLOT_BYTES - 1, 2 * SLOT_BYTES - 5])
+def test_length_that_the_owner_did_not_store_is_detected(store: ObjectStore, length: int) -> None:
+    stored = put(store, "k", bytes(2 * SLOT_BYTES - 4))
+    with pytest.raises(ChecksumError):
+        read_object(
+            store.arena, key("k").digest, dataclasses.replace(stored, length=length), Buffers()
+        )
+
+
+@pytest.mark.parametrize("reuse", [1, 3])
+def test_object_dropped_while_it_is_copied_is_refused(store: ObjectStore, reuse: int) -> None:
+    """Also where only one of its later slots is written again, by an object that starts there."""
+    stored = put(store, "k", b"a" * (4 * SLOT_BYTES))
+
+    class Dropping(Buffers):
+        def take(self, nbytes: int) -> NDArray[np.uint8]:
+            store.drop("k")
+            for i in range(reuse):
+                put(store, f"r{i}", b"b")
+            if reuse == 3:
+                store.drop("r0")
+            return super().take(nbytes)
+
+    with pytest.raises(StaleSlotError):
+        read_object(store.arena, key("k").digest, stored, Dropping())
+
+
+def test_reader_of_an_object_that_is_replaced_never_gets_a_mixture(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers, "_BYTES_PER_THREAD", SLOT_BYTES)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)))
+    stop = threading.Event()
+    put(store, "k", bytes(3 * SLOT_BYTES))
+
+    def replace() -> None:
+        for i in itertools.cycle(range(256)):
+            if stop.is_set():
+                return
+            put(store, "k", bytes([i]) * (3 * SLOT_BYTES))
+
+    writer = threading.Thread(target=replace)
+    writer.start()
+    found, stale = [], 0
+    try:
+        for _ in range(300):
+            try:
+                found.append(set(read(store, "k")))
+            except StaleSlotError:
+                stale += 1
+    finally:
+        stop.set()
+        writer.join()
+    assert found
+    assert all(len(content) == 1 for content in found)
+
+
+def test_memory_is_had_for_what_is_written(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(store.arena, "populate", lambda *each: asked.append(each))
+    put(store, "k", bytes(SLOT_BYTES + 10))
+    put(store, "k", b"again, in other slots")
+    store.drop("k")
+    put(store, "k", bytes(SLOT_BYTES + 10))
+    put(store, "k2", bytes(200))
+    assert asked == [(0, SLOT_BYTES), (1, 10), (2, 21), (2, 200)]
+
+
+def test_object_there_is_no_memory_for_is_refused(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "k", b"old")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(arena, "populate", fail)
+    with pytest.raises(TransportError, match="no memory"):
+        put(store, "k", bytes(2 * SLOT_BYTES))
+    monkeypatch.undo()
+    assert (read(store, "k"), store.free_slots) == (b"old", N_SLOTS - 1)
+
+
+@pytest.mark.parametrize(
+    ("gib", "geometry"),
+    [
+        (1.0, (1024, 1 << 20)),
+        (4, (4096, 1 << 20)),
+        (5, (2560, 2 << 20)),
+        (16, (4096, 4 << 20)),
+        (1e-9, (1, 1 << 20)),
+        (0.3, (307, 1 << 20)),
+    ],
+)
+def test_size_of_the_arena(gib: float, geometry: tuple[int, int]) -> None:
+    assert object_geometry(gib) == geometry
+
+
+@pytest.mark.parametrize(("memory_gib", "slots"), [(1, 102), (20, 2048), (1000, 4096)])
+def test_size_of_the_arena_unless_configured(
+    monkeypatch: pytest.MonkeyPatch, memory_gib: int, slots: int
+) -> None:
+    monkeypatch.setattr(objects, "memory_limit_bytes", lambda: memory_gib << 30)
+    assert object_geometry(None) == (slots, 1 << 20)
+
+
+@pytest.mark.parametrize("gib", [0, -1, float("inf"), float("nan")])
+def test_impossible_size_of_the_arena_is_refused(gib: float) -> None:
+    with pytest.raises(ConfigError, match="object_gib"):
+        object_geometry(gib)
+
+
 def test_object_under_another_key_is_refused(store: ObjectStore) -> None:
     stored = put(store, "k", b"object")
     with pytest.raises(StaleSlotError):
-        read_object(store.arena, key("other").digest, stored)
+        read_object(store.arena, key("other").digest, stored, Buffers())
 
 
 @pytest.mark.parametrize(
@@ -160,6 +304,8 @@ def test_object_under_another_key_is_refused(store: ObjectStore) -> None:
         (((N_SLOTS, 1),), 5),
         (((0, 0),), 0),
         (((2, -1), (0, 2)), 5),
+        (((0, N_SLOTS), (0, 1)), N_SLOTS * SLOT_BYTES + 5),
+        (((0, N_SLOTS),) * 1000, 1000 * N_SLOTS * SLOT_BYTES),
         ((), 0),
     ],
 )
@@ -168,7 +314,7 @@ def test_impossible_descriptions_are_refused(
 ) -> None:
     put(store, "k", b"object")
     with pytest.raises(ProtocolError):
-        read_object(store.arena, key("k").digest, StoredObject(runs, 1, length, 0))
+        read_object(store.arena, key("k").digest, StoredObject(runs, 1, length, 0), Buffers())
 
 
 def test_closed_store_takes_nothing(store: ObjectStore) -> None:
@@ -227,7 +373,7 @@ def test_chosen_runs_are_free_distinct_and_enough(free: list[bool], data: st.Dat
         ("req-1.0", "req-1", False),
         ("req-1é", "req-1", False),
         ("omni_0_to_1_kv_cache_req-1", "0", False),
-        ("omni_0_to_1_kv_cache_req-1", "omni_0_to_1_kv_cache_req-1", False),
+        ("omni_0_to_1_kv_cache_req-1", "omni_0_to_1_kv_cache_req-1", True),
         ("req-1_0_0_2_3", "3", False),
         ("7_0_0_2_3", "7", True),
         ("omni_0_to_1_kv_cache_0", "0", True),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from omni_connector.errors import (
@@ -22,7 +23,7 @@ from omni_connector.errors import (
 from omni_connector.testing.conformance import TransportConformance, publish
 from omni_connector.transports import runtime
 from omni_connector.transports.arena import Arena
-from omni_connector.transports.base import Endpoint, OmniConnector
+from omni_connector.transports.base import Endpoint, ObjectKey, OmniConnector
 from omni_connector.transports.mapped import ObjectPeer
 from omni_connector.transports.objects import StoredObject
 from omni_connector.transports.shm import SharedMemoryConnector
@@ -206,6 +207,145 @@ def test_object_replaced_while_it_is_read_is_read_again(
     with SharedMemoryConnector(folder=place) as sender:
         sender.put("0", "1", "key", b"first")
         assert reader.get("0", "1", "key") == (b"third", 5)
+
+
+# A sender, and a receiver, that die in the middle of an object. Their own deadlines are the test.
+
+PUT_AND_DIE = """
+import omni_connector.transports.objects as objects
+connector.put("0", "1", "before", [np.arange(5)])
+say(connector.put("0", "1", "key", b"first")[0])
+objects.np.copyto = die
+connector.put("0", "1", "key", [np.ones(5 << 20)])
+"""
+
+GET_AND_DIE = """
+import omni_connector.transports.objects as objects
+objects.np.copyto = die
+connector.get("0", "1", "key")
+"""
+
+
+def test_sender_killed_in_the_middle_of_a_put_has_put_nothing(
+    start: Callable[[str], Peer], reader: SharedMemoryConnector
+) -> None:
+    peer = start(PUT_AND_DIE)
+    assert peer.line() == "True"
+    assert peer.wait() == -9
+    started = time.monotonic()
+    for key in ("before", "key"):
+        assert reader.get("0", "1", key) is None
+    assert time.monotonic() - started < reader.object_timeout
+
+
+def test_sender_that_answers_no_more_is_given_up_in_time(
+    start: Callable[[str], Peer], place: Path
+) -> None:
+    peer = start(EXPORT)
+    peer.endpoint()
+    timeout = 0.3
+    with (
+        SharedMemoryConnector(folder=place, peer_timeout=timeout) as reader,
+        SharedMemoryConnector(folder=place) as other,
+    ):
+        other.put("0", "1", "other", [1, 2])
+        assert reader.get("0", "1", "key") == (b"object", 6)
+        os.kill(peer.process.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        assert reader.get("0", "1", "key") is None
+        assert timeout * 0.9 < time.monotonic() - started < timeout + 5
+        # It is left alone for a while: others' objects do not wait for it.
+        started = time.monotonic()
+        found = reader.get("0", "1", "other")
+        assert found is not None
+        assert time.monotonic() - started < timeout
+        os.kill(peer.process.pid, signal.SIGCONT)
+
+
+def test_receiver_killed_in_the_middle_of_a_get_harms_nobody(
+    start: Callable[[str], Peer], place: Path
+) -> None:
+    with SharedMemoryConnector(folder=place, object_gib=0.05) as sender:
+        assert sender.put("0", "1", "key", [np.ones(1 << 20)])[0]
+        for _ in range(2):
+            assert start(GET_AND_DIE).wait() == -9
+        with SharedMemoryConnector(folder=place) as second:
+            found = second.get("0", "1", "key")
+            assert found is not None
+            assert found[0][0].sum() == 1 << 20
+        sender.cleanup("key")
+        health = sender.health()
+        assert (health["status"], health["objects"]) == ("healthy", 0)
+        assert health["free_object_slots"] == 51
+        assert sender.put("0", "1", "key", [np.ones(6 << 20)])[0]
+
+
+def test_two_receivers_in_other_processes_both_get_it(
+    start: Callable[[str], Peer], place: Path
+) -> None:
+    script = (
+        "found = connector.get('0', '1', 'key')\n"
+        "say(int(found[0]['a'].sum()) + found[0]['b'][0] if found else found)\n"
+    )
+    with SharedMemoryConnector(folder=place) as sender:
+        sender.put("0", "1", "key", {"a": np.arange(3 << 20), "b": [7]})
+        wanted = str(sum(range(3 << 20)) + 7)
+        assert [start(script).line() for _ in range(2)] == [wanted] * 2
+        sender.put("0", "1", "key", {"a": np.ones(3), "b": [1]})
+        assert start(script).line() == "4"
+        sender.cleanup("key")
+        assert start(script).line() == "None"
+
+
+def test_object_larger_than_the_arena_is_refused_with_the_setting(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level("WARNING", "omni_connector.transports.base"),
+        SharedMemoryConnector(folder=place, object_gib=1 / 256) as sender,
+    ):
+        assert sender.put("0", "1", "key", [np.zeros(4 << 20, np.uint8)]) == (False, 0, None)
+        assert sender.health()["status"] == "healthy"
+        assert sender.put("0", "1", "key", [np.zeros(3 << 20, np.uint8)])[0]
+    assert "(4194" in caplog.text
+    assert "raise object_gib" in caplog.text
+
+
+def test_tensors_stay_when_the_connectors_are_closed(place: Path) -> None:
+    torch = pytest.importorskip("torch")
+    with SharedMemoryConnector(folder=place) as sender:
+        sender.put("0", "1", "key", {"k": torch.arange(1 << 20)})
+        with SharedMemoryConnector(folder=place) as receiver:
+            found = receiver.get("0", "1", "key")
+    assert found is not None
+    assert torch.equal(found[0]["k"], torch.arange(1 << 20))
+    assert found[0]["k"].data_ptr() % 4096 == 0
+
+
+def test_object_that_was_altered_in_memory_is_not_served(
+    place: Path, reader: SharedMemoryConnector, caplog: pytest.LogCaptureFixture
+) -> None:
+    with SharedMemoryConnector(folder=place) as sender:
+        sender.put("0", "1", "key", [np.zeros(3 << 20, np.uint8)])
+        assert sender._objects is not None
+        sender._objects.arena.slots[2, 5] ^= 4
+        with caplog.at_level("WARNING", "omni_connector.transports.base"):
+            assert reader.get("0", "1", "key") is None
+    assert "wrong checksum" in caplog.text
+
+
+def test_bytes_that_are_no_object_are_not_served(
+    place: Path, reader: SharedMemoryConnector, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = ObjectKey("0", "1", "key")
+    with SharedMemoryConnector(folder=place) as sender:
+        for content in (b"", b"short", bytes(100), b"\xff" * 100):
+            sender.store_object(key, [memoryview(content)])
+            caplog.clear()
+            with caplog.at_level("WARNING", "omni_connector.transports.base"):
+                found = reader.get("0", "1", "key")
+            assert found is None or found[0] == content[:-17]
+            assert (found is None) == ("get of 'key'" in caplog.text)
 
 
 def objects_of(place: Path) -> Path:

@@ -25,6 +25,7 @@ from omni_connector.errors import (
 from omni_connector.transports import unix
 from omni_connector.transports.arena import Arena
 from omni_connector.transports.base import ObjectKey
+from omni_connector.transports.codec import encode
 from omni_connector.transports.objects import ObjectStore
 from omni_connector.transports.runtime import listen, socket_path
 from omni_connector.transports.shm import SharedMemoryConnector
@@ -571,7 +572,7 @@ def test_peer_that_changes_its_arena_is_read_from_the_new_one(
 
     peer = object_peer(place, answer)
     for store, content in zip(stores, (b"first", b"second"), strict=True):
-        store.store(KEY, [memoryview(content), memoryview(b"\0")])
+        store.store(KEY, encode(content))
         current[0] = store
         assert connector.get("0", "1", "key") == (content, len(content))
     peer.close()

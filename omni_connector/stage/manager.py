@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`OmniKVTransferManager`: the KV cache of finished requests, from one stage to the next."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+
+from omni_connector.errors import ConfigError
+from omni_connector.stage.config import OmniKVCacheConfig, read_model_config, read_vllm_config
+from omni_connector.stage.distributed import ParallelGroups, group_size, receive_once
+from omni_connector.stage.extract import LayerKV, extract_kv_cache
+from omni_connector.stage.link import ConnectorLink, TransferStats
+from omni_connector.stage.payload import KVCacheTransferData
+from omni_connector.stage.receiving import (
+    ReceiveKeyBuilder,
+    check_tokens,
+    place,
+    receive_keys,
+    wait_for_payloads,
+)
+from omni_connector.stage.sending import SendKeyBuilder, send_kv_cache
+from omni_connector.stage.tp import Topology, local_rank, local_size, merge_shards, own_heads
+
+__all__ = [
+    "KVCacheTransferData",
+    "LayerKV",
+    "OmniKVCacheConfig",
+    "OmniKVTransferManager",
+    "TransferStats",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class OmniKVTransferManager:
+    """Sends and receives the KV cache of requests over an `OmniConnector`.
+
+    What is sent stays until the connector lets go of it, is told to (`cleanup`, of which the
+    sender must take care), or this process ends: it may be received again, and by several. Sent
+    again, the newest counts. A receiver that waits for what is never sent, or whose sender died,
+    is told so at `recv_timeout`; no sender waits for a receiver, and a sender without room is told
+    that its send failed.
+
+    Args:
+        config: what to transfer, and how.
+        parallel_groups: this rank's groups; by default found when they are needed.
+        clock: monotonic seconds.
+        sleep: waits for seconds.
+
+    Attributes:
+        config: as given.
+        send_stages: (from, to) of what is sent; (None, None) if that is not configured.
+        recv_stages: the same of what is received.
+        stats: counters.
+        last_failures: the requests that the last `handle_finished_requests_kv_transfer` could
+            not send, and why.
+        kv_send_key_builder: (request id, from, to) -> keys to put a request under, instead of the
+            usual ones; each gets all heads of this rank.
+        kv_recv_key_builder: (request id, from, to) -> keys to get it by, or (key, sender's rank).
+        kv_payload_merger: payloads of several senders -> one.
+        kv_payload_slicer: payload -> what this rank uses of it.
+
+    Raises:
+        ConfigError: neither of the tensor-parallel sizes divides the other.
+    """
+
+    def __init__(
+        self,
+        config: OmniKVCacheConfig,
+        *,
+        parallel_groups: ParallelGroups | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        Topology(config.from_tp, config.to_tp)
+        self.config = config
+        self.send_stages = config.send_stages()
+        self.recv_stages = config.recv_stages()
+        self._link = ConnectorLink(config, lambda: self._topology)
+        self.stats = self._link.stats
+        self.last_failures: dict[str, str] = {}
+        self.kv_send_key_builder: SendKeyBuilder | None = None
+        self.kv_recv_key_builder: ReceiveKeyBuilder | None = None
+        self.kv_payload_merger: Callable[[list[dict[str, Any]]], Any] | None = None
+        self.kv_payload_slicer: Callable[[Any], Any] | None = None
+        self._parallel_groups = parallel_groups
+        self._clock = clock
+        self._sleep = sleep
+
+    @classmethod
+    def from_od_config(cls, config: Any) -> Self:
+        """A manager by the `omni_kv_config` of a model's or a diffusion engine's configuration.
+
+        Raises:
+            ConfigError: a value there is of the wrong type or out of range.
+        """
+        return cls(read_model_config(config))
+
+    from_model_config = from_od_config
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: Any, model_config: Any) -> Self:
+        """As `from_model_config`, else with the connector of vLLM's `kv_transfer_config`.
+
+        Raises:
+            ConfigError: as `from_od_config`.
+        """
+        return cls(read_vllm_config(vllm_config, model_config))
+
+    @property
+    def connector(self) -> Any:
+        """The connector, made at first use; None if none is configured, or it does not start.
+
+        One that did not start is tried again at the next use.
+        """
+        return self._link.connector
+
+    get_connector = property(lambda self: self.connector)
+
+    def handle_finished_requests_kv_transfer(
+        self,
+        finished_reqs: Mapping[str, Mapping[str, Any]],
+        kv_caches: list[LayerKV],
+        block_size: int,
+        cache_dtype: str,
+        request_id_resolver: Callable[[str], str] | None = None,
+    ) -> list[str]:
+        """Take the KV of finished requests from the cache and send it to the next stage.
+
+        Each of a request's objects is tried three times, 0.1 s and 0.2 s apart.
+
+        Args:
+            finished_reqs: request id -> `block_ids`, `seq_len` and, optionally,
+                `custom_metadata`.
+            kv_caches: the cache of each layer; see `extract_kv_cache`.
+            block_size: tokens of a block.
+            cache_dtype: what the engine calls the cache's dtype.
+            request_id_resolver: request id -> the id by which the next stage knows it.
+
+        Returns:
+            The ids of the requests that were sent; of all, if this stage does not send. The
+            others stand in `last_failures`, with the reason. The blocks of neither are needed
+            any more.
+        """
+        self.last_failures = {}
+        if not self.config.need_send_cache:
+            return list(finished_reqs)
+        sent = []
+        for request_id, request in finished_reqs.items():
+            try:
+                kv_data = extract_kv_cache(
+                    request_id_resolver(request_id) if request_id_resolver else request_id,
+                    request["block_ids"],
+                    request["seq_len"],
+                    kv_caches,
+                    block_size,
+                    cache_dtype,
+                    request.get("custom_metadata"),
+                    layout=self.config.kv_layout,
+                    head_dim=self.config.head_dim,
+                    cpu_engine=self.config.cpu_engine,
+                )
+                size = send_kv_cache(
+                    self._link,
+                    self.send_stages,
+                    self._topology,
+                    kv_data,
+                    build_keys=self.kv_send_key_builder,
+                    num_kv_heads=self.config.num_kv_heads,
+                    sleep=self._sleep,
+                )
+            except Exception as error:
+                # Of one request, and maybe of a hook or connector of others: the rest must go on.
+                logger.exception("KV cache of request %s was not sent", request_id)
+                self.last_failures[request_id] = f"{type(error).__name__}: {error}"
+                self._link.count(send_failures=1)
+            else:
+                sent.append(request_id)
+                self._link.count(sent=1, sent_bytes=size)
+        return sent
+
+    def receive_kv_cache_for_request(
+        self, request_id: str, target_device: torch.device | None = None
+    ) -> tuple[dict[str, Any] | None, int]:
+        """Wait for the KV of a request, until `recv_timeout`.
+
+        Args:
+            request_id: as the sender calls it.
+            target_device: where its tensors are wanted; by default they stay where they came.
+
+        Returns:
+            request_id, layer_blocks, block_ids and metadata in a dict, and the bytes received;
+            (None, 0) if it did not come in time, came damaged, or this stage does not receive.
+        """
+        if not self.config.need_recv_cache:
+            logger.debug("request %s: this stage receives no KV cache", request_id)
+            return None, 0
+        try:
+            found = self._receive(request_id)
+            if found is None:
+                self._link.count(receive_timeouts=1)
+                return None, 0
+            data, size = found
+            data = place(data, target_device)
+        except Exception:
+            # Also of hooks and connectors of others: a request that has no KV is no reason to stop.
+            logger.exception("KV cache of request %s cannot be used", request_id)
+            self._link.count(receive_failures=1)
+            return None, 0
+        self._link.count(received=1, received_bytes=size)
+        logger.info("KV cache of request %s received: %d bytes", request_id, size)
+        return data, size
+
+    def apply_kv_cache_to_request(self, req: Any, data: dict[str, Any]) -> None:
+        """Hang a received KV cache on a request.
+
+        Args:
+            req: gets `past_key_values`, an object with `key_cache` and `value_cache`, and
+                `kv_metadata`; and so do its `sampling_params`.
+            data: what `receive_kv_cache_for_request` returned.
+        """
+        received: dict[str, Any] = {}
+        if "layer_blocks" in data:
+            received["past_key_values"] = SimpleNamespace(**data["layer_blocks"])
+        if "metadata" in data:
+            received["kv_metadata"] = data["metadata"]
+        for owner in _owners(req):
+            for name, value in received.items():
+                setattr(owner, name, value)
+
+    def receive_kv_cache(self, req: Any, target_device: torch.device | None = None) -> bool:
+        """Wait for the KV of a request and hang it on; a `kv_sender_info` it carries is used.
+
+        Args:
+            req: has a `request_id`.
+            target_device: as `receive_kv_cache_for_request`.
+
+        Returns:
+            Whether it came.
+        """
+        sender_info = getattr(req, "kv_sender_info", None)
+        if sender_info:
+            self.update_sender_info(sender_info, sender_stage_id=self.recv_stages[0])
+        request_id = getattr(req, "request_id", None)
+        if not request_id:
+            logger.warning("a request without an id has no KV cache to receive")
+            return False
+        data, _ = self.receive_kv_cache_for_request(request_id, target_device)
+        if data is None:
+            return False
+        self.apply_kv_cache_to_request(req, data)
+        return True
+
+    def receive_multi_kv_cache(
+        self,
+        req: Any,
+        cfg_kv_collect_func: Callable[..., dict[str, Any] | None] | None = None,
+        target_device: torch.device | None = None,
+    ) -> bool:
+        """As `receive_kv_cache`, and the companions of classifier-free guidance after it.
+
+        Args:
+            req: its `sampling_params` may have `cfg_kv_request_ids`.
+            cfg_kv_collect_func: called with the request id, those ids, this manager and the
+                device; what it returns is set on the `sampling_params` by name. If it raises,
+                the log and `stats.companion_failures` say so.
+            target_device: as `receive_kv_cache_for_request`.
+
+        Returns:
+            Whether the request's own KV came.
+        """
+        if not self.receive_kv_cache(req, target_device):
+            return False
+        params = getattr(req, "sampling_params", None)
+        companions = getattr(params, "cfg_kv_request_ids", None)
+        if companions and cfg_kv_collect_func is not None:
+            try:
+                collected = cfg_kv_collect_func(req.request_id, companions, self, target_device)
+                for name, value in (collected or {}).items():
+                    setattr(params, name, value)
+            except Exception:
+                # The model's own function.
+                logger.exception("companions of request %s were not collected", req.request_id)
+                self._link.count(companion_failures=1)
+        return True
+
+    def receive_multi_kv_cache_distributed(
+        self,
+        req: Any,
+        cfg_kv_collect_func: Callable[..., dict[str, Any] | None] | None = None,
+        target_device: torch.device | None = None,
+    ) -> bool:
+        """`receive_multi_kv_cache` on all ranks of this stage; each calls it.
+
+        One rank alone receives for itself. With tensor parallelism each rank does, or, if ranks
+        share the branches of classifier-free guidance, the first of each such group, which gives
+        what it got to the others. Without, rank 0 receives and gives it to all.
+
+        Args:
+            req: as `receive_multi_kv_cache`.
+            cfg_kv_collect_func: as `receive_multi_kv_cache`.
+            target_device: where the tensors are wanted, on each rank.
+
+        Returns:
+            Whether the request's own KV came; the same on all ranks of a group.
+
+        Raises:
+            RuntimeError: the process group is broken, by a rank that died or by its time-out.
+        """
+        groups = self._parallel_groups or ParallelGroups.find()
+        group = None
+        if group_size(groups.world) > 1:
+            group = groups.world if self._topology.single else groups.cfg
+        if group_size(group) == 1:
+            return self.receive_multi_kv_cache(req, cfg_kv_collect_func, target_device)
+        return receive_once(
+            group,
+            _owners(req),
+            lambda: self.receive_multi_kv_cache(req, cfg_kv_collect_func, target_device),
+            target_device,
+        )
+
+    def update_sender_info(
+        self, sender_info: dict[str, Any], sender_stage_id: str | int | None = None
+    ) -> None:
+        """Tell where the sender is, before a KV cache is received from it.
+
+        Args:
+            sender_info: `host` and `zmq_port` of the sender's rank 0, or a dict of such by stage.
+                Rank r connects to that port + 16 r. What is no such thing is logged and left.
+            sender_stage_id: which of the stages; by default the one this stage receives from.
+        """
+        if not self.config.need_recv_cache:
+            return
+        stage = self.recv_stages[0] if sender_stage_id is None else sender_stage_id
+        if not self._link.update_sender(sender_info, str(stage)):
+            logger.warning("sender info %r names no host and port to receive from", sender_info)
+
+    def cleanup(self, request_id: str) -> None:
+        """Let go of what was sent for a request, as the next stage knows it."""
+        self._link.cleanup(request_id)
+
+    def close(self) -> None:
+        """Close the connector, for good. Idempotent."""
+        self._link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @cached_property
+    def _topology(self) -> Topology:
+        config = self.config
+        sizes = config.from_tp, config.to_tp
+        if sizes == (1, 1):
+            size = config.tp_size or local_size()
+            sizes = size, size
+        if sizes == (1, 1):
+            return Topology(1, 1)
+        return Topology(*sizes, local_rank() if config.tp_rank is None else config.tp_rank)
+
+    def _receive(self, request_id: str) -> tuple[dict[str, Any], int] | None:
+        from_stage, to_stage = self.recv_stages
+        if from_stage is None or to_stage is None:
+            raise ConfigError("the stage to receive from, or this stage's id, is not configured")
+        if not self._link.configured:
+            raise ConfigError("no connector is configured")
+        topology = self._topology
+        keys = receive_keys(request_id, from_stage, to_stage, topology, self.kv_recv_key_builder)
+        found = wait_for_payloads(
+            self._link,
+            (from_stage, to_stage),
+            keys,
+            self.config.recv_timeout,
+            clock=self._clock,
+            sleep=self._sleep,
+        )
+        if found is None:
+            return None
+        payloads, size = found
+        for payload in payloads:
+            check_tokens(payload)
+            # Keys of others' making may stand for another id at the sender.
+            if self.kv_recv_key_builder is None and payload["request_id"] != request_id:
+                raise ValueError(f"it is that of request {payload['request_id']!r}")
+        data: Any = payloads[0]
+        if len(payloads) > 1:
+            if self.kv_payload_merger is not None:
+                data = self.kv_payload_merger(payloads)
+            else:
+                data = merge_shards(payloads, topology, self.config.num_kv_heads)
+        return own_heads(data, topology, self.kv_payload_slicer), size
+
+
+def _owners(req: Any) -> list[Any]:
+    params = getattr(req, "sampling_params", None)
+    return [req] if params is None else [req, params]

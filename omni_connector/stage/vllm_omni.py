@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our shared memory under vLLM-Omni's own factory, so that its pipelines pick it by name.
+
+vLLM-Omni loads this through its entry-point group `vllm_omni.general_plugins`, in each of its
+processes; a pipeline then says `{"name": "OmniSharedMemoryConnector", "extra": {...}}`.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from vllm_omni.distributed.omni_connectors.connectors.base import OmniConnectorBase
+from vllm_omni.distributed.omni_connectors.factory import OmniConnectorFactory
+
+from omni_connector.transports.factory import SHARED_MEMORY, ConnectorSpec
+from omni_connector.transports.factory import OmniConnectorFactory as OurFactory
+
+NAME: Final = "OmniSharedMemoryConnector"
+
+_OURS: Final = frozenset({"namespace", "object_gib", "object_timeout", "peer_timeout"})
+_SERIALIZED: Final = "vllm_omni"
+_FIRST_PAUSE_S: Final = 0.001
+_LAST_PAUSE_S: Final = 0.05
+
+
+class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
+    """`SharedMemoryConnector` of this package behind vLLM-Omni's interface.
+
+    Bytes travel as they are; every other object through vLLM-Omni's serializer, which knows its
+    types, and without pickle.
+
+    Args:
+        config: `extra` of the pipeline's configuration. The settings of `SharedMemoryConnector`
+            are taken from it; vLLM-Omni adds others, which are left alone.
+
+    Raises:
+        ConfigError: a setting of ours is ill-typed.
+    """
+
+    supports_raw_data = False
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._inner = None  # `__del__` closes it even where this fails
+        own = {key: value for key, value in config.items() if key in _OURS}
+        self._inner = OurFactory.create_connector(ConnectorSpec(SHARED_MEMORY, own))
+
+    def put(
+        self, from_stage: str, to_stage: str, put_key: str, data: Any
+    ) -> tuple[bool, int, dict[str, Any] | None]:
+        """See `OmniConnector.put`."""
+        assert self._inner is not None
+        if not isinstance(data, bytes | bytearray | memoryview):
+            data = {_SERIALIZED: self.serialize_obj(data)}
+        return self._inner.put(from_stage, to_stage, put_key, data)
+
+    def get(
+        self, from_stage: str, to_stage: str, get_key: str, metadata: dict[str, Any] | None = None
+    ) -> tuple[Any, int] | None:
+        """See `OmniConnector.get`."""
+        assert self._inner is not None
+        found = self._inner.get(from_stage, to_stage, get_key, metadata)
+        if found is None:
+            return None
+        data, size = found
+        if isinstance(data, dict):
+            data = self.deserialize_obj(bytes(data[_SERIALIZED]))
+        return data, size
+
+    def get_with_deadline(
+        self,
+        from_stage: str,
+        to_stage: str,
+        get_key: str,
+        metadata: dict[str, Any] | None = None,
+        *,
+        deadline: float,
+    ) -> tuple[Any, int] | None:
+        """`get`, again and again until `time.monotonic()` reaches `deadline`."""
+        pause = _FIRST_PAUSE_S
+        while True:
+            found = self.get(from_stage, to_stage, get_key, metadata)
+            left = deadline - time.monotonic()
+            if found is not None or left <= 0:
+                return found
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LAST_PAUSE_S)
+
+    def cleanup(self, request_id: str) -> None:
+        """See `OmniConnector.cleanup`."""
+        assert self._inner is not None
+        self._inner.cleanup(request_id)
+
+    def health(self) -> dict[str, Any]:
+        """See `OmniConnector.health`."""
+        assert self._inner is not None
+        return self._inner.health()
+
+    def close(self) -> None:
+        """Free what was put. Idempotent."""
+        if self._inner is not None:
+            self._inner.close()
+
+
+def register() -> None:
+    """Make our connector known to vLLM-Omni. Idempotent."""
+    if NAME not in OmniConnectorFactory.list_registered_connectors():
+        OmniConnectorFactory.register_connector(NAME, OmniSharedMemoryConnector)

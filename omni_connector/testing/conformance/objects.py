@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a transport has to do with objects: pass them whole, keep them, free them."""
+
+import os
+import threading
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from omni_connector.errors import ArenaFullError
+from omni_connector.testing.conformance.base import Conformance, Open
+from omni_connector.testing.conformance.values import same
+from omni_connector.transports.base import ObjectKey
+from omni_connector.transports.codec import Pieces, encode
+
+ODD_KEYS = (
+    "",
+    "/",
+    "../../etc/passwd",
+    "with space\nand newline\0and nul",
+    "ключ-鍵-🔑",
+    "\udc80",
+    "%s{}*?[a]",
+    "k" * 100_000,
+)
+
+
+class ObjectConformance(Conformance):
+    """`put`, `get` and `cleanup`."""
+
+    @pytest.mark.parametrize("with_metadata", [False, True])
+    def test_object_travels(self, open_connector: Open, with_metadata: bool) -> None:
+        sender, receiver = open_connector(), open_connector()
+        value = {"ids": [1, 2, 3], "raw": b"\0\xff", "nested": {"x": [None, True, 1.5, "é"]}}
+        ok, size, metadata = sender.put(
+            from_stage="0", to_stage="1", put_key="omni_0_to_1_kv_cache_r", data=value
+        )
+        assert ok
+        assert size > 0
+        hint = msgspec.msgpack.decode(msgspec.msgpack.encode(metadata)) if with_metadata else None
+        found = receiver.get(
+            from_stage="0", to_stage="1", get_key="omni_0_to_1_kv_cache_r", metadata=hint
+        )
+        assert found == (value, size)
+
+    def test_arrays_travel_beside_other_values(self, open_connector: Open) -> None:
+        sender, receiver = open_connector(), open_connector()
+        value = {
+            "layers": [np.arange(12.0).reshape(3, 4), np.array(7, np.int8), np.empty((0, 3))],
+            "longer than a slot": np.arange(self.object_slot_bytes, dtype=np.int16),
+            "rest": {"seq_len": 12, "name": "é", "raw": b"\0\xff", "none": None},
+        }
+        ok, size, metadata = sender.put("0", "1", "key", value)
+        assert ok
+        for _ in range(2):
+            found = receiver.get("0", "1", "key", metadata)
+            assert found is not None
+            assert same(value, found[0])
+            assert found[1] == size
+
+    def test_tensors_arrive_as_tensors_of_their_own_memory(self, open_connector: Open) -> None:
+        torch = pytest.importorskip("torch")
+        sender, receiver = open_connector(), open_connector()
+        sent = [torch.randn(5, 7), torch.arange(24).view(2, 3, 4).transpose(0, 2)]
+        sent += [
+            torch.tensor(1.5, dtype=torch.bfloat16),
+            torch.empty(0, 2, dtype=torch.float8_e5m2),
+        ]
+        assert sender.put("0", "1", "key", sent)[0]
+        found = receiver.get("0", "1", "key")
+        assert found is not None
+        sender.put("0", "1", "key", "another")
+        sender.close()
+        for before, after in zip(sent, found[0], strict=True):
+            assert (after.dtype, after.shape) == (before.dtype, before.shape)
+            assert torch.equal(after.to(torch.float64), before.to(torch.float64))
+        found[0][0].zero_()
+
+    def test_pieces_arrive_joined(self, open_connector: Open) -> None:
+        sender, receiver = open_connector(), open_connector()
+        pieces = Pieces([b"head", b"", np.arange(9, dtype=np.int32), memoryview(b"tail")])
+        assert sender.put("0", "1", "key", pieces)[:2] == (True, 44)
+        found = receiver.get("0", "1", "key")
+        assert found is not None
+        assert isinstance(found[0], memoryview)
+        assert found == (b"head" + np.arange(9, dtype=np.int32).tobytes() + b"tail", 44)
+
+    def test_received_objects_are_independent(self, open_connector: Open) -> None:
+        sender, receiver = open_connector(), open_connector()
+        sender.put("0", "1", "key", [np.zeros(3 * self.object_slot_bytes, np.uint8)])
+        first = receiver.get("0", "1", "key")
+        second = receiver.get("0", "1", "key")
+        assert first is not None
+        assert second is not None
+        first[0][0][:] = 1
+        third = receiver.get("0", "1", "key")
+        assert third is not None
+        assert not second[0][0].any()
+        assert not third[0][0].any()
+        assert first[0][0].all()
+
+    def test_bytes_like_arrive_as_bytes(self, open_connector: Open) -> None:
+        sender, receiver = open_connector(), open_connector()
+        content = bytes(range(256)) * 3
+        strided = memoryview(content)[::2]
+        for i, data in enumerate((content, bytearray(content), memoryview(content), strided, b"")):
+            assert sender.put("0", "1", f"key{i}", data)[:2] == (True, len(data))
+            assert receiver.get("0", "1", f"key{i}") == (bytes(data), len(data))
+        found = receiver.get("0", "1", "key2")
+        assert found is not None
+        assert type(found[0]) is bytes
+
+    def test_object_may_be_got_by_many_and_by_its_sender(self, open_connector: Open) -> None:
+        sender = open_connector()
+        sender.put("0", "1", "key", "value")
+        for receiver in (sender, open_connector(), open_connector(), sender):
+            found = receiver.get("0", "1", "key")
+            assert found is not None
+            assert found[0] == "value"
+
+    def test_object_never_put_is_none(self, open_connector: Open) -> None:
+        sender, receiver = open_connector(), open_connector()
+        assert receiver.get("0", "1", "key") is None
+        sender.put("0", "1", "key", 1)
+        for edge in (("1", "0", "key"), ("0", "2", "key"), ("0", "1", "ke"), ("0", "1", "key2")):
+            assert receiver.get(*edge) is None
+
+    def test_newest_object_wins(self, open_connector: Open) -> None:
+        first, second, receiver = open_connector(), open_connector(), open_connector()
+        for i, sender in enumerate((first, first, second, first)):
+            sender.put("0", "1", "key", i)
+            found = receiver.get("0", "1", "key")
+            assert found is not None
+            assert found[0] == i
+
+    def test_object_of_a_sender_that_is_gone_is_none(self, open_connector: Open) -> None:
+        sender, receiver = open_connector(), open_connector()
+        if sender.is_store:
+            return
+        _, _, metadata = sender.put("0", "1", "key", b"object")
+        assert receiver.get("0", "1", "key") is not None
+        sender.close()
+        assert receiver.get("0", "1", "key") is None
+        assert receiver.get("0", "1", "key", metadata) is None
+
+    def test_one_sender_that_is_gone_hides_no_other(self, open_connector: Open) -> None:
+        gone, sender, receiver = open_connector(), open_connector(), open_connector()
+        for each in (gone, sender):
+            each.put("0", "1", f"key-{id(each)}", b"object")
+        gone.close()
+        assert receiver.get("0", "1", f"key-{id(sender)}") == (b"object", 6)
+
+    @pytest.mark.parametrize("key", ODD_KEYS, ids=range(len(ODD_KEYS)))
+    def test_odd_keys(self, open_connector: Open, key: str) -> None:
+        sender, receiver = open_connector(), open_connector()
+        assert sender.put("0", "1", key, b"object")[0]
+        assert sender.put("0", "1", key + "x", b"another")[0]
+        assert sender.put("0", "1", "unrelated", b"third")[0]
+        assert receiver.get("0", "1", key) == (b"object", 6)
+        assert receiver.get("0", "1", key + "x") == (b"another", 7)
+        sender.cleanup(key)
+        # No request has an empty id: cleaning it up must not free everything.
+        assert (receiver.get("0", "1", key) is None) == (key != "")
+        assert receiver.get("0", "1", "unrelated") == (b"third", 5)
+
+    def test_parts_of_a_key_do_not_run_together(self, open_connector: Open) -> None:
+        sender = open_connector()
+        for edge in (("a", "bc", "d"), ("ab", "c", "d"), ("a", "b", "cd")):
+            sender.put(*edge, "".join(edge))
+            assert sender.get("a", "b", "c") is None
+        assert sender.get("ab", "c", "d") == sender.get("ab", "c", "d", {})
+
+    @pytest.mark.parametrize("slots", [1.0, 1.5, 2.0, 3.25])
+    def test_objects_longer_than_a_slot(self, open_connector: Open, slots: float) -> None:
+        sender, receiver = open_connector(), open_connector()
+        for extra in (-1, 0, 1):
+            content = os.urandom(int(self.object_slot_bytes * slots) + extra)
+            assert sender.put("0", "1", "key", content)[:2] == (True, len(content))
+            assert receiver.get("0", "1", "key") == (content, len(content))
+
+    def test_object_that_never_fits_is_refused(self, open_connector: Open) -> None:
+        if self.object_slots is None:
+            return
+        sender, receiver = open_connector(), open_connector()
+        content = bytes(self.object_slots * self.object_slot_bytes + 1)
+        assert sender.put("0", "1", "key", b"before")[0]
+        assert sender.put("0", "1", "key", content) == (False, 0, None)
+        with pytest.raises(ArenaFullError):
+            sender.store_object(ObjectKey("0", "1", "key"), [memoryview(content)])
+        assert receiver.get("0", "1", "key") == (b"before", 6)
+
+    def test_full_arena_takes_objects_again_after_cleanup(self, open_connector: Open) -> None:
+        if self.object_slots is None:
+            return
+        sender, receiver = open_connector(), open_connector()
+        for i in range(self.object_slots):
+            assert sender.put("0", "1", f"r{i}_key", i)[0]
+        assert sender.put("0", "1", "one-more", b"x") == (False, 0, None)
+        assert sender.put("0", "1", "r0_key", "replaced")[0]
+        for i in range(1, self.object_slots, 2):
+            sender.cleanup(f"r{i}")
+        overhead = sum(part.nbytes for part in encode(b""))
+        content = os.urandom(self.object_slots // 2 * self.object_slot_bytes - overhead)
+        assert sender.put("0", "1", "scattered", content)[0]
+        assert receiver.get("0", "1", "scattered") == (content, len(content))
+        found = receiver.get("0", "1", "r0_key")
+        assert found is not None
+        assert found[0] == "replaced"
+
+    def test_cleanup_takes_all_of_a_request_and_nothing_else(self, open_connector: Open) -> None:
+        sender, receiver = open_connector(), open_connector()
+        own = ["req-1", "omni_0_to_1_kv_cache_req-1", "req-1_0_0_3_2", "req-1_chunk_4", "x/req-1"]
+        others = ["req-10", "req-1-0", "req-2", "xreq-1", "omni_0_to_1_kv_cache_req-11", "req-1.5"]
+        for key in own + others:
+            assert sender.put("0", "1", key, key)[0]
+        receiver.cleanup("req-1")
+        assert all(receiver.get("0", "1", key) is not None for key in own + others)
+        for nothing in ("", "0", "1", "omni", "kv_cache", "req", "re"):
+            sender.cleanup(nothing)
+        assert [key for key in own + others if receiver.get("0", "1", key) is None] == []
+        sender.cleanup("req-1")
+        assert [key for key in own if receiver.get("0", "1", key) is not None] == []
+        assert [key for key in others if receiver.get("0", "1", key) is None] == []
+
+    def test_cleanup_by_the_whole_key(self, open_connector: Open) -> None:
+        sender = open_connector()
+        for key in ("omni_0_to_1_kv_cache_r", "omni_0_to_1_kv_cache_r2"):
+            sender.put("0", "1", key, key)
+        sender.cleanup("omni_0_to_1_kv_cache_r")
+        assert sender.get("0", "1", "omni_0_to_1_kv_cache_r") is None
+        assert sender.get("0", "1", "omni_0_to_1_kv_cache_r2") is not None
+
+    @pytest.mark.parametrize(
+        ("data", "where"),
+        [
+            (object(), "object"),
+            ({1, 2}.__iter__(), "object"),
+            (2**64, "cannot be sent"),
+            ([lambda: 0], r"\[0\]"),
+            ({"a": [1, {"b": {2, 3}}]}, r"\['a'\]\[1\]\['b'\]"),
+            ({"a": np.array(["text"])}, r"\['a'\]"),
+            ({"a": np.array([object()])}, r"\['a'\]"),
+            ([[{(1, 2): 3}]], r"\[0\]\[0\]"),
+        ],
+        ids=str,
+    )
+    def test_what_cannot_be_sent_is_the_callers_error(
+        self, open_connector: Open, data: object, where: str
+    ) -> None:
+        connector = open_connector()
+        connector.put("0", "1", "key", "before")
+        with pytest.raises(TypeError, match=where):
+            connector.put("0", "1", "key", data)
+        found = connector.get("0", "1", "key")
+        assert found is not None
+        assert found[0] == "before"
+
+    @pytest.mark.parametrize(
+        "metadata",
+        [{"address": 5}, {"transport": [], "address": {}}, {5: 5}, {"unknown": "field"}],
+    )
+    def test_nonsense_metadata_does_no_harm(
+        self, open_connector: Open, metadata: dict[Any, Any]
+    ) -> None:
+        connector = open_connector()
+        assert connector.get("0", "1", "key", metadata) is None
+        assert connector.health()["status"] == "healthy"
+
+    def test_objects_put_and_got_by_many_threads(self, open_connector: Open) -> None:
+        sender, receiver = open_connector(), open_connector()
+        wrong: list[object] = []
+
+        def work(name: int) -> None:
+            for i in range(20):
+                value = [name, i, b"x" * (100 * i)]
+                if sender.put("0", "1", f"thread{name}", value)[0]:
+                    found = receiver.get("0", "1", f"thread{name}")
+                    if found is None or found[0] != value:
+                        wrong.append((name, i, found))
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory for objects that arrive, and threads to copy them."""
+
+import collections
+import contextlib
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.errors import TransportError
+
+# Smaller ones are left to numpy, which aligns them to 16 bytes; these lie on pages.
+LARGE_BYTES: Final = 1 << 20
+
+_MADV_FREE: Final = 8
+_MAX_THREADS: Final = 4
+_BYTES_PER_THREAD: Final = 16 << 20
+
+_Item = TypeVar("_Item")
+
+
+class Buffers:
+    """Buffers of bytes, each somebody's own until the last array of it is gone.
+
+    A fresh page costs more than the copy into it, so the largest buffer that came back is kept
+    for the next object of about its size. Meanwhile the kernel may take its memory (MADV_FREE).
+    """
+
+    def __init__(self) -> None:
+        # One element at most. A deque, as buffers come back in the middle of anything.
+        self._spare: collections.deque[mmap.mmap] = collections.deque(maxlen=1)
+        self._closed = False
+
+    def take(self, nbytes: int) -> NDArray[np.uint8]:
+        """A buffer of so many bytes, of any content.
+
+        Raises:
+            TransportError: there is no memory.
+        """
+        try:
+            if nbytes < LARGE_BYTES:
+                return np.empty(nbytes, np.uint8)
+            pages = self._pages(nbytes)
+        except (OSError, MemoryError, OverflowError) as error:
+            raise TransportError(f"no memory for an object of {nbytes} bytes: {error}") from error
+        buffer: NDArray[np.uint8] = np.frombuffer(pages, np.uint8, count=nbytes)
+        weakref.finalize(buffer, self._give_back, pages).atexit = False
+        return buffer
+
+    def close(self) -> None:
+        """Keep nothing from here on. Buffers that are in use stay valid. Idempotent."""
+        self._closed = True
+        self._spare.clear()
+
+    def _pages(self, nbytes: int) -> mmap.mmap:
+        try:
+            spare = self._spare.pop()
+        except IndexError:
+            pass
+        else:
+            if nbytes <= len(spare) <= 2 * nbytes:
+                return spare
+            if len(spare) > nbytes:
+                self._spare.append(spare)
+            del spare
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _advise(pages, mmap.MADV_HUGEPAGE)
+        return pages
+
+    def _give_back(self, pages: mmap.mmap) -> None:
+        # Runs when and where the last array goes: it must not wait, nor fail.
+        kept = self._spare[0] if self._spare else b""
+        if not self._closed and len(pages) >= len(kept):
+            _advise(pages, _MADV_FREE)
+            self._spare.append(pages)
+
+
+def _advise(pages: mmap.mmap, advice: int) -> None:
+    # Kernels without huge pages, and some sandboxes, know no such advice; it is only advice.
+    with contextlib.suppress(OSError):
+        pages.madvise(advice)
+
+
+def share_out(work: Callable[[_Item], None], items: Iterable[_Item], nbytes: int) -> None:
+    """Do some work on each item, in several threads where that is worth it.
+
+    Args:
+        work: what to do; it should spend its time without the GIL.
+        items: on what.
+        nbytes: bytes that are moved in all.
+
+    Raises:
+        Whatever the work raised first; items that nobody had begun by then are left.
+    """
+    threads = min(_MAX_THREADS, nbytes // _BYTES_PER_THREAD)
+    if threads > 1:
+        threads = min(threads, len(os.sched_getaffinity(0)))
+    # A list's iterator hands each item to one thread, and the quicker ones take more.
+    left = iter(list(items))
+    errors: list[BaseException] = []
+
+    def take_part() -> None:
+        try:
+            for item in left:
+                work(item)
+        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
+            errors.append(error)
+            collections.deque(left, maxlen=0)
+
+    others = [
+        threading.Thread(target=take_part, name="omni-connector-copy", daemon=True)
+        for _ in range(threads - 1)
+    ]
+    for thread in others:
+        thread.start()
+    take_part()
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]

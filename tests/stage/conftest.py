@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Managers over shared memory, in this process and in others of one runtime folder."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from omni_connector.stage.manager import OmniKVTransferManager
+from omni_connector.transports.runtime import RUNTIME_DIR_VARIABLE
+
+from .shared import shared_manager
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The runtime folder of this test's processes; its path is short enough for sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="omni-", dir="/tmp"))
+    monkeypatch.setenv(RUNTIME_DIR_VARIABLE, str(folder))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def shared(place: Path) -> Iterator[Callable[..., OmniKVTransferManager]]:
+    """Makes managers over shared memory, and closes them."""
+    made: list[OmniKVTransferManager] = []
+
+    def make(**config: object) -> OmniKVTransferManager:
+        made.append(shared_manager(**config))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def spawn(place: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a module of this folder in a process of its own, and ends it with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(module: str, *arguments: object) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", f"tests.stage.{module}", *map(str, arguments)]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        started.append(
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environ,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()

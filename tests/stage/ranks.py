@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a stage that receives in several processes; prints one line of JSON a case.
+
+Arguments: how the ranks are grouped, this rank, their number, and the file they meet at.
+"""
+
+import datetime
+import json
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from omni_connector.stage.distributed import ParallelGroups, broadcast_value
+
+from .shared import shared_manager
+
+
+def _groups(kind: str, rank: int, world: int) -> tuple[ParallelGroups | None, int, int]:
+    """The groups, the tensor-parallel rank and size."""
+    if kind == "world":
+        return None, 0, 1
+    if kind == "tp":
+        return ParallelGroups(world=dist.group.WORLD), rank, world
+    # Ranks (0, 1) and (2, 3) are tensor-parallel; (0, 2) and (1, 3) share branches.
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    coordinator = SimpleNamespace(cpu_group=pairs[rank % 2], device_group=pairs[rank % 2])
+    return ParallelGroups(world=dist.group.WORLD, cfg=coordinator), rank % 2, 2
+
+
+def _request(request_id: str) -> SimpleNamespace:
+    params = SimpleNamespace(cfg_kv_request_ids={"text": "text"}, steps=3)
+    return SimpleNamespace(request_id=request_id, sampling_params=params)
+
+
+def _sum(tensor: torch.Tensor) -> float:
+    return round(float(tensor.double().sum()), 4)
+
+
+def _describe(req: SimpleNamespace) -> dict[str, Any]:
+    found: dict[str, Any] = {"steps": req.sampling_params.steps}
+    kv = getattr(req, "past_key_values", None)
+    if kv is not None:
+        same = req.sampling_params.past_key_values
+        found |= {
+            "key": _sum(kv.key_cache[0]),
+            "value": None if kv.value_cache[0] is None else _sum(kv.value_cache[0]),
+            "shape": list(kv.key_cache[0].shape),
+            "shared": same.key_cache[0] is kv.key_cache[0],
+            "seq_len": req.kv_metadata["seq_len"],
+        }
+    text = getattr(req.sampling_params, "cfg_text_past_key_values", None)
+    if hasattr(text, "key_cache"):
+        found["text"] = _sum(text.key_cache[0])
+        found["extra"] = repr(req.sampling_params.cfg_text_extra)
+    return found
+
+
+def main(kind: str, rank: int, world: int, meeting: str) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    groups, tp_rank, tp_size = _groups(kind, rank, world)
+    kv = shared_manager(
+        groups=groups, tp_rank=tp_rank, tp_size=tp_size, recv_timeout=2.0, need_send_cache=False
+    )
+    collects = 0
+
+    def collect(request_id, companions, manager, device):
+        nonlocal collects
+        collects += 1
+        if request_id == "q":
+            return {"cfg_text_past_key_values": object()}
+        data, _ = manager.receive_kv_cache_for_request(companions["text"], device)
+        blocks = SimpleNamespace(**data["layer_blocks"])
+        return {
+            "cfg_text_past_key_values": blocks,
+            "cfg_text_extra": ((1, None), [2.5, b"x"], {3: torch.zeros(0, 2).shape[1], "é": True}),
+        }
+
+    def say(received: bool, req: SimpleNamespace) -> None:
+        line = {"received": received, "collects": collects, **_describe(req)}
+        print(json.dumps(line | {"gets": kv.stats.received + kv.stats.receive_timeouts}))
+        sys.stdout.flush()
+
+    for request_id in ("r", "never sent", "q"):
+        req = _request(request_id)
+        say(kv.receive_multi_kv_cache_distributed(req, collect), req)
+
+    # A receiver that raises tells the others before it does.
+    def fail(*arguments: object) -> bool:
+        raise OSError("disk")
+
+    kv.receive_multi_kv_cache = fail
+    req = _request("r")
+    try:
+        say(kv.receive_multi_kv_cache_distributed(req, collect), req)
+    except OSError as error:
+        print(json.dumps({"raised": str(error)}))
+    sys.stdout.flush()
+    if kind != "world":
+        return
+    # Tensors of every kind of shape, each once.
+    shared = torch.arange(6).view(2, 3)
+    value = {"t": [shared.t(), shared, shared, torch.tensor(7, dtype=torch.bfloat16)],
+             "e": torch.empty(0, 3, dtype=torch.float8_e4m3fn), "n": None}  # fmt: skip
+    got = broadcast_value(dist.group.WORLD, value if rank == 0 else None)
+    line = [t.tolist() for t in got["t"]] + [list(got["e"].shape), str(got["e"].dtype), got["n"]]
+    print(json.dumps([line, got["t"][1] is got["t"][2]]))
+    sys.stdout.flush()
+    # The rank that would receive dies; those that wait are told by the group.
+    if rank == 0:
+        os._exit(9)
+    try:
+        kv.receive_multi_kv_cache_distributed(_request("r"), collect)
+    except RuntimeError:
+        print(json.dumps("broken group"))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

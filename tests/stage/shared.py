@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Managers over shared memory, from stage 0 to stage 1."""
+
+from typing import Any
+
+from omni_connector.stage.config import OmniKVCacheConfig
+from omni_connector.stage.distributed import ParallelGroups
+from omni_connector.stage.manager import OmniKVTransferManager
+
+
+def shared_manager(
+    *, groups: ParallelGroups | None = None, extra: dict[str, Any] | None = None, **config: Any
+) -> OmniKVTransferManager:
+    """A manager that sends and receives over `SharedMemoryConnector`.
+
+    Args:
+        groups: the manager's `parallel_groups`.
+        extra: settings of the connector.
+        config: fields of the configuration.
+    """
+    settings = {
+        "connector_config": {"type": "SharedMemoryConnector", **(extra or {})},
+        "from_stage": "0",
+        "to_stage": "1",
+        "stage_id": 1,
+        "need_send_cache": True,
+        "need_recv_cache": True,
+        "recv_timeout": 20.0,
+    }
+    return OmniKVTransferManager(OmniKVCacheConfig(**settings | config), parallel_groups=groups)

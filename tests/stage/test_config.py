@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a manager's configuration comes from, and what its connector is told."""
+
+from types import SimpleNamespace as Namespace
+
+import pytest
+
+from omni_connector.errors import ConfigError
+from omni_connector.stage.config import OmniKVCacheConfig
+from omni_connector.stage.manager import OmniKVTransferManager
+from omni_connector.transports import ConnectorSpec, OmniConnectorFactory
+
+from .connectors import DictConnector, manager, register
+
+FULL = {
+    "connector_config": {"type": "SharedMemoryConnector"},
+    "omni_from_stage": "0",
+    "omni_to_stage": 1,
+    "stage_id": 1,
+    "engine_input_source": [0],
+    "need_recv_cache": True,
+    "need_send_cache": True,
+    "recv_timeout": 3,
+    "rank_mapping": {"from_tp": 4, "to_tp": 2},
+    "enable_kv_async_prefetch": False,
+}
+
+
+def test_the_defaults() -> None:
+    config = OmniKVCacheConfig()
+    assert (config.connector_config, config.from_stage, config.to_stage) == (None, None, None)
+    assert (config.stage_id, config.engine_input_source) == (None, None)
+    assert (config.need_recv_cache, config.need_send_cache) == (False, False)
+    assert (config.recv_timeout, config.from_tp, config.to_tp) == (30.0, 1, 1)
+
+
+@pytest.mark.parametrize("make", ["from_model_config", "from_od_config"])
+def test_a_model_configuration_tells_all(make: str) -> None:
+    kv = getattr(OmniKVTransferManager, make)(Namespace(omni_kv_config=FULL))
+    assert kv.config == OmniKVCacheConfig(
+        connector_config={"type": "SharedMemoryConnector"},
+        from_stage="0",
+        to_stage=1,
+        stage_id=1,
+        engine_input_source=[0],
+        need_recv_cache=True,
+        need_send_cache=True,
+        recv_timeout=3.0,
+        from_tp=4,
+        to_tp=2,
+    )
+    assert (kv.send_stages, kv.recv_stages) == (("0", "1"), ("0", "1"))
+
+
+@pytest.mark.parametrize("settings", [None, {}, "text"])
+def test_without_settings_nothing_is_transferred(settings: object) -> None:
+    for config in (Namespace(omni_kv_config=settings), Namespace()):
+        kv = OmniKVTransferManager.from_model_config(config)
+        assert kv.config == OmniKVCacheConfig()
+        assert kv.connector is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("recv_timeout", "soon"), ("need_send_cache", 1), ("rank_mapping", {"from_tp": "x"})],
+)
+def test_ill_typed_settings_are_named(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"omni_kv_config: .*\$\.{key}"):
+        OmniKVTransferManager.from_model_config(Namespace(omni_kv_config=FULL | {key: value}))
+
+
+def test_the_model_tells_its_heads() -> None:
+    model = Namespace(get_total_num_kv_heads=lambda: 8, get_head_size=lambda: 128)
+    config = OmniKVTransferManager.from_model_config(model).config
+    assert (config.num_kv_heads, config.head_dim) == (8, 128)
+    model.omni_kv_config = {"num_kv_heads": 4, "kv_layout": "packed"}
+    config = OmniKVTransferManager.from_model_config(model).config
+    assert (config.num_kv_heads, config.kv_layout) == (4, "packed")
+
+
+def test_vllms_configuration_is_the_fallback() -> None:
+    connector = {"type": "SharedMemoryConnector"}
+    direct = Namespace(kv_transfer_config=Namespace(omni_connector_config=connector))
+    nested = Namespace(
+        kv_transfer_config=Namespace(
+            kv_connector_extra_config={"omni_connector_config": connector, "arena_gib": 1}
+        )
+    )
+    for vllm_config in (direct, nested):
+        kv = OmniKVTransferManager.from_vllm_config(vllm_config, Namespace())
+        assert kv.config == OmniKVCacheConfig(connector_config=connector)
+    model = Namespace(omni_kv_config={"connector_config": {"type": "Other"}})
+    kv = OmniKVTransferManager.from_vllm_config(direct, model)
+    assert kv.config.connector_config == {"type": "Other"}
+    for nothing in (
+        Namespace(),
+        Namespace(kv_transfer_config=None),
+        Namespace(kv_transfer_config=Namespace(kv_connector_extra_config=None)),
+    ):
+        kv = OmniKVTransferManager.from_vllm_config(nothing, Namespace())
+        assert kv.config == OmniKVCacheConfig()
+
+
+def test_vllms_configuration_tells_rank_and_device() -> None:
+    vllm_config = Namespace(
+        parallel_config=Namespace(tensor_parallel_size=2, rank=3),
+        device_config=Namespace(device_type="cpu"),
+    )
+    config = OmniKVTransferManager.from_vllm_config(vllm_config, Namespace()).config
+    assert (config.tp_size, config.tp_rank, config.cpu_engine) == (2, 1, True)
+
+
+@pytest.mark.vllm
+def test_vllms_own_objects_have_what_is_asked_for() -> None:
+    from vllm.config import DeviceConfig, KVTransferConfig, ModelConfig, ParallelConfig
+
+    extra = {"omni_connector_config": {"type": "SharedMemoryConnector"}}
+    transfer = KVTransferConfig(
+        kv_connector="OmniKVConnector", kv_role="kv_both", kv_connector_extra_config=extra
+    )
+    vllm_config = Namespace(
+        kv_transfer_config=transfer,
+        parallel_config=ParallelConfig(),
+        device_config=DeviceConfig(device="cpu"),
+    )
+    config = OmniKVTransferManager.from_vllm_config(vllm_config, Namespace()).config
+    assert config.connector_config == {"type": "SharedMemoryConnector"}
+    assert (config.tp_size, config.tp_rank, config.cpu_engine) == (1, 0, True)
+    assert callable(ModelConfig.get_total_num_kv_heads)
+    assert callable(ModelConfig.get_head_size)
+
+
+@pytest.mark.parametrize(
+    ("config", "send", "receive"),
+    [
+        ({"from_stage": "0", "to_stage": "1"}, ("0", "1"), (None, None)),
+        ({"from_stage": 0, "to_stage": 1}, ("0", "1"), (None, None)),
+        ({"from_stage": "", "to_stage": "1"}, (None, None), (None, None)),
+        ({"from_stage": "0", "stage_id": "dit"}, (None, None), ("0", "dit")),
+        ({"from_stage": "0", "stage_id": 3}, (None, None), ("2", "3")),
+        ({"from_stage": "a", "stage_id": 0}, (None, None), ("a", "0")),
+        ({"stage_id": 3, "engine_input_source": [1, 2]}, (None, None), ("1", "3")),
+        ({"stage_id": 3, "engine_input_source": [0]}, (None, None), ("0", "3")),
+        ({"stage_id": 3, "engine_input_source": []}, (None, None), ("2", "3")),
+        ({"stage_id": "dit"}, (None, None), (None, None)),
+    ],
+)
+def test_the_stages(config: dict, send: tuple, receive: tuple) -> None:
+    kv = OmniKVTransferManager(OmniKVCacheConfig(**config))
+    assert (kv.send_stages, kv.recv_stages) == (send, receive)
+
+
+@pytest.fixture
+def specs(monkeypatch: pytest.MonkeyPatch) -> list[ConnectorSpec]:
+    made: list[ConnectorSpec] = []
+
+    def create(spec: ConnectorSpec) -> DictConnector:
+        made.append(spec)
+        return DictConnector()
+
+    monkeypatch.setattr(OmniConnectorFactory, "create_connector", create)
+    return made
+
+
+ENGINE = {"type": "MooncakeTransferEngineConnector", "zmq_port": 5000, "host": "h"}
+
+
+def test_a_sending_engine_listens_at_its_ranks_port(specs: list[ConnectorSpec]) -> None:
+    sender = manager(connector_config=ENGINE, from_tp=4, to_tp=4, tp_rank=2)
+    assert sender.connector is not None
+    assert specs[0].name == "MooncakeTransferEngineConnector"
+    assert specs[0].extra == {
+        "zmq_port": 5032, "host": "h", "role": "sender", "from_stage": "0", "to_stage": "1",
+    }  # fmt: skip
+    assert ENGINE["zmq_port"] == 5000
+
+
+def test_a_receiving_engine_is_told_the_senders_port(specs: list[ConnectorSpec]) -> None:
+    receiver = manager(
+        connector_config=ENGINE, need_send_cache=False, from_tp=4, to_tp=4, tp_rank=2
+    )
+    receiver.update_sender_info({"host": "far", "zmq_port": "6000"})
+    assert receiver.connector is not None
+    assert specs[0].extra == {
+        "zmq_port": 5000, "host": "h", "role": "receiver", "from_stage": "0", "to_stage": "1",
+        "sender_host": "far", "sender_zmq_port": 6032,
+    }  # fmt: skip
+
+
+class _Told(DictConnector):
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[str, int | None]] = []
+
+    def update_sender_info(self, host: str, port: int | None) -> None:
+        self.told.append((host, port))
+        if host == "bad":
+            raise OSError("cannot connect")
+
+
+def test_the_sender_is_told_before_and_after_the_connector_is_made() -> None:
+    connector = _Told()
+    receiver = manager(connector)
+    receiver.update_sender_info({"host": "a", "zmq_port": 5000})
+    assert connector.told == []
+    assert receiver.connector is connector
+    assert connector.told == [("a", 5000)]
+    receiver.update_sender_info({"host": "b"})
+    assert connector.told[1:] == [("b", None)]
+    receiver.update_sender_info({"host": "bad", "zmq_port": 5000})
+    assert receiver.connector is connector
+
+
+@pytest.mark.parametrize(
+    ("info", "stage", "told"),
+    [
+        ({"0": {"host": "a", "zmq_port": 1}, "2": {"host": "b", "zmq_port": 2}}, None, ("a", 1)),
+        ({0: {"host": "a", "zmq_port": 1}, 2: {"host": "b", "zmq_port": 2}}, "2", ("b", 2)),
+        ({"7": {"host": "a", "zmq_port": 1}}, None, ("a", 1)),
+        ({"7": {"host": "a"}, "8": {"host": "b"}}, None, None),
+        ({"7": 1, "8": {"host": "b"}}, None, ("b", None)),
+        ({}, None, None),
+        (None, None, None),
+        ("host", None, None),
+        ({"host": ""}, None, None),
+        ({"host": 7}, None, None),
+        ({"host": "a", "zmq_port": "x"}, None, None),
+        ({"host": "a", "zmq_port": 0}, None, None),
+        ({"host": "a", "zmq_port": 1 << 16}, None, None),
+        ({"host": "a", "zmq_port": [1]}, None, None),
+    ],
+)
+def test_sender_info_comes_in_several_forms(
+    info: object, stage: str | None, told: tuple | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    connector = _Told()
+    receiver = manager(connector)
+    assert receiver.connector is connector
+    receiver.update_sender_info(info, stage)
+    assert connector.told == ([] if told is None else [told])
+    assert ("names no host and port" in caplog.text) == (told is None)
+
+
+def test_a_stage_that_does_not_receive_takes_no_sender_info() -> None:
+    connector = _Told()
+    kv = manager(connector, need_recv_cache=False)
+    assert kv.connector is connector
+    kv.update_sender_info({"host": "a", "zmq_port": 1})
+    assert connector.told == []
+
+
+def test_a_request_may_carry_its_senders_address() -> None:
+    connector = _Told()
+    receiver = manager(connector, recv_timeout=0.0)
+    info = {"0": {"host": "a", "zmq_port": 1}, "1": {"host": "b", "zmq_port": 2}}
+    assert receiver.receive_kv_cache(Namespace(request_id="r", kv_sender_info=info)) is False
+    assert connector.told == [("a", 1)]
+
+
+def test_addresses_are_no_settings_of_connectors_that_have_none() -> None:
+    seen = []
+
+    def make(extra: dict) -> DictConnector:
+        seen.append(extra)
+        return DictConnector()
+
+    receiver = manager(connector_config={"type": register(make)})
+    receiver.update_sender_info({"host": "a", "zmq_port": 1})
+    assert receiver.connector is not None
+    assert seen == [{}]
