@@ -319,7 +319,7 @@ class _Copies:
     def _compare(self) -> int:
         layers, count = self._single_heads, self._topology.fan_in
         new = [
-            not layers or not all(torch.equal(layer[i - 1], layer[i]) for layer in layers)
+            not layers or not all(_same(layer[i - 1], layer[i]) for layer in layers)
             for i in range(1, count)
         ]
         step = new.index(True) + 1 if any(new) else count
@@ -329,6 +329,13 @@ class _Copies:
             logger.info("%d senders each hold the same KV head: it is taken once", step)
         # All alike: one head, whatever ranks of other receivers hold.
         return step if step < count else self._topology.from_tp
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape are equal in every bit, NaN or not."""
+    if a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def _blocks(data: dict[str, Any]) -> dict[str, list[torch.Tensor | None]]:

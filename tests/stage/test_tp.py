@@ -38,7 +38,7 @@ def _shard(part: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 
 def _paged(part: torch.Tensor) -> torch.Tensor:
     """Tokens in blocks 1 and 0 of two."""
-    pages = torch.zeros(2, BLOCK, *part.shape[1:])
+    pages = torch.zeros(2, BLOCK, *part.shape[1:], dtype=part.dtype)
     pages[1] = part[:BLOCK]
     pages[0, : TOKENS - BLOCK] = part[BLOCK:]
     return pages
@@ -86,6 +86,25 @@ def test_every_rank_gets_the_heads_that_vllm_would_give_it(
     config = {"num_kv_heads": heads} if known else {}
     _send(model, from_tp, to_tp, connector, **config)
     _check(model, _receive(from_tp, to_tp, connector, **config))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
+@pytest.mark.parametrize(("from_tp", "to_tp"), [(4, 2), (2, 4), (2, 1)])
+def test_caches_of_narrow_dtypes_and_with_nan_pass_too(
+    dtype: torch.dtype, from_tp: int, to_tp: int
+) -> None:
+    model = [tuple(part.to(dtype) for part in layer) for layer in _model(2)]
+    if dtype.is_floating_point:
+        for layer in model:
+            layer[0][1, 0, 1] = float("nan")
+    connector = DictConnector()
+    _send(model, from_tp, to_tp, connector)
+    for rank, data in enumerate(_receive(from_tp, to_tp, connector)):
+        for layer, parts in enumerate(model):
+            found = data["layer_blocks"]["key_cache"][layer]
+            expected = _shard(parts[0], rank, to_tp).contiguous()
+            assert found.dtype == dtype
+            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize(("from_tp", "to_tp"), [(4, 2), (8, 2), (4, 1)])
