@@ -34,7 +34,7 @@ from omni_connector.errors import (
     ProtocolError,
 )
 
-INTRODUCTION_S: Final = 5.0
+INTRODUCTION_S: Final = 15.0
 
 
 class ClaimDeniedError(OmniError):

@@ -32,7 +32,8 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
         layers: digest of the layers' names.
         replicated: whether every rank holds the same bytes, as with a latent cache, which has no
             heads to share out.
-        pages: byte order of a block, one entry a layer; see `CanonicalKVCaches`.
+        attention: the kernels that read and write the pages.
+        pages: byte order of a block, one entry a layer; see `SlotConverter`.
     """
 
     kind: _Text
@@ -41,6 +42,7 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     span: Annotated[int, Meta(ge=0, lt=1 << 40)] = 0
     layers: _Text
     replicated: bool = False
+    attention: _Text = ""
     pages: Annotated[tuple[_Text, ...], Meta(max_length=1 << 14)]
 
     def __post_init__(self) -> None:
@@ -93,7 +95,7 @@ def difference(
     if len(source) != len(target):
         return "groups", _kinds(source), _kinds(target)
     for number, (ours, theirs) in enumerate(zip(source, target, strict=True)):
-        for name in ("kind", "keeps", "span", "layers", "replicated"):
+        for name in ("kind", "keeps", "span", "layers", "replicated", "attention"):
             if getattr(ours, name) != getattr(theirs, name):
                 return f"{name} of group {number}", getattr(ours, name), getattr(theirs, name)
         where = f"of group {number} ({ours.kind})"

@@ -3,8 +3,8 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -15,6 +15,9 @@ from omni_connector.errors import LayoutError
 from omni_connector.kv.heads import HeadSlice
 
 _ORDER = re.compile(r"[HNC][1-9][0-9]{0,11}(\.[HNC][1-9][0-9]{0,11}){0,7}")
+_HALVES = re.compile(
+    r"(?:(?P<heads>H[1-9][0-9]{0,11})\.)?\((?P<keys>[^|()]+)\|(?P<values>[^|()]+)\)"
+)
 _MAX_PAGE_BYTES = 1 << 40
 
 
@@ -29,7 +32,9 @@ class SlotConverter:
     A slot holds the pages of its layers, one after the other. A page's byte order is named
     slowest dimension first, as in `H2.N16.C256` (`CanonicalKVCaches.page_orders`): H heads,
     N tokens (twice where a block is stored as kernel blocks), C bytes of one head and token;
-    a dimension of size 1 may be left out.
+    a dimension of size 1 may be left out. Where the bytes of a head are not those of one token
+    after the other, but of all its keys and then as many of all its values, each half has an order
+    of its own: `H2.(C64.N128.C4|N128.C256)`.
 
     Args:
         source_pages: the byte order of each layer's page in the peer's slots.
@@ -65,26 +70,28 @@ class SlotConverter:
         self._target_block_size = target_block_size
         self._batches: list[_Batch] = []
         offsets = [0, 0]
-        before = None
-        for layer, orders in enumerate(zip(source_pages, target_pages, strict=True)):
-            source, target = _parse(orders[0]), _parse(orders[1])
-            if source is None or target is None:
-                raise _refused(layer, orders, "a byte order that is not understood")
-            sizes = prod(dim.size for dim in source), prod(dim.size for dim in target)
+        layer = 0
+        for orders, alike in groupby(zip(source_pages, target_pages, strict=True)):
+            count = len(list(alike))
+            source, target = (_parse_page(order) for order in orders)
+            if source is None or target is None or len(source) != len(target):
+                raise _refused(layer, orders, "byte orders that are not understood, or not alike")
+            sizes = [sum(_size(part) for part in page) for page in (source, target)]
             if max(sizes) > _MAX_PAGE_BYTES:
                 raise _refused(layer, orders, f"pages of {max(sizes)} bytes")
             if stateful:
                 if sizes[0] != sizes[1]:
                     raise _refused(layer, orders, "states of different sizes")
-            elif (source, target) == before:
-                self._batches[-1] = self._batches[-1].one_more()
             else:
-                pages = self._matched(layer, orders, source, target)
-                self._batches.append(
-                    _Batch(layer, *(_Pages.of(p, o) for p, o in zip(pages, offsets, strict=True)))
-                )
-            before = (source, target)
-            offsets = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+                for part, pair in enumerate(zip(source, target, strict=True)):
+                    matched = self._matched(layer, orders, *pair)
+                    pages = (
+                        _Pages.of(page, offset, count, part, len(source))
+                        for page, offset in zip(matched, offsets, strict=True)
+                    )
+                    self._batches.append(_Batch(layer, *pages))
+            layer += count
+            offsets = [offset + count * size for offset, size in zip(offsets, sizes, strict=True)]
         self.source_bytes, self.target_bytes = offsets
         """Bytes of one block in a slot of the peer's, and in one of ours."""
 
@@ -198,10 +205,12 @@ class _Pages:
 
     Args:
         offset: bytes from the slot's first to theirs.
-        shape: `(layers, ...)`, the page's dimensions in byte order.
+        shape: `(layers, ...)`, the page's dimensions in byte order; of a page in halves those of
+            one half, heads first.
         axes: the order of those axes in `view`.
         heads: heads of a page.
         inner_tokens: consecutive tokens that lie at one distance from each other.
+        part, parts: which part of each head this is, and of how many.
     """
 
     offset: int
@@ -209,24 +218,32 @@ class _Pages:
     axes: tuple[int, ...]
     heads: int
     inner_tokens: int
+    part: int
+    parts: int
 
     @classmethod
-    def of(cls, page: tuple[_Dim, ...], offset: int) -> "_Pages":
-        # What an order leaves out has size 1, so it may stand anywhere: in front.
+    def of(
+        cls, page: tuple[_Dim, ...], offset: int, layers: int, part: int, parts: int
+    ) -> "_Pages":
+        # What an order leaves out has size 1, so it may stand anywhere: in front, behind heads
+        # that are there.
+        head = [dim for dim in page[:1] if dim.name == "H"]
         missing = [_Dim("H", 1)] * (not _sizes(page, "H"))
         missing += [_Dim("N", 1)] * (2 - len(_sizes(page, "N")))
-        dims = [_Dim("L", 1), *missing, *page]
+        dims = [_Dim("L", layers), *head, *missing, *page[len(head) :]]
         axes = [axis for name in "LHNC" for axis, dim in enumerate(dims) if dim.name == name]
         sizes = [dims[axis].size for axis in axes]
-        return cls(offset, tuple(dim.size for dim in dims), tuple(axes), sizes[1], sizes[3])
+        shape = tuple(dim.size for dim in dims)
+        return cls(offset, shape, tuple(axes), sizes[1], sizes[3], part, parts)
 
     def view(self, slot: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """`[layers, heads, outer tokens, inner tokens, *content]`."""
-        return (
-            slot[self.offset : self.offset + prod(self.shape)]
-            .reshape(self.shape)
-            .transpose(self.axes)
-        )
+        pages = slot[self.offset : self.offset + self.parts * prod(self.shape)]
+        if self.parts > 1:
+            layers, heads, *rest = self.shape
+            halves = pages.reshape(layers, heads, self.parts, *rest)
+            return halves[:, :, self.part].transpose(self.axes)
+        return pages.reshape(self.shape).transpose(self.axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,12 +254,23 @@ class _Batch:
     source: _Pages
     target: _Pages
 
-    def one_more(self) -> "_Batch":
-        return _Batch(self.first, *(_longer(pages) for pages in (self.source, self.target)))
+
+def _parse_page(order: str) -> list[tuple[_Dim, ...]] | None:
+    """The parts of a page, one or two; None if it is none."""
+    halves = _HALVES.fullmatch(order)
+    if halves is None:
+        page = _parse(order)
+        return None if page is None else [page]
+    heads = _parse(halves["heads"] or "")
+    parts = [_parse(halves[name]) for name in ("keys", "values")]
+    if heads is None or any(part is None or _sizes(part, "H") for part in parts):
+        return None
+    found = [(*heads, *part) for part in parts if part is not None]
+    return found if _size(found[0]) == _size(found[1]) else None
 
 
-def _longer(pages: _Pages) -> _Pages:
-    return replace(pages, shape=(pages.shape[0] + 1, *pages.shape[1:]))
+def _size(page: tuple[_Dim, ...]) -> int:
+    return prod(dim.size for dim in page)
 
 
 def _parse(order: str) -> tuple[_Dim, ...] | None:

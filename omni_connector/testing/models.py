@@ -72,6 +72,8 @@ class _Recipe:
 
 _RECIPES: dict[str, _Recipe] = {
     "llama": _Recipe("LlamaConfig", "LlamaForCausalLM"),
+    # Tensor parallel ranks all hold its one KV head.
+    "llama-one-kv-head": _Recipe("LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 1}),
     # 16 layers x 8 heads x 128 x (K, V) x 2 bytes: 64 KiB of KV a token for little compute.
     "llama-wide": _Recipe(
         "LlamaConfig",
@@ -112,7 +114,10 @@ _RECIPES: dict[str, _Recipe] = {
         "DeepseekV2Config",
         "DeepseekV2ForCausalLM",
         {
-            "num_key_value_heads": 4,
+            # With more heads vLLM's CPU prefill mixes up heads and tokens of its output: the KV of
+            # a token then depends on how many others come with it.
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
             "kv_lora_rank": 512,
             "q_lora_rank": None,
             "qk_nope_head_dim": 128,
@@ -128,7 +133,7 @@ _RECIPES: dict[str, _Recipe] = {
         without=("head_dim",),
         # Queries and keys of 192 numbers: with wider weights attention is so sharp that four
         # layers turn the last bit of a rounding into another answer.
-        std=0.06,
+        std=0.1,
         version=2,
     ),
     "qwen3_next": _Recipe(

@@ -271,6 +271,7 @@ def _make_worker(
     return OmniWorker(
         config=config,
         kv_cache_config=kv_cache_config,
+        layers=vllm_config.compilation_config.static_forward_context,
         transport=create_transport(
             "shm" if config.transport == "auto" else config.transport, namespace=config.namespace
         ),

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this engine is, in the terms that peers compare: model, layout, hashes, prompt."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from omni_connector.config import OmniConfig
 from omni_connector.control.messages import Fingerprint
 from omni_connector.control.prompt import Prompt
+from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
 from omni_connector.vllm_v1.specs import group_shapes
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ def fingerprint(
     config: OmniConfig,
     vllm_config: "VllmConfig",
     kv_cache_config: "KVCacheConfig",
-    page_orders: Sequence[Sequence[str]],
+    worker: OmniHandshakeMetadata,
 ) -> Fingerprint:
     """What this engine keeps in its slots.
 
     Args:
-        page_orders: as `CanonicalKVCaches` has them; the same on every rank.
+        worker: what each rank says of its caches.
     """
     model = vllm_config.model_config
     return Fingerprint(
@@ -34,7 +34,7 @@ def fingerprint(
         integrity=config.integrity,
         kv_heads=model.get_total_num_kv_heads(),
         ranks=vllm_config.parallel_config.tensor_parallel_size,
-        groups=group_shapes(kv_cache_config, page_orders),
+        groups=group_shapes(kv_cache_config, worker.page_orders, worker.attention),
     )
 
 

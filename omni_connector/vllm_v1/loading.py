@@ -234,8 +234,10 @@ class Loader:
                         index * ours < (number + 1) * theirs
                         and number * theirs < (index + 1) * ours
                     ):
+                        # Whole blocks, as between like engines: where keys are kept in tiles,
+                        # the last token cannot be cut off.
                         plan.converter.copy(
-                            content, number, row, index, heads, end_token=job.num_tokens
+                            content, number, row, index, heads, end_token=(index + 1) * ours
                         )
                 checksum = xxhash.xxh3_64_intdigest(content.data) if self._checksum else 0
                 self._compare(slot, checksum, _verify(remote, slot, generation, size))

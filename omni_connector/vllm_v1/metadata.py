@@ -66,7 +66,6 @@ class LoadJob:
     Attributes:
         job_id: names the job in the worker's report.
         request_id: the request that waits for it.
-        num_tokens: tokens of the prompt whose KV the slots hold.
         arenas: the peer's arenas, one a rank.
         timeout: seconds from its arrival until the job is given up.
         runs: blocks to be copied from slots of the same shape.
@@ -77,7 +76,6 @@ class LoadJob:
 
     job_id: int
     request_id: str
-    num_tokens: int
     arenas: tuple[Endpoint, ...]
     timeout: float
     runs: list[CopyRun] = field(default_factory=list)
@@ -133,7 +131,9 @@ class OmniHandshakeMetadata(KVConnectorHandshakeMetadata):
     Attributes:
         endpoint: where peers find this rank's arena; None on an engine that hands nothing off.
         page_orders: byte order of each layer's page, by transferred group.
+        attention: attention backends, by transferred group.
     """
 
     endpoint: Endpoint | None
     page_orders: tuple[tuple[str, ...], ...]
+    attention: tuple[str, ...]

@@ -233,7 +233,6 @@ class HandoffReceiver:
         job = LoadJob(
             job_id=next(self._job_ids),
             request_id=request_id,
-            num_tokens=end,
             arenas=grant.welcome.arenas,
             timeout=min(self._timeout, grant.expires - self._clock()),
         )

@@ -121,11 +121,9 @@ class OmniScheduler:
                 "no worker of OmniKVConnector has introduced itself; MultiConnector passes on the "
                 "word of one child only, so OmniKVConnector must be its first that has one"
             )
-        if len({rank.page_orders for rank in ranks}) != 1:
+        if len({(rank.page_orders, rank.attention) for rank in ranks}) != 1:
             raise ConfigError("the ranks of this engine have KV caches of different layouts")
-        ours = fingerprint(
-            self._config, self._vllm_config, self._kv_cache_config, ranks[0].page_orders
-        )
+        ours = fingerprint(self._config, self._vllm_config, self._kv_cache_config, ranks[0])
         hashing = hash_id(self._vllm_config, self._hash_block_size)
         arenas = tuple(rank.endpoint for rank in ranks if rank.endpoint is not None)
         self._sweep()

@@ -63,8 +63,8 @@ def group_specs(kv_cache_config: "KVCacheConfig") -> tuple[GroupSpec, ...]:
                 kind=_group_kind(group),
                 block_size=group.kv_cache_spec.block_size,
                 layers=tuple(
-                    _layer_spec(name, _spec_of(group, name))
-                    for name in _own_layers(kv_cache_config, group)
+                    _layer_spec(name, spec_of(group, name))
+                    for name in own_layers(kv_cache_config, group)
                 ),
                 sliding_window=_window(group),
             )
@@ -73,17 +73,20 @@ def group_specs(kv_cache_config: "KVCacheConfig") -> tuple[GroupSpec, ...]:
 
 
 def group_shapes(
-    kv_cache_config: "KVCacheConfig", page_orders: Sequence[Sequence[str]]
+    kv_cache_config: "KVCacheConfig",
+    page_orders: Sequence[Sequence[str]],
+    attention: Sequence[str],
 ) -> tuple[GroupShape, ...]:
     """The transferred groups in the terms that peers compare.
 
     Args:
-        page_orders: as `CanonicalKVCaches` has them.
+        page_orders: byte orders of the pages, by group.
+        attention: attention backends, by group.
     """
     groups = transferred_groups(kv_cache_config).values()
     shapes = []
-    for group, pages in zip(groups, page_orders, strict=True):
-        names = _own_layers(kv_cache_config, group)
+    for group, pages, kernels in zip(groups, page_orders, attention, strict=True):
+        names = own_layers(kv_cache_config, group)
         keeps, span = _retention(group)
         shapes.append(
             GroupShape(
@@ -92,7 +95,8 @@ def group_shapes(
                 keeps=keeps,
                 span=span,
                 layers=hashlib.sha256("\0".join(names).encode()).hexdigest()[:16],
-                replicated=all(_is_replicated(_spec_of(group, name)) for name in names),
+                replicated=all(_is_replicated(spec_of(group, name)) for name in names),
+                attention=kernels,
                 pages=tuple(pages),
             )
         )
@@ -115,7 +119,8 @@ def fails_by_block(kv_cache_config: "KVCacheConfig") -> bool:
     return len(kv_cache_config.kv_cache_groups) == 1 and keeps_all(kv_cache_config)
 
 
-def _own_layers(kv_cache_config: "KVCacheConfig", group: "KVCacheGroupSpec") -> list[str]:
+def own_layers(kv_cache_config: "KVCacheConfig", group: "KVCacheGroupSpec") -> list[str]:
+    """The layers of a group that have bytes of their own, in order."""
     own = {name for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers}
     # Configurations without tensors (a scheduler's, in tests) leave out no layer.
     return [name for name in group.layer_names if not own or name in own]
@@ -148,7 +153,8 @@ def _all_specs(group: "KVCacheGroupSpec") -> list["KVCacheSpec"]:
     return [group.kv_cache_spec] if per_layer is None else list(per_layer.values())
 
 
-def _spec_of(group: "KVCacheGroupSpec", name: str) -> "KVCacheSpec":
+def spec_of(group: "KVCacheGroupSpec", name: str) -> "KVCacheSpec":
+    """The spec of a layer of a group."""
     per_layer: dict[str, KVCacheSpec] | None = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     if per_layer is None:
         return group.kv_cache_spec

@@ -2,8 +2,8 @@
 """The worker half: one rank's KV caches, its arena, and the copies between them and peers'."""
 
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from vllm.logger import init_logger
@@ -20,6 +20,7 @@ from omni_connector.kv import (
 )
 from omni_connector.transports import Arena, OmniConnector
 from omni_connector.vllm_v1.copies import CopyThread, Outcome, Work
+from omni_connector.vllm_v1.kernels import attention_of, kernel_orders
 from omni_connector.vllm_v1.loading import Loader, batches, failure_kind
 from omni_connector.vllm_v1.metadata import (
     CopyRun,
@@ -47,6 +48,7 @@ class OmniWorker:
     Args:
         config: the connector's settings.
         kv_cache_config: what vLLM allocates.
+        layers: the model's layers by name.
         transport: exports our arena and reads the peers'.
         rank, ranks: of this worker, and how many its engine has.
         arena_name: unguessable to nobody, unique on this host: where peers find the arena.
@@ -58,6 +60,7 @@ class OmniWorker:
         *,
         config: OmniConfig,
         kv_cache_config: "KVCacheConfig",
+        layers: Mapping[str, Any],
         transport: OmniConnector,
         rank: int,
         ranks: int,
@@ -66,6 +69,7 @@ class OmniWorker:
     ) -> None:
         self._config = config
         self._kv_cache_config = kv_cache_config
+        self._layers = layers
         self._transport = transport
         self._rank = rank
         self._ranks = ranks
@@ -138,16 +142,18 @@ class OmniWorker:
                 layout.slot_bytes / 2**20,
                 self._rank,
             )
+        orders = kernel_orders(self._kv_cache_config, self._layers, canonical.page_orders)
+        attention = attention_of(self._kv_cache_config, self._layers)
         self._loader = Loader(
             transport=self._transport,
             copier=self._copier,
             layout=layout,
-            groups=group_shapes(self._kv_cache_config, canonical.page_orders),
+            groups=group_shapes(self._kv_cache_config, orders, attention),
             rank=self._rank,
             ranks=self._ranks,
             checksum=self._checksum,
         )
-        self._handshake = OmniHandshakeMetadata(endpoint, canonical.page_orders)
+        self._handshake = OmniHandshakeMetadata(endpoint, orders, attention)
 
     @property
     def handshake(self) -> OmniHandshakeMetadata | None:

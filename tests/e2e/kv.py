@@ -39,20 +39,35 @@ class Probe:
         self.call("probe_spoil")
 
     def read(self, moment: str) -> list["Held"]:
-        """What the latest request's blocks held at its `first` step, or hold `now`, by rank."""
+        """What the latest request's blocks held, by rank; see `KVProbe.probe_watch`."""
+        return self.read_all(moment)[-1]
+
+    def read_all(self, moment: str) -> list[list["Held"]]:
+        """The same of the latest requests, by request and rank."""
         ranks = len(self.call("probe_save", str(self.folder)))
         groups = self.watch()
+        by_rank = [torch.load(self.folder / f"{rank}.pt") for rank in range(ranks)]
         return [
-            Held(groups, torch.load(self.folder / f"{rank}.pt")[moment]) for rank in range(ranks)
+            [Held(groups, one["prompt"], one["computed"], one[moment]) for one in request]
+            for request in zip(*by_rank, strict=True)
         ]
 
 
 @dataclass
 class Held:
-    """What the blocks of one request hold on one rank."""
+    """What the blocks of one request hold on one rank.
+
+    Attributes:
+        groups: the cache groups of the engine.
+        prompt: of the request.
+        computed: tokens that were there when it was first scheduled.
+        content: by group, `places` in the prompt and the `layers`' tensors.
+    """
 
     groups: list[dict[str, Any]]
-    content: dict[str, Any]
+    prompt: list[int]
+    computed: int
+    content: list[dict[str, Any]]
 
     def is_state(self, group: int) -> bool:
         """Whether it is a group of recurrent states."""
@@ -63,7 +78,7 @@ class Held:
 
     def state(self, group: int, layer: str, num_tokens: int) -> list[torch.Tensor]:
         """The state of a layer after `num_tokens` tokens."""
-        content = self.content["groups"][group]
+        content = self.content[group]
         last = (num_tokens - 1) // self.groups[group]["block_size"]
         at = max(i for i, place in enumerate(content["places"]) if place <= last)
         return [tensor[at] for tensor in content["layers"][layer]]
@@ -71,18 +86,18 @@ class Held:
     def tokens(self, group: int, layer: str) -> dict[int, torch.Tensor]:
         """Heads x content of each token whose block is held, by its place in the prompt."""
         size = self.groups[group]["block_size"]
-        [tensor] = self.content["groups"][group]["layers"][layer]
+        [tensor] = self.content[group]["layers"][layer]
         if tensor.ndim == 4:  # no heads
             tensor = tensor.unsqueeze(2)
         rows = tensor.permute(0, 1, 3, 2, 4).flatten(0, 2)
-        places = self.content["groups"][group]["places"]
+        places = self.content[group]["places"]
         at = [place * size + i for place in places for i in range(size)]
         return dict(zip(at, rows, strict=True))
 
     def loaded_bytes(self, num_tokens: int) -> int:
         """Bytes of the blocks that a hand-off of `num_tokens` tokens fills on this rank."""
         total = 0
-        for group, content in zip(self.groups, self.content["groups"], strict=True):
+        for group, content in zip(self.groups, self.content, strict=True):
             filled = [p for p in content["places"] if p * group["block_size"] < num_tokens]
             count = 1 if group["kind"] == "MambaSpec" else len(filled)
             for tensors in content["layers"].values():
@@ -91,7 +106,12 @@ class Held:
 
 
 def require_same_kv(
-    sent: list[Held], found: list[Held], num_tokens: int, *, kv_heads: int | None = None
+    sent: list[Held],
+    found: list[Held],
+    num_tokens: int,
+    *,
+    start: int = 0,
+    kv_heads: int | None = None,
 ) -> None:
     """Raise AssertionError unless every rank that received found exactly the sender's bytes.
 
@@ -100,7 +120,8 @@ def require_same_kv(
 
     Args:
         sent, found: by rank.
-        num_tokens: tokens that were handed off.
+        num_tokens: tokens up to which the prompt was handed off.
+        start: tokens that were not, as the decode engine had them.
         kv_heads: of the model, where the two sides have different numbers of ranks.
     """
     for rank, held in enumerate(found):
@@ -121,8 +142,10 @@ def require_same_kv(
                 else:
                     rows = _shard(by_rank, ours, kv_heads, rank * kv_heads // len(found))
                 size = held.groups[group]["block_size"]
+                end = -(-num_tokens // size) * size
+                loaded = {place: ours[place] for place in range(start, end) if place in ours}
                 try:
-                    _require_same_tokens(rows, ours, num_tokens, -(-num_tokens // size) * size)
+                    _require_same_tokens(rows, loaded, num_tokens)
                 except AssertionError as error:
                     raise AssertionError(f"{layer}: rank {rank} found {error}") from None
 
@@ -140,10 +163,9 @@ def _shard(
 
 
 def _require_same_tokens(
-    wanted: dict[int, torch.Tensor], found: dict[int, torch.Tensor], num_tokens: int, end: int
+    wanted: dict[int, torch.Tensor], loaded: dict[int, torch.Tensor], num_tokens: int
 ) -> None:
-    """Compare tokens; from `num_tokens` to `end`, that of the last block, zeros do as well."""
-    loaded = {place: row for place, row in found.items() if place < end}
+    """Compare tokens; behind `num_tokens`, in the last block, zeros do as well."""
     if not any(place < num_tokens for place in loaded):
         raise AssertionError("no token at all")
     for place, row in loaded.items():

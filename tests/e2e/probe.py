@@ -12,6 +12,7 @@ import torch
 
 EXTENSION = "tests.e2e.probe.KVProbe"
 SPOILED = 3.0
+KEPT = 16
 
 
 class KVProbe:
@@ -23,18 +24,19 @@ class KVProbe:
     def probe_watch(self) -> list[dict[str, Any]]:
         """Follow the block tables of requests from now on; describe the cache groups.
 
-        As a request is first scheduled, what its blocks then hold is kept: after a hand-off
-        that is what was loaded, before the engine has computed anything.
+        What a request's blocks hold is kept as it is `first` scheduled, after a hand-off that is
+        what was loaded, and once its prompt is `prefilled`.
         """
         runner = self.model_runner
-        if not hasattr(self, "_probe_tables"):
-            self._probe_tables: dict[str, list[list[int]]] = {}
-            self._probe_first: dict[str, Any] = {}
+        if not hasattr(self, "_probe_seen"):
+            self._probe_seen: dict[str, dict[str, Any]] = {}
             execute = runner.execute_model
 
             def watched(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
                 self._probe_follow(scheduler_output)
-                return execute(scheduler_output, *args, **kwargs)
+                result = execute(scheduler_output, *args, **kwargs)
+                self._probe_end(scheduler_output)
+                return result
 
             runner.execute_model = watched
         return [
@@ -59,38 +61,55 @@ class KVProbe:
                 tensor.copy_(noise.view(tensor.dtype))
 
     def probe_save(self, folder: str) -> None:
-        """Write what the latest request's blocks held at its first step, and hold now."""
-        last = next(reversed(self._probe_tables), None)
-        now = self._probe_read(self._probe_tables[last]) if last is not None else None
-        torch.save({"first": self._probe_first, "now": now}, Path(folder) / f"{self.rank}.pt")
+        """Write what was kept of the latest requests."""
+        torch.save(list(self._probe_seen.values()), Path(folder) / f"{self.rank}.pt")
 
     def _probe_follow(self, scheduler_output: Any) -> None:
         for new in scheduler_output.scheduled_new_reqs:
-            self._probe_tables[new.req_id] = [list(ids) for ids in new.block_ids]
-            self._probe_first = self._probe_read(self._probe_tables[new.req_id])
-            self._probe_first["computed"] = new.num_computed_tokens
+            table = [list(ids) for ids in new.block_ids]
+            self._probe_seen[new.req_id] = {
+                "prompt": list(new.prompt_token_ids),
+                "computed": new.num_computed_tokens,
+                "table": table,
+                "first": self._probe_read(table),
+                "prefilled": None,
+            }
+            if len(self._probe_seen) > KEPT:
+                del self._probe_seen[next(iter(self._probe_seen))]
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if new_ids is None or request_id not in self._probe_tables:
+            if new_ids is None or request_id not in self._probe_seen:
                 continue
-            table = self._probe_tables[request_id]
+            table = self._probe_seen[request_id]["table"]
             for group, ids in enumerate(new_ids):
                 resumed = request_id in cached.resumed_req_ids
                 table[group] = list(ids) if resumed else table[group] + list(ids)
 
+    def _probe_end(self, scheduler_output: Any) -> None:
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
+            request = self._probe_seen.get(request_id)
+            if request is not None and request["prefilled"] is None:
+                before = computed.get(request_id, request["computed"])
+                if before + scheduled >= len(request["prompt"]):
+                    request["prefilled"] = self._probe_read(request["table"])
+
+    def _probe_layer(self, name: str) -> Any:
+        return self.model_runner.compilation_config.static_forward_context[name]
+
     def _probe_layers(self) -> dict[str, list[torch.Tensor]]:
-        context = self.model_runner.compilation_config.static_forward_context
         layers = {}
         for group in self.model_runner.kv_cache_config.kv_cache_groups:
             for name in group.layer_names:
-                cache = context[name].kv_cache
+                cache = self._probe_layer(name).kv_cache
                 layers[name] = [cache] if isinstance(cache, torch.Tensor) else list(cache)
         return layers
 
     def _probe_shapes(self, name: str) -> list[list[int]]:
         return [list(tensor.shape) for tensor in self._probe_layers()[name]]
 
-    def _probe_read(self, table: list[list[int]]) -> dict[str, Any]:
+    def _probe_read(self, table: list[list[int]]) -> list[dict[str, Any]]:
         """Read the blocks of one request: by group, the places in the prompt and the tensors."""
         config = self.model_runner.kv_cache_config
         layers = self._probe_layers()
@@ -105,7 +124,37 @@ class KVProbe:
                     # The kernel may see each block as several smaller ones.
                     parts = tensor.shape[0] // config.num_blocks
                     rows = (block_ids[:, None] * parts + torch.arange(parts)).flatten()
-                    tensors.append(tensor[rows].unflatten(0, (len(held), parts)))
+                    found = tensor[rows]
+                    isa = getattr(self._probe_layer(name), "isa", None)
+                    if isa is not None and tensor.ndim == 4:
+                        found = unpacked(found, isa)
+                    tensors.append(found.unflatten(0, (len(held), parts)))
                 contents[name] = tensors
             groups.append({"places": [place for place, _ in held], "layers": contents})
-        return {"groups": groups}
+        return groups
+
+
+def unpacked(blocks: torch.Tensor, isa: str) -> torch.Tensor:
+    """Blocks x heads x tokens x (K, V), from how vLLM's CPU attention kernels keep them.
+
+    Per block and head these keep all K and then all V, and at least one of the two across the
+    tokens of the block, so that the rows of the view `[B, H, N, C]` are no tokens.
+
+    Raises:
+        ValueError: a kernel of another machine.
+    """
+    count, heads, tokens, width = blocks.shape
+    size = width // 2
+    keys, values = blocks.reshape(count, heads, 2, tokens * size).unbind(2)
+    pack = 4 // blocks.itemsize
+    if isa in ("vec", "vec16"):
+        keys = keys.unflatten(-1, (size, tokens)).transpose(-1, -2)
+        values = values.unflatten(-1, (tokens, size))
+    elif isa == "amx":
+        keys = keys.unflatten(-1, (tokens // 16, size // pack, 16, pack))
+        keys = keys.permute(0, 1, 2, 4, 3, 5).reshape(count, heads, tokens, size)
+        values = values.unflatten(-1, (size // 16, tokens // pack, 16, pack))
+        values = values.permute(0, 1, 3, 5, 2, 4).reshape(count, heads, tokens, size)
+    else:
+        raise ValueError(f"how the {isa} kernels keep K and V is not known here")
+    return torch.cat((keys, values), dim=-1)

@@ -312,3 +312,86 @@ def test_what_cannot_be_copied_is_refused(change, message):
 def test_converting_needs_no_torch():
     code = "import sys, omni_connector.kv.convert; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+def in_halves(rows: np.ndarray, kernel: str) -> np.ndarray:
+    """Keys and values (heads, tokens, 2, dim) as vLLM's attention on CPUs lays out a block."""
+    heads, tokens, _, dim = rows.shape
+    keys, values = rows[:, :, 0], rows[:, :, 1]
+    if kernel == "vec":
+        keys = keys.transpose(0, 2, 1)
+    else:  # tiles of 16 tokens, of rows of 4 bytes
+        row = 4 // rows.itemsize
+        keys = keys.reshape(heads, tokens // 16, 16, dim // row, row).transpose(0, 1, 3, 2, 4)
+        values = values.reshape(heads, tokens // row, row, dim // 16, 16).transpose(0, 3, 1, 4, 2)
+    halves = [half.reshape(heads, 1, -1) for half in (keys, values)]
+    return np.concatenate(halves, axis=1).reshape(-1).view(np.uint8)
+
+
+def halves_order(kernel: str, heads: int, tokens: int, dim: int, item: int) -> str:
+    if kernel == "vec":
+        return f"H{heads}.(C{dim}.N{tokens}.C{item}|N{tokens}.C{dim * item})"
+    row = 4 // item
+    return (
+        f"H{heads}.(N{tokens // 16}.C{dim // row}.N16.C4"
+        f"|C{dim // 16}.N{tokens // row}.C16.N{row}.C{item})"
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    kernels=st.tuples(st.sampled_from(["vec", "amx"]), st.sampled_from(["vec", "amx"])),
+    sizes=st.sampled_from([(32, 32), (32, 64), (64, 32), (16, 64)]),
+    heads=st.sampled_from([(1, 1), (2, 2), (2, 1), (1, 2)]),
+    dtype=st.sampled_from([np.uint16, np.uint32]),
+    layers=st.integers(1, 3),
+    data=st.data(),
+)
+def test_blocks_whose_keys_and_values_lie_in_halves(kernels, sizes, heads, dtype, layers, data):
+    dim, total = 32, 128
+    draw = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    rows = draw.integers(0, 1 << 15, (layers, max(heads), total, 2, dim)).astype(dtype)
+    item = rows.itemsize
+    pages = [
+        [halves_order(kernel, h, size, dim, item)] * layers
+        for kernel, h, size in zip(kernels, heads, sizes, strict=True)
+    ]
+    converter = SlotConverter(*pages, source_block_size=sizes[0], target_block_size=sizes[1])
+    for block in range(total // sizes[1]):
+        made = np.zeros(converter.target_bytes, np.uint8)
+        for rank in range(max(1, heads[1] // heads[0])):
+            for number in range(total // sizes[0]):
+                span = slice(number * sizes[0], (number + 1) * sizes[0])
+                mine = rows[:, rank * heads[0] : (rank + 1) * heads[0], span]
+                slot = np.concatenate([in_halves(layer, kernels[0]) for layer in mine])
+                part = HeadSlice(0, rank * heads[0], min(heads))
+                converter.copy(slot, number, made, block, [part] * layers, end_token=total)
+        span = slice(block * sizes[1], (block + 1) * sizes[1])
+        wanted = [in_halves(layer[: heads[1], span], kernels[1]) for layer in rows]
+        np.testing.assert_array_equal(made, np.concatenate(wanted))
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "H2.(C8.N16.C4|N16.C16)",  # halves of different sizes
+        "H2.(C8.N16.C4|H2.N16.C32)",
+        "N2.(C8.N16.C4|N16.C32)",
+        "H2.(C8.N16.C4)",
+        "H2.(C8.N16.C4|N16.C32|N16.C32)",
+        "H2.(|)",
+    ],
+)
+def test_halves_that_make_no_sense_are_refused(order):
+    with pytest.raises(LayoutError):
+        SlotConverter([order], [order], source_block_size=16, target_block_size=16)
+
+
+def test_halves_and_rows_are_not_alike():
+    with pytest.raises(LayoutError, match="alike"):
+        SlotConverter(
+            ["H2.(C8.N16.C4|N16.C32)"],
+            ["H2.N16.C64"],
+            source_block_size=16,
+            target_block_size=16,
+        )

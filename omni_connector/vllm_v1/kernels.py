@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attention kernels make of their pages: which there are, and where they put a token.
+
+A page of `[heads, tokens, content]` holds one token after the other for every kernel but those of
+vLLM on CPUs, which keep all keys of a head, transposed or in tiles, and then all its values.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from omni_connector.vllm_v1.specs import own_layers, spec_of, transferred_groups
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_CPU: Final = "CPU_ATTN"
+_ROWS: Final = re.compile(r"(?:H(?P<heads>\d+)\.)?N(?P<tokens>\d+)\.C(?P<content>\d+)")
+
+
+def attention_of(kv_cache_config: "KVCacheConfig", layers: Mapping[str, Any]) -> tuple[str, ...]:
+    """The attention backends of each transferred group, with the instruction set on CPUs.
+
+    Args:
+        layers: the model's layers by name; those that it lacks (in tests) are left out.
+    """
+    return tuple(
+        "+".join(
+            sorted(
+                {
+                    _kernel(layers[name])
+                    for name in own_layers(kv_cache_config, group)
+                    if name in layers
+                }
+            )
+        )
+        for group in transferred_groups(kv_cache_config).values()
+    )
+
+
+def kernel_orders(
+    kv_cache_config: "KVCacheConfig", layers: Mapping[str, Any], orders: Sequence[Sequence[str]]
+) -> tuple[tuple[str, ...], ...]:
+    """Page orders as the kernels use the pages; see `SlotConverter`.
+
+    An order that is not known in detail gets a name of its own: blocks of it are copied whole, and
+    not converted.
+
+    Args:
+        orders: as `CanonicalKVCaches` has them, by what the views say.
+    """
+    found = []
+    for group, pages in zip(transferred_groups(kv_cache_config).values(), orders, strict=True):
+        names = own_layers(kv_cache_config, group)
+        if len(names) != len(pages):  # several names for the same bytes
+            kernels = {_kernel(layers[name]) for name in names if name in layers}
+            opaque = any(kernel.startswith(_CPU) for kernel in kernels)
+            found.append(tuple(f"{page}?" if opaque else page for page in pages))
+            continue
+        found.append(
+            tuple(
+                _cpu_order(page, layers[name], spec_of(group, name).dtype.itemsize)  # type: ignore[attr-defined]
+                if name in layers and _kernel(layers[name]).startswith(_CPU)
+                else page
+                for name, page in zip(names, pages, strict=True)
+            )
+        )
+    return tuple(found)
+
+
+def _kernel(layer: Any) -> str:
+    name = str(layer.get_attn_backend().get_name())
+    return f"{name}.{getattr(layer, 'isa', 'unknown')}" if name == _CPU else name
+
+
+def _cpu_order(page: str, layer: Any, item: int) -> str:
+    """How `cpu_attn_reshape_and_cache` of vLLM fills a page, found by writing through it."""
+    isa = getattr(layer, "isa", None)
+    rows = _ROWS.fullmatch(page)
+    if rows is None or isa not in ("vec", "vec16", "amx"):
+        return f"{page}?"
+    heads, tokens, content = int(rows["heads"] or 1), int(rows["tokens"]), int(rows["content"])
+    dim = content // (2 * item)
+    if isa != "amx":
+        return f"H{heads}.(C{dim}.N{tokens}.C{item}|N{tokens}.C{dim * item})"
+    row = 4 // item  # a row of a tile has 4 bytes
+    if not row or tokens % 16 or dim % 16:
+        return f"{page}?"
+    return (
+        f"H{heads}.(N{tokens // 16}.C{dim // row}.N16.C4"
+        f"|C{dim // 16}.N{tokens // row}.C16.N{row}.C{item})"
+    )

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM can do besides, with hand-offs: each works, or is refused with its reason.
+
+Every answer is compared with what the decode engine answers when it computes the prompt itself.
+The caches are small, so that requests are preempted.
+"""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from omni_connector.testing.engines import Client, Engine, completion
+from omni_connector.testing.models import make_model
+from omni_connector.testing.reference import Answer
+
+from .families import FAMILIES, Family
+from .harness import Pair, connector_config, new_engine, new_salt, random_prompt
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+ADAPTERS = ("first", "second")
+# 24 blocks of the one family and 40 of the other, groups and all; a prompt of 2,048 tokens fits.
+CACHE_BYTES = {"llama": 24 * (512 << 10), "gptoss": 40 * (128 << 10)}
+LLAMA, GPTOSS = (next(f for f in FAMILIES if f.recipe == name) for name in ("llama", "gptoss"))
+
+
+@dataclass
+class Features:
+    """A pair with small caches, and hand-offs with request fields of all kinds."""
+
+    family: Family
+    pair: Pair
+    model: Path
+    folder: Path
+
+    def own(self, prompt: list[int], **fields: Any) -> dict[str, Any]:
+        """What the decode engine answers when it computes the prompt itself."""
+        settings = {"max_tokens": 24, "logprobs": 0, "cache_salt": new_salt(), **fields}
+        return self.pair.decode_engine.complete(prompt, **settings)
+
+    def handed_off(
+        self, prompt: list[int], prefill: dict[str, Any] | None = None, **fields: Any
+    ) -> dict[str, Any]:
+        """What it answers when it is handed the prompt's KV; `prefill` are fields for that."""
+        same = {key: fields[key] for key in ("model",) if key in fields}
+        params = self.pair.prefill(prompt, salt := new_salt(), **{**same, **(prefill or {})})
+        return self.own(prompt, cache_salt=salt, kv_transfer_params=params, **fields)
+
+    def require_same(self, one: dict[str, Any], other: dict[str, Any]) -> None:
+        """Answers agree to rounding."""
+        Answer.of(one).require_same(Answer.of(other), tolerance=self.family.rounding)
+
+    def received(self) -> float:
+        return self.pair.count(self.pair.decode_engine, "handoffs_received")
+
+    def failures(self, engine: Engine, kind: str) -> float:
+        return self.pair.count(engine, "failures", kind=kind)
+
+
+@pytest.fixture(scope="module", params=[LLAMA, GPTOSS], ids=lambda family: family.recipe)
+def family(request: pytest.FixtureRequest) -> Family:
+    """A family of one cache group, and a hybrid one."""
+    chosen: Family = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def features(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Features]:
+    """A pair; that of Llama has two adapters."""
+    model = make_model(family.recipe, tmp_path_factory.getbasetemp() / family.recipe)
+    folder = tmp_path_factory.mktemp("features")
+    runtime = tmp_path_factory.mktemp("run")
+    arguments = [*family.arguments, "--max-model-len", "2048"]
+    if family is LLAMA:
+        arguments += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules"]
+        arguments += [f"{name}={make_adapter(folder, name)}" for name in ADAPTERS]
+    engines = [
+        new_engine(
+            model,
+            folder / f"{role}.log",
+            connector_config(role, handoff_ttl_s=30.0),
+            runtime,
+            arguments=arguments,
+            core=core,
+            kv_cache_bytes=CACHE_BYTES[family.recipe],
+        )
+        for core, role in enumerate(("kv_producer", "kv_consumer"))
+    ]
+    try:
+        for engine in engines:
+            engine.start()
+        for engine in engines:
+            engine.wait_ready()
+        yield Features(family, Pair(*engines, runtime), model, folder)
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+def make_adapter(folder: Path, name: str) -> Path:
+    """A LoRA adapter of the Llama model that changes its keys, values and answers."""
+    path = folder / name
+    path.mkdir()
+    draw = torch.Generator().manual_seed(ADAPTERS.index(name))
+    tensors = {}
+    for layer in range(4):
+        for module, rows in (("q_proj", 256), ("k_proj", 128), ("v_proj", 128)):
+            key = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            for part, shape in (("lora_A", (8, 256)), ("lora_B", (rows, 8))):
+                tensors[f"{key}.{part}.weight"] = torch.randn(shape, generator=draw) * 0.2
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 8}
+    config |= {"target_modules": ["q_proj", "k_proj", "v_proj"], "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.supports("preemption on the decode engine")
+def test_preempted_decodes_answer_right(features: Features) -> None:
+    # Each grows by a block when it has generated four tokens; there is no room for that.
+    prompts = [random_prompt(seed, 381) for seed in range(7)]
+    decode = features.pair.decode_engine
+    own = [features.own(prompt, max_tokens=60) for prompt in prompts]
+    salts = [new_salt() for _ in prompts]
+    params = [features.pair.prefill(*asked) for asked in zip(prompts, salts, strict=True)]
+    before, received = decode.metric("vllm:num_preemptions_total"), features.received()
+
+    def ask(number: int) -> dict[str, Any]:
+        return features.own(
+            prompts[number],
+            max_tokens=60,
+            cache_salt=salts[number],
+            kv_transfer_params=params[number],
+        )
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(ask, range(len(prompts))))
+    assert decode.metric("vllm:num_preemptions_total") > before
+    assert features.received() == received + len(prompts)
+    for answer, wanted in zip(answers, own, strict=True):
+        features.require_same(answer, wanted)
+    features.pair.wait_until_idle()
+
+
+@pytest.mark.supports("preemption on the prefill engine", "Llama")
+def test_preempted_prefills_are_handed_off_right(features: Features) -> None:
+    if features.family is not LLAMA:
+        pytest.skip("the prefill of a hybrid ends with its first token; see tests/vllm_v1")
+    prompts = [random_prompt(20 + seed, 381) for seed in range(7)]
+    prefill = features.pair.prefill_engine
+    salts = [new_salt() for _ in prompts]
+    before, received = prefill.metric("vllm:num_preemptions_total"), features.received()
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = zip(prompts, salts, strict=True)
+        params = list(pool.map(lambda one: features.pair.prefill(*one, max_tokens=60), asked))
+    assert prefill.metric("vllm:num_preemptions_total") > before
+    for prompt, salt, given in zip(prompts, salts, params, strict=True):
+        answer = features.own(prompt, cache_salt=salt, kv_transfer_params=given)
+        features.require_same(answer, features.own(prompt))
+    assert features.received() == received + len(prompts)
+
+
+@pytest.mark.supports("LoRA", "Llama")
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_a_hand_off_under_an_adapter(features: Features, adapter: str) -> None:
+    if features.family is not LLAMA:
+        pytest.skip("its pair has no adapters")
+    prompt = random_prompt(40, 300)
+    received = features.received()
+    answer = features.handed_off(prompt, model=adapter)
+    assert features.received() == received + 1
+    features.require_same(answer, features.own(prompt, model=adapter))
+    with pytest.raises(AssertionError, match=r"token \d+"):
+        features.require_same(answer, features.own(prompt))
+
+
+@pytest.mark.supports("LoRA", "Llama")
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("first", "second"), ("first", None), (None, "first")]
+)
+def test_a_hand_off_of_another_adapter_is_refused(
+    features: Features, theirs: str | None, ours: str | None
+) -> None:
+    if features.family is not LLAMA:
+        pytest.skip("its pair has no adapters")
+    prompt, decode = random_prompt(41, 300), features.pair.decode_engine
+    refused = features.failures(decode, "other_prompt")
+    mine = {"model": ours} if ours else {}
+    answer = features.handed_off(prompt, {"model": theirs or "model"}, **mine)
+    assert features.failures(decode, "other_prompt") == refused + 1
+    features.require_same(answer, features.own(prompt, **mine))
+
+
+@pytest.mark.supports("prompt_logprobs on the decode engine: it computes the prompt")
+def test_prompt_logprobs_on_the_decode_engine(features: Features) -> None:
+    prompt, received = random_prompt(50, 300), features.received()
+    own = features.own(prompt, prompt_logprobs=0)
+    answer = features.handed_off(prompt, prompt_logprobs=0)
+    assert features.received() == received
+    features.require_same(answer, own)
+    assert prompt_logprobs(answer) == pytest.approx(
+        prompt_logprobs(own), abs=features.family.rounding
+    )
+    features.pair.wait_until_idle()
+
+
+@pytest.mark.supports("prompt_logprobs on the prefill engine", "Llama")
+@pytest.mark.supports(
+    "prompt_logprobs on the prefill engine",
+    "gpt-oss",
+    refused="log-probabilities of the whole prompt need the last token, which the prefill engine "
+    "of a hybrid leaves to the decode engine; that computes the prompt",
+)
+def test_prompt_logprobs_on_the_prefill_engine(features: Features) -> None:
+    prompt, received = random_prompt(51, 300), features.received()
+    prefill = features.pair.prefill_engine
+    refused = features.failures(prefill, "prompt_logprobs")
+    fields = {"kv_transfer_params": {"do_remote_decode": True}, "prompt_logprobs": 0}
+    asked = prefill.complete(prompt, max_tokens=1, cache_salt=(salt := new_salt()), **fields)
+    assert len(prompt_logprobs(asked)) == len(prompt) - 1
+    answer = features.own(prompt, cache_salt=salt, kv_transfer_params=asked["kv_transfer_params"])
+    features.require_same(answer, features.own(prompt))
+    hybrid = features.family is GPTOSS
+    assert features.received() == received + (not hybrid)
+    assert features.failures(prefill, "prompt_logprobs") == refused + hybrid
+
+
+def prompt_logprobs(answer: dict[str, Any]) -> list[float]:
+    """Log-probability of each prompt token but the first."""
+    rows = answer["choices"][0]["prompt_logprobs"][1:]
+    # Each names the token itself, and one more where that was not the likeliest.
+    return [next(iter(row.values()))["logprob"] for row in rows]
+
+
+CHOICES = ["the cache", "a lease of blocks", "never a wrong byte"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"engine": {"enum": ["prefill", "decode"]}, "blocks": {"type": "integer"}},
+    "required": ["engine", "blocks"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.supports("structured output")
+@pytest.mark.parametrize("wanted", [{"choice": CHOICES}, {"json": SCHEMA}], ids=["choice", "json"])
+def test_structured_output(features: Features, wanted: dict[str, Any]) -> None:
+    prompt, received = random_prompt(60, 300), features.received()
+    fields = {"structured_outputs": wanted, "ignore_eos": False, "max_tokens": 100}
+    answer = features.handed_off(prompt, **fields)
+    assert features.received() == received + 1
+    text = answer["choices"][0]["text"]
+    if "choice" in wanted:
+        assert text in CHOICES
+    else:
+        # Nothing ends a number or blanks but a model that wants to: only what came is checked.
+        assert text.lstrip().startswith("{")
+        assert '"engine"' in text
+    features.require_same(answer, features.own(prompt, **fields))
+
+
+@pytest.mark.supports("n > 1")
+def test_several_answers_to_one_prompt(features: Features) -> None:
+    prompt, received = random_prompt(61, 300), features.received()
+    fields = {"n": 3, "temperature": 1.0, "seed": 5}
+    answer, own = features.handed_off(prompt, **fields), features.own(prompt, **fields)
+    assert features.received() > received
+    tokens = [choice["token_ids"] for choice in answer["choices"]]
+    assert tokens == [choice["token_ids"] for choice in own["choices"]]
+    assert len({tuple(ids) for ids in tokens}) == 3
+
+
+@pytest.mark.supports("log-probabilities")
+def test_log_probabilities_of_the_likeliest_tokens(features: Features) -> None:
+    prompt, received = random_prompt(62, 300), features.received()
+    # By their ids: the texts of several tokens may be the same half of a character.
+    fields = {"logprobs": 5, "return_tokens_as_token_ids": True}
+    answer, own = features.handed_off(prompt, **fields), features.own(prompt, **fields)
+    assert features.received() == received + 1
+    for one, other in zip(*(top_logprobs(each) for each in (answer, own)), strict=True):
+        assert len(one) >= 5
+        assert one == pytest.approx(other, abs=features.family.rounding)
+
+
+def top_logprobs(answer: dict[str, Any]) -> list[list[float]]:
+    """Log-probabilities of the likeliest tokens at each place, in order."""
+    rows = answer["choices"][0]["logprobs"]["top_logprobs"]
+    return [sorted(row.values(), reverse=True)[:5] for row in rows]
+
+
+@pytest.mark.supports("streaming")
+def test_streamed_answer(features: Features) -> None:
+    prompt, received = random_prompt(63, 300), features.received()
+    params = features.pair.prefill(prompt, salt := new_salt())
+    fields = {"cache_salt": salt, "kv_transfer_params": params, "max_tokens": 24}
+    with features.pair.decode_engine.client() as client:
+        parts = stream(client, completion(prompt, stream=True, **fields))
+    assert features.received() == received + 1
+    own = features.own(prompt)["choices"][0]
+    assert [token for part in parts for token in part["token_ids"] or []] == own["token_ids"]
+    assert "".join(part["text"] for part in parts) == own["text"]
+
+
+def stream(client: Client, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The choices of each event of a streamed completion."""
+    client.send("/v1/completions", body)
+    lines = client.connection.getresponse().read().decode().splitlines()
+    events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert events.pop() == "[DONE]"
+    return [choice for event in events for choice in json.loads(event)["choices"]]

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes `docs/models.md` from the marks of the tests.
+
+`@pytest.mark.supports(feature, *families, refused=reason)` says that a test shows a feature, for
+the families named, else for the one that its parameter `family` is, else for all; `refused` says
+that what it shows is the refusal. `python -m tests.support_table` writes the page; a test compares
+it with the marks.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "models.md"
+HEAD = """\
+# Models and features
+
+<!-- Written by `python -m tests.support_table` from the marks of the tests; do not edit. -->
+
+What `make test` checks with real vLLM engines on CPUs, by cache family; an empty field is not
+tested. "hand-off" compares with an engine that has no connector, and the KV byte for byte with
+that of the prefill engine; a connector that moves nothing fails it. The features below that are
+compared with what the decode engine answers when it computes the prompt itself.
+
+"""
+
+
+class Table:
+    """A pytest plugin that gathers the marks of what is collected.
+
+    Attributes:
+        families: name to what it caches, in the order of the page.
+        cells: by feature and family, "yes" or the reason of the refusal.
+    """
+
+    def __init__(self) -> None:
+        self.families: dict[str, str] = {}
+        self.cells: dict[str, dict[str, str]] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            callspec = getattr(item, "callspec", None)
+            family = callspec.params.get("family") if callspec else None
+            if family is not None and hasattr(family, "caches"):
+                self.families.setdefault(family.name, family.caches)
+        for item in items:
+            callspec = getattr(item, "callspec", None)
+            family = callspec.params.get("family") if callspec else None
+            for mark in reversed(list(item.iter_markers("supports"))):
+                feature, *named = mark.args
+                refused = mark.kwargs.get("refused")
+                names = named or ([family.name] if family is not None else list(self.families))
+                for name in names:
+                    if family is None or name == family.name:
+                        row = self.cells.setdefault(feature, {})
+                        row[name] = refused or row.get(name, "yes")
+
+    def page(self) -> str:
+        """The whole page."""
+        notes: list[str] = []
+        unknown = {name for row in self.cells.values() for name in row} - set(self.families)
+        if unknown:
+            raise ValueError(f"marks name unknown families: {sorted(unknown)}")
+
+        def cell(value: str) -> str:
+            if value in ("", "yes"):
+                return value
+            if value not in notes:
+                notes.append(value)
+            return f"no ({notes.index(value) + 1})"
+
+        rows = [["", *self.families], ["---"] * (len(self.families) + 1)]
+        rows.append(["caches", *self.families.values()])
+        for feature, values in self.cells.items():
+            rows.append([feature, *(cell(values.get(name, "")) for name in self.families)])
+        lines = ["| " + " | ".join(row) + " |" for row in rows]
+        lines += [""] if notes else []
+        lines += [f"{number}. {note[0].upper()}{note[1:]}." for number, note in enumerate(notes, 1)]
+        return HEAD + "\n".join(lines) + "\n"
+
+
+def collect() -> str:
+    """Collect the end-to-end tests and return the page that they make."""
+    table = Table()
+    arguments = ["--collect-only", "-qq", "--no-summary", str(ROOT / "tests" / "e2e")]
+    status = pytest.main(arguments, plugins=[table])
+    if status != pytest.ExitCode.OK:
+        raise SystemExit(f"the tests could not be collected: {status}")
+    return table.page()
+
+
+if __name__ == "__main__":
+    page = collect()
+    if sys.argv[1:] == ["--check"]:
+        if PAGE.read_text() != page:
+            raise SystemExit(f"{PAGE} is out of date: run `python -m tests.support_table`")
+    else:
+        PAGE.write_text(page)
