@@ -284,7 +284,8 @@ class OmniConnector(ABC):
     ) -> tuple[bool, int, dict[str, Any] | None]:
         """Make an object available to another stage, in place of one put under the key before.
 
-        It stays until `cleanup`, `close` or the end of this process.
+        It stays until `cleanup`, `close` or the end of this process. Where room is
+        limited, a later `put` that finds none may evict what was got, never what was not.
 
         Args:
             from_stage: the stage that sends.

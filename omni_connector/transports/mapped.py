@@ -4,8 +4,10 @@
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +17,10 @@ from omni_connector.transports.arena import ArenaView, SlotHeader
 from omni_connector.transports.base import Endpoint, RemoteArena
 from omni_connector.transports.buffers import Buffers
 from omni_connector.transports.objects import StoredObject, read_object
-from omni_connector.transports.unix import Attach, Connection, Find, Found, Grant, Missing
+from omni_connector.transports.unix import Attach, Connection, Find, Found, Grant, Missing, Read
+
+# Notes kept for a peer that takes none at the moment; beyond it the oldest are lost.
+_MAX_UNSENT: Final = 1024
 
 
 def map_arena(
@@ -59,6 +64,7 @@ class ObjectPeer:
         self._turn = threading.Lock()
         self._connection: Connection | None = None
         self._view: ArenaView | None = None
+        self._unsent: deque[Read] = deque(maxlen=_MAX_UNSENT)
 
     def find(self, digest: bytes, deadline: float) -> StoredObject | None:
         """What the peer has under a digest; None also while it is set aside for its silence."""
@@ -77,13 +83,17 @@ class ObjectPeer:
             raise
         finally:
             self._turn.release()
+            self._tell()
 
     def read(self, digest: bytes, stored: StoredObject) -> memoryview:
-        """A verified copy of what `find` found."""
+        """A verified copy of what `find` found; the peer is told."""
         view = self._view
         if view is None:
             raise PeerUnreachableError(f"{self.address} has gone")
-        return read_object(view, digest, stored, self._buffers)
+        content = read_object(view, digest, stored, self._buffers)
+        self._unsent.append(Read(view.epoch, digest, stored.generation))
+        self._tell()
+        return content
 
     def close(self) -> None:
         """Hang up. A read that is running ends well. Idempotent."""
@@ -101,6 +111,18 @@ class ObjectPeer:
         if self._view is None or self._view.epoch != answer.epoch:
             self._view = map_arena(self._connection, answer.epoch, deadline)
         return StoredObject(tuple(answer.runs), answer.generation, answer.length, answer.stamp)
+
+    def _tell(self) -> None:
+        # Never waits: who has the turn comes here after it, and what cannot be sent now is kept.
+        while self._unsent and self._turn.acquire(blocking=False):
+            try:
+                while self._unsent:
+                    read = self._unsent.popleft()
+                    if self._connection is None or not self._connection.tell(read):
+                        self._unsent.appendleft(read)
+                        return
+            finally:
+                self._turn.release()
 
     def _hang_up(self) -> None:
         connection, self._connection = self._connection, None

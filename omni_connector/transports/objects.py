@@ -5,12 +5,15 @@ An object has one header, that of its first slot. Its owner changes that before 
 the object be written again, so that a reader who finds the first slot published with the object's
 generation, before the copy and after it, has copied all of the object. The header's checksum is
 that of the checksums of the slots' contents, which can so be had by several threads.
+
+An object that was read whole may be evicted when another needs its room; one that was not, never.
 """
 
 import itertools
 import math
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -85,18 +88,29 @@ class ObjectStore:
     Args:
         arena: an arena that nobody else writes.
         clock_ns: a clock that all processes of the host share.
+        catch_up: called without a lock when there is no room, before that is final: marks what
+            peers have said that they read.
 
     Raises:
         ValueError: the arena has more than `MAX_OBJECT_SLOTS` slots.
     """
 
-    def __init__(self, arena: Arena, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        catch_up: Callable[[], None] | None = None,
+    ) -> None:
         if arena.n_slots > MAX_OBJECT_SLOTS:
             raise ValueError(f"at most {MAX_OBJECT_SLOTS} slots of objects, not {arena.n_slots}")
         self.arena: Final = arena
         self._clock_ns = clock_ns
+        self._catch_up = catch_up
         self._lock = threading.Lock()
         self._objects: dict[bytes, tuple[ObjectKey, StoredObject]] = {}
+        # Digests of those that were read, the one read longest ago first, and their slots in all.
+        self._read: OrderedDict[bytes, None] = OrderedDict()
+        self._read_slots = 0
         self._free = np.ones(arena.n_slots, np.bool_)
         # Bytes of each slot that have memory: it comes with the first use and stays.
         self._populated = np.zeros(arena.n_slots, np.int64)
@@ -110,11 +124,16 @@ class ObjectStore:
         """Slots that hold nothing."""
         return int(np.count_nonzero(self._free))
 
+    @property
+    def evictable_slots(self) -> int:
+        """Slots of objects that were read, which others may take."""
+        return self._read_slots
+
     def store(self, key: ObjectKey, parts: Sequence[memoryview]) -> StoredObject:
         """Keep the concatenated parts under a key, in place of what was there.
 
         What was there stays until the new object is complete, unless there is only room for
-        one of them.
+        one of them. Where room is short, objects that were read go, those read longest ago first.
 
         Raises:
             ArenaFullError: there is no room; what was there is still there.
@@ -122,7 +141,13 @@ class ObjectStore:
         """
         length = sum(part.nbytes for part in parts)
         digest = key.digest
-        runs = self._allocate(digest, length)
+        needed = self._slots_for(length)
+        runs = self._allocate(digest, needed)
+        if runs is None and self._catch_up is not None:
+            self._catch_up()
+            runs = self._allocate(digest, needed)
+        if runs is None:
+            raise self._full(digest, length, needed)
         generation = next(self._generations)
         try:
             self._write(runs, generation, digest, parts, length)
@@ -134,11 +159,21 @@ class ObjectStore:
             if self.arena.closed:
                 raise TransportError("the objects were freed while one was stored")
             stored = StoredObject(runs, generation, length, self._clock_ns())
-            replaced = self._objects.get(digest)
+            if digest in self._objects:
+                self._remove(digest)
             self._objects[digest] = key, stored
-            if replaced is not None:
-                self._release(replaced[1].runs)
         return stored
+
+    def mark_read(self, digest: bytes, generation: int) -> None:
+        """Say that this object was read whole just now; one that is not here (any more) is not."""
+        with self._lock:
+            entry = self._objects.get(digest)
+            if entry is None or entry[1].generation != generation:
+                return
+            if digest not in self._read:
+                self._read_slots += _count(entry[1].runs)
+            self._read[digest] = None
+            self._read.move_to_end(digest)
 
     def find(self, digest: bytes) -> StoredObject | None:
         """The object whose key has this digest."""
@@ -151,38 +186,68 @@ class ObjectStore:
         with self._lock:
             dropped = [d for d, (key, _) in self._objects.items() if key.mentions(request_id)]
             for digest in dropped:
-                self._release(self._objects.pop(digest)[1].runs)
+                self._remove(digest)
         return len(dropped)
 
     def close(self) -> None:
         """Free everything. Idempotent."""
         with self._lock:
             self._objects.clear()
+            self._read.clear()
+            self._read_slots = 0
             self.arena.close()
 
-    def _allocate(self, digest: bytes, length: int) -> Runs:
+    def _slots_for(self, length: int) -> int:
         needed = max(1, -(-length // self.arena.slot_bytes))
         if needed > self.arena.n_slots:
             raise ArenaFullError(
                 f"an object of {length} bytes can never fit in {self.arena.n_slots} slots of "
                 f"{self.arena.slot_bytes} bytes; raise object_gib"
             )
+        return needed
+
+    def _allocate(self, digest: bytes, needed: int) -> Runs | None:
         with self._lock:
-            if needed > self.free_slots:
-                entry = self._objects.get(digest)
-                room = self.free_slots + (_count(entry[1].runs) if entry else 0)
-                if entry is None or needed > room:
-                    raise ArenaFullError(
-                        f"an object of {length} bytes needs {needed} slots, {room} of "
-                        f"{self.arena.n_slots} are free; clean up requests that are done, or raise "
-                        "object_gib"
-                    )
-                del self._objects[digest]
-                self._release(entry[1].runs)
+            own, others = self._replaceable(digest)
+            free = self.free_slots
+            if needed > free + own + others:
+                return None
+            # What is replaced goes early only where the room of all the others is too little.
+            if needed > free + others:
+                self._remove(digest)
+                free += own
+            while needed > free:
+                oldest = next(each for each in self._read if each != digest)
+                free += self._remove(oldest)
             runs = _choose(self._free, needed)
             for start, count in runs:
                 self._free[start : start + count] = False
         return runs
+
+    def _replaceable(self, digest: bytes) -> tuple[int, int]:
+        # Holds the lock. Slots of the object under this key, and of all others that were read.
+        entry = self._objects.get(digest)
+        own = 0 if entry is None else _count(entry[1].runs)
+        return own, self._read_slots - (own if digest in self._read else 0)
+
+    def _full(self, digest: bytes, length: int, needed: int) -> ArenaFullError:
+        with self._lock:
+            room = self.free_slots + sum(self._replaceable(digest))
+        return ArenaFullError(
+            f"an object of {length} bytes needs {needed} slots, {room} of {self.arena.n_slots} are "
+            "free or hold what was received; the others hold what nobody has received yet: "
+            "receive it, clean up requests that are done, or raise object_gib"
+        )
+
+    def _remove(self, digest: bytes) -> int:
+        # Holds the lock. Returns how many slots become free.
+        _, stored = self._objects.pop(digest)
+        count = _count(stored.runs)
+        if digest in self._read:
+            del self._read[digest]
+            self._read_slots -= count
+        self._release(stored.runs)
+        return count
 
     def _release(self, runs: Runs) -> None:
         # Holds the lock. A closed arena has no slots to retire. Retired before any of its slots

@@ -45,6 +45,7 @@ from omni_connector.transports.unix import (
     Listener,
     Missing,
     Question,
+    Read,
     Refusal,
 )
 
@@ -54,6 +55,7 @@ _ARENA_SOCKET: Final = "a-"
 _OBJECT_SOCKET: Final = "o-"
 _SWEEP_TIMEOUT_S: Final = 0.2
 _READ_ATTEMPTS: Final = 3
+_CATCH_UP_S: Final = 0.2
 # Peers of which metadata told; above this, those that are not in the folder are forgotten.
 _MAX_UNLISTED_PEERS: Final = 256
 
@@ -62,14 +64,15 @@ class SharedMemoryConnector(OmniConnector):
     """Arenas as memfds, passed between processes of one user on one host.
 
     Objects live in an arena of the connector's own, made at the first `put`; its memory is
-    taken as it is used, used again, and kept until `close`.
+    taken as it is used, used again, and kept until `close`. Who has got an object tells its
+    owner, whose next `put` may then take its room if there is no other.
 
     Args:
         namespace: connectors find the objects of those that share it.
         folder: the runtime folder, by default the one of the namespace.
-        object_gib: size of that arena, which limits what has been put and not been cleaned up;
-            by default a tenth of the machine's memory, 4 GiB at most. It is divided into at most
-            4096 slots of 1 MiB or more, and an object takes a whole number of slots.
+        object_gib: size of that arena, which limits what has been put and neither been got nor
+            cleaned up; by default a tenth of the machine's memory, 4 GiB at most. It is divided
+            into at most 4096 slots of 1 MiB or more, and an object takes a whole number of slots.
         object_slot_bytes: bytes of a slot of objects instead, a multiple of the page size.
         object_slots: with it, their number.
         object_timeout: seconds that a `get` waits for peers to answer.
@@ -174,7 +177,9 @@ class SharedMemoryConnector(OmniConnector):
                 if peer is not None:
                     return peer.read(digest, stored)
                 if self._objects is not None:
-                    return read_object(self._objects.arena, digest, stored, self._buffers)
+                    content = read_object(self._objects.arena, digest, stored, self._buffers)
+                    self._objects.mark_read(digest, stored.generation)
+                    return content
             except StaleSlotError as error:
                 # It was replaced while we read: the next one is what the caller wants.
                 stale = error
@@ -213,6 +218,7 @@ class SharedMemoryConnector(OmniConnector):
                 "free_object_slots": (
                     self._object_geometry[0] if objects is None else objects.free_slots
                 ),
+                "evictable_object_slots": 0 if objects is None else objects.evictable_slots,
             }
             if self._closed:
                 found["status"] = "closed"
@@ -260,7 +266,7 @@ class SharedMemoryConnector(OmniConnector):
             self._check_open()
             if self._listener is not None:
                 return self._listener
-            self._listener = listener = Listener(self._answer)
+            self._listener = listener = Listener(self._answer, self._note)
         self._sweep(self.folder)
         return listener
 
@@ -271,7 +277,7 @@ class SharedMemoryConnector(OmniConnector):
                 if self._objects is not None and self._object_address is not None:
                     return self._objects, self._object_address
             arena = Arena.create(*self._object_geometry)
-            objects = ObjectStore(arena)
+            objects = ObjectStore(arena, catch_up=self._catch_up)
             try:
                 name = arena.epoch.hex()
                 address = runtime.socket_path(self.folder, name, kind=_OBJECT_SOCKET)
@@ -307,6 +313,17 @@ class SharedMemoryConnector(OmniConnector):
             stored.stamp,
             list(stored.runs),
         ), None
+
+    def _note(self, read: Read) -> None:
+        # Runs on the listener's thread.
+        objects = self._objects
+        if objects is not None and objects.arena.epoch == read.epoch:
+            objects.mark_read(read.digest, read.generation)
+
+    def _catch_up(self) -> None:
+        listener = self._listener
+        if listener is not None:
+            listener.catch_up(_CATCH_UP_S)
 
     def _newest(
         self, digest: bytes, hint: str | None, deadline: float

@@ -44,6 +44,9 @@ MAX_CONNECTIONS: Final = 512
 _RETRY_S: Final = 0.01
 _NO_RESOURCES_S: Final = 0.05
 _CLOSE_S: Final = 5.0
+_CATCH_UP_CHECK_S: Final = 0.05
+# Notes taken from one peer before the others have their turn.
+_NOTES_A_ROUND: Final = 64
 _UCRED: Final = struct.Struct("3i")
 _ADDRESS: Final = re.compile(r"[a-z]-[0-9a-f]{24}\.sock")
 
@@ -59,6 +62,15 @@ class Find(msgspec.Struct, frozen=True, tag="find"):
     """Asks for the object whose key has this digest; answered with `Found` or `Missing`."""
 
     digest: bytes
+    protocol: int = PROTOCOL
+
+
+class Read(msgspec.Struct, frozen=True, tag="read"):
+    """Says that its sender has a verified copy of this object of the arena `epoch`; no answer."""
+
+    epoch: bytes
+    digest: bytes
+    generation: int
     protocol: int = PROTOCOL
 
 
@@ -98,7 +110,7 @@ Question = Attach | Find
 Answer = Grant | Found | Missing | Refusal
 
 _encoder = msgspec.msgpack.Encoder()
-_questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
+_incoming: msgspec.msgpack.Decoder[Question | Read] = msgspec.msgpack.Decoder(Question | Read)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
@@ -159,6 +171,15 @@ class Connection:
         except BaseException:
             self.close()
             raise
+
+    def tell(self, read: Read) -> bool:
+        """Say something that has no answer, between questions; whether it was sent. Never waits."""
+        try:
+            self._socket.settimeout(0)
+            self._socket.send(_encoder.encode(read), socket.MSG_NOSIGNAL)
+        except OSError:  # full, or gone, which the next question will find
+            return False
+        return True
 
     @property
     def alive(self) -> bool:
@@ -257,10 +278,16 @@ class Listener:
     Args:
         answer: gives the answer to a question, and a descriptor to send with it, which is
             closed here. Called on the thread; must not block.
+        note: takes what peers say without a question. Called on the thread; must not block.
     """
 
-    def __init__(self, answer: Callable[[Question], tuple[Answer, int | None]]) -> None:
+    def __init__(
+        self,
+        answer: Callable[[Question], tuple[Answer, int | None]],
+        note: Callable[[Read], None] = lambda read: None,
+    ) -> None:
         self._answer = answer
+        self._note = note
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -306,6 +333,19 @@ class Listener:
                 listening = self._unlink(path)
                 self._do(lambda: self._forget(listening))
 
+    def catch_up(self, timeout: float) -> None:
+        """Wait until what peers said before this call has been noted, `timeout` seconds at most.
+
+        Not to be called on the thread.
+        """
+        noted = threading.Event()
+        # The round that is under way may have begun before; the one after it has not.
+        self._do(lambda: self._do(noted.set))
+        limit = time.monotonic() + timeout
+        while self.alive and time.monotonic() < limit:
+            if noted.wait(min(_CATCH_UP_CHECK_S, timeout)):
+                return
+
     def close(self) -> None:
         """Remove all sockets, hang up, stop the thread. Idempotent; bounded."""
         with self._lock:
@@ -343,7 +383,8 @@ class Listener:
                     watched: socket.socket = key.fileobj  # type: ignore[assignment]
                     if watched.fileno() >= 0:  # else forgotten earlier in this round
                         key.data(watched)
-                while self._todo:
+                # What is added meanwhile is for the next round, for which it wakes us.
+                for _ in range(len(self._todo)):
                     self._todo.popleft()()
         finally:
             with self._lock:
@@ -394,14 +435,20 @@ class Listener:
 
     def _converse(self, connection: socket.socket) -> None:
         try:
-            packet, _ = _receive(connection, with_fd=False)
-            if not packet:
-                self._forget(connection)
+            for _ in range(_NOTES_A_ROUND):
+                packet, _ = _receive(connection, with_fd=False)
+                if not packet:
+                    self._forget(connection)
+                    return
+                message = _incoming.decode(packet)
+                if message.protocol != PROTOCOL:
+                    raise ProtocolError(f"protocol {message.protocol}, wanted {PROTOCOL}")
+                if not isinstance(message, Read):
+                    answer, descriptor = self._answer(message)
+                    break
+                self._note(message)
+            else:
                 return
-            question = _questions.decode(packet)
-            if question.protocol != PROTOCOL:
-                raise ProtocolError(f"protocol {question.protocol}, wanted {PROTOCOL}")
-            answer, descriptor = self._answer(question)
         except BlockingIOError:
             return
         except OSError as error:

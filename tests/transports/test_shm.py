@@ -251,6 +251,7 @@ def test_sender_that_answers_no_more_is_given_up_in_time(
         other.put("0", "1", "other", [1, 2])
         assert reader.get("0", "1", "key") == (b"object", 6)
         os.kill(peer.process.pid, signal.SIGSTOP)
+        os.waitpid(peer.process.pid, os.WUNTRACED)
         started = time.monotonic()
         assert reader.get("0", "1", "key") is None
         assert timeout * 0.9 < time.monotonic() - started < timeout + 5
@@ -295,6 +296,56 @@ def test_two_receivers_in_other_processes_both_get_it(
         assert start(script).line() == "4"
         sender.cleanup("key")
         assert start(script).line() == "None"
+
+
+GET_IN_TURN = """
+for line in sys.stdin:
+    found = connector.get("0", "1", line.strip())
+    say(found[0][:9].decode() if found else None)
+"""
+
+
+def test_more_than_the_arena_holds_arrives_in_another_process_without_cleanup(
+    start: Callable[[str], Peer], place: Path
+) -> None:
+    receiver = start(GET_IN_TURN)
+    assert receiver.process.stdin is not None
+    with SharedMemoryConnector(folder=place, object_slot_bytes=16384, object_slots=4) as sender:
+        assert sender.put("0", "1", "unread", b"unread")[0]
+        for i in range(60):
+            # Three slots, all that there are: each takes the room of the one before.
+            assert sender.put("0", "1", f"key{i}", b"object %02d" % i + bytes(40000))[0]
+            receiver.process.stdin.write(f"key{i}\n")
+            receiver.process.stdin.flush()
+            assert receiver.line() == f"object {i:02}"
+        assert sender.get("0", "1", "unread") == (b"unread", 6)
+        receiver.process.stdin.close()
+        assert receiver.wait() == 0
+
+
+def test_reading_tells_an_owner_that_takes_no_notes_without_waiting(
+    start: Callable[[str], Peer], place: Path
+) -> None:
+    peer = start(EXPORT)
+    peer.endpoint()
+    with SharedMemoryConnector(folder=place) as reader:
+        assert reader.get("0", "1", "key") == (b"object", 6)
+        (found,) = reader._peers.values()
+        digest = ObjectKey("0", "1", "key").digest
+        stored = found.find(digest, time.monotonic() + WAIT_S)
+        assert stored is not None
+        os.kill(peer.process.pid, signal.SIGSTOP)
+        os.waitpid(peer.process.pid, os.WUNTRACED)
+        started = time.monotonic()
+        for _ in range(3000):
+            assert bytes(found.read(digest, stored)) == bytes(found.read(digest, stored))
+        assert 0 < len(found._unsent) <= 1024
+        assert time.monotonic() - started < 20
+        # What could not be said is said when it takes notes again.
+        os.kill(peer.process.pid, signal.SIGCONT)
+        assert reader.get("0", "1", "key") == (b"object", 6)
+        peer.kill()
+        assert bytes(found.read(digest, stored)) != b""
 
 
 def test_object_larger_than_the_arena_is_refused_with_the_setting(

@@ -38,6 +38,7 @@ from omni_connector.transports.unix import (
     Grant,
     Listener,
     Missing,
+    Read,
     Refusal,
 )
 
@@ -287,6 +288,9 @@ def test_questions_are_answered(path: Path, listener: Listener) -> None:
         msgspec.msgpack.encode({"type": "attach", "epoch": 5}),
         msgspec.msgpack.encode({"type": "find", "digest": "text"}),
         msgspec.msgpack.encode(Find(b"d", protocol=2)),
+        msgspec.msgpack.encode(Read(b"e" * 16, b"d", 1, protocol=2)),
+        msgspec.msgpack.encode({"type": "read", "epoch": b"e", "digest": b"d"}),
+        msgspec.msgpack.encode({"type": "read", "epoch": b"e", "digest": b"d", "generation": "1"}),
         b"x" * (MAX_MESSAGE_BYTES + 1),
     ],
 )
@@ -382,6 +386,61 @@ def test_client_that_never_reads_blocks_nobody(path: Path, listener: Listener) -
         connection = Connection(path, deadline())
         assert connection.ask(Find(b"d"), deadline())[0] == Missing()
         connection.close()
+
+
+def test_notes_are_taken_in_order_and_not_answered(path: Path) -> None:
+    noted: list[int] = []
+    listener = Listener(
+        lambda question: (Missing(), None), lambda read: noted.append(read.generation)
+    )
+    listener.add(path)
+    connection = Connection(path, deadline())
+    for i in range(200):
+        while not connection.tell(Read(b"e" * 16, b"d", i)):
+            time.sleep(0.001)
+    assert connection.ask(Find(b"d"), deadline()) == (Missing(), None)
+    assert noted == list(range(200))
+    assert connection.tell(Read(b"e" * 16, b"d", 200))
+    listener.catch_up(SOON_S)
+    assert noted[-1] == 200
+    connection.close()
+    assert not connection.tell(Read(b"e" * 16, b"d", 201))
+    listener.close()
+    started = time.monotonic()
+    listener.catch_up(SOON_S)
+    assert time.monotonic() - started < SOON_S / 2
+
+
+def test_note_to_a_peer_that_takes_none_does_not_wait(path: Path) -> None:
+    with listen(path):
+        connection = Connection(path, deadline())
+        started = time.monotonic()
+        told = 0
+        while connection.tell(Read(b"e" * 16, b"d", told)):
+            told += 1
+        assert 0 < told < 100_000
+        assert time.monotonic() - started < SOON_S
+        connection.close()
+
+
+def test_peer_that_sends_notes_without_end_blocks_nobody(path: Path, listener: Listener) -> None:
+    stop = threading.Event()
+    noisy = Connection(path, deadline())
+
+    def flood() -> None:
+        while not stop.is_set():
+            noisy.tell(Read(b"e" * 16, b"d", 1))
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        connection = Connection(path, deadline())
+        assert connection.ask(Find(b"d"), deadline())[0] == Missing()
+        connection.close()
+    finally:
+        stop.set()
+        thread.join()
+        noisy.close()
 
 
 def test_clients_that_vanish_leave_no_descriptor(path: Path, listener: Listener) -> None:
@@ -578,6 +637,31 @@ def test_peer_that_changes_its_arena_is_read_from_the_new_one(
     peer.close()
     for store in stores:
         store.close()
+
+
+def test_notes_about_other_arenas_and_objects_are_ignored(place: Path) -> None:
+    with SharedMemoryConnector(folder=place) as owner:
+        _, _, metadata = owner.put("0", "1", "key", b"object")
+        assert metadata is not None
+        assert owner._objects is not None
+        epoch, stored = owner._objects.arena.epoch, owner._objects.find(KEY.digest)
+        assert stored is not None
+        connection = Connection(Path(metadata["address"]), deadline())
+        for read in (
+            Read(b"e" * 16, KEY.digest, stored.generation),
+            Read(epoch, b"d" * 32, stored.generation),
+            Read(epoch, b"", 0),
+            Read(epoch, KEY.digest, stored.generation - 1),
+            Read(epoch, KEY.digest, stored.generation + 1),
+            Read(epoch, KEY.digest, -1),
+        ):
+            assert connection.tell(read)
+            assert isinstance(connection.ask(Find(KEY.digest), deadline())[0], Found)
+            assert owner.health()["evictable_object_slots"] == 0
+        assert connection.tell(Read(epoch, KEY.digest, stored.generation))
+        connection.ask(Find(KEY.digest), deadline())
+        assert owner.health()["evictable_object_slots"] == 1
+        connection.close()
 
 
 def test_silent_peer_delays_once_and_hides_nothing(

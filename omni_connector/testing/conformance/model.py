@@ -31,6 +31,8 @@ class ObjectModelConformance(Conformance):
                     sender.cleanup(rid)
                 # Per sender: key -> (when, value, slots), and what request a key is of.
                 self.model: list[dict[str, tuple[int, Any, int]]] = [{}, {}]
+                # Per sender: keys of what was got, the one got longest ago first.
+                self.got: list[list[str]] = [[], []]
                 self.now = 0
 
             @rule(
@@ -46,7 +48,7 @@ class ObjectModelConformance(Conformance):
                 who=st.integers(0, 1),
                 request=st.sampled_from(REQUESTS),
                 shape=st.sampled_from(KEY_SHAPES),
-                slots=st.floats(0.0, 6.0),
+                slots=st.floats(0.0, 9.0),
                 fill=st.integers(0, 255),
             )
             def put_long(self, who: int, request: str, shape: str, slots: float, fill: int) -> None:
@@ -57,31 +59,56 @@ class ObjectModelConformance(Conformance):
                 stored = sum(part.nbytes for part in encode(value))
                 needed = math.ceil(stored / suite.object_slot_bytes)
                 ok, _, metadata = senders[who].put("0", "1", key, value)
-                own = self.model[who]
-                taken = sum(slots for other, (_, _, slots) in own.items() if other != key)
+                own, got = self.model[who], self.got[who]
                 if suite.object_slots is not None:
-                    assert ok == (taken + needed <= suite.object_slots)
+                    assert ok == self.make_room(who, key, needed, suite.object_slots)
                 assert ok == (metadata is not None)
                 if ok:
                     self.now += 1
                     own[key] = self.now, value, needed
+                    if key in got:
+                        got.remove(key)
+
+            def make_room(self, who: int, key: str, needed: int, object_slots: int) -> bool:
+                own, got = self.model[who], self.got[who]
+                free = object_slots - sum(slots for _, _, slots in own.values())
+                replaced = own[key][2] if key in own else 0
+                evictable = [other for other in got if other != key]
+                most = free + sum(own[other][2] for other in evictable)
+                if needed > most + replaced:
+                    return False
+                if needed > most:
+                    free += replaced
+                while needed > free:
+                    oldest = evictable.pop(0)
+                    got.remove(oldest)
+                    free += own.pop(oldest)[2]
+                return True
 
             @rule(request=st.sampled_from(REQUESTS), shape=st.sampled_from(KEY_SHAPES))
             def get(self, request: str, shape: str) -> None:
                 key = shape.format(request)
-                held = [own[key] for own in self.model if key in own]
+                held = [who for who, own in enumerate(self.model) if key in own]
                 found = receiver.get("0", "1", key)
                 if not held:
                     assert found is None
-                else:
-                    assert found is not None
-                    assert same(max(held, key=lambda entry: entry[0])[1], found[0])
+                    return
+                newest = max(held, key=lambda who: self.model[who][key][0])
+                assert found is not None
+                assert same(self.model[newest][key][1], found[0])
+                if key in self.got[newest]:
+                    self.got[newest].remove(key)
+                self.got[newest].append(key)
+                # Peers that have answered this one know that the receiver has got that one.
+                assert receiver.get("0", "1", "never put") is None
 
             @rule(who=st.integers(0, 1), request=st.sampled_from(REQUESTS))
             def cleanup(self, who: int, request: str) -> None:
                 senders[who].cleanup(request)
                 for shape in KEY_SHAPES:
                     self.model[who].pop(shape.format(request), None)
+                    if shape.format(request) in self.got[who]:
+                        self.got[who].remove(shape.format(request))
 
         run_state_machine_as_test(
             ObjectMachine, settings=settings(max_examples=25, stateful_step_count=20, deadline=None)

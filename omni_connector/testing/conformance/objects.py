@@ -209,6 +209,22 @@ class ObjectConformance(Conformance):
         assert found is not None
         assert found[0] == "replaced"
 
+    def test_objects_that_were_got_make_room(self, open_connector: Open) -> None:
+        if self.object_slots is None:
+            return
+        sender, receiver = open_connector(), open_connector()
+        content = bytes(self.object_slots * self.object_slot_bytes // 3)
+        for i in range(20):
+            sent = bytes([i]) + content[1:]
+            assert sender.put("0", "1", f"r{i}", sent)[0]
+            assert receiver.get("0", "1", f"r{i}") == (sent, len(sent))
+        assert sender.put("0", "1", "unread", content)[0]
+        assert sender.put("0", "1", "unread too", content)[0]
+        assert sender.put("0", "1", "large", content * 2) == (False, 0, None)
+        for key in ("unread", "unread too"):
+            assert receiver.get("0", "1", key) == (content, len(content))
+        assert sender.put("0", "1", "large", content * 2)[0]
+
     def test_cleanup_takes_all_of_a_request_and_nothing_else(self, open_connector: Open) -> None:
         sender, receiver = open_connector(), open_connector()
         own = ["req-1", "omni_0_to_1_kv_cache_req-1", "req-1_0_0_3_2", "req-1_chunk_4", "x/req-1"]
