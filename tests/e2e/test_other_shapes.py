@@ -136,8 +136,8 @@ def of(name: str) -> pytest.MarkDecorator:
 
 
 # The ranks of an engine spin while they wait for each other: two of them, and the engine that they
-# wait for, on two cores, and nobody gets an answer within his deadline. `tests/vllm_v1` has the same
-# cases without engines.
+# wait for, on two cores, and nobody gets an answer within his deadline. `tests/vllm_v1` has the
+# same cases without engines.
 MORE_CORES = pytest.mark.skipif(
     (os.cpu_count() or 1) < 4, reason="two ranks that decode leave no core to the other engine"
 )
