@@ -70,6 +70,20 @@ class _Recipe:
         return {**common, **self.settings, "architectures": [self.model]}
 
 
+_DEEPSEEK: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 4,
+    "moe_intermediate_size": 128,
+}
+
 _RECIPES: dict[str, _Recipe] = {
     "llama": _Recipe("LlamaConfig", "LlamaForCausalLM"),
     # Tensor parallel ranks all hold its one KV head.
@@ -113,28 +127,22 @@ _RECIPES: dict[str, _Recipe] = {
     "deepseek_v2": _Recipe(
         "DeepseekV2Config",
         "DeepseekV2ForCausalLM",
-        {
-            # With more heads vLLM's CPU prefill mixes up heads and tokens of its output: the KV of
-            # a token then depends on how many others come with it.
-            "num_attention_heads": 1,
-            "num_key_value_heads": 1,
-            "kv_lora_rank": 512,
-            "q_lora_rank": None,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 4,
-            "moe_intermediate_size": 128,
-        },
+        # With more heads vLLM's CPU prefill mixes up heads and tokens of its output: the KV of a
+        # token then depends on how many others come with it.
+        {**_DEEPSEEK, "num_attention_heads": 1, "num_key_value_heads": 1},
         without=("head_dim",),
         # Queries and keys of 192 numbers: with wider weights attention is so sharp that four
         # layers turn the last bit of a rounding into another answer.
         std=0.1,
         version=2,
+    ),
+    # One head a rank of two.
+    "deepseek_v2-two-heads": _Recipe(
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**_DEEPSEEK, "num_attention_heads": 2, "num_key_value_heads": 2},
+        without=("head_dim",),
+        std=0.1,
     ),
     "qwen3_next": _Recipe(
         "Qwen3NextConfig",

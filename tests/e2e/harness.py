@@ -55,8 +55,8 @@ PROMPTS["shares-a-prefix"] = PROMPTS["two-thousand"][:1024] + random_prompt(99, 
 
 
 def engine_environment(runtime: Path) -> dict[str, str]:
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    folders = [Path(__file__).parent / "site", Path(__file__).parents[2]]
+    path = os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, "OMNI_CONNECTOR_RUNTIME_DIR": str(runtime)}
 
 

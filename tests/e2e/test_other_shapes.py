@@ -55,7 +55,9 @@ class Engines:
     engines: dict[str, Engine]
     probes: dict[str, kv.Probe]
 
-    def hand_off(self, sender: str, receiver: str, prompt: list[int]) -> None:
+    def hand_off(
+        self, sender: str, receiver: str, prompt: list[int], *, compare_answers: bool = True
+    ) -> None:
         """Hand a prompt off; compare the KV, and the answer with the receiver's own."""
         pair = Pair(self.engines[sender], self.engines[receiver], self.runtime)
         own = pair.decode(prompt, new_salt())
@@ -67,7 +69,8 @@ class Engines:
         sent = self.probes[sender].read("prefilled")
         found = self.probes[receiver].read("first")
         kv.require_same_kv(sent, found, len(prompt) - 1, kv_heads=self.kv_heads)
-        answer.require_same(own, tolerance=ROUNDING)
+        if compare_answers:
+            answer.require_same(own, tolerance=ROUNDING)
 
 
 def start(
@@ -82,7 +85,8 @@ def start(
     folder, runtime = factory.mktemp(recipe), factory.mktemp("run")
     engines = {}
     for number, (name, shape) in enumerate(shapes.items()):
-        arguments = [*ENGINE_ARGUMENTS, *kv.ARGUMENTS, "--block-size", str(shape.block)]
+        arguments = [*ENGINE_ARGUMENTS, *kv.ARGUMENTS]
+        arguments += ["--block-size", str(shape.block)]
         arguments += ["--tensor-parallel-size", str(shape.ranks)]
         if not shape.caches_prefixes:
             arguments.append("--no-enable-prefix-caching")
@@ -113,6 +117,8 @@ SETS = {
     "ranks": ("llama", 2, {"two": TWO_RANKS, "others": TWO_RANKS}),
     # One KV head, which both ranks of two hold.
     "replicated": ("llama-one-kv-head", 1, {"two": TWO_RANKS, "one": ONE_RANK}),
+    # Every rank keeps all of the latent.
+    "latent": ("deepseek_v2-two-heads", 1, {"two": TWO_RANKS, "one": ONE_RANK}),
     "states": ("lfm2", 2, {"two": TWO_RANKS, "one": ONE_RANK}),
 }
 
@@ -135,14 +141,6 @@ def of(name: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("engines", [name], indirect=True)
 
 
-# The ranks of an engine spin while they wait for each other: two of them, and the engine that they
-# wait for, on two cores, and nobody gets an answer within his deadline. `tests/vllm_v1` has the
-# same cases without engines.
-MORE_CORES = pytest.mark.skipif(
-    (os.cpu_count() or 1) < 4, reason="two ranks that decode leave no core to the other engine"
-)
-
-
 @of("llama")
 @pytest.mark.supports("TP 2 to TP 1", "Llama")
 def test_two_ranks_to_one(engines: Engines) -> None:
@@ -150,8 +148,8 @@ def test_two_ranks_to_one(engines: Engines) -> None:
         engines.hand_off("two", "one", prompt)
 
 
-@MORE_CORES
 @of("llama")
+@pytest.mark.supports("TP 1 to TP 2", "Llama")
 def test_one_rank_to_two(engines: Engines) -> None:
     for prompt in PROMPTS:
         engines.hand_off("one", "two", prompt)
@@ -177,7 +175,6 @@ def test_two_ranks_to_one_with_smaller_blocks(engines: Engines) -> None:
         engines.hand_off("two", "small", prompt)
 
 
-@MORE_CORES
 @of("llama")
 def test_many_at_once_between_all(engines: Engines) -> None:
     names = list(engines.engines)
@@ -203,8 +200,8 @@ def test_many_at_once_between_all(engines: Engines) -> None:
     assert received - before == 36
 
 
-@MORE_CORES
 @of("ranks")
+@pytest.mark.supports("TP 2 to TP 2", "Llama")
 @pytest.mark.parametrize(("sender", "receiver"), [("two", "others"), ("others", "two")])
 def test_two_ranks_to_two(engines: Engines, sender: str, receiver: str) -> None:
     for prompt in PROMPTS[1::3]:
@@ -213,11 +210,21 @@ def test_two_ranks_to_two(engines: Engines, sender: str, receiver: str) -> None:
 
 @of("replicated")
 @pytest.mark.parametrize(
-    ("sender", "receiver"), [("two", "one"), pytest.param("one", "two", marks=MORE_CORES)]
+    ("sender", "receiver"), [("two", "one"), ("one", "two")]
 )
 def test_a_kv_head_that_both_ranks_hold(engines: Engines, sender: str, receiver: str) -> None:
     for prompt in PROMPTS:
         engines.hand_off(sender, receiver, prompt)
+
+
+@of("latent")
+@pytest.mark.supports("TP 2 to TP 1", "DeepSeek V2")
+@pytest.mark.supports("TP 1 to TP 2", "DeepSeek V2")
+@pytest.mark.parametrize(("sender", "receiver"), [("two", "one"), ("one", "two")])
+def test_latents_that_every_rank_holds(engines: Engines, sender: str, receiver: str) -> None:
+    # Answers of one rank with two heads are wrong on this build; see the recipes of the models.
+    for prompt in PROMPTS:
+        engines.hand_off(sender, receiver, prompt, compare_answers=False)
 
 
 @of("states")
