@@ -159,9 +159,12 @@ def test_preempted_prefills_are_handed_off_right(features: Features) -> None:
     prefill = features.pair.prefill_engine
     salts = [new_salt() for _ in prompts]
     before, received = prefill.metric("vllm:num_preemptions_total"), features.received()
+
+    def ask(prompt: list[int], salt: str) -> dict[str, Any]:
+        return features.pair.prefill(prompt, salt, max_tokens=LONG_ANSWER)
+
     with ThreadPoolExecutor(len(prompts)) as pool:
-        asked = zip(prompts, salts, strict=True)
-        params = list(pool.map(lambda one: features.pair.prefill(*one, max_tokens=LONG_ANSWER), asked))
+        params = list(pool.map(ask, prompts, salts))
     assert prefill.metric("vllm:num_preemptions_total") > before
     for prompt, salt, given in zip(prompts, salts, params, strict=True):
         answer = features.own(prompt, cache_salt=salt, kv_transfer_params=given)
