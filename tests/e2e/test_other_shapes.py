@@ -209,9 +209,7 @@ def test_two_ranks_to_two(engines: Engines, sender: str, receiver: str) -> None:
 
 
 @of("replicated")
-@pytest.mark.parametrize(
-    ("sender", "receiver"), [("two", "one"), ("one", "two")]
-)
+@pytest.mark.parametrize(("sender", "receiver"), [("two", "one"), ("one", "two")])
 def test_a_kv_head_that_both_ranks_hold(engines: Engines, sender: str, receiver: str) -> None:
     for prompt in PROMPTS:
         engines.hand_off(sender, receiver, prompt)
