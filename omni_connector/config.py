@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from omni_connector.errors import ConfigError
+from omni_connector.peers import Peers, is_loopback, parse_listen
 
 ENV_PREFIX = "OMNI_CONNECTOR_"
 
@@ -29,11 +30,30 @@ _FOREIGN_KEYS = frozenset({"engine_id"})
 _GIB = 1 << 30
 
 
+class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How Mooncake's Transfer Engine is started.
+
+    Attributes:
+        protocol: what carries the bytes.
+        device: RDMA devices, comma separated; "" lets Mooncake choose.
+        host: address of this machine that peers reach; None takes that of `listen`, else the one
+            that this machine has towards its first peer.
+        timeout_s: seconds after which Mooncake gives a transfer up (`MC_TRANSFER_TIMEOUT`).
+    """
+
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    device: str = ""
+    host: str | None = None
+    timeout_s: float = 10.0
+
+
 class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of one engine's connector.
 
     Attributes:
-        transport: how bytes reach a peer: `auto` or `shm` (shared memory on one host).
+        transport: how bytes reach a peer: `shm` (shared memory on one host), `mooncake`, a name
+            that another package has registered, or `auto`: shared memory where both sides share a
+            kernel, user and runtime folder, else Mooncake where `listen` or `peers` is given.
         arena_gib: size of this engine's arena in GiB, over all its ranks on this host; None
             takes a tenth of the machine's memory, 8 GiB at most.
         namespace: engines that share a namespace (and a user) can find each other.
@@ -46,9 +66,14 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         load_timeout_s: seconds a decode engine waits for a peer's answer and for the bytes.
         integrity: `full` checks generation and checksum of each slot, `generation` only the
             generation.
+        listen: TCP address of the control channel, `host:port` with a port that the system chooses
+            where it is 0; None opens no port. Peers are told the host that stands here.
+        key_file: what `omni-connector keygen` made, the same for all engines of a cluster.
+        peers: hosts that prompts may be fetched from: IP addresses, networks, host names.
+        mooncake: how Mooncake is started; see `MooncakeSettings`.
     """
 
-    transport: Literal["auto", "shm"] = "auto"
+    transport: str = "auto"
     arena_gib: float | None = None
     namespace: str = "default"
     model_id: str | None = None
@@ -56,6 +81,10 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     arena_wait_s: float = 10.0
     load_timeout_s: float = 30.0
     integrity: Literal["full", "generation"] = "full"
+    listen: str | None = None
+    key_file: str | None = None
+    peers: tuple[str, ...] = ()
+    mooncake: MooncakeSettings = MooncakeSettings()
 
     @classmethod
     def load(
@@ -79,7 +108,9 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             key = variable[len(ENV_PREFIX) :].lower()
             if key not in known:
                 raise ConfigError(f"environment variable {variable}: {_unknown(key, known)}")
-            values[key] = _check(f"environment variable {variable}", known[key], text, strict=False)
+            where = f"environment variable {variable}"
+            value = _from_text(where, known[key], text)
+            values[key] = _check(where, known[key], value, strict=False)
         for key, value in (extra_config or {}).items():
             if key in _FOREIGN_KEYS:
                 continue
@@ -95,12 +126,23 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             value = getattr(self, key)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{key} must be a positive number, not {value!r}")
+        timeout_s = self.mooncake.timeout_s
+        if not (math.isfinite(timeout_s) and timeout_s > 0):
+            raise ConfigError(f"mooncake.timeout_s must be a positive number, not {timeout_s!r}")
         if not self.namespace or not all(c.isalnum() or c in "-_." for c in self.namespace):
             raise ConfigError(
                 f"namespace must be letters, digits, '-', '_' or '.', not {self.namespace!r}"
             )
         if self.namespace.startswith("."):
             raise ConfigError(f"namespace must not start with a dot: {self.namespace!r}")
+        Peers(self.peers)
+        if self.listen is not None:
+            host = parse_listen(self.listen).host
+            if self.key_file is None and not is_loopback(host):
+                raise ConfigError(
+                    f"listen: {host!r} is no loopback address such as 127.0.0.1, so that key_file "
+                    "is needed; `omni-connector keygen PATH` makes one, for all engines to share"
+                )
 
     def arena_bytes(self) -> int:
         """Bytes of arena for all ranks of this engine on this host."""
@@ -127,7 +169,40 @@ def _unknown(key: str, known: Mapping[str, Any]) -> str:
     return f"unknown key {key!r}; did you mean {near[0]!r}? Known keys: {', '.join(sorted(known))}"
 
 
+def _from_text(where: str, kind: Any, text: str) -> Any:
+    if get_origin(kind) is tuple:
+        return [item.strip() for item in text.split(",")] if text.strip() else []
+    if _struct(kind) is None:
+        return text
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{where} must be a JSON object: {error}") from None
+
+
+def _struct(kind: Any) -> type[msgspec.Struct] | None:
+    """The struct that a key holds, or may hold."""
+    for part in (kind, *get_args(kind)):
+        if isinstance(part, type) and issubclass(part, msgspec.Struct):
+            return part
+    return None
+
+
 def _check(where: str, kind: Any, value: Any, *, strict: bool = True) -> Any:
+    struct = _struct(kind)
+    if struct is not None and isinstance(value, Mapping):
+        known = get_type_hints(struct)
+        for key in value:
+            if key not in known:
+                raise ConfigError(f"{where}: {_unknown(key, known)}")
+        fields = {
+            key: _check(f"{where}.{key}", known[key], part, strict=strict)
+            for key, part in value.items()
+        }
+        try:
+            return struct(**fields)
+        except TypeError as error:  # a field without a default is missing
+            raise ConfigError(f"{where}: {error}") from None
     try:
         return msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError:
@@ -137,6 +212,10 @@ def _check(where: str, kind: Any, value: Any, *, strict: bool = True) -> Any:
 def _describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(repr(choice) for choice in get_args(kind))
+    if _struct(kind) is not None:
+        return "an object"
+    if get_origin(kind) is tuple:
+        return f"a list, each item {_describe(get_args(kind)[0])}"
     if get_args(kind):
         return " or ".join(_describe(part) for part in get_args(kind))
     return {float: "a number", str: "a string", type(None): "null"}.get(kind, str(kind))

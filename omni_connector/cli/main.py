@@ -22,6 +22,10 @@ made for it; nothing is downloaded, and no port but loopback ones is opened."""
 _DOCTOR = """Check that this environment can run the connector: versions, the registration with
 vLLM, the runtime folder, what the kernel must offer, and memory."""
 
+_KEYGEN = """Make the key that the engines of a cluster share, for talking to each other between hosts.
+Copy the file to every host, for the user of the engine, with mode 600, and name it there as key_file
+in kv_connector_extra_config. A file that exists is left alone."""
+
 
 def _cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -82,6 +86,10 @@ def parser() -> argparse.ArgumentParser:
     )
 
     commands.add_parser("doctor", help="is this environment in order?", description=_DOCTOR)
+    keygen = commands.add_parser(
+        "keygen", help="a key for engines on several hosts", description=_KEYGEN
+    )
+    keygen.add_argument("path", type=Path, metavar="PATH", help="the file to make")
     return top
 
 
@@ -93,6 +101,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from omni_connector.cli.doctor import doctor
 
             return doctor()
+        if options.command == "keygen":
+            from omni_connector.cli.keygen import keygen
+
+            return keygen(options.path)
         require_supported_vllm()  # it also brings what the demo prints with
         from omni_connector.cli.demo import LENGTHS, demo
 

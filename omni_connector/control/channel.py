@@ -3,14 +3,14 @@
 
 The engine's thread only appends to a deque and wakes the thread; answers come back as futures
 that it looks at when it likes. ZeroMQ carries the frames, so that an address may be `ipc://`
-or `tcp://`; a peer that is gone shows at once as a disconnect event of its socket.
+or `tcp://`; a peer that is gone shows as a disconnect event of its socket: at once when its
+process has ended, by missing heartbeats when its host or the link to it has.
 """
 
 import contextlib
 import logging
 import math
 import os
-import socket as unix_socket
 import threading
 import time
 from collections import deque
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from omni_connector.control.client import Grant, PeerSession
+from omni_connector.control.keys import ClusterKey
+from omni_connector.control.listener import TcpListener
 from omni_connector.control.messages import (
-    MAX_MESSAGE_BYTES,
     Fingerprint,
     Release,
     encode,
@@ -34,24 +34,27 @@ from omni_connector.control.messages import (
     Request as ControlRequest,
 )
 from omni_connector.control.prompt import Prompt
-from omni_connector.control.server import ControlServer
-from omni_connector.errors import OmniError, PeerUnreachableError, TransportError
-from omni_connector.transports.runtime import locked
+from omni_connector.control.resolver import Found, Resolver
+from omni_connector.control.server import Connection, ControlServer
+from omni_connector.control.sockets import Link, Socket, bind_unix, make_context
+from omni_connector.errors import OmniError, PeerUnreachableError
+from omni_connector.peers import HostPort, parse_host, parse_host_port
 
 logger = logging.getLogger(__name__)
 
 TICK_S: Final = 0.5
 CLOSE_S: Final = 5.0
 FORGET_REFUSAL_S: Final = 5.0
-MAX_QUEUED: Final = 1 << 14
-_GONE = zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED
+MAX_PEERS: Final = 256
+
+_IPC: Final = "ipc://"
+_TCP: Final = "tcp://"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Peer:
     session: PeerSession
-    socket: "zmq.Socket[bytes]"
-    monitor: "zmq.Socket[bytes]"
+    link: Link | None = None  # none while its name is looked up, and after its end
     failed_at: float = 0.0
 
 
@@ -62,13 +65,16 @@ class ControlChannel:
         fingerprint: what we tell peers that we ask.
         server: answers peers that ask us; None where this engine hands nothing off.
         listen: path of the Unix socket to serve on; None where `server` is.
+        listen_tcp: where to serve on TCP too; None opens no port.
+        key: what peers on TCP must hold, and we show them; None trusts whoever is there.
         on_tick: called about twice a second on the channel's thread.
         on_peer_gone: called on the channel's thread when a peer turns out dead.
         clock: seconds, monotonic.
 
     Raises:
-        zmq.ZMQError: the socket cannot be bound.
+        zmq.ZMQError: the Unix socket cannot be bound.
         TransportError: another engine listens there, or the folder cannot be locked.
+        ConfigError: there is no listening at the TCP address.
     """
 
     def __init__(
@@ -77,6 +83,8 @@ class ControlChannel:
         fingerprint: Fingerprint,
         server: ControlServer | None = None,
         listen: Path | None = None,
+        listen_tcp: HostPort | None = None,
+        key: ClusterKey | None = None,
         on_tick: Callable[[], object] = lambda: None,
         on_peer_gone: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -84,6 +92,7 @@ class ControlChannel:
         self._fingerprint = fingerprint
         self._server = server
         self._listen = listen
+        self._key = key
         self._on_tick = on_tick
         self._on_peer_gone = on_peer_gone
         self._clock = clock
@@ -94,11 +103,16 @@ class ControlChannel:
         self._post_lock = threading.Lock()
         self._close_lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._router: zmq.Socket[bytes] | None = None
+        self._resolver = Resolver()
+        self._context = make_context()
+        self._routers: list[Socket] = []
+        self._listener: TcpListener | None = None
         try:
+            if server is not None and listen_tcp is not None:
+                self._listener = TcpListener(self._context, listen_tcp, key, clock)
+                self._routers.append(self._listener.router)
             if server is not None and listen is not None:
-                self._router = self._bind(listen)
+                self._routers.append(bind_unix(self._context, listen))
         except BaseException:
             self._context.destroy(linger=0)
             os.close(self._wake_fd)
@@ -106,22 +120,10 @@ class ControlChannel:
         self._thread = threading.Thread(target=self._run, name="omni-control", daemon=True)
         self._thread.start()
 
-    def _bind(self, path: Path) -> "zmq.Socket[bytes]":
-        router = self._context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        router.setsockopt(zmq.SNDHWM, MAX_QUEUED)  # what exceeds it is lost without a word
-        # A socket is visible only once it accepts, so that a peer may take "refused" for dead;
-        # under the lock nobody sweeps it before.
-        hidden = path.with_name(f".{path.name}")
-        with locked(path.parent):
-            if _accepts(path):
-                raise TransportError(
-                    f"another engine listens at {path}; give each engine its own engine_id"
-                )
-            router.bind(f"ipc://{hidden}")
-            os.rename(hidden, path)
-        return router
+    @property
+    def tcp_address(self) -> HostPort | None:
+        """Where it serves on TCP, with the port that it has; None where no port is open."""
+        return None if self._listener is None else self._listener.address
 
     def claim(
         self,
@@ -211,7 +213,7 @@ class ControlChannel:
         for peer in self._peers.values():
             peer.session.fail(PeerUnreachableError("the control channel is closed"))
         try:
-            if self._listen is not None and self._router is not None:
+            if self._server is not None and self._listen is not None:
                 self._listen.unlink(missing_ok=True)
         finally:
             self._context.destroy(linger=0)
@@ -219,8 +221,11 @@ class ControlChannel:
     def _loop(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake_fd, zmq.POLLIN)
-        if self._router is not None:
-            poller.register(self._router, zmq.POLLIN)
+        for socket in self._routers:
+            poller.register(socket, zmq.POLLIN)
+        if self._listener is not None:
+            for socket in self._listener.watched:
+                poller.register(socket, zmq.POLLIN)
         self._poller = poller
         next_tick = self._clock()
         while not self._closing:
@@ -230,16 +235,20 @@ class ControlChannel:
                 os.eventfd_read(self._wake_fd)
             while self._commands:
                 self._commands.popleft()()
-            if self._router is not None and self._router in ready:
-                self._serve(self._router)
+            if self._listener is not None:
+                self._listener.attend(ready)
+            for door, router in enumerate(self._routers):
+                if router in ready:
+                    self._serve(door, router)
             for peer in list(self._peers.values()):
                 self._attend(peer, ready)
             if self._clock() >= next_tick:
                 next_tick = self._clock() + TICK_S
+                self._forget_failed()
                 _call(self._on_tick)
             self._recheck()
 
-    def _serve(self, router: "zmq.Socket[bytes]") -> None:
+    def _serve(self, door: int, router: Socket) -> None:
         assert self._server is not None
         for _ in range(256):  # then give the other sockets a turn
             try:
@@ -248,19 +257,19 @@ class ControlChannel:
                 return
             if len(frames) != 2:
                 continue
-            for connection, reply in self._server.receive(frames[0], frames[1]):
-                self._reply(router, connection, encode(reply))
+            name, frame = frames
+            for connection, reply in self._server.receive(Connection(door, name), frame):
+                self._reply(connection, encode(reply))
 
     def _recheck(self) -> None:
-        if self._server is not None and self._router is not None and self._server.has_parked:
+        if self._server is not None and self._server.has_parked:
             for connection, reply in self._server.recheck():
-                self._reply(self._router, connection, encode(reply))
+                self._reply(connection, encode(reply))
 
-    @staticmethod
-    def _reply(router: "zmq.Socket[bytes]", connection: bytes, frame: bytes) -> None:
+    def _reply(self, connection: Connection, frame: bytes) -> None:
         # A peer that does not read its answers loses them; it has a deadline of its own.
         with contextlib.suppress(zmq.Again):
-            router.send_multipart([connection, frame], zmq.NOBLOCK)
+            self._routers[connection.door].send_multipart([connection.name, frame], zmq.NOBLOCK)
 
     def _peer(self, address: str) -> "_Peer | OmniError":
         peer = self._peers.get(address)
@@ -271,82 +280,110 @@ class ControlChannel:
             if self._clock() - peer.failed_at < FORGET_REFUSAL_S:
                 return failure
             self._drop(peer)
-        if address.startswith("ipc://") and not os.path.exists(address[len("ipc://") :]):
+        if address.startswith(_IPC) and not os.path.exists(address.removeprefix(_IPC)):
             return PeerUnreachableError(f"no engine listens at {address}")
+        if len(self._peers) >= MAX_PEERS:
+            return PeerUnreachableError(f"{MAX_PEERS} engines are being talked to already")
+        peer = _Peer(PeerSession(address, self._fingerprint, self._clock))
         try:
-            socket, monitor = self._connect(address)
-        except zmq.ZMQError as error:
+            self._reach(peer)
+        except (ValueError, zmq.ZMQError) as error:
             return PeerUnreachableError(f"cannot connect to {address}: {error}")
-        peer = _Peer(PeerSession(address, self._fingerprint, self._clock), socket, monitor)
         self._peers[address] = peer
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(monitor, zmq.POLLIN)
-        self._send(peer, [peer.session.hello()])
         return peer
 
-    def _connect(self, address: str) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes]]":
-        socket = self._context.socket(zmq.DEALER)
+    def _reach(self, peer: _Peer) -> None:
+        address = peer.session.address
+        if address.startswith(_IPC):
+            self._connect(peer, address.removeprefix(_IPC))
+            return
+        if not address.startswith(_TCP):
+            raise ValueError("it is neither an ipc:// nor a tcp:// address")
+        target = parse_host_port(address.removeprefix(_TCP))
+        if not isinstance(parse_host(target.host), str):
+            self._connect(peer, target)
+            return
+        self._resolver.look_up(
+            target, lambda found: self._post(lambda: self._resolved(peer, found))
+        )
+
+    def _resolved(self, peer: _Peer, found: Found) -> None:
+        if self._closing or self._peers.get(peer.session.address) is not peer:
+            return  # nobody waits for it any more
+        if peer.session.failure is not None:
+            return
+        if isinstance(found, PeerUnreachableError):
+            self._fail(peer, found)
+            return
         try:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-            socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
-            monitor = socket.get_monitor_socket(_GONE)
-            try:
-                socket.connect(address)
-            except BaseException:
-                socket.disable_monitor()
-                monitor.close(0)
-                raise
-        except BaseException:
-            socket.close(0)
-            raise
-        return socket, monitor
+            self._connect(peer, found)
+        except zmq.ZMQError as error:
+            self._fail(peer, PeerUnreachableError(f"cannot connect to {found}: {error}"))
+
+    def _connect(self, peer: _Peer, target: str | HostPort) -> None:
+        peer.link = link = Link(self._context, target, self._key)
+        self._poller.register(link.socket, zmq.POLLIN)
+        self._poller.register(link.monitor, zmq.POLLIN)
+        self._send(peer, [peer.session.hello()])
+
+    def _disconnect(self, peer: _Peer) -> None:
+        if peer.link is not None:
+            self._poller.unregister(peer.link.socket)
+            self._poller.unregister(peer.link.monitor)
+            peer.link.close()
+            peer.link = None
 
     def _drop(self, peer: _Peer) -> None:
         del self._peers[peer.session.address]
-        self._poller.unregister(peer.socket)
-        self._poller.unregister(peer.monitor)
-        peer.socket.disable_monitor()
-        peer.monitor.close(0)
-        peer.socket.close(0)
+        self._disconnect(peer)
+
+    def _fail(self, peer: _Peer, error: OmniError) -> None:
+        peer.session.fail(error)
+        peer.failed_at = self._clock()
+
+    def _forget_failed(self) -> None:
+        now = self._clock()
+        for peer in list(self._peers.values()):
+            if peer.session.failure is not None and now - peer.failed_at >= FORGET_REFUSAL_S:
+                self._drop(peer)
 
     def _attend(self, peer: _Peer, ready: dict[Any, int]) -> None:
-        session = peer.session
-        gone = peer.monitor in ready and _has_event(peer.monitor)
-        if gone or peer.socket in ready:
-            with contextlib.suppress(zmq.Again):
-                for _ in range(256):
-                    self._send(peer, session.receive(peer.socket.recv(zmq.NOBLOCK)))
-        if session.failure is None:
-            self._send(peer, session.tick())
-        if gone:
-            session.fail(PeerUnreachableError(f"the engine at {session.address} is gone"))
-            self._drop(peer)
-            _call(self._on_peer_gone)
-        elif session.failure is not None and not peer.failed_at:
+        session, link = peer.session, peer.link
+        if link is None:
+            session.tick()
+        else:
+            lost = link.why_lost() if link.monitor in ready else None
+            if lost is not None or link.socket in ready:
+                with contextlib.suppress(zmq.Again):
+                    for _ in range(256):
+                        self._send(peer, session.receive(link.socket.recv(zmq.NOBLOCK)))
+            if session.failure is None:
+                self._send(peer, session.tick())
+            if lost is not None:
+                self._lost(peer, lost)
+                return
+        if session.failure is not None and not peer.failed_at:
             peer.failed_at = self._clock()
+
+    def _lost(self, peer: _Peer, why: str) -> None:
+        address = peer.session.address
+        self._fail(peer, PeerUnreachableError(f"the engine at {address} {why}"))
+        if address.startswith(_TCP):
+            # To find out again may take seconds each time: it is not tried for every request.
+            self._disconnect(peer)
+        else:
+            self._drop(peer)
+        _call(self._on_peer_gone)
 
     def _send(self, peer: _Peer, messages: "list[ControlRequest]") -> None:
         for message in messages:
+            if peer.link is None:  # so no claim was sent that there were something to say to
+                return
             try:
-                peer.socket.send(encode(message), zmq.NOBLOCK)
+                peer.link.socket.send(encode(message), zmq.NOBLOCK)
             except zmq.Again:
                 peer.session.fail(PeerUnreachableError(f"{peer.session.address} does not read"))
                 return
-
-
-def _accepts(path: Path) -> bool:
-    with unix_socket.socket(unix_socket.AF_UNIX, unix_socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        return probe.connect_ex(os.fspath(path)) == 0
-
-
-def _has_event(monitor: "zmq.Socket[bytes]") -> bool:
-    try:
-        recv_monitor_message(monitor, zmq.NOBLOCK)
-    except zmq.Again:
-        return False
-    return True
 
 
 def _call(callback: Callable[[], object]) -> None:

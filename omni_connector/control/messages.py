@@ -21,6 +21,7 @@ TOKEN_BYTES: Final = 16
 DIGEST_BYTES: Final = 32
 MAX_MESSAGE_BYTES: Final = 8 << 20
 MAX_RANKS: Final = 1024
+MAX_TRANSPORTS: Final = 8
 
 Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
@@ -98,13 +99,17 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
         hash_id: how this engine hashes blocks ("" when it does not): sides with the same id
             compare block hashes, others the prompt's tokens.
         fingerprint: what the slots hold.
-        arenas: one endpoint a rank, in rank order.
+        arenas: where each rank's arena is, in rank order: an endpoint for each transport that
+            exports it.
     """
 
     epoch: Token
     hash_id: Text
     fingerprint: Fingerprint
-    arenas: Annotated[tuple[Endpoint, ...], Meta(max_length=MAX_RANKS)]
+    arenas: Annotated[
+        tuple[Annotated[tuple[Endpoint, ...], Meta(max_length=MAX_TRANSPORTS)], ...],
+        Meta(max_length=MAX_RANKS),
+    ]
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

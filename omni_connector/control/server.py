@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The serving side of the control channel: introductions, claims and releases.
 
-`ControlServer` holds the protocol and no socket: the channel gives it each frame with the name
-of the connection it came from, and sends what it returns. That makes it the same over Unix
-sockets and TCP, and lets a test drive it without either.
+`ControlServer` holds the protocol and no socket: the channel gives it each frame with the
+connection it came from, and sends what it returns. That makes it the same over Unix sockets and
+TCP, and lets a test drive it without either.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from omni_connector.control.directory import ClaimState, SlotDirectory
 from omni_connector.control.messages import (
@@ -29,7 +29,18 @@ from omni_connector.errors import ProtocolError
 MAX_SESSIONS: Final = 4096
 MAX_PARKED: Final = 1 << 16
 
-Answer = tuple[bytes, Reply]
+
+class Connection(NamedTuple):
+    """A peer's connection: which of our sockets it is at, and its name there.
+
+    A peer may choose the name, so that names of different sockets say nothing of each other.
+    """
+
+    door: int
+    name: bytes
+
+
+Answer = tuple[Connection, Reply]
 """(connection, message to send there)."""
 
 
@@ -61,15 +72,16 @@ class ControlServer:
         self._clock = clock
         self._patience = patience
         self._count = count
-        self._introduced: OrderedDict[bytes, None] = OrderedDict()
-        self._parked: deque[tuple[bytes, Claim, float]] = deque()
+        # By door: who crowds one of them puts nobody out at the others.
+        self._introduced: defaultdict[int, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
+        self._parked: deque[tuple[Connection, Claim, float]] = deque()
 
     @property
     def has_parked(self) -> bool:
         """Whether a claim waits for its hand-off to be complete."""
         return bool(self._parked)
 
-    def receive(self, connection: bytes, frame: bytes) -> list[Answer]:
+    def receive(self, connection: Connection, frame: bytes) -> list[Answer]:
         """Handle one frame from `connection`; malformed ones are counted and ignored."""
         try:
             message = decode_request(frame)
@@ -83,9 +95,10 @@ class ControlServer:
                 self._directory.close(message.token)
                 return []
             case Claim():
-                if connection not in self._introduced:
+                introduced = self._introduced[connection.door]
+                if connection.name not in introduced:
                     return [(connection, Denied(message.sequence, "not_introduced"))]
-                self._introduced.move_to_end(connection)
+                introduced.move_to_end(connection.name)
                 answer = self._answer(message)
                 if answer is not None:
                     return [(connection, answer)]
@@ -94,7 +107,7 @@ class ControlServer:
                 self._parked.append((connection, message, self._clock() + self._patience))
                 return []
 
-    def _introduce(self, connection: bytes, hello: Hello) -> Reply:
+    def _introduce(self, connection: Connection, hello: Hello) -> Reply:
         if hello.protocol != PROTOCOL_VERSION:
             self._count("refused_peer")
             return Refused("protocol", str(PROTOCOL_VERSION), str(hello.protocol))
@@ -108,10 +121,11 @@ class ControlServer:
             self._count("refused_peer")
             field, ours, theirs = difference
             return Refused(field[:1024], str(ours)[:1024], str(theirs)[:1024])
-        self._introduced[connection] = None
-        self._introduced.move_to_end(connection)
-        if len(self._introduced) > MAX_SESSIONS:
-            self._introduced.popitem(last=False)
+        introduced = self._introduced[connection.door]
+        introduced[connection.name] = None
+        introduced.move_to_end(connection.name)
+        if len(introduced) > MAX_SESSIONS:
+            introduced.popitem(last=False)
         return self._welcome
 
     def _answer(self, claim: Claim) -> Granted | Denied | None:

@@ -9,7 +9,8 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.transports.arena import Arena, SlotHeader
+from omni_connector.transports.arena import Arena
+from omni_connector.transports.arena_format import SlotHeader
 from omni_connector.transports.base import Endpoint, ObjectKey, OmniConnector, RemoteArena
 
 Verb = Literal[

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How an arena is exported to peers and read by them, and objects passed: `OmniConnector`."""
 
-from omni_connector.transports.arena import Arena, ArenaView, SlotHeader, SlotState
+from omni_connector.transports.arena import Arena, ArenaView
+from omni_connector.transports.arena_format import SlotHeader, SlotState
 from omni_connector.transports.base import Endpoint, ObjectKey, OmniConnector, RemoteArena
 from omni_connector.transports.codec import Pieces
 from omni_connector.transports.factory import ConnectorSpec, OmniConnectorFactory

@@ -13,7 +13,6 @@ copied in between are those of that generation.
 """
 
 import contextlib
-import enum
 import errno
 import fcntl
 import mmap
@@ -21,22 +20,29 @@ import os
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, Self
 
-import msgspec
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.errors import (
-    IncompatiblePeerError,
-    IntegrityError,
     PeerRefusedError,
     ProtocolError,
     SlotPendingError,
     StaleSlotError,
     TransportError,
+)
+from omni_connector.transports.arena_format import (
+    EPOCH_BYTES,
+    HEADER_BYTES,
+    KEY_LENGTH_SHIFT,
+    MAX_KEY_BYTES,
+    PAGE_BYTES,
+    SUPERBLOCK_BYTES,
+    ArenaGeometry,
+    SlotHeader,
+    SlotState,
+    state_of,
 )
 from omni_connector.transports.population import (
     POPULATE_AHEAD,
@@ -45,91 +51,14 @@ from omni_connector.transports.population import (
     populate,
 )
 
-PAGE_BYTES: Final = 4096
-HEADER_BYTES: Final = 64
-EPOCH_BYTES: Final = 16
-MAX_KEY_BYTES: Final = 32
-
 # Linux constants that the standard library of Python 3.11 does not name.
 F_SEAL_FUTURE_WRITE: Final = 0x0010
 MFD_NOEXEC_SEAL: Final = 0x0008
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
-_MAGIC: Final = b"OMNIARNA"
-_VERSION: Final = 1
-_SUPERBLOCK: Final = struct.Struct("=8sIIQQQQQ16s")
-_DIGEST: Final = struct.Struct("=Q")
-_BODY: Final = struct.Struct("=32sQQ")
+_BODY_WORDS: Final = struct.Struct("=4Q")
 _WORDS: Final = HEADER_BYTES // 8
-_KEY_LENGTH_SHIFT: Final = 32
-
-
-class SlotState(enum.IntEnum):
-    """What a slot holds: nothing, bytes that are still changing, or bytes that may be read."""
-
-    FREE = 0
-    WRITING = 1
-    PUBLISHED = 2
-
-
-_STATES: Final = {int(state): state for state in SlotState}
-
-
-class SlotHeader(msgspec.Struct, frozen=True, gc=False):
-    """What the owner says of one slot.
-
-    Attributes:
-        generation: u64 that the owner changes whenever it reuses the slot.
-        state: only a `PUBLISHED` slot may be read.
-        key: up to 32 bytes that name the content.
-        length: bytes of content, from the start of the slot.
-        checksum: xxh3_64 of those bytes, 0 where the owner computes none.
-    """
-
-    generation: int
-    state: SlotState
-    key: bytes
-    length: int
-    checksum: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Geometry:
-    n_slots: int
-    slot_bytes: int
-
-    def __post_init__(self) -> None:
-        if self.n_slots < 1:
-            raise ValueError(f"an arena needs at least one slot, not {self.n_slots}")
-        if self.slot_bytes < 1 or self.slot_bytes % PAGE_BYTES:
-            raise ValueError(
-                f"slot_bytes must be a positive multiple of {PAGE_BYTES}, not {self.slot_bytes}"
-            )
-
-    @property
-    def slots_at(self) -> int:
-        headers = -(-self.n_slots * HEADER_BYTES // PAGE_BYTES) * PAGE_BYTES
-        return PAGE_BYTES + headers
-
-    @property
-    def total_bytes(self) -> int:
-        return self.slots_at + self.n_slots * self.slot_bytes
-
-    def superblock(self, epoch: bytes) -> bytes:
-        fields = _SUPERBLOCK.pack(
-            _MAGIC,
-            _VERSION,
-            HEADER_BYTES,
-            self.n_slots,
-            self.slot_bytes,
-            PAGE_BYTES,
-            self.slots_at,
-            self.total_bytes,
-            epoch,
-        )
-        return fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields))
-
 
 _fence_lock = threading.Lock()
 
@@ -147,7 +76,7 @@ def _fence() -> None:
 class _Mapping:
     """The headers and slots of a mapped arena; what owner and reader have in common."""
 
-    def __init__(self, mapped: mmap.mmap, geometry: _Geometry, epoch: bytes) -> None:
+    def __init__(self, mapped: mmap.mmap, geometry: ArenaGeometry, epoch: bytes) -> None:
         self.n_slots: Final = geometry.n_slots
         self.slot_bytes: Final = geometry.slot_bytes
         self.epoch: Final = epoch
@@ -182,20 +111,11 @@ class _Mapping:
         """
         words, first = self._locate(slot)
         _fence()
-        generation, status = words[first], words[first + 1]
-        body = words[first + 2 : first + _WORDS].tobytes()
+        raw = words[first : first + _WORDS].tobytes()
         _fence()
-        if (words[first], words[first + 1]) != (generation, status):
+        if words[first : first + 2].tobytes() != raw[:16]:
             raise SlotPendingError(f"slot {slot} changed while its header was read")
-        key, length, checksum = _BODY.unpack(body)
-        key_length = status >> _KEY_LENGTH_SHIFT
-        state = _STATES.get(_state(status))
-        if state is None or key_length > MAX_KEY_BYTES or length > self.slot_bytes:
-            raise IntegrityError(
-                f"slot {slot} has an impossible header: state {_state(status)}, key of "
-                f"{key_length} bytes, {length} bytes of content in a slot of {self.slot_bytes}"
-            )
-        return SlotHeader(generation, state, key[:key_length], length, checksum)
+        return SlotHeader.decode(raw, slot, self.slot_bytes)
 
     def verify(self, slot: int, generation: int) -> SlotHeader:
         """The header of one slot, published with exactly this generation.
@@ -209,13 +129,7 @@ class _Mapping:
             IndexError, IntegrityError, TransportError: as `header`.
         """
         header = self.header(slot)
-        if header.state is not SlotState.PUBLISHED or header.generation != generation:
-            writing = header.state is SlotState.WRITING and header.generation == generation
-            to_come = writing or header.generation < generation
-            raise (SlotPendingError if to_come else StaleSlotError)(
-                f"slot {slot} is {header.state.name} with generation {header.generation}, "
-                f"wanted PUBLISHED with {generation}"
-            )
+        header.require_published(slot, generation)
         return header
 
     def close(self) -> None:
@@ -252,7 +166,7 @@ class Arena(_Mapping):
     threads.
     """
 
-    def __init__(self, fd: int, mapped: mmap.mmap, geometry: _Geometry, epoch: bytes) -> None:
+    def __init__(self, fd: int, mapped: mmap.mmap, geometry: ArenaGeometry, epoch: bytes) -> None:
         super().__init__(mapped, geometry, epoch)
         self._fd = fd
         self._slots_at = geometry.slots_at
@@ -280,7 +194,7 @@ class Arena(_Mapping):
             ValueError: the geometry is not as above.
             TransportError: the kernel has no memory for it, or lacks a seal (before Linux 5.1).
         """
-        geometry = _Geometry(n_slots, slot_bytes)
+        geometry = ArenaGeometry(n_slots, slot_bytes)
         epoch = randbytes(EPOCH_BYTES)
         try:
             fd = _memfd("omni-connector-arena")
@@ -345,7 +259,7 @@ class Arena(_Mapping):
         words, first = self._locate(slot)
         if not 0 <= generation < 1 << 64:
             raise ValueError(f"generation {generation} is not a u64")
-        if _state(words[first + 1]) == SlotState.PUBLISHED and words[first] == generation:
+        if state_of(words[first + 1]) == SlotState.PUBLISHED and words[first] == generation:
             raise ValueError(f"slot {slot} is already published with generation {generation}")
         self.touch(slot)
         words[first + 1] = SlotState.WRITING
@@ -375,17 +289,17 @@ class Arena(_Mapping):
             raise ValueError(f"{length} bytes of content in a slot of {self.slot_bytes}")
         if not 0 <= checksum < 1 << 64:
             raise ValueError(f"checksum {checksum} is not a u64")
-        if _state(words[first + 1]) != SlotState.WRITING or words[first] != generation:
+        if state_of(words[first + 1]) != SlotState.WRITING or words[first] != generation:
             raise StaleSlotError(
                 f"slot {slot} is not being written with generation {generation} (any more)"
             )
         padded = key.ljust(MAX_KEY_BYTES, b"\0")
-        for i, word in enumerate(struct.unpack("=4Q", padded)):
+        for i, word in enumerate(_BODY_WORDS.unpack(padded)):
             words[first + 2 + i] = word
         words[first + 6] = length
         words[first + 7] = checksum
         _fence()
-        words[first + 1] = SlotState.PUBLISHED | len(key) << _KEY_LENGTH_SHIFT
+        words[first + 1] = SlotState.PUBLISHED | len(key) << KEY_LENGTH_SHIFT
 
     def retire(self, slot: int) -> None:
         """Take the slot back: readers refuse it from here on. Idempotent.
@@ -435,7 +349,7 @@ class ArenaView(_Mapping):
         if seals & SEALS != SEALS:
             raise PeerRefusedError(f"the peer's memfd has seals {seals:#x}, wanted {SEALS:#x}")
         try:
-            geometry = _Geometry(n_slots, slot_bytes)
+            geometry = ArenaGeometry(n_slots, slot_bytes)
         except ValueError as error:
             raise ProtocolError(f"the peer announces an impossible arena: {error}") from error
         size = os.fstat(fd).st_size
@@ -449,29 +363,11 @@ class ArenaView(_Mapping):
         except (OSError, ValueError) as error:
             raise TransportError(f"cannot map the peer's {size} bytes: {error}") from error
         try:
-            _check_superblock(bytes(mapped[: _SUPERBLOCK.size + _DIGEST.size]), geometry, epoch)
+            geometry.check_superblock(bytes(mapped[:SUPERBLOCK_BYTES]), epoch)
         except ProtocolError:
             mapped.close()
             raise
         return cls(mapped, geometry, epoch)
-
-
-def _check_superblock(found: bytes, geometry: _Geometry, epoch: bytes) -> None:
-    wanted = geometry.superblock(epoch)
-    if found == wanted:
-        return
-    magic, version, *_, their_epoch = _SUPERBLOCK.unpack_from(found)
-    if magic != _MAGIC:
-        raise ProtocolError(f"the peer's memfd starts with {magic!r}, it is no arena")
-    if version != _VERSION:
-        raise IncompatiblePeerError("arena format version", _VERSION, version)
-    if their_epoch != epoch:
-        raise IncompatiblePeerError("arena epoch", epoch.hex(), their_epoch.hex())
-    raise ProtocolError("the peer's superblock does not describe the arena it announced")
-
-
-def _state(status: int) -> int:
-    return status & ((1 << _KEY_LENGTH_SHIFT) - 1)
 
 
 def _memfd(name: str) -> int:

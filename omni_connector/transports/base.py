@@ -11,7 +11,7 @@ import hashlib
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from omni_connector.errors import ChecksumError, OmniError, TransportError
 from omni_connector.transports import codec
-from omni_connector.transports.arena import EPOCH_BYTES, PAGE_BYTES, Arena, SlotHeader
+from omni_connector.transports.arena import Arena
+from omni_connector.transports.arena_format import EPOCH_BYTES, PAGE_BYTES, SlotHeader
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,31 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"slot_bytes must be pages of {PAGE_BYTES}, not {self.slot_bytes}")
         if len(self.address) > MAX_ADDRESS_BYTES:
             raise ValueError(f"an address of {len(self.address)} characters is too long")
+
+
+class Fetched:
+    """Slots of a peer that were copied here, and are what was published.
+
+    Attributes:
+        rows: (n, length) uint8, contiguous; until `release`.
+        headers: of each slot, as found after the copy.
+    """
+
+    def __init__(
+        self,
+        rows: NDArray[np.uint8],
+        headers: list[SlotHeader],
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.rows = rows
+        self.headers = headers
+        self._release: Callable[[], None] | None = release
+
+    def release(self) -> None:
+        """Let go of the memory of `rows`. Idempotent."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
 
 
 class RemoteArena(ABC):
@@ -103,6 +129,31 @@ class RemoteArena(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of the peer's arena. Idempotent."""
+
+    def fetch(
+        self, slot_ids: Sequence[int], generations: Sequence[int], length: int, *, timeout: float
+    ) -> Fetched:
+        """Copies of several slots, each published with its generation before and after.
+
+        Their checksums are in the headers and not compared: who copies the bytes on does that.
+
+        Args:
+            slot_ids: which slots.
+            generations: the generation of each.
+            length: bytes of each.
+            timeout: seconds.
+
+        Raises:
+            SlotPendingError: one is not published yet.
+            StaleSlotError, ProtocolError, IntegrityError, TransportError: as `verify`.
+            ValueError: `length` is more than a slot has.
+        """
+        refs = list(zip(slot_ids, generations, strict=True))
+        for slot, generation in refs:
+            self.verify(slot, generation)
+        rows: NDArray[np.uint8] = np.empty((len(refs), length), np.uint8)
+        self.read_into(slot_ids, rows)
+        return Fetched(rows, [self.verify(slot, generation) for slot, generation in refs])
 
     def read(self, slot: int, generation: int) -> NDArray[np.uint8]:
         """A verified copy of the content of one slot: (length,) uint8.
@@ -231,6 +282,10 @@ class OmniConnector(ABC):
                 arena by now (another epoch).
             ProtocolError: what it says makes no sense.
         """
+
+    def obstacle(self, endpoint: Endpoint) -> str | None:
+        """Why this transport cannot read an arena, as far as that shows without trying."""
+        return None
 
     @abstractmethod
     def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.errors import IncompatiblePeerError, PeerUnreachableError, ProtocolError
-from omni_connector.transports.arena import ArenaView, SlotHeader
+from omni_connector.transports.arena import ArenaView
+from omni_connector.transports.arena_format import SlotHeader
 from omni_connector.transports.base import Endpoint, RemoteArena
 from omni_connector.transports.buffers import Buffers
 from omni_connector.transports.objects import StoredObject, read_object

@@ -154,6 +154,11 @@ class SharedMemoryConnector(OmniConnector):
             raise
         return MappedArena(endpoint, view, connection)
 
+    def obstacle(self, endpoint: Endpoint) -> str | None:
+        if os.path.exists(endpoint.address):
+            return None
+        return "another host, user or runtime folder"
+
     def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
         objects, address = self._own_objects()
         stored = objects.store(key, parts)

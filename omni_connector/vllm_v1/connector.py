@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 )
 
 from omni_connector.config import OmniConfig  # noqa: E402
-from omni_connector.transports import create_transport  # noqa: E402
+from omni_connector.transports.choice import make_transports  # noqa: E402
 from omni_connector.vllm_v1.compat import (  # noqa: E402
     ReportingStats,
     cache_hit_source,
@@ -272,9 +272,7 @@ def _make_worker(
         config=config,
         kv_cache_config=kv_cache_config,
         layers=vllm_config.compilation_config.static_forward_context,
-        transport=create_transport(
-            "shm" if config.transport == "auto" else config.transport, namespace=config.namespace
-        ),
+        transports=make_transports(config),
         rank=rank,
         ranks=parallel.tensor_parallel_size,
         arena_name=f"arena:{transfer.engine_id}:{rank}",

@@ -4,7 +4,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -24,9 +24,11 @@ from omni_connector.errors import (
     StaleSlotError,
 )
 from omni_connector.kv import BlockCopier, HeadSlice, SlotConverter, SlotLayout, head_sources
-from omni_connector.transports import Endpoint, OmniConnector, RemoteArena
+from omni_connector.transports import Endpoint, RemoteArena
+from omni_connector.transports.choice import Transports
 from omni_connector.vllm_v1.copies import Outcome, Work
 from omni_connector.vllm_v1.metadata import Conversion, CopyRun, LoadJob
+from omni_connector.vllm_v1.reading import FetchAhead, FetchedSlots, Fetchers, MappedSlots, Slots
 
 logger = init_logger("vllm.omni_connector.worker")
 
@@ -34,6 +36,8 @@ BATCH_BYTES: Final = 8 << 20
 """Bytes of blocks that are copied, published and read in one go."""
 
 _MAX_PLANS: Final = 64
+
+Step = CopyRun | Conversion
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class Loader:
     """Makes the work of load jobs, and keeps the arenas that they read.
 
     Args:
-        transport: reads the peers' arenas.
+        transports: read the peers' arenas.
         copier, layout: of this rank's KV caches.
         groups: what this engine keeps.
         rank, ranks: of this worker, and how many its engine has.
@@ -59,7 +63,7 @@ class Loader:
     def __init__(
         self,
         *,
-        transport: OmniConnector,
+        transports: Transports,
         copier: BlockCopier,
         layout: SlotLayout,
         groups: tuple[GroupShape, ...],
@@ -67,7 +71,8 @@ class Loader:
         ranks: int,
         checksum: bool,
     ) -> None:
-        self._transport = transport
+        self._transports = transports
+        self._fetchers = Fetchers()
         self._copier = copier
         self._layout = layout
         self._groups = groups
@@ -84,9 +89,11 @@ class Loader:
         outcome = Outcome(job.job_id)
         waiting = deque(self._steps(job))
         zeros = deque(job.zeros)
+        ahead: FetchAhead[Step] = FetchAhead(
+            self._fetchers, lambda step: self._fetched(job, step, deadline)
+        )
 
         def work(cancelled: Callable[[], bool]) -> Outcome | None:
-            endpoints: list[Endpoint] = []
             try:
                 while zeros:
                     self._zero(*zeros.popleft(), fence)
@@ -94,30 +101,30 @@ class Loader:
                     if cancelled():
                         outcome.failure = "cancelled"
                         break
-                    left = deadline - time.monotonic()
-                    if left <= 0:
+                    if time.monotonic() >= deadline:
                         raise PeerUnreachableError("the bytes were not there in time")
                     step = waiting[0]
-                    endpoints = [job.arenas[rank] for rank in self._source_ranks(job, step)]
-                    remotes = [self._remote(endpoint, timeout=left) for endpoint in endpoints]
+                    slots = self._slots(job, step, list(waiting), ahead, deadline)
+                    if slots is None:
+                        return None
                     try:
                         if isinstance(step, CopyRun):
-                            self._copy(step, remotes[0], fence)
+                            self._copy(step, slots[0], fence)
                         else:
-                            self._convert(step, job, remotes, fence)
-                    except SlotPendingError as pending:
-                        if not all(remote.alive for remote in remotes):
-                            raise PeerUnreachableError("the peer died while copying") from pending
-                        return None
+                            self._convert(step, job, slots, fence)
+                    finally:
+                        for each in slots:
+                            each.release()
                     waiting.popleft()
                     outcome.blocks += len(step.block_ids)
                     outcome.size += len(step.block_ids) * self._layout.group_bytes[step.group]
             except Exception as error:  # whatever it is, the request must not wait for ever
                 outcome.failure = failure_kind(error, "load_failed")
+                endpoints = self._endpoints(job, waiting[0]) if waiting else []
                 logger.warning(
                     "Loading KV of request %s from %s failed (%s): %s",
                     job.request_id,
-                    ", ".join(endpoint.address for endpoint in endpoints) or "a peer",
+                    ", ".join(endpoint[0].address for endpoint in endpoints) or "a peer",
                     outcome.failure,
                     error,
                 )
@@ -125,6 +132,7 @@ class Loader:
                     logger.exception("This should not happen; please report it")
                 for endpoint in endpoints:
                     self._forget(endpoint)
+            ahead.close()
             if outcome.failure is not None:
                 outcome.bad_block_ids = frozenset(
                     block_id for step in waiting for block_id in step.block_ids
@@ -136,12 +144,13 @@ class Loader:
 
     def close(self) -> None:
         """Let go of the peers' arenas. No work may be under way."""
+        self._fetchers.close()
         with self._remotes_lock:
             remotes, self._remotes = list(self._remotes.values()), {}
         for remote in remotes:
             remote.close()
 
-    def _steps(self, job: LoadJob) -> Iterator[CopyRun | Conversion]:
+    def _steps(self, job: LoadJob) -> Iterator[Step]:
         for run, _ in batches(job.runs, self._layout):
             yield run
         for conversion in job.conversions:
@@ -163,11 +172,53 @@ class Loader:
                     generations=conversion.generations[held],
                 )
 
-    def _source_ranks(self, job: LoadJob, step: CopyRun | Conversion) -> list[int]:
+    def _slots(
+        self, job: LoadJob, step: Step, steps: list[Step], ahead: FetchAhead[Step], deadline: float
+    ) -> Sequence[Slots] | None:
+        """What a step reads, of each rank that it reads; None: not there yet."""
+        endpoints = self._endpoints(job, step)
+        readers = [self._transports.choose(each) for each in endpoints]
+        if not all(connector.supports_mapping for connector, _ in readers):
+            return ahead.take(steps)
+        length = self._length(job, step)
+        remotes = [self._remote(each, deadline) for each in endpoints]
+        try:
+            return [MappedSlots(remote, step.slots, step.generations, length) for remote in remotes]
+        except SlotPendingError as pending:
+            if not all(remote.alive for remote in remotes):
+                raise PeerUnreachableError("the peer died while copying") from pending
+            return None
+
+    def _fetched(self, job: LoadJob, step: Step, deadline: float) -> list[FetchedSlots]:
+        """The same, fetched; on another thread."""
+        length = self._length(job, step)
+        fetched: list[FetchedSlots] = []
+        try:
+            for each in self._endpoints(job, step):
+                remote = self._remote(each, deadline)
+                left = deadline - time.monotonic()
+                fetched.append(
+                    FetchedSlots(remote, step.slots, step.generations, length, timeout=left)
+                )
+        except BaseException:
+            for slots in fetched:
+                slots.release()
+            raise
+        return fetched
+
+    def _endpoints(self, job: LoadJob, step: Step) -> list[tuple[Endpoint, ...]]:
+        """Where the ranks are that a step reads."""
         if isinstance(step, CopyRun):
-            return [self._rank]
+            return [job.arenas[self._rank]]
         assert job.source is not None
-        return [rank for rank, _ in self._plan(job.source, step.group).sources]
+        return [job.arenas[rank] for rank, _ in self._plan(job.source, step.group).sources]
+
+    def _length(self, job: LoadJob, step: Step) -> int:
+        """Bytes of each slot that a step reads."""
+        if isinstance(step, CopyRun):
+            return self._layout.group_bytes[step.group]
+        assert job.source is not None
+        return self._plan(job.source, step.group).converter.source_bytes
 
     def _plan(self, source: Fingerprint, group: int) -> _Plan:
         plan = self._plans.get((source, group))
@@ -198,37 +249,32 @@ class Loader:
             sources=tuple((rank, tuple(heads)) for rank, heads in sorted(by_rank.items())),
         )
 
-    def _copy(self, run: CopyRun, remote: RemoteArena, fence: object) -> None:
-        size = self._layout.group_bytes[run.group]
-        pairs = list(zip(run.slots, run.generations, strict=True))
-        for slot, generation in pairs:
-            _verify(remote, slot, generation, size)
+    def _copy(self, run: CopyRun, slots: Slots, fence: object) -> None:
         checksums = self._copier.load(
             run.group,
             np.asarray(run.block_ids, dtype=np.int64),
-            remote.slots,
-            np.asarray(run.slots, dtype=np.int64),
+            slots.rows,
+            slots.index,
             checksum=self._checksum,
             fence=fence,
         )
-        # Reused while we read, what we have is a mixture; so what the second header says counts.
-        for (slot, generation), checksum in zip(pairs, checksums.tolist(), strict=True):
-            self._compare(slot, checksum, _verify(remote, slot, generation, size))
+        for slot, checksum, published in zip(
+            run.slots, checksums.tolist(), slots.published(), strict=True
+        ):
+            self._compare(slot, checksum, published)
 
     def _convert(
-        self, step: Conversion, job: LoadJob, remotes: list[RemoteArena], fence: object
+        self, step: Conversion, job: LoadJob, sources: Sequence[Slots], fence: object
     ) -> None:
         assert job.source is not None
         plan = self._plan(job.source, step.group)
         ours, theirs = self._groups[step.group].block_size, plan.block_size
         size = plan.converter.source_bytes
         made = np.zeros((len(step.block_ids), self._layout.slot_bytes), np.uint8)
-        for (_, heads), remote in zip(plan.sources, remotes, strict=True):
-            for number, (slot, generation) in enumerate(
-                zip(step.slots, step.generations, strict=True), start=step.first
-            ):
-                _verify(remote, slot, generation, size)
-                content: NDArray[np.uint8] = remote.slots[slot, :size]
+        for (_, heads), slots in zip(plan.sources, sources, strict=True):
+            checksums = []
+            for number, row_index in enumerate(slots.index.tolist(), start=step.first):
+                content: NDArray[np.uint8] = slots.rows[row_index, :size]
                 for row, index in zip(made, step.indices, strict=True):
                     if (
                         index * ours < (number + 1) * theirs
@@ -239,8 +285,11 @@ class Loader:
                         plan.converter.copy(
                             content, number, row, index, heads, end_token=(index + 1) * ours
                         )
-                checksum = xxhash.xxh3_64_intdigest(content.data) if self._checksum else 0
-                self._compare(slot, checksum, _verify(remote, slot, generation, size))
+                checksums.append(xxhash.xxh3_64_intdigest(content.data) if self._checksum else 0)
+            for slot, checksum, published in zip(
+                step.slots, checksums, slots.published(), strict=True
+            ):
+                self._compare(slot, checksum, published)
         self._copier.load(
             step.group,
             np.asarray(step.block_ids, dtype=np.int64),
@@ -254,7 +303,7 @@ class Loader:
         if self._checksum and checksum != published:
             raise ChecksumError(f"slot {slot}: checksum {checksum:#x}, published {published:#x}")
 
-    def _wipe(self, steps: deque[CopyRun | Conversion], fence: object) -> None:
+    def _wipe(self, steps: deque[Step], fence: object) -> None:
         try:
             for step in steps:
                 self._zero(step.group, step.block_ids, fence)
@@ -264,31 +313,27 @@ class Loader:
     def _zero(self, group: int, block_ids: list[int], fence: object) -> None:
         self._copier.zero(group, np.asarray(block_ids, dtype=np.int64), fence=fence)
 
-    def _remote(self, endpoint: Endpoint, timeout: float) -> RemoteArena:
+    def _remote(self, endpoints: tuple[Endpoint, ...], deadline: float) -> RemoteArena:
+        connector, endpoint = self._transports.choose(endpoints)
         with self._remotes_lock:
             remote = self._remotes.get(endpoint.address)
         if remote is not None and remote.endpoint == endpoint:
             return remote
         if remote is not None:
-            self._forget(endpoint)
-        remote = self._transport.attach(endpoint, timeout=timeout)
+            self._forget(endpoints)
+        remote = connector.attach(endpoint, timeout=max(0.0, deadline - time.monotonic()))
         with self._remotes_lock:
-            self._remotes[endpoint.address] = remote
-        return remote
-
-    def _forget(self, endpoint: Endpoint) -> None:
-        with self._remotes_lock:
-            remote = self._remotes.pop(endpoint.address, None)
-        if remote is not None:
+            known = self._remotes.setdefault(endpoint.address, remote)
+        if known is not remote:  # another thread was quicker
             remote.close()
+        return known
 
-
-def _verify(remote: RemoteArena, slot: int, generation: int, size: int) -> int:
-    """Published checksum of a slot that holds what was granted."""
-    header = remote.verify(slot, generation)
-    if header.length != size:
-        raise PeerRefusedError(f"slot {slot} holds {header.length} bytes, not {size}")
-    return int(header.checksum)
+    def _forget(self, endpoints: tuple[Endpoint, ...]) -> None:
+        for endpoint in endpoints:
+            with self._remotes_lock:
+                remote = self._remotes.pop(endpoint.address, None)
+            if remote is not None:
+                remote.close()
 
 
 def batches(runs: list[CopyRun], layout: SlotLayout) -> Iterator[tuple[CopyRun, int]]:

@@ -66,7 +66,7 @@ class LoadJob:
     Attributes:
         job_id: names the job in the worker's report.
         request_id: the request that waits for it.
-        arenas: the peer's arenas, one a rank.
+        arenas: the peer's arenas, one a rank, each in all ways that it can be read.
         timeout: seconds from its arrival until the job is given up.
         runs: blocks to be copied from slots of the same shape.
         conversions: blocks to be filled from slots of another one.
@@ -76,7 +76,7 @@ class LoadJob:
 
     job_id: int
     request_id: str
-    arenas: tuple[Endpoint, ...]
+    arenas: tuple[tuple[Endpoint, ...], ...]
     timeout: float
     runs: list[CopyRun] = field(default_factory=list)
     conversions: list[Conversion] = field(default_factory=list)
@@ -129,11 +129,12 @@ class OmniHandshakeMetadata(KVConnectorHandshakeMetadata):
     """What a worker tells its scheduler half once the KV caches are registered.
 
     Attributes:
-        endpoint: where peers find this rank's arena; None on an engine that hands nothing off.
+        endpoints: where peers find this rank's arena, for each transport; none on an engine that
+            hands nothing off.
         page_orders: byte order of each layer's page, by transferred group.
         attention: attention backends, by transferred group.
     """
 
-    endpoint: Endpoint | None
+    endpoints: tuple[Endpoint, ...]
     page_orders: tuple[tuple[str, ...], ...]
     attention: tuple[str, ...]

@@ -38,6 +38,7 @@ GAUGES: Final = {
     "leases": "Hand-offs leased to a peer.",
 }
 _FAILURE: Final = "failure:"
+_PEER: Final = "peer:"
 _SECONDS_BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5, 30]
 
 
@@ -45,7 +46,8 @@ _SECONDS_BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0
 class OmniStats(KVConnectorStats):
     """Counts since the last report.
 
-    `data` is plain: `counts` by name (failures as `failure:<kind>`), `seconds` lists by name,
+    `data` is plain: `counts` by name (failures as `failure:<kind>`, peers as
+    `peer:<transport>:<reason>`), `seconds` lists by name,
     `gauges` by name.
     """
 
@@ -65,6 +67,10 @@ class OmniStats(KVConnectorStats):
     def fail(self, kind: str) -> None:
         """Count a failure of this kind."""
         self.count(_FAILURE + kind)
+
+    def choose(self, transport: str, reason: str) -> None:
+        """Count a peer's arena that is read by this transport."""
+        self.count(f"{_PEER}{transport}:{reason}")
 
     def time(self, name: str, seconds: float) -> None:
         """Record one of `SECONDS`."""
@@ -102,6 +108,8 @@ class OmniStats(KVConnectorStats):
         for name, number in counts.items():
             if name.startswith(_FAILURE):
                 out[f"failed: {name.removeprefix(_FAILURE)}"] = number
+            elif name.startswith(_PEER):
+                out[f"peers by {name.removeprefix(_PEER).split(':')[0]}"] = number
         for name, value in self.data["gauges"].items():
             out[name.replace("_", " ")] = value
         return out
@@ -141,6 +149,11 @@ class OmniPromMetrics(KVConnectorPromMetrics):
             documentation="Hand-offs that did not happen, and other failures, by kind.",
             labelnames=[*labelnames, "kind"],
         )
+        self._peers = counter(
+            name="vllm:omni_connector_peers",
+            documentation="Arenas of peers that are read, by transport and why it was taken.",
+            labelnames=[*labelnames, "transport", "reason"],
+        )
         for values in per_engine_labelvalues.values():  # a counter nobody used yet reads 0
             for metric in (*self._counters.values(), *self._gauges.values()):
                 metric.labels(*values)
@@ -151,6 +164,8 @@ class OmniPromMetrics(KVConnectorPromMetrics):
         for name, amount in transfer_stats_data.get("counts", {}).items():
             if name.startswith(_FAILURE):
                 self._failures.labels(*values, name.removeprefix(_FAILURE)).inc(amount)
+            elif name.startswith(_PEER):
+                self._peers.labels(*values, *name.removeprefix(_PEER).split(":")).inc(amount)
             else:
                 self._counters[name].labels(*values).inc(amount)
         for name, durations in transfer_stats_data.get("seconds", {}).items():

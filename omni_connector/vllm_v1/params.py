@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from omni_connector.control.messages import TOKEN_BYTES
+from omni_connector.peers import MAX_HOST_CHARS, HostPort, Peers, is_loopback, parse_host
 
 PARAMS_VERSION: Final = 1
 
@@ -34,14 +35,14 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         remote_engine_id: `engine_id` of the prefill engine.
-        remote_host, remote_port: its control address between hosts, null on one host.
+        remote_host, remote_port: its control address between hosts, null where it has none.
         omni_version: version of these keys.
         omni_epoch: hex of the prefill engine's epoch.
         omni_token: hex of the hand-off's token.
     """
 
     remote_engine_id: Annotated[str, Meta(min_length=1, max_length=512)]
-    remote_host: Annotated[str, Meta(max_length=255)] | None = None
+    remote_host: Annotated[str, Meta(max_length=MAX_HOST_CHARS)] | None = None
     remote_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
     omni_version: int
     omni_epoch: _Hex
@@ -78,7 +79,7 @@ def parse_remote_prefill(params: Mapping[str, Any]) -> RemotePrefill:
 
     Raises:
         BadParamsError: `foreign_params` made by another connector, `malformed_params` ill-typed
-            or incomplete, `disallowed_peer` an address that this engine may not connect to.
+            or incomplete.
     """
     if params.get("do_remote_prefill") is not True:
         raise BadParamsError("malformed_params", "do_remote_prefill is not a boolean")
@@ -95,12 +96,43 @@ def parse_remote_prefill(params: Mapping[str, Any]) -> RemotePrefill:
             "malformed_params",
             f"omni_version is {remote.omni_version}, this engine speaks {PARAMS_VERSION}",
         )
-    if remote.remote_host is not None or remote.remote_port is not None:
+    if (remote.remote_host is None) != (remote.remote_port is None):
+        raise BadParamsError("malformed_params", "remote_host and remote_port go together")
+    if remote.remote_host is not None:
+        try:
+            parse_host(remote.remote_host)
+        except ValueError as error:
+            raise BadParamsError(
+                "malformed_params", f"remote_host is {remote.remote_host!r}: {error}"
+            ) from None
+    return remote
+
+
+def tcp_address(remote: RemotePrefill, peers: Peers, *, has_key: bool) -> HostPort:
+    """The address between hosts that a prefill engine gave; nothing is looked up or connected to.
+
+    Args:
+        peers: whom this engine may ask.
+        has_key: whether what answers must prove that it belongs to the cluster.
+
+    Raises:
+        BadParamsError: `disallowed_peer` this engine may not connect there.
+    """
+    host, port = remote.remote_host, remote.remote_port
+    assert host is not None
+    assert port is not None
+    if not peers.allows(host):
         raise BadParamsError(
             "disallowed_peer",
-            f"this engine connects to peers on its own host only, not to {remote.remote_host!r}",
+            f"{host!r} is not among the hosts that the configuration key 'peers' lists",
         )
-    return remote
+    if not has_key and not is_loopback(host):
+        raise BadParamsError(
+            "disallowed_peer",
+            f"{host!r} is asked only with a key: set 'key_file' on both engines to the file that "
+            "`omni-connector keygen` makes",
+        )
+    return HostPort(str(parse_host(host)), port)
 
 
 def handoff_answer(
@@ -112,16 +144,21 @@ def handoff_answer(
     num_tokens: int,
     block_ids: list[list[int]],
     tp_size: int,
+    address: HostPort | None,
 ) -> dict[str, Any]:
-    """The prefill answer of a request whose KV is handed off."""
+    """The prefill answer of a request whose KV is handed off.
+
+    Args:
+        address: of our control channel between hosts; None where it has none.
+    """
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_block_ids": block_ids,
         "remote_engine_id": engine_id,
         "remote_request_id": request_id,
-        "remote_host": None,
-        "remote_port": None,
+        "remote_host": None if address is None else address.host,
+        "remote_port": None if address is None else address.port,
         "remote_num_tokens": num_tokens,
         "tp_size": tp_size,
         "omni_version": PARAMS_VERSION,

@@ -16,9 +16,11 @@ from vllm.logger import init_logger
 from omni_connector.config import OmniConfig
 from omni_connector.control.channel import ControlChannel
 from omni_connector.control.directory import SlotDirectory
+from omni_connector.control.keys import ClusterKey, load_key
 from omni_connector.control.messages import TOKEN_BYTES, Welcome
 from omni_connector.control.server import ControlServer
 from omni_connector.errors import ConfigError, TransportError
+from omni_connector.peers import Peers, parse_listen
 from omni_connector.transports.runtime import runtime_dir, socket_path, sweep
 from omni_connector.vllm_v1.compat import hash_block_size, recompute
 from omni_connector.vllm_v1.identity import fingerprint, hash_id, prompt_of
@@ -33,6 +35,7 @@ from omni_connector.vllm_v1.params import (
     RemotePrefill,
     is_usable,
     parse_remote_prefill,
+    tcp_address,
     wants_handoff,
     wants_remote_kv,
 )
@@ -97,6 +100,10 @@ class OmniScheduler:
         self._sender: HandoffSender | None = None
         self._receiver: HandoffReceiver | None = None
         self._runtime_dir = runtime_dir(config.namespace)
+        self._peers = Peers(config.peers)
+        self._key: ClusterKey | None = None
+        if config.key_file is not None:
+            self._key = load_key(config.key_file)
         self._next_sweep = clock() + _SWEEP_S
         # From the control thread; `OmniStats` belongs to the engine's.
         self._events: deque[str] = deque()
@@ -125,13 +132,13 @@ class OmniScheduler:
             raise ConfigError("the ranks of this engine have KV caches of different layouts")
         ours = fingerprint(self._config, self._vllm_config, self._kv_cache_config, ranks[0])
         hashing = hash_id(self._vllm_config, self._hash_block_size)
-        arenas = tuple(rank.endpoint for rank in ranks if rank.endpoint is not None)
+        arenas = tuple(rank.endpoints for rank in ranks if rank.endpoints)
         self._sweep()
         server = None
         if self._produces:
             if len(arenas) != ours.ranks:
                 raise ConfigError("a rank of this engine has no arena")
-            num_slots = min(arena.n_slots for arena in arenas)
+            num_slots = min(endpoints[0].n_slots for endpoints in arenas)
             self._directory = SlotDirectory(num_slots, self._clock, self._config.handoff_ttl_s)
             server = ControlServer(
                 fingerprint=ours,
@@ -145,6 +152,8 @@ class OmniScheduler:
             fingerprint=ours,
             server=server,
             listen=self._control_path(self._engine_id) if server is not None else None,
+            listen_tcp=None if self._config.listen is None else parse_listen(self._config.listen),
+            key=self._key,
             on_tick=self._tick,
             on_peer_gone=self._sweep,
             clock=self._clock,
@@ -157,6 +166,7 @@ class OmniScheduler:
                 group_ids=self._group_ids,
                 engine_id=self._engine_id,
                 epoch=self._epoch,
+                address=channel.tcp_address,
                 arena_wait=self._config.arena_wait_s,
                 clock=self._clock,
                 stats=self._stats,
@@ -178,7 +188,11 @@ class OmniScheduler:
         return socket_path(self._runtime_dir, f"control:{engine_id}")
 
     def _address_of(self, remote: RemotePrefill) -> str:
-        return f"ipc://{self._control_path(remote.remote_engine_id)}"
+        path = self._control_path(remote.remote_engine_id)
+        # Who listens in this folder is an engine of this user on this host.
+        if remote.remote_host is None or path.exists():
+            return f"ipc://{path}"
+        return f"tcp://{tcp_address(remote, self._peers, has_key=self._key is not None)}"
 
     def _sweep(self) -> None:
         try:
@@ -230,6 +244,8 @@ class OmniScheduler:
             prompt = prompt_of(request, request.num_prompt_tokens - 1, self._hash_block_size)
             if prompt is None:
                 raise BadParamsError("prompt_embeds", "the prompt has no token ids")
+            if prompt.num_tokens > 0:
+                self._receiver.add(request, remote, prompt)
         except BadParamsError as error:
             self._stats.fail(error.reason)
             logger.warning(
@@ -238,9 +254,6 @@ class OmniScheduler:
                 error.reason,
                 error,
             )
-            return
-        if prompt.num_tokens > 0:
-            self._receiver.add(request, remote, prompt)
 
     def _offer(self, request: "Request", params: Mapping[str, Any]) -> None:
         assert self._sender is not None

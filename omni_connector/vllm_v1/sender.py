@@ -20,6 +20,7 @@ from omni_connector.control.messages import Fingerprint
 from omni_connector.control.prompt import Prompt
 from omni_connector.control.shapes import GroupShape
 from omni_connector.errors import ArenaFullError
+from omni_connector.peers import HostPort
 from omni_connector.vllm_v1.metadata import (
     NULL_BLOCK_ID,
     Block,
@@ -64,7 +65,7 @@ class HandoffSender:
         directory: where slots come from.
         fingerprint: of this engine.
         group_ids: index of each transferred group among vLLM's groups.
-        engine_id, epoch: what the answer says of this engine.
+        engine_id, epoch, address: what the answer says of this engine.
         arena_wait: seconds a request may wait for room.
         clock: seconds, monotonic.
         stats: where to count.
@@ -79,6 +80,7 @@ class HandoffSender:
         group_ids: tuple[int, ...],
         engine_id: str,
         epoch: bytes,
+        address: HostPort | None,
         arena_wait: float,
         clock: Callable[[], float],
         stats: OmniStats,
@@ -90,6 +92,7 @@ class HandoffSender:
         self._group_ids = group_ids
         self._engine_id = engine_id
         self._epoch = epoch
+        self._address = address
         self._arena_wait = arena_wait
         self._clock = clock
         self._stats = stats
@@ -309,6 +312,7 @@ class HandoffSender:
                 num_tokens=handoff.prompt.num_tokens,
                 block_ids=[list(block_ids[g]) for g in self._group_ids],
                 tp_size=self._ranks,
+                address=self._address,
             )
         must_stay = bool(send.jobs or send.todo)
         if must_stay:

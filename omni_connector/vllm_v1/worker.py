@@ -18,7 +18,8 @@ from omni_connector.kv import (
     canonicalize_cross_layers,
     make_copier,
 )
-from omni_connector.transports import Arena, OmniConnector
+from omni_connector.transports import Arena, Endpoint
+from omni_connector.transports.choice import Transports
 from omni_connector.vllm_v1.copies import CopyThread, Outcome, Work
 from omni_connector.vllm_v1.kernels import attention_of, kernel_orders
 from omni_connector.vllm_v1.loading import Loader, batches, failure_kind
@@ -49,7 +50,7 @@ class OmniWorker:
         config: the connector's settings.
         kv_cache_config: what vLLM allocates.
         layers: the model's layers by name.
-        transport: exports our arena and reads the peers'.
+        transports: export our arena and read the peers'.
         rank, ranks: of this worker, and how many its engine has.
         arena_name: unguessable to nobody, unique on this host: where peers find the arena.
         arena_bytes: size of this rank's arena; 0 where the engine hands nothing off.
@@ -61,7 +62,7 @@ class OmniWorker:
         config: OmniConfig,
         kv_cache_config: "KVCacheConfig",
         layers: Mapping[str, Any],
-        transport: OmniConnector,
+        transports: Transports,
         rank: int,
         ranks: int,
         arena_name: str,
@@ -70,7 +71,7 @@ class OmniWorker:
         self._config = config
         self._kv_cache_config = kv_cache_config
         self._layers = layers
-        self._transport = transport
+        self._transports = transports
         self._rank = rank
         self._ranks = ranks
         self._arena_name = arena_name
@@ -125,7 +126,7 @@ class OmniWorker:
         layout = SlotLayout.of(canonical)
         self._layout = layout
         self._copier = make_copier(canonical, layout)
-        endpoint = None
+        endpoints: tuple[Endpoint, ...] = ()
         if self._arena_bytes:
             num_slots = self._arena_bytes // layout.slot_bytes
             if num_slots < 1:
@@ -135,7 +136,7 @@ class OmniWorker:
                 )
             self._arena = Arena.create(num_slots, layout.slot_bytes, populate=True)
             self._copier.pin(self._arena.slots)
-            endpoint = self._transport.export(self._arena, self._arena_name)
+            endpoints = self._transports.export(self._arena, self._arena_name)
             logger.info(
                 "Arena of %d slots, %.1f MiB each, for rank %d",
                 num_slots,
@@ -145,7 +146,7 @@ class OmniWorker:
         orders = kernel_orders(self._kv_cache_config, self._layers, canonical.page_orders)
         attention = attention_of(self._kv_cache_config, self._layers)
         self._loader = Loader(
-            transport=self._transport,
+            transports=self._transports,
             copier=self._copier,
             layout=layout,
             groups=group_shapes(self._kv_cache_config, orders, attention),
@@ -153,7 +154,7 @@ class OmniWorker:
             ranks=self._ranks,
             checksum=self._checksum,
         )
-        self._handshake = OmniHandshakeMetadata(endpoint, orders, attention)
+        self._handshake = OmniHandshakeMetadata(endpoints, orders, attention)
 
     @property
     def handshake(self) -> OmniHandshakeMetadata | None:
@@ -268,6 +269,8 @@ class OmniWorker:
 
     def take_stats(self) -> OmniStats | None:
         """What was counted since the last call; None when nothing was."""
+        for transport, reason in self._transports.take_choices():
+            self._stats.choose(transport, reason)
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, OmniStats()
@@ -282,7 +285,7 @@ class OmniWorker:
         self._loads.close()
         if self._loader is not None:
             self._loader.close()
-        self._transport.close()
+        self._transports.close()
         if self._copier is not None:
             self._copier.close()  # it may have pinned the arena's memory
         if self._arena is not None:

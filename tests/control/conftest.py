@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the control room share: a clock, a fingerprint, prompts."""
+"""What the tests of the control room share: a clock, a fingerprint, prompts, engines."""
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from omni_connector.control.keys import ClusterKey
 from omni_connector.control.messages import Fingerprint, Welcome
 from omni_connector.control.prompt import Prompt
 from omni_connector.transports.base import Endpoint
 
+from .engine import Asker, Engine, StartAsker, StartEngine
 from .shapes import group_shape
 
 
@@ -48,7 +54,7 @@ def welcome(fingerprint: Fingerprint) -> Welcome:
     endpoint = Endpoint(
         transport="shm", address="somewhere", epoch=b"a" * 16, n_slots=8, slot_bytes=4096
     )
-    return Welcome(b"e" * 16, "sha256:16:seed", fingerprint, (endpoint,))
+    return Welcome(b"e" * 16, "sha256:16:seed", fingerprint, ((endpoint,),))
 
 
 @pytest.fixture
@@ -63,3 +69,45 @@ def make_prompt() -> Callable[..., Prompt]:
         return Prompt(**(values | changes))  # type: ignore[arg-type]
 
     return make
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    # pytest's own folders have longer names than a socket may have.
+    with tempfile.TemporaryDirectory(prefix="oc-", dir="/tmp") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def start_engine(folder: Path, fingerprint: Fingerprint, welcome: Welcome) -> Iterator[StartEngine]:
+    engines = []
+
+    def start(name: str = "p.sock", **options: Any) -> Engine:
+        epoch = options.pop("epoch", welcome.epoch)
+        engine = Engine(
+            folder / name, fingerprint, msgspec.structs.replace(welcome, epoch=epoch), **options
+        )
+        engines.append(engine)
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.channel.close()
+
+
+@pytest.fixture
+def start_asker(fingerprint: Fingerprint) -> Iterator[StartAsker]:
+    askers = []
+
+    def start(key: ClusterKey | None = None) -> Asker:
+        askers.append(Asker(fingerprint, key))
+        return askers[-1]
+
+    yield start
+    for asker in askers:
+        asker.channel.close()
+
+
+@pytest.fixture
+def asker(start_asker: StartAsker) -> Asker:
+    return start_asker()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A serving engine in a process of its own, for tests that kill it.
 
-Arguments: path of its socket, its fingerprint in JSON. It prints the token of a hand-off that
-is never copied, then "parked" while a claim of it waits, and ends with its standard input.
+Arguments: path of its socket, its fingerprint in JSON; with a third one, the path of a key file,
+it serves on TCP too. It prints the token of a hand-off that is never copied and its TCP address,
+then "parked" while a claim of it waits, and ends with its standard input.
 """
 
 import json
@@ -14,9 +15,11 @@ import msgspec
 
 from omni_connector.control.channel import ControlChannel
 from omni_connector.control.directory import SlotDirectory
+from omni_connector.control.keys import load_key
 from omni_connector.control.messages import Fingerprint, Welcome
 from omni_connector.control.prompt import Prompt
 from omni_connector.control.server import ControlServer
+from omni_connector.peers import HostPort
 
 fingerprint = msgspec.json.decode(sys.argv[2], type=Fingerprint)
 directory = SlotDirectory(8, time.monotonic, 600.0)
@@ -38,9 +41,15 @@ def tick() -> None:
 handoff = directory.open(Prompt(token_ids=(1, 2, 3), num_tokens=3), [[None]])
 assert handoff is not None
 directory.seal(handoff)
+key_file = sys.argv[3] if len(sys.argv) > 3 else None
 channel = ControlChannel(
-    fingerprint=fingerprint, server=server, listen=Path(sys.argv[1]), on_tick=tick
+    fingerprint=fingerprint,
+    server=server,
+    listen=Path(sys.argv[1]),
+    listen_tcp=None if key_file is None else HostPort("127.0.0.1", 0),
+    key=None if key_file is None else load_key(key_file),
+    on_tick=tick,
 )
-print(json.dumps(handoff.token.hex()), flush=True)
+print(json.dumps([handoff.token.hex(), str(channel.tcp_address)]), flush=True)
 sys.stdin.read()
 channel.close()

@@ -6,12 +6,8 @@ import os
 import queue
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+import time
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_all
 from pathlib import Path
@@ -24,134 +20,11 @@ import zmq
 from omni_connector.control import channel as channel_module
 from omni_connector.control.channel import ControlChannel
 from omni_connector.control.client import ClaimDeniedError, Grant
-from omni_connector.control.directory import Handoff, SlotDirectory
-from omni_connector.control.messages import MAX_MESSAGE_BYTES, Fingerprint, Welcome
+from omni_connector.control.messages import MAX_MESSAGE_BYTES, Fingerprint
 from omni_connector.control.prompt import Prompt
-from omni_connector.control.server import ControlServer
-from omni_connector.errors import (
-    IncompatiblePeerError,
-    OmniError,
-    PeerUnreachableError,
-    TransportError,
-)
+from omni_connector.errors import IncompatiblePeerError, PeerUnreachableError, TransportError
 
-PROMPT = Prompt(token_ids=(1, 2, 3), num_tokens=3)
-PEER = Path(__file__).with_name("peer.py")
-LONG = 60.0  # a deadline that only a hang reaches
-
-
-class Directory(SlotDirectory):
-    """Says when a hand-off is closed."""
-
-    def __init__(self) -> None:
-        super().__init__(64, _monotonic, 600.0)
-        self.closed: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def close(self, token: bytes) -> bool:
-        there = super().close(token)
-        self.closed.put(token)
-        return there
-
-
-_monotonic = channel_module.time.monotonic
-
-
-class Engine:
-    """A serving channel, what is behind it, and what it counted."""
-
-    def __init__(
-        self, path: Path, fingerprint: Fingerprint, welcome: Welcome, **options: Any
-    ) -> None:
-        self.path = path
-        self.address = f"ipc://{path}"
-        self.welcome = welcome
-        self.directory = Directory()
-        self.counts: Counter[str] = Counter()
-        self.counted: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.server = ControlServer(
-            fingerprint=fingerprint,
-            welcome=welcome,
-            directory=self.directory,
-            clock=_monotonic,
-            patience=LONG,
-            count=self.count,
-        )
-        self.channel = ControlChannel(
-            fingerprint=fingerprint, server=self.server, listen=path, **options
-        )
-
-    def count(self, name: str) -> None:
-        self.counts[name] += 1
-        self.counted.put(name)
-
-    def handoff(self, *, filled: bool = True) -> Handoff:
-        handoff = self.directory.open(PROMPT, [[None]])
-        assert handoff is not None
-        self.directory.seal(handoff)
-        if filled:
-            self.fill(handoff)
-        return handoff
-
-    def fill(self, handoff: Handoff) -> None:
-        self.directory.copying(handoff, [(0, 0)])
-        self.directory.filled(handoff, [(0, 0)])
-
-
-class Asker:
-    """A channel that asks, and when it found a peer gone."""
-
-    def __init__(self, fingerprint: Fingerprint) -> None:
-        self.gone = threading.Event()
-        self.channel = ControlChannel(fingerprint=fingerprint, on_peer_gone=self.gone.set)
-
-    def claim(self, engine: Engine, handoff: Handoff, *, timeout: float = LONG) -> "Future[Grant]":
-        return ask(self.channel, engine.address, handoff.token, engine.welcome.epoch, timeout)
-
-
-def ask(
-    channel: ControlChannel, address: str, token: bytes, epoch: bytes, timeout: float = LONG
-) -> "Future[Grant]":
-    return channel.claim(address, token, PROMPT, epoch=epoch, hash_id="", timeout=timeout)
-
-
-def failure(future: "Future[Grant]") -> BaseException:
-    error = future.exception(LONG)
-    assert isinstance(error, OmniError)
-    return error
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    # pytest's own folders have longer names than a socket may have.
-    with tempfile.TemporaryDirectory(prefix="oc-", dir="/tmp") as name:
-        yield Path(name)
-
-
-StartEngine = Callable[..., Engine]
-
-
-@pytest.fixture
-def start_engine(folder: Path, fingerprint: Fingerprint, welcome: Welcome) -> Iterator[StartEngine]:
-    engines = []
-
-    def start(name: str = "p.sock", **options: Any) -> Engine:
-        epoch = options.pop("epoch", welcome.epoch)
-        engine = Engine(
-            folder / name, fingerprint, msgspec.structs.replace(welcome, epoch=epoch), **options
-        )
-        engines.append(engine)
-        return engine
-
-    yield start
-    for engine in engines:
-        engine.channel.close()
-
-
-@pytest.fixture
-def asker(fingerprint: Fingerprint) -> Iterator[Asker]:
-    asker = Asker(fingerprint)
-    yield asker
-    asker.channel.close()
+from .engine import LONG, PROMPT, Asker, StartEngine, ask, failure, start_peer
 
 
 def test_a_claim_is_granted_end_to_end(start_engine: StartEngine, asker: Asker) -> None:
@@ -162,7 +35,7 @@ def test_a_claim_is_granted_end_to_end(start_engine: StartEngine, asker: Asker) 
     assert grant.token == handoff.token
     assert grant.welcome == engine.welcome
     assert grant.granted.groups == (((handoff.slots[0][0], handoff.generations[0][0]),),)
-    assert grant.expires > _monotonic() + 500
+    assert grant.expires > time.monotonic() + 500
     assert engine.directory.usage() == (1, 0, 1)
 
 
@@ -301,15 +174,6 @@ def test_a_peer_that_accepts_and_says_nothing_is_given_up_at_the_deadline(
     assert "no answer" in str(error)
 
 
-def start_peer(path: Path, fingerprint: Fingerprint) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, str(PEER), str(path), msgspec.json.encode(fingerprint).decode()],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
 def test_a_peer_that_is_killed_fails_its_claims_and_nothing_else(
     folder: Path, fingerprint: Fingerprint, start_engine: StartEngine, asker: Asker
 ) -> None:
@@ -317,7 +181,7 @@ def test_a_peer_that_is_killed_fails_its_claims_and_nothing_else(
     with start_peer(path, fingerprint) as peer:
         try:
             assert peer.stdout is not None
-            token = bytes.fromhex(json.loads(peer.stdout.readline()))
+            token = bytes.fromhex(json.loads(peer.stdout.readline())[0])
             parked = ask(asker.channel, f"ipc://{path}", token, b"k" * 16, timeout=600.0)
             assert peer.stdout.readline() == "parked\n"
             assert not parked.done()

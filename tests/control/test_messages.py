@@ -13,6 +13,7 @@ from omni_connector.control.messages import (
     DIGEST_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_RANKS,
+    MAX_TRANSPORTS,
     TOKEN_BYTES,
     Claim,
     Denied,
@@ -48,7 +49,7 @@ DIGEST = b"d" * DIGEST_BYTES
 
 REQUESTS: list[Request] = [Hello.of(PRINT), Claim(3, TOKEN, 40, DIGEST, "blocks"), Release(TOKEN)]
 REPLIES: list[Reply] = [
-    Welcome(TOKEN, "sha256", PRINT, (ENDPOINT, ENDPOINT)),
+    Welcome(TOKEN, "sha256", PRINT, ((ENDPOINT,), (ENDPOINT, ENDPOINT))),
     Refused("dtype", "a", "b"),
     Granted(3, 40, (0, 2), (((0, 1), (5, 2)), ((7, 9),)), 12.5),
     Denied(3, "unknown_token"),
@@ -167,10 +168,11 @@ PLAIN_ENDPOINT = msgspec.to_builtins(ENDPOINT, builtin_types=(bytes,))
     [
         (REPLIES[0], {"epoch": b"e"}),
         (REPLIES[0], {"hash_id": "h" * 1025}),
-        (REPLIES[0], {"arenas": [PLAIN_ENDPOINT] * (MAX_RANKS + 1)}),
-        (REPLIES[0], {"arenas": [PLAIN_ENDPOINT | {"n_slots": 0}]}),
-        (REPLIES[0], {"arenas": [PLAIN_ENDPOINT | {"slot_bytes": 5}]}),
-        (REPLIES[0], {"arenas": [PLAIN_ENDPOINT | {"epoch": b""}]}),
+        (REPLIES[0], {"arenas": [[PLAIN_ENDPOINT]] * (MAX_RANKS + 1)}),
+        (REPLIES[0], {"arenas": [[PLAIN_ENDPOINT] * (MAX_TRANSPORTS + 1)]}),
+        (REPLIES[0], {"arenas": [[PLAIN_ENDPOINT | {"n_slots": 0}]]}),
+        (REPLIES[0], {"arenas": [[PLAIN_ENDPOINT | {"slot_bytes": 5}]]}),
+        (REPLIES[0], {"arenas": [[PLAIN_ENDPOINT | {"epoch": b""}]]}),
         (REPLIES[1], {"ours": "x" * 1025}),
         (REPLIES[2], {"groups": [[[-1, 0]]]}),
         (REPLIES[2], {"groups": [[[1 << 40, 0]]]}),

@@ -26,13 +26,13 @@ from omni_connector.control.messages import (
     encode,
 )
 from omni_connector.control.prompt import Prompt
-from omni_connector.control.server import ControlServer
+from omni_connector.control.server import Connection, ControlServer
 
 from .shapes import group_shape
 
 TTL = 100.0
 PATIENCE = 10.0
-ALICE, BOB = b"alice", b"bob"
+ALICE, BOB, CAROL = (Connection(0, name) for name in (b"alice", b"bob", b"carol"))
 
 
 class Clock:
@@ -61,7 +61,7 @@ class Served:
             count=lambda name: self.counts.update([name]),
         )
 
-    def say(self, connection: bytes, message: Request) -> list[Reply]:
+    def say(self, connection: Connection, message: Request) -> list[Reply]:
         answers = self.server.receive(connection, encode(message))
         assert all(to == connection for to, _ in answers)
         return [reply for _, reply in answers]
@@ -259,10 +259,23 @@ def test_sessions_are_bounded_and_those_in_use_stay(
     hello = Hello.of(fingerprint)
     introduced.say(BOB, hello)
     introduced.say(ALICE, introduced.claim_of(handoff))  # Bob is idle for longer now
-    introduced.say(b"carol", hello)
+    introduced.say(CAROL, hello)
     assert introduced.say(BOB, introduced.claim_of(handoff)) == [Denied(1, "not_introduced")]
     assert isinstance(introduced.say(ALICE, introduced.claim_of(handoff))[0], Granted)
-    assert isinstance(introduced.say(b"carol", introduced.claim_of(handoff))[0], Granted)
+    assert isinstance(introduced.say(CAROL, introduced.claim_of(handoff))[0], Granted)
+
+
+def test_names_are_those_of_one_socket_only(
+    introduced: Served, fingerprint: Fingerprint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer chooses its name, and at a TCP socket it may be anybody."""
+    monkeypatch.setattr(server_module, "MAX_SESSIONS", 2)
+    impostor = ALICE._replace(door=1)
+    claim = introduced.claim_of(introduced.handoff())
+    assert introduced.say(impostor, claim) == [Denied(1, "not_introduced")]
+    for n in range(5):
+        introduced.say(Connection(1, bytes([n])), Hello.of(fingerprint))
+    assert isinstance(introduced.say(ALICE, claim)[0], Granted)
 
 
 @pytest.mark.parametrize(

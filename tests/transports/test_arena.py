@@ -27,10 +27,9 @@ from omni_connector.transports.arena import (
     SEALS,
     Arena,
     ArenaView,
-    SlotState,
-    _Geometry,
     _memfd,
 )
+from omni_connector.transports.arena_format import ArenaGeometry, SlotState
 
 N_SLOTS = 5
 SLOT_BYTES = 8192
@@ -199,7 +198,7 @@ def test_impossible_headers_of_a_peer_are_refused(arena: Arena, view: ArenaView)
 def forged(
     write: Callable[[mmap.mmap], object], seals: int = SEALS, size: int | None = None
 ) -> int:
-    geometry = _Geometry(N_SLOTS, SLOT_BYTES)
+    geometry = ArenaGeometry(N_SLOTS, SLOT_BYTES)
     fd = _memfd("forged")
     os.ftruncate(fd, geometry.total_bytes if size is None else size)
     with mmap.mmap(fd, max(os.fstat(fd).st_size, 1)) as mapped:
@@ -259,7 +258,7 @@ def test_file_without_a_seal_is_refused(missing: int) -> None:
 
 @pytest.mark.parametrize("change", [-4096, 4096])
 def test_file_of_another_size_is_refused(change: int) -> None:
-    fd = forged(lambda mapped: None, size=_Geometry(N_SLOTS, SLOT_BYTES).total_bytes + change)
+    fd = forged(lambda mapped: None, size=ArenaGeometry(N_SLOTS, SLOT_BYTES).total_bytes + change)
     with pytest.raises(ProtocolError, match="bytes"):
         ArenaView.open(fd, epoch=b"e" * 16, n_slots=N_SLOTS, slot_bytes=SLOT_BYTES)
     os.close(fd)

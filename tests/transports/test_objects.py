@@ -22,7 +22,8 @@ from omni_connector.errors import (
 )
 from omni_connector.testing import FakeClock
 from omni_connector.transports import arena, buffers, objects
-from omni_connector.transports.arena import Arena, SlotState
+from omni_connector.transports.arena import Arena
+from omni_connector.transports.arena_format import SlotState
 from omni_connector.transports.base import ObjectKey
 from omni_connector.transports.buffers import Buffers
 from omni_connector.transports.objects import (

@@ -65,7 +65,7 @@ def test_who_hands_off_requires_delivery(engine, role, required):
 
 def test_a_decode_engine_has_no_arena_and_listens_to_nobody(engine, runtime):
     decode = engine("kv_consumer")
-    assert decode.worker_half.handshake.endpoint is None
+    assert decode.worker_half.handshake.endpoints == ()
     assert not sockets(runtime)
 
 

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`omni-connector keygen`: the key file of a cluster."""
+
+from pathlib import Path
+
+from omni_connector.control.keys import write_new_key
+
+
+def keygen(path: Path) -> int:
+    """Make the file, and say which key it holds; return 0.
+
+    Raises:
+        ConfigError: there is a file already, or none can be made.
+    """
+    key = write_new_key(path)
+    print(f"{path}: public key {key.public.decode()}")
+    print("Copy the file to every host of the cluster, mode 600, and set key_file to it.")
+    return 0

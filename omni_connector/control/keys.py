@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The key that the engines of a cluster share, and the file it is kept in.
+
+One CURVE key pair is both sides' proof: a serving engine admits only who has this public key
+and the secret to it, an asking engine accepts no other server. The file is a certificate as pyzmq
+writes and reads them, with the public and the secret key.
+"""
+
+import contextlib
+import os
+import stat
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import zmq
+import zmq.auth
+from zmq.utils import z85
+
+from omni_connector.errors import ConfigError
+
+_MAX_FILE_BYTES: Final = 1 << 16
+_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+_CERTIFICATE: Final = """\
+#   Key of omni-connector, the same file for all engines of a cluster.
+#   Who can read it can take part: copy it to the other hosts over a safe way, with mode 600.
+
+metadata
+    made-by = "omni-connector keygen"
+curve
+    public-key = "{public}"
+    secret-key = "{secret}"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterKey:
+    """A CURVE key pair, each 40 characters of Z85 as ZeroMQ takes them."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+def load_key(path: str | Path) -> ClusterKey:
+    """Read the key from its file.
+
+    Raises:
+        ConfigError: there is none, it is no regular file, not this user's, open to others, or
+            holds no key pair; the message says what to do.
+    """
+    try:
+        # Neither a FIFO nor a device may hold us up.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot open the key_file: {error}; `omni-connector keygen` makes one, which all "
+            "engines of the cluster share"
+        ) from error
+    try:
+        _check_file(path, os.fstat(fd))
+        # By its descriptor it is the file that was checked, whatever the path says by now.
+        return _parse(path, f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
+
+
+def _check_file(path: str | Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"the key_file {path} is no regular file; name the file of the key")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"the key_file {path} belongs to user {status.st_uid}, not {os.geteuid()}; "
+            "copy it for the user of the engine"
+        )
+    if status.st_mode & _OTHERS:
+        raise ConfigError(
+            f"the key_file {path} is open to others (mode {stat.S_IMODE(status.st_mode):o}); "
+            "chmod it to 600, and make a new key if others may have read it"
+        )
+    if status.st_size > _MAX_FILE_BYTES:
+        raise ConfigError(f"the key_file {path} has {status.st_size} bytes, which no key has")
+
+
+def _parse(path: str | Path, opened: str) -> ClusterKey:
+    remedy = "it must be a file that `omni-connector keygen` has made, copied whole"
+    try:
+        public, secret = zmq.auth.load_certificate(opened)
+    except (ValueError, IndexError) as error:
+        raise ConfigError(f"the key_file {path} holds no key: {remedy}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the key_file {path}: {error}") from error
+    if secret is None:
+        raise ConfigError(f"the key_file {path} holds no secret key: {remedy}")
+    if not _is_key(public) or not _is_key(secret) or zmq.curve_public(secret) != public:
+        raise ConfigError(f"the key_file {path} holds no valid pair of keys: {remedy}")
+    return ClusterKey(public, secret)
+
+
+def _is_key(text: bytes) -> bool:
+    if len(text) != 40:
+        return False
+    try:
+        return len(z85.decode(text)) == 32
+    except (KeyError, struct.error):  # a character, or a number, that Z85 has not
+        return False
+
+
+def write_new_key(path: str | Path) -> ClusterKey:
+    """Make a key, and the file for it, which only this user can read.
+
+    Raises:
+        ConfigError: there is a file already, which is left as it is, or none can be made.
+    """
+    public, secret = zmq.curve_keypair()
+    text = _CERTIFICATE.format(public=public.decode(), secret=secret.decode())
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise ConfigError(
+            f"{path} exists and is not overwritten: engines that use it would be cut off from "
+            "each other; name another file, or remove it first"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot make the key file: {error}") from error
+    try:
+        with os.fdopen(fd, "w") as file:
+            os.fchmod(fd, 0o600)  # whatever the umask took away
+            file.write(text)
+            file.flush()
+            os.fsync(fd)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        if isinstance(error, OSError):
+            raise ConfigError(f"cannot write the key file {path}: {error}") from error
+        raise
+    return ClusterKey(public, secret)

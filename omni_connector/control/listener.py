@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TCP end of a serving engine, at which anybody may knock.
+
+With a key, libzmq asks us about each connection that speaks CURVE whether its key may enter (ZAP,
+ZeroMQ RFC 27), and lets in nobody else. What is neither let in nor gone is cut off after
+`HANDSHAKE_MS`, and no more than `MAX_CONNECTIONS` are held at once, so that strangers cost neither
+much memory nor the files that the engine needs.
+"""
+
+import contextlib
+import hmac
+import logging
+import os
+import resource
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from omni_connector.control.keys import ClusterKey
+from omni_connector.control.resolver import resolve
+from omni_connector.control.sockets import Context, Socket, prepare, prepare_tcp
+from omni_connector.errors import ConfigError, PeerUnreachableError
+from omni_connector.peers import HostPort, is_loopback
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS: Final = 1024
+MAX_REQUEST_BYTES: Final = 1 << 20
+MAX_REQUESTS: Final = 256
+WARN_EVERY_S: Final = 60.0
+
+_ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
+_ZAP_VERSION: Final = b"1.0"
+_ZAP_DOMAIN: Final = b"omni-control"
+_AT_ONCE: Final = 256
+
+
+class TcpListener:
+    """A ROUTER at a TCP port, and who may use it.
+
+    Made on any thread, then used by one.
+
+    Args:
+        context: whose sockets they are; of one context only one listener can have a key.
+        address: where to listen; with port 0 the system chooses one.
+        key: what connections must show; None admits everybody.
+        clock: seconds, monotonic.
+
+    Attributes:
+        address: where it listens, with the port that it has.
+        router: carries the messages.
+
+    Raises:
+        ConfigError: it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        address: HostPort,
+        key: ClusterKey | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._admission = None if key is None else _Admission(context, key, self._warn)
+        self._next_warning = clock()
+        self._connections: set[int] = set()
+        self._limit = _connection_limit()
+        self.router = context.socket(zmq.ROUTER)
+        prepare(self.router)
+        bound = _local(address)
+        prepare_tcp(self.router, bound, key)
+        self.router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        self.router.setsockopt(zmq.RCVHWM, MAX_REQUESTS)
+        if key is not None:
+            self.router.setsockopt(zmq.CURVE_SERVER, True)
+            self.router.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+            self.router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, True)  # no answer is a refusal
+        self._monitor = self.router.get_monitor_socket(zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED)
+        try:
+            self.router.bind(f"tcp://{bound}")
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"listen: cannot listen at {address}: {error.strerror}; it must be an address of "
+                "this host, and a port that nobody has, or 0"
+            ) from error
+        port = int(self.router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._bound = (bound.host, port)
+        self.address = HostPort(address.host, port)
+
+    @property
+    def watched(self) -> list[Socket]:
+        """Sockets other than the router's that `attend` wants to hear of."""
+        admission = [] if self._admission is None else [self._admission.socket]
+        return [self._monitor, *admission]
+
+    def attend(self, ready: dict[Any, int]) -> None:
+        """Answer who asks to be let in, and shut out who is too many."""
+        if self._admission is not None and self._admission.socket in ready:
+            self._admission.answer()
+        if self._monitor in ready:
+            with contextlib.suppress(zmq.Again):
+                for _ in range(_AT_ONCE):
+                    self._count(recv_monitor_message(self._monitor, zmq.NOBLOCK))
+
+    def _count(self, event: Any) -> None:
+        number = int(event["value"])
+        if event["event"] == zmq.Event.DISCONNECTED:
+            self._connections.discard(number)
+            return
+        self._connections.add(number)
+        if len(self._connections) > self._limit:
+            self._shut(number)
+            self._warn(f"there are {self._limit} connections already, a further one is refused")
+
+    def _shut(self, number: int) -> None:
+        # libzmq has no call for it. The number may be another file's by now, so it is the file
+        # behind a duplicate that is looked at, and shut only if it is a connection to our port.
+        try:
+            duplicate = os.dup(number)
+        except OSError:  # closed already
+            return
+        try:
+            connection = socket.socket(fileno=duplicate)
+        except OSError:  # no socket
+            os.close(duplicate)
+            return
+        with connection, contextlib.suppress(OSError):  # its peer may have gone by itself
+            if connection.getsockname()[:2] == self._bound:
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _warn(self, text: str) -> None:
+        # Strangers choose how often it happens.
+        now = self._clock()
+        if now >= self._next_warning:
+            self._next_warning = now + WARN_EVERY_S
+            logger.warning("Control channel at %s: %s", self.address, text)
+
+
+class _Admission:
+    """The ZAP handler of a context: admits those who have proved that they hold our key."""
+
+    def __init__(self, context: Context, key: ClusterKey, warn: Callable[[str], None]) -> None:
+        self._key = z85.decode(key.public)
+        self._warn = warn
+        self.socket = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(_ZAP_ADDRESS)
+
+    def answer(self) -> None:
+        """Answer what was asked; waits for nothing."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_AT_ONCE):
+                question = self.socket.recv_multipart(zmq.NOBLOCK)
+                self.socket.send_multipart(self._decide(question), zmq.NOBLOCK)
+
+    def _decide(self, question: list[bytes]) -> list[bytes]:
+        _, request, domain, host, _, mechanism, *credentials = question
+        # That it holds the secret to this public key, libzmq has seen to.
+        admitted = (
+            domain == _ZAP_DOMAIN
+            and mechanism == b"CURVE"
+            and len(credentials) == 1
+            and hmac.compare_digest(credentials[0], self._key)
+        )
+        if not admitted:
+            where = host.decode("ascii", "replace")
+            self._warn(f"{where} has another key than that of our key_file, and is refused")
+        status = b"200" if admitted else b"400"
+        return [_ZAP_VERSION, request, status, b"", b"", b""]
+
+
+def _local(address: HostPort) -> HostPort:
+    try:
+        bound = resolve(address)
+    except PeerUnreachableError as error:
+        raise ConfigError(f"listen: {error}") from error
+    if bound != address and is_loopback(bound.host):
+        raise ConfigError(
+            f"listen: on this host {address.host!r} means {bound.host}, which no other host can "
+            "reach; name the address that peers shall use"
+        )
+    return bound
+
+
+def _connection_limit() -> int:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return min(MAX_CONNECTIONS, files // 4)

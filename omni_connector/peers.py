@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts: what may stand for one in a setting or in a message, and which of them are allowed.
+
+A host is an IP address or a host name. Nothing here resolves a name: what a name means may change
+between the check and its use, so that a name is allowed only by itself, and is never loopback.
+"""
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from omni_connector.errors import ConfigError
+
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+MAX_HOST_CHARS: Final = 253
+
+_LABEL: Final = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+# A name that ends in a number is an address to the C library: "127.1", "0x7f000001", even "0".
+_NUMBER: Final = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
+_MAPPED: Final = ipaddress.IPv6Network("::ffff:0:0/96")
+
+
+class HostPort(NamedTuple):
+    """A TCP address; the host as `parse_host` reads it, IPv6 without brackets."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Peers:
+    """The hosts that this engine may connect to.
+
+    Args:
+        entries: IP addresses, networks such as `10.0.0.0/8`, and host names, which are compared as
+            they are written, whatever their case. Nothing is implied, loopback neither.
+
+    Raises:
+        ConfigError: an entry is none of these.
+    """
+
+    def __init__(self, entries: Sequence[str]) -> None:
+        self._networks: list[IPNetwork] = []
+        self._names: set[str] = set()
+        for entry in entries:
+            try:
+                found = _parse_network(entry) if "/" in entry else parse_host(entry)
+            except ValueError as error:
+                raise ConfigError(
+                    f"peers: {entry!r} is no IP address, network or host name ({error})"
+                ) from None
+            if isinstance(found, str):
+                self._names.add(found)
+            elif isinstance(found, IPNetwork):
+                self._networks.append(found)
+            else:
+                self._networks.append(ipaddress.ip_network(found))
+
+    def allows(self, host: str) -> bool:
+        """Whether `host`, an address or a name, is listed. What is no host is not."""
+        try:
+            found = parse_host(host)
+        except ValueError:
+            return False
+        if isinstance(found, str):
+            return found in self._names
+        return any(found in network for network in self._networks)
+
+
+def parse_host(text: str) -> IPAddress | str:
+    """The address, or the name in lower case, that `text` stands for.
+
+    An IPv4 address in IPv6's clothes (`::ffff:10.0.0.1`) is the IPv4 address.
+
+    Raises:
+        ValueError: it is neither, or an address that names no host (`0.0.0.0`, multicast).
+    """
+    if len(text) > MAX_HOST_CHARS:
+        raise ValueError(f"{len(text)} characters are no host")
+    try:
+        address: IPAddress = ipaddress.ip_address(text)
+    except ValueError:
+        return _parse_name(text)
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.scope_id is not None:
+            raise ValueError("an address with a zone means something on one host only")
+        address = address.ipv4_mapped or address
+    if address.is_unspecified:
+        raise ValueError("a wildcard address names no host")
+    if address.is_multicast:
+        raise ValueError("a multicast address names no host")
+    return address
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is an address of this host that others cannot reach; no name is.
+
+    Raises:
+        ValueError: it is no host.
+    """
+    found = parse_host(host)
+    return not isinstance(found, str) and found.is_loopback
+
+
+def parse_host_port(text: str) -> HostPort:
+    """Read `host:port` or `[IPv6 address]:port`, with a port of 0 to 65535.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if bracketed:
+        host = host[1:-1]
+    if not colon or (":" in host) != bracketed:
+        raise ValueError("it is neither 'host:port' nor '[IPv6 address]:port'")
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535):
+        raise ValueError(f"{port!r} is no port")
+    return HostPort(str(parse_host(host)), int(port))
+
+
+def parse_listen(text: str) -> HostPort:
+    """The address to listen at that the setting `listen` names.
+
+    Raises:
+        ConfigError: it is none, or a wildcard, which peers could not be told.
+    """
+    try:
+        return parse_host_port(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"listen: {text!r} is no address to listen at ({error}); name the address that peers "
+            "shall use, as 'host:port' or '[IPv6 address]:port'"
+        ) from None
+
+
+def _parse_name(text: str) -> str:
+    labels = text.split(".")
+    if not all(_LABEL.fullmatch(label) for label in labels) or _NUMBER.fullmatch(labels[-1]):
+        raise ValueError("it is neither an IP address nor a host name")
+    return text.lower()
+
+
+def _parse_network(text: str) -> IPNetwork:
+    if "%" in text:
+        raise ValueError("an address with a zone means something on one host only")
+    network: IPNetwork = ipaddress.ip_network(text)
+    if isinstance(network, ipaddress.IPv6Network) and network.subnet_of(_MAPPED):
+        mapped = network.network_address.ipv4_mapped
+        return ipaddress.ip_network((int(mapped or 0), network.prefixlen - 96))
+    return network

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes of an arena: superblock, slot headers, slots; the same however they are read."""
+
+import enum
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import xxhash
+
+from omni_connector.errors import (
+    IncompatiblePeerError,
+    IntegrityError,
+    ProtocolError,
+    SlotPendingError,
+    StaleSlotError,
+)
+
+PAGE_BYTES: Final = 4096
+HEADER_BYTES: Final = 64
+EPOCH_BYTES: Final = 16
+MAX_KEY_BYTES: Final = 32
+KEY_LENGTH_SHIFT: Final = 32
+
+_MAGIC: Final = b"OMNIARNA"
+_VERSION: Final = 1
+_SUPERBLOCK: Final = struct.Struct("=8sIIQQQQQ16s")
+_DIGEST: Final = struct.Struct("=Q")
+_HEADER: Final = struct.Struct("=QQ32sQQ")
+
+SUPERBLOCK_BYTES: Final = _SUPERBLOCK.size + _DIGEST.size
+
+
+class SlotState(enum.IntEnum):
+    """What a slot holds: nothing, bytes that are still changing, or bytes that may be read."""
+
+    FREE = 0
+    WRITING = 1
+    PUBLISHED = 2
+
+
+_STATES: Final = {int(state): state for state in SlotState}
+
+
+class SlotHeader(msgspec.Struct, frozen=True, gc=False):
+    """What the owner says of one slot.
+
+    Attributes:
+        generation: u64 that the owner changes whenever it reuses the slot.
+        state: only a `PUBLISHED` slot may be read.
+        key: up to 32 bytes that name the content.
+        length: bytes of content, from the start of the slot.
+        checksum: xxh3_64 of those bytes, 0 where the owner computes none.
+    """
+
+    generation: int
+    state: SlotState
+    key: bytes
+    length: int
+    checksum: int
+
+    @classmethod
+    def decode(cls, raw: bytes, slot: int, slot_bytes: int) -> "SlotHeader":
+        """The header in `HEADER_BYTES` bytes.
+
+        Raises:
+            IntegrityError: it is not one that an owner writes.
+        """
+        generation, status, key, length, checksum = _HEADER.unpack(raw)
+        key_length = status >> KEY_LENGTH_SHIFT
+        state = _STATES.get(state_of(status))
+        if state is None or key_length > MAX_KEY_BYTES or length > slot_bytes:
+            raise IntegrityError(
+                f"slot {slot} has an impossible header: state {state_of(status)}, key of "
+                f"{key_length} bytes, {length} bytes of content in a slot of {slot_bytes}"
+            )
+        return cls(generation, state, key[:key_length], length, checksum)
+
+    def require_published(self, slot: int, generation: int) -> None:
+        """Raise unless the slot is published with exactly this generation.
+
+        Raises:
+            SlotPendingError: it is not published with this generation yet.
+            StaleSlotError: nor will it be: it has a later generation, or was taken back.
+        """
+        if self.state is SlotState.PUBLISHED and self.generation == generation:
+            return
+        writing = self.state is SlotState.WRITING and self.generation == generation
+        to_come = writing or self.generation < generation
+        raise (SlotPendingError if to_come else StaleSlotError)(
+            f"slot {slot} is {self.state.name} with generation {self.generation}, "
+            f"wanted PUBLISHED with {generation}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaGeometry:
+    """Where things are in an arena.
+
+    Attributes:
+        n_slots: number of slots, at least one.
+        slot_bytes: bytes of each, a positive multiple of the page size.
+
+    Raises:
+        ValueError: they are not.
+    """
+
+    n_slots: int
+    slot_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.n_slots < 1:
+            raise ValueError(f"an arena needs at least one slot, not {self.n_slots}")
+        if self.slot_bytes < 1 or self.slot_bytes % PAGE_BYTES:
+            raise ValueError(
+                f"slot_bytes must be a positive multiple of {PAGE_BYTES}, not {self.slot_bytes}"
+            )
+
+    @property
+    def headers_at(self) -> int:
+        """Offset of the first header."""
+        return PAGE_BYTES
+
+    @property
+    def slots_at(self) -> int:
+        """Offset of the first slot."""
+        headers = -(-self.n_slots * HEADER_BYTES // PAGE_BYTES) * PAGE_BYTES
+        return self.headers_at + headers
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole arena."""
+        return self.slots_at + self.n_slots * self.slot_bytes
+
+    def superblock(self, epoch: bytes) -> bytes:
+        """The first `SUPERBLOCK_BYTES` bytes of an arena of this epoch."""
+        fields = _SUPERBLOCK.pack(
+            _MAGIC,
+            _VERSION,
+            HEADER_BYTES,
+            self.n_slots,
+            self.slot_bytes,
+            PAGE_BYTES,
+            self.slots_at,
+            self.total_bytes,
+            epoch,
+        )
+        return fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields))
+
+    def check_superblock(self, found: bytes, epoch: bytes) -> None:
+        """Raise unless these are the first `SUPERBLOCK_BYTES` bytes of an arena of this epoch.
+
+        Raises:
+            ProtocolError: it is no arena, or not as announced.
+            IncompatiblePeerError: another format or epoch.
+        """
+        if found == self.superblock(epoch):
+            return
+        magic, version, *_, their_epoch = _SUPERBLOCK.unpack_from(found)
+        if magic != _MAGIC:
+            raise ProtocolError(f"the peer's memory starts with {magic!r}, it is no arena")
+        if version != _VERSION:
+            raise IncompatiblePeerError("arena format version", _VERSION, version)
+        if their_epoch != epoch:
+            raise IncompatiblePeerError("arena epoch", epoch.hex(), their_epoch.hex())
+        raise ProtocolError("the peer's superblock does not describe the arena it announced")
+
+
+def state_of(status: int) -> int:
+    """The state in the second word of a header, beside the length of the key."""
+    return status & ((1 << KEY_LENGTH_SHIFT) - 1)

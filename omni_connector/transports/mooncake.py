@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MooncakeConnector`: peers read each other's arenas through Mooncake's Transfer Engine.
+
+The arena is the one that shared memory exports. Its owner registers it with the engine, readers
+fetch superblock, headers and slots by address, and check them as they would a mapping: nothing
+that Mooncake says is trusted but that the bytes came.
+"""
+
+import functools
+import itertools
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.config import MooncakeSettings
+from omni_connector.errors import (
+    PeerRefusedError,
+    PeerUnreachableError,
+    ProtocolError,
+    TransportError,
+)
+from omni_connector.peers import is_loopback
+from omni_connector.transports.arena import Arena, ArenaView
+from omni_connector.transports.arena_format import (
+    HEADER_BYTES,
+    SUPERBLOCK_BYTES,
+    ArenaGeometry,
+    SlotHeader,
+)
+from omni_connector.transports.base import (
+    Endpoint,
+    Fetched,
+    ObjectKey,
+    OmniConnector,
+    RemoteArena,
+)
+from omni_connector.transports.mooncake_engine import Engine, Span
+
+_ADDRESS: Final = re.compile(
+    r"(?P<protocol>tcp|rdma)://(?P<engine>(\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<host>[A-Za-z0-9.-]+)):\d{1,5})"
+    r"/(?P<base>[0-9a-f]{1,16})\Z"
+)
+# Headers this close together are read in one piece, with what is between them.
+_HEADER_GAP: Final = 64
+_READ_TIMEOUT_S: Final = 30.0
+
+
+class MooncakeConnector(OmniConnector):
+    """Arenas read over the network, by Mooncake's Transfer Engine.
+
+    Args:
+        settings: how the engine is started, which happens at the first use.
+        host: address of this machine that peers reach; None takes the one towards the first peer.
+        allowed: whether a peer's host may be connected to.
+        namespace: for the interface's sake; who may read whom is decided by addresses.
+    """
+
+    transport = "mooncake"
+
+    def __init__(
+        self,
+        *,
+        settings: MooncakeSettings | None = None,
+        host: str | None = None,
+        allowed: Callable[[str], bool] | None = None,
+        namespace: str = "default",
+    ) -> None:
+        self._settings = settings or MooncakeSettings()
+        self._engine = Engine(self._settings, self._settings.host or host)
+        self._allowed = allowed or is_loopback
+        self._lock = threading.Lock()
+        self._closed = False
+        self._exports: dict[bytes, _Export] = {}
+
+    def export(self, arena: Arena, name: str) -> Endpoint:
+        export = _Export(arena, writable=self._engine.protocol != "tcp")
+        with self._lock:
+            if self._closed or arena.epoch in self._exports:
+                export.close()
+                raise TransportError(
+                    "the connector is closed" if self._closed else "the arena is exported already"
+                )
+            self._exports[arena.epoch] = export
+        try:
+            address = f"{self._engine.protocol}://{self._engine.address}/{export.base:x}"
+            self._engine.register(export.base, export.size)
+        except BaseException:
+            self._take_back(arena.epoch)
+            raise
+        return Endpoint(
+            transport=self.transport,
+            address=address,
+            epoch=arena.epoch,
+            n_slots=arena.n_slots,
+            slot_bytes=arena.slot_bytes,
+        )
+
+    def withdraw(self, endpoint: Endpoint) -> None:
+        self._take_back(endpoint.epoch)
+
+    def attach(self, endpoint: Endpoint, *, timeout: float) -> "MooncakeArena":
+        if endpoint.transport != self.transport:
+            raise PeerRefusedError(f"{endpoint.transport!r} is not the transport {self.transport}")
+        found = _ADDRESS.match(endpoint.address)
+        if found is None:
+            raise ProtocolError(f"{endpoint.address!r} is no address of a Mooncake peer")
+        host = found["v6"] or found["host"]
+        if not self._allowed(host):
+            raise PeerRefusedError(f"{host} is none of the hosts in `peers`")
+        if found["protocol"] != self._engine.protocol:
+            raise PeerRefusedError(
+                f"the peer speaks {found['protocol']}, this engine {self._engine.protocol}"
+            )
+        remote = MooncakeArena(self._engine, endpoint, found["engine"], int(found["base"], 16))
+        remote.check(time.monotonic() + timeout)
+        return remote
+
+    def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
+        raise TransportError("objects")
+
+    def load_object(
+        self, key: ObjectKey, metadata: Mapping[str, Any] | None, *, timeout: float
+    ) -> memoryview | None:
+        raise TransportError("objects")
+
+    def drop_objects(self, request_id: str) -> int:
+        return 0
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            epochs = list(self._exports)
+        for epoch in epochs:
+            self._take_back(epoch)
+        self._engine.close()
+
+    def details(self) -> dict[str, Any]:
+        with self._lock:
+            found: dict[str, Any] = {
+                "protocol": self._engine.protocol,
+                "exports": len(self._exports),
+            }
+            if self._closed:
+                found["status"] = "closed"
+        return found
+
+    def _take_back(self, epoch: bytes) -> None:
+        with self._lock:
+            export = self._exports.pop(epoch, None)
+        if export is not None:
+            self._engine.unregister(export.base)
+            export.close()
+
+
+class _Export:
+    """The mapping of an arena that is registered.
+
+    Mooncake over TCP lets any peer write what it may read. It is given a mapping that cannot be
+    written: such a write ends with EFAULT, and the connection with it. RDMA registers memory for
+    writing or not at all.
+    """
+
+    def __init__(self, arena: Arena, *, writable: bool) -> None:
+        geometry = ArenaGeometry(arena.n_slots, arena.slot_bytes)
+        self.size = geometry.total_bytes
+        self._view: ArenaView | None = None
+        self._slots: NDArray[np.uint8] = arena.slots
+        if not writable:
+            self._view = ArenaView.open(
+                arena.fd, epoch=arena.epoch, n_slots=arena.n_slots, slot_bytes=arena.slot_bytes
+            )
+            self._slots = self._view.slots
+        self.base = int(self._slots.ctypes.data) - geometry.slots_at
+
+    def close(self) -> None:
+        """Let go of the mapping; after it was unregistered."""
+        del self._slots
+        if self._view is not None:
+            self._view.close()
+
+
+class MooncakeArena(RemoteArena):
+    """A peer's arena, read by address."""
+
+    def __init__(self, engine: Engine, endpoint: Endpoint, peer: str, base: int) -> None:
+        self.endpoint = endpoint
+        self._engine = engine
+        self._peer = peer
+        self._base = base
+        self._geometry = ArenaGeometry(endpoint.n_slots, endpoint.slot_bytes)
+        self._alive = True
+
+    @property
+    def alive(self) -> bool:
+        return self._alive
+
+    def check(self, deadline: float) -> None:
+        """Raise unless the arena that was announced is there.
+
+        Raises:
+            PeerUnreachableError: nobody answers.
+            ProtocolError, PeerRefusedError: something else is there.
+        """
+        found = self._copy_of([Span(self._base, SUPERBLOCK_BYTES)], deadline)
+        self._geometry.check_superblock(found.tobytes(), self.endpoint.epoch)
+
+    def verify(self, slot: int, generation: int) -> SlotHeader:
+        return self._verify_all([slot], [generation], time.monotonic() + _READ_TIMEOUT_S)[0]
+
+    def read_into(self, slot_ids: Sequence[int], dst: NDArray[np.uint8]) -> None:
+        if dst.dtype != np.uint8 or dst.ndim != 2 or len(dst) != len(slot_ids):
+            raise ValueError(
+                f"dst is {dst.dtype}{dst.shape}, wanted uint8 ({len(slot_ids)}, width)"
+            )
+        spans = self._spans(slot_ids, dst.shape[1])
+        content = self._copy_of(spans, time.monotonic() + _READ_TIMEOUT_S)
+        np.copyto(dst, content.reshape(dst.shape))
+
+    def fetch(
+        self, slot_ids: Sequence[int], generations: Sequence[int], length: int, *, timeout: float
+    ) -> Fetched:
+        deadline = time.monotonic() + timeout
+        self._verify_all(slot_ids, generations, deadline)
+        spans = self._spans(slot_ids, length)
+        buffer = self._fetch(spans, deadline)
+        try:
+            headers = self._verify_all(slot_ids, generations, deadline)
+        except BaseException:
+            self._engine.give_back(buffer)
+            raise
+        rows = buffer[: len(slot_ids) * length].reshape(len(slot_ids), length)
+        return Fetched(rows, headers, functools.partial(self._engine.give_back, buffer))
+
+    def close(self) -> None:
+        self._alive = False
+
+    def _verify_all(
+        self, slot_ids: Sequence[int], generations: Sequence[int], deadline: float
+    ) -> list[SlotHeader]:
+        wanted = sorted(set(slot_ids))
+        self._check_slots(wanted)
+        # Few reads of a little too much: each costs a round trip's worth of work at both ends.
+        breaks = [i for i in range(1, len(wanted)) if wanted[i] - wanted[i - 1] > _HEADER_GAP]
+        runs = [range(wanted[a], wanted[b - 1] + 1) for a, b in pairwise([0, *breaks, len(wanted)])]
+        at = self._base + self._geometry.headers_at
+        raw = self._copy_of(
+            [Span(at + run.start * HEADER_BYTES, len(run) * HEADER_BYTES) for run in runs], deadline
+        ).tobytes()
+        starts = itertools.accumulate((len(run) for run in runs), initial=0)
+        row_of = {
+            slot: start + i
+            for run, start in zip(runs, starts, strict=False)
+            for i, slot in enumerate(run)
+        }
+        headers = []
+        for slot, generation in zip(slot_ids, generations, strict=True):
+            row = row_of[slot] * HEADER_BYTES
+            header = SlotHeader.decode(
+                raw[row : row + HEADER_BYTES], slot, self._geometry.slot_bytes
+            )
+            header.require_published(slot, generation)
+            headers.append(header)
+        return headers
+
+    def _spans(self, slot_ids: Sequence[int], width: int) -> list[Span]:
+        self._check_slots(slot_ids)
+        slot_bytes = self._geometry.slot_bytes
+        if width > slot_bytes:
+            raise ValueError(f"{width} bytes of a slot that has {slot_bytes}")
+        at = self._base + self._geometry.slots_at
+        return [Span(at + slot * slot_bytes, width) for slot in slot_ids]
+
+    def _copy_of(self, spans: Sequence[Span], deadline: float) -> NDArray[np.uint8]:
+        buffer = self._fetch(spans, deadline)
+        try:
+            return buffer[: sum(span.size for span in spans)].copy()
+        finally:
+            self._engine.give_back(buffer)
+
+    def _fetch(self, spans: Sequence[Span], deadline: float) -> NDArray[np.uint8]:
+        if not self._alive:
+            raise PeerUnreachableError(f"{self._peer} is gone, or was let go of")
+        try:
+            return self._engine.fetch(self._peer, spans, deadline)
+        except PeerUnreachableError:
+            self._alive = False
+            raise
+
+    def _check_slots(self, slot_ids: Sequence[int]) -> None:
+        for slot in slot_ids:
+            if not 0 <= slot < self._geometry.n_slots:
+                raise ProtocolError(f"{self.endpoint.address} has no slot {slot}")

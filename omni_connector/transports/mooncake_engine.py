@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mooncake's Transfer Engine, as far as we need it: reads from a peer's registered memory.
+
+What it does not do by itself, and this does: batches are bounded and coalesced, a refused or failed
+one is tried again, every transfer has a deadline, and memory that a failed transfer may still write
+is given to nobody else.
+"""
+
+import itertools
+import logging
+import math
+import mmap
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.config import MooncakeSettings
+from omni_connector.errors import PeerUnreachableError, TransportError
+from omni_connector.peers import HostPort
+from omni_connector.transports.mooncake_lib import engine_module
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES: Final = 1 << 20
+"""Larger reads are cut into these: several at a time use several connections."""
+
+_LOOPBACK: Final = "127.0.0.1"
+_MAX_PIECES: Final = 64
+_ATTEMPTS: Final = 4
+_BACKOFF_S: Final = 0.005
+# After as long a time without an acknowledgement Linux gives a TCP connection up (tcp_retries2).
+_QUARANTINE_S: Final = 1000.0
+_MAX_QUARANTINED_BYTES: Final = 512 << 20
+_MIN_BUFFER_BYTES: Final = 64 << 10
+_MAX_SPARE_BYTES: Final = 64 << 20
+
+
+class Span(NamedTuple):
+    """Bytes in a peer's memory: their address, and how many."""
+
+    address: int
+    size: int
+
+
+class Engine:
+    """The Transfer Engine of one connector, started by its first use.
+
+    Args:
+        settings: see `MooncakeSettings`.
+        host: address of this machine that peers reach; None takes the one towards the first peer.
+
+    All methods may be called from any thread.
+    """
+
+    def __init__(self, settings: MooncakeSettings, host: str | None) -> None:
+        self._settings = settings
+        self._host = host
+        self._lock = threading.Lock()
+        self._engine: Any = None
+        self._closed = False
+        self._registered: set[int] = set()
+        self._spare: dict[int, list[NDArray[np.uint8]]] = {}
+        self._quarantine: deque[tuple[float, NDArray[np.uint8]]] = deque()
+        self._quarantined_bytes = 0
+
+    @property
+    def protocol(self) -> str:
+        """What carries the bytes."""
+        return self._settings.protocol
+
+    @property
+    def address(self) -> str:
+        """`host:port` under which peers reach this engine; starts it, on this host if need be.
+
+        Raises:
+            MissingDependencyError: Mooncake is not installed.
+            TransportError: it does not start, or is closed.
+        """
+        engine = self._started()
+        return str(HostPort(self._host or _LOOPBACK, engine.get_rpc_port()))
+
+    def register(self, address: int, size: int) -> None:
+        """Let peers read memory of ours; with `rdma`, also let reads arrive in it.
+
+        Raises:
+            MissingDependencyError, TransportError: as `address`; or Mooncake refuses it.
+        """
+        code = self._started().register_memory(address, size)
+        if code != 0:
+            raise TransportError(f"Mooncake does not register {size} bytes (code {code})")
+        with self._lock:
+            self._registered.add(address)
+
+    def unregister(self, address: int) -> None:
+        """Take it back: no peer reads it from here on. Idempotent."""
+        with self._lock:
+            engine = self._engine
+            known = address in self._registered
+            self._registered.discard(address)
+        if engine is not None and known:
+            code = engine.unregister_memory(address)
+            if code != 0:
+                logger.warning("Mooncake does not unregister memory (code %d)", code)
+
+    def fetch(self, peer: str, spans: Sequence[Span], deadline: float) -> NDArray[np.uint8]:
+        """Bytes of a peer's registered memory, one span after the other.
+
+        One transfer that hangs ends after `timeout_s`, also where that is after the deadline.
+
+        Args:
+            peer: `host:port` of its engine.
+            spans: what to read; consecutive ones are joined, large ones are cut.
+            deadline: `time.monotonic()` by which to stop trying.
+
+        Returns:
+            A buffer that begins with the bytes; `give_back` it, whole.
+
+        Raises:
+            PeerUnreachableError: not in time, not after several tries, or too many failed before.
+            MissingDependencyError, TransportError: as `address`.
+        """
+        engine = self._started(peer)
+        size = sum(span.size for span in spans)
+        batches = list(_batches(cut(join(spans)), _MAX_PIECES))
+        done = 0
+        buffer = self._take(size)
+        at = int(buffer.ctypes.data)
+        for attempt in itertools.count(1):
+            code = 0
+            while done < len(batches) and code == 0 and time.monotonic() < deadline:
+                batch = batches[done]
+                places = list(itertools.accumulate((each.size for each in batch), initial=at))
+                code = engine.batch_transfer_sync_read(
+                    peer,
+                    places[:-1],
+                    [each.address for each in batch],
+                    [each.size for each in batch],
+                )
+                if code == 0:
+                    at = places[-1]
+                    done += 1
+            if done == len(batches):
+                return buffer
+            if code == 0:
+                self.give_back(buffer)
+                raise PeerUnreachableError(f"{peer} did not send everything in time")
+            # A queue that is full, the first transfer after a while, or a peer that is gone. Parts
+            # of the batch may still be on their way, so the next try has memory of its own.
+            self._keep(buffer)
+            if attempt == _ATTEMPTS or time.monotonic() >= deadline:
+                raise PeerUnreachableError(
+                    f"Mooncake cannot read from {peer} (code {code}, {attempt} tries)"
+                )
+            logger.debug("Read from %s failed (code %d), once more", peer, code)
+            time.sleep(min(_BACKOFF_S * 4**attempt, max(0.0, deadline - time.monotonic())))
+            batches = list(_batches(cut(join(spans)), max(1, _MAX_PIECES // 4**attempt)))
+            done = 0
+            buffer = self._take(size)
+            at = int(buffer.ctypes.data)
+        raise AssertionError("unreachable")
+
+    def _take(self, size: int) -> NDArray[np.uint8]:
+        """A buffer of at least `size` bytes that nobody else has, and no transfer writes."""
+        rounded = max(_MIN_BUFFER_BYTES, 1 << (size - 1).bit_length())
+        self._check_quarantine()
+        with self._lock:
+            spare = self._spare.get(rounded)
+            if spare:
+                return spare.pop()
+        try:
+            buffer: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, rounded), np.uint8)
+        except (OSError, ValueError, OverflowError) as error:
+            raise TransportError(f"no memory for a read of {size} bytes: {error}") from error
+        if self.protocol != "tcp":  # which reads into any memory, and so leaves ours unregistered
+            self.register(int(buffer.ctypes.data), rounded)
+        return buffer
+
+    def give_back(self, buffer: NDArray[np.uint8]) -> None:
+        """Let the next `fetch` have this buffer."""
+        with self._lock:
+            spare = self._spare.setdefault(buffer.nbytes, [])
+            if not self._closed and (len(spare) + 1) * buffer.nbytes <= _MAX_SPARE_BYTES:
+                spare.append(buffer)
+                return
+        self.unregister(int(buffer.ctypes.data))
+
+    def close(self) -> None:
+        """Withdraw everything and end it. A read that is running ends by itself. Idempotent."""
+        with self._lock:
+            self._closed = True
+            addresses = list(self._registered)
+        for address in addresses:
+            self.unregister(address)
+        with self._lock:
+            self._engine = None
+
+    def _started(self, peer: str | None = None) -> Any:
+        with self._lock:
+            if self._closed:
+                raise TransportError("the connector is closed")
+            if self._engine is None:
+                if self._host is None:
+                    self._host = _LOOPBACK if peer is None else _address_towards(peer)
+                self._engine = self._start(self._host)
+            return self._engine
+
+    def _start(self, host: str) -> Any:
+        # Read by Mooncake when an engine starts; the first of a process decides, and the user's
+        # own environment before it.
+        os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(math.ceil(self._settings.timeout_s)))
+        os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)
+        engine = engine_module().TransferEngine()
+        settings = self._settings
+        code = engine.initialize(host, "P2PHANDSHAKE", settings.protocol, settings.device)
+        if code != 0:
+            raise TransportError(
+                f"Mooncake's Transfer Engine does not start on {host} with "
+                f"{settings.protocol} (code {code}); its own log says more"
+            )
+        return engine
+
+    def _check_quarantine(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            while self._quarantine and self._quarantine[0][0] <= now:
+                self._quarantined_bytes -= self._quarantine.popleft()[1].nbytes
+            if self._quarantined_bytes >= _MAX_QUARANTINED_BYTES:
+                raise PeerUnreachableError(
+                    f"{len(self._quarantine)} failed transfers may still write to memory here; "
+                    "Mooncake is not used until that is over"
+                )
+
+    def _keep(self, into: NDArray[np.uint8]) -> None:
+        with self._lock:
+            self._quarantine.append((time.monotonic() + _QUARANTINE_S, into))
+            self._quarantined_bytes += into.nbytes
+
+
+def _address_towards(peer: str) -> str:
+    """The address from which this machine speaks to a peer, `host:port`."""
+    host, _, port = peer.rpartition(":")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of a datagram socket: nothing is sent
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise PeerUnreachableError(f"no way to {peer}: {error}") from error
+
+
+def join(spans: Iterable[Span]) -> Iterator[Span]:
+    """The same bytes in as few spans as their order allows."""
+    joined: Span | None = None
+    for span in spans:
+        if joined is not None and joined.address + joined.size == span.address:
+            joined = Span(joined.address, joined.size + span.size)
+            continue
+        if joined is not None:
+            yield joined
+        joined = span
+    if joined is not None:
+        yield joined
+
+
+def cut(spans: Iterable[Span], size: int = PIECE_BYTES) -> Iterator[Span]:
+    """The same bytes in spans of at most `size` bytes."""
+    for span in spans:
+        for at in range(0, span.size, size):
+            yield Span(span.address + at, min(size, span.size - at))
+
+
+def _batches(spans: Iterable[Span], bound: int) -> Iterator[list[Span]]:
+    left = iter(spans)
+    while batch := list(itertools.islice(left, bound)):
+        yield batch

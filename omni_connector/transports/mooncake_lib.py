@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mooncake's modules, imported when first used; what is missing is named with its remedy."""
+
+import ctypes.util
+import importlib
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+from omni_connector.errors import MissingDependencyError
+
+_SYSTEM_LIBRARIES: Final = "libibverbs1 librdmacm1 libnuma1"
+
+
+def engine_module() -> Any:
+    """`mooncake.engine`.
+
+    Raises:
+        MissingDependencyError: the wheel, or a system library that it needs, is not there.
+    """
+    return _module("mooncake.engine")
+
+
+def store_module() -> Any:
+    """`mooncake.store`.
+
+    Raises:
+        MissingDependencyError: as `engine_module`.
+    """
+    return _module("mooncake.store")
+
+
+def wheel_name() -> str:
+    """The package of Mooncake for this machine."""
+    if ctypes.util.find_library("cuda") is None and shutil.which("nvidia-smi") is None:
+        return "mooncake-transfer-engine-non-cuda"
+    cuda = Path("/usr/local/cuda")
+    if cuda.resolve().name.startswith("cuda-13") or ctypes.util.find_library("cudart.so.13"):
+        return "mooncake-transfer-engine-cuda13"
+    return "mooncake-transfer-engine"
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"Mooncake is not installed ({error}); pip install {wheel_name()}, and the system "
+            f"libraries (Debian, Ubuntu: apt-get install {_SYSTEM_LIBRARIES})"
+        ) from error
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"Mooncake cannot be loaded: {error}; it needs system libraries (Debian, Ubuntu: "
+            f"apt-get install {_SYSTEM_LIBRARIES}) and the package for this machine, {wheel_name()}"
+        ) from error

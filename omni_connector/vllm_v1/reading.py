@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots of peers, in place or fetched, for the copies into KV blocks.
+
+An arena that is mapped is read in place. One that is not is fetched: on threads of their own, a few
+steps ahead of the copies, so that network and copies work at the same time, and nobody else waits
+for a peer that does not answer.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Final, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.errors import PeerRefusedError, SlotPendingError
+from omni_connector.transports import RemoteArena, SlotHeader
+
+FETCH_THREADS: Final = 4
+
+_AHEAD: Final = 3
+_PENDING_S: Final = 0.002
+_CLOSE_S: Final = 1.0
+
+_Step = TypeVar("_Step")
+_T = TypeVar("_T")
+
+
+class MappedSlots:
+    """Published slots of one peer's rank, read in place.
+
+    Attributes:
+        rows: (slots of the arena, bytes) uint8.
+        index: the row of each slot.
+
+    Raises:
+        SlotPendingError, StaleSlotError, PeerRefusedError: one is not published, or not with
+            `length` bytes.
+    """
+
+    def __init__(
+        self, remote: RemoteArena, slots: Sequence[int], generations: Sequence[int], length: int
+    ) -> None:
+        self._remote = remote
+        self._refs = list(zip(slots, generations, strict=True))
+        self._length = length
+        self.published()
+        self.rows: NDArray[np.uint8] = remote.slots
+        self.index: NDArray[np.int64] = np.asarray(slots, dtype=np.int64)
+
+    def published(self) -> list[int]:
+        """Their checksums; called when the bytes have been copied, it tells that they were right.
+
+        Raises:
+            StaleSlotError: one was reused meanwhile, so that the copy is a mixture.
+        """
+        return [
+            _checksum(self._remote.verify(slot, generation), slot, self._length)
+            for slot, generation in self._refs
+        ]
+
+    def release(self) -> None:
+        """Nothing to let go of."""
+
+
+class FetchedSlots:
+    """The same of a peer whose arena is not mapped: copies, which nobody changes any more."""
+
+    def __init__(
+        self,
+        remote: RemoteArena,
+        slots: Sequence[int],
+        generations: Sequence[int],
+        length: int,
+        *,
+        timeout: float,
+    ) -> None:
+        self._fetched = remote.fetch(slots, generations, length, timeout=timeout)
+        self._slots = list(slots)
+        self._length = length
+        self.rows: NDArray[np.uint8] = self._fetched.rows
+        self.index: NDArray[np.int64] = np.arange(len(self._slots), dtype=np.int64)
+
+    def published(self) -> list[int]:
+        """Their checksums."""
+        return [
+            _checksum(header, slot, self._length)
+            for slot, header in zip(self._slots, self._fetched.headers, strict=True)
+        ]
+
+    def release(self) -> None:
+        """Give the memory back. Idempotent."""
+        self._fetched.release()
+
+
+Slots = MappedSlots | FetchedSlots
+
+
+class Fetchers:
+    """Threads that fetch; started by the first use."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, call: Callable[[], _T]) -> "Future[_T]":
+        """Have a thread make this call."""
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - it is raised where the result is wanted
+                future.set_exception(error)
+
+        self._calls.put(run)
+        if len(self._threads) < FETCH_THREADS:
+            thread = threading.Thread(target=self._run, name="omni-fetch", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return future
+
+    def close(self) -> None:
+        """End the threads; one that waits for a peer ends with that. Idempotent."""
+        for _ in self._threads:
+            self._calls.put(None)
+        deadline = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._threads = []
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+
+class FetchAhead(Generic[_Step]):
+    """The fetches of one load, a few steps ahead of its copies.
+
+    Args:
+        fetchers: make them.
+        fetch: slots of one step, of each rank that it reads.
+    """
+
+    def __init__(self, fetchers: Fetchers, fetch: Callable[[_Step], list[FetchedSlots]]) -> None:
+        self._fetchers = fetchers
+        self._fetch = fetch
+        self._under_way: deque[Future[list[FetchedSlots]]] = deque()
+        self._not_before = 0.0
+
+    def take(self, steps: Sequence[_Step]) -> list[FetchedSlots] | None:
+        """Slots of the first of these steps, the next ones to copy; None: not there yet.
+
+        Raises:
+            What `fetch` has raised, but `SlotPendingError`: the step is then fetched again.
+        """
+        if time.monotonic() < self._not_before:
+            return None
+        for step in steps[len(self._under_way) : _AHEAD]:
+            self._under_way.append(self._submit(step))
+        if not self._under_way[0].done():
+            return None
+        first = self._under_way.popleft()
+        try:
+            return first.result()
+        except SlotPendingError:
+            self._not_before = time.monotonic() + _PENDING_S
+            self._under_way.appendleft(self._submit(steps[0]))
+            return None
+
+    def close(self) -> None:
+        """Let go of what was fetched and not taken, also of what is still to come. Idempotent."""
+        while self._under_way:
+            future = self._under_way.popleft()
+            if not future.cancel():
+                future.add_done_callback(_release)
+
+    def _submit(self, step: _Step) -> "Future[list[FetchedSlots]]":
+        return self._fetchers.submit(lambda: self._fetch(step))
+
+
+def _release(future: "Future[list[FetchedSlots]]") -> None:
+    if future.exception() is None:
+        for slots in future.result():
+            slots.release()
+
+
+def _checksum(header: SlotHeader, slot: int, length: int) -> int:
+    if header.length != length:
+        raise PeerRefusedError(f"slot {slot} holds {header.length} bytes, not {length}")
+    return int(header.checksum)

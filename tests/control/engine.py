@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine that serves and one that asks, as far as the control channel goes."""
+
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from omni_connector.control.channel import ControlChannel
+from omni_connector.control.client import Grant
+from omni_connector.control.directory import Handoff, SlotDirectory
+from omni_connector.control.keys import ClusterKey
+from omni_connector.control.messages import Fingerprint, Welcome
+from omni_connector.control.prompt import Prompt
+from omni_connector.control.server import ControlServer
+from omni_connector.errors import OmniError
+
+PROMPT = Prompt(token_ids=(1, 2, 3), num_tokens=3)
+LONG = 60.0  # a deadline that only a hang reaches
+PEER = Path(__file__).with_name("peer.py")
+
+
+class Directory(SlotDirectory):
+    """Says when a hand-off is closed."""
+
+    def __init__(self) -> None:
+        super().__init__(64, time.monotonic, 600.0)
+        self.closed: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def close(self, token: bytes) -> bool:
+        there = super().close(token)
+        self.closed.put(token)
+        return there
+
+
+class Engine:
+    """A serving channel, what is behind it, and what it counted."""
+
+    def __init__(
+        self, path: Path, fingerprint: Fingerprint, welcome: Welcome, **options: Any
+    ) -> None:
+        self.path = path
+        self.address = f"ipc://{path}"
+        self.welcome = welcome
+        self.directory = Directory()
+        self.counts: Counter[str] = Counter()
+        self.counted: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.server = ControlServer(
+            fingerprint=fingerprint,
+            welcome=welcome,
+            directory=self.directory,
+            clock=time.monotonic,
+            patience=LONG,
+            count=self.count,
+        )
+        self.channel = ControlChannel(
+            fingerprint=fingerprint, server=self.server, listen=path, **options
+        )
+
+    @property
+    def tcp(self) -> str:
+        return f"tcp://{self.channel.tcp_address}"
+
+    def count(self, name: str) -> None:
+        self.counts[name] += 1
+        self.counted.put(name)
+
+    def handoff(self, *, filled: bool = True) -> Handoff:
+        handoff = self.directory.open(PROMPT, [[None]])
+        assert handoff is not None
+        self.directory.seal(handoff)
+        if filled:
+            self.fill(handoff)
+        return handoff
+
+    def fill(self, handoff: Handoff) -> None:
+        self.directory.copying(handoff, [(0, 0)])
+        self.directory.filled(handoff, [(0, 0)])
+
+
+class Asker:
+    """A channel that asks, and when it found a peer gone."""
+
+    def __init__(self, fingerprint: Fingerprint, key: ClusterKey | None = None) -> None:
+        self.gone = threading.Event()
+        self.channel = ControlChannel(fingerprint=fingerprint, key=key, on_peer_gone=self.gone.set)
+
+    def claim(self, engine: Engine, handoff: Handoff, *, timeout: float = LONG) -> "Future[Grant]":
+        return ask(self.channel, engine.address, handoff.token, engine.welcome.epoch, timeout)
+
+    def claim_tcp(self, engine: Engine, handoff: Handoff) -> "Future[Grant]":
+        return ask(self.channel, engine.tcp, handoff.token, engine.welcome.epoch)
+
+
+def ask(
+    channel: ControlChannel, address: str, token: bytes, epoch: bytes, timeout: float = LONG
+) -> "Future[Grant]":
+    return channel.claim(address, token, PROMPT, epoch=epoch, hash_id="", timeout=timeout)
+
+
+def failure(future: "Future[Grant]") -> BaseException:
+    error = future.exception(LONG)
+    assert isinstance(error, OmniError)
+    return error
+
+
+def start_peer(path: Path, fingerprint: Fingerprint, *options: str) -> "subprocess.Popen[str]":
+    """`peer.py`, in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, str(PEER), str(path), msgspec.json.encode(fingerprint).decode(), *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+StartEngine = Callable[..., Engine]
+StartAsker = Callable[..., Asker]

@@ -1,0 +1,719 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control channel over TCP: between engines that share a key, and against everybody else."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from omni_connector.control import channel as channel_module
+from omni_connector.control import listener as listener_module
+from omni_connector.control import resolver as resolver_module
+from omni_connector.control import sockets as sockets_module
+from omni_connector.control.channel import ControlChannel
+from omni_connector.control.keys import ClusterKey, write_new_key
+from omni_connector.control.listener import MAX_REQUEST_BYTES
+from omni_connector.control.messages import (
+    Claim,
+    Denied,
+    Fingerprint,
+    Hello,
+    Welcome,
+    decode_reply,
+    encode,
+)
+from omni_connector.errors import ConfigError, PeerUnreachableError, TransportError
+from omni_connector.peers import HostPort, parse_host_port
+
+from .engine import LONG, PROMPT, Asker, Engine, StartAsker, StartEngine, ask, failure, start_peer
+
+LOOPBACK = HostPort("127.0.0.1", 0)
+CLAIM = Claim(1, b"t" * 16, PROMPT.num_tokens, PROMPT.digest("tokens"), "tokens")
+
+
+def make_key() -> ClusterKey:
+    return ClusterKey(*zmq.curve_keypair())
+
+
+KEY, OTHER = make_key(), make_key()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes seconds takes tenths of them."""
+    monkeypatch.setattr(sockets_module, "HEARTBEAT_MS", 100)
+    monkeypatch.setattr(sockets_module, "HEARTBEAT_TIMEOUT_MS", 300)
+    monkeypatch.setattr(sockets_module, "HANDSHAKE_MS", 300)
+    monkeypatch.setattr(sockets_module, "CONNECT_MS", 300)
+
+
+@pytest.fixture
+def engine(start_engine: StartEngine) -> Engine:
+    """Serves those who have `KEY`."""
+    return start_engine(listen_tcp=LOOPBACK, key=KEY)
+
+
+@pytest.fixture
+def friend(start_asker: StartAsker) -> Asker:
+    """Has `KEY`."""
+    return start_asker(KEY)
+
+
+def port_of(engine: Engine) -> int:
+    address = engine.channel.tcp_address
+    assert address is not None
+    return address.port
+
+
+def knock(engine: Engine, greeting: bytes = b"") -> socket.socket:
+    """A TCP connection of somebody who is no engine."""
+    stranger = socket.create_connection(("127.0.0.1", port_of(engine)), timeout=LONG)
+    stranger.sendall(greeting)
+    return stranger
+
+
+def wait_for_end(stranger: socket.socket) -> None:
+    """Read until the server hangs up."""
+    with contextlib.suppress(ConnectionResetError):
+        while stranger.recv(1 << 16):
+            pass
+
+
+def open_ports() -> set[int]:
+    """TCP ports that this process listens at."""
+    inodes = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            inodes.add(os.readlink(f"/proc/self/fd/{name}"))
+    ports = set()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        if not os.path.exists(table):  # a kernel without IPv6
+            continue
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            listens = fields[3] == "0A"
+            if listens and f"socket:[{fields[9]}]" in inodes:
+                ports.add(int(fields[1].rpartition(":")[2], 16))
+    return ports
+
+
+@contextlib.contextmanager
+def dealer(
+    engine: Engine, *, key: ClusterKey | None = None, demands: bytes = KEY.public, **options: Any
+) -> Iterator["zmq.Socket[bytes]"]:
+    """A bare ZeroMQ client, which need not behave as ours does."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, context.socket(zmq.DEALER) as client:
+        client.setsockopt(zmq.LINGER, 0)
+        if key is not None:
+            client.setsockopt(zmq.CURVE_SERVERKEY, demands)
+            client.setsockopt(zmq.CURVE_PUBLICKEY, key.public)
+            client.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
+        for name, value in options.items():
+            client.setsockopt(getattr(zmq, name), value)
+        yield client
+
+
+def test_engines_that_share_a_key_talk_over_tcp(engine: Engine, friend: Asker) -> None:
+    handoff = engine.handoff()
+    grant = friend.claim_tcp(engine, handoff).result(LONG)
+    assert grant.address == engine.tcp == f"tcp://127.0.0.1:{port_of(engine)}"
+    assert grant.token == handoff.token
+    friend.channel.release(grant.address, grant.token)
+    assert engine.directory.closed.get(timeout=LONG) == handoff.token
+
+
+def test_on_loopback_they_may_do_without_a_key(
+    start_engine: StartEngine, start_asker: StartAsker
+) -> None:
+    engine = start_engine(listen_tcp=LOOPBACK)
+    assert start_asker().claim_tcp(engine, engine.handoff()).result(LONG)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+def test_ipv6_works_as_well(start_engine: StartEngine, friend: Asker) -> None:
+    try:
+        engine = start_engine(listen_tcp=HostPort("::1", 0), key=KEY)
+    except ConfigError:
+        pytest.skip("no IPv6 loopback here")
+    assert engine.tcp.startswith("tcp://[::1]:")
+    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+
+
+def test_the_unix_socket_stays_open_beside_and_needs_no_key(
+    engine: Engine, friend: Asker, asker: Asker
+) -> None:
+    grants = [
+        friend.claim_tcp(engine, engine.handoff()),
+        friend.claim(engine, engine.handoff()),
+        asker.claim(engine, engine.handoff()),
+    ]
+    assert all(grant.result(LONG) for grant in grants)
+
+
+def test_without_an_address_no_port_is_open(
+    start_engine: StartEngine, start_asker: StartAsker
+) -> None:
+    before = open_ports()
+    engine = start_engine(key=KEY)
+    assert start_asker(KEY).claim(engine, engine.handoff()).result(LONG)
+    assert engine.channel.tcp_address is None
+    assert open_ports() == before
+    second = start_engine("second.sock", listen_tcp=LOOPBACK, key=KEY)
+    assert open_ports() == before | {port_of(second)}
+    second.channel.close()
+    assert open_ports() == before
+
+
+def test_who_does_not_serve_opens_no_port(fingerprint: Fingerprint) -> None:
+    before = open_ports()
+    channel = ControlChannel(fingerprint=fingerprint, listen_tcp=LOOPBACK, key=KEY)
+    try:
+        assert channel.tcp_address is None
+        assert open_ports() == before
+    finally:
+        channel.close()
+
+
+# Who may talk
+
+
+@pytest.mark.parametrize(
+    ("held", "shown", "said"),
+    [
+        (KEY, OTHER, "does not show that it has the key"),
+        (KEY, None, "demands the key"),
+        (None, KEY, "does not show that it has the key"),
+        (KEY, ClusterKey(KEY.public, OTHER.secret), "does not show that it has the key"),
+    ],
+    ids=["another key", "no key", "a server without", "a public key only"],
+)
+def test_who_does_not_share_the_key_is_told_so_and_heard_by_nobody(
+    held: ClusterKey | None,
+    shown: ClusterKey | None,
+    said: str,
+    start_engine: StartEngine,
+    start_asker: StartAsker,
+) -> None:
+    engine = start_engine(listen_tcp=LOOPBACK, key=held)
+    heard: list[bytes] = []
+    receive = engine.server.receive
+    engine.server.receive = lambda *args: heard.append(args[1]) or receive(*args)  # type: ignore
+    error = failure(start_asker(shown).claim_tcp(engine, engine.handoff()))
+    assert isinstance(error, PeerUnreachableError)
+    assert said in str(error)
+    assert "key_file" in str(error)
+    assert engine.tcp in str(error)
+    assert not heard
+    assert start_asker(held).claim_tcp(engine, engine.handoff()).result(LONG)
+
+
+def test_to_know_the_servers_public_key_is_not_enough(
+    engine: Engine, friend: Asker, fingerprint: Fingerprint, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The mark of ZAP: CURVE alone would let in who proves to have any key."""
+    with dealer(engine, key=OTHER) as intruder:
+        with intruder.get_monitor_socket(zmq.Event.HANDSHAKE_FAILED_AUTH) as monitor:
+            intruder.connect(engine.tcp)
+            intruder.send(b"garbage")
+            intruder.send(encode(Hello.of(fingerprint)))
+            assert monitor.poll(LONG * 1000)
+            intruder.disable_monitor()
+        assert not intruder.poll(100)
+    assert engine.counts == {}
+    assert "127.0.0.1 has another key" in caplog.text
+    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+
+
+def test_a_server_that_lets_in_everybody_is_told_nothing(friend: Asker) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as rogue:
+        rogue.setsockopt(zmq.LINGER, 0)
+        rogue.setsockopt(zmq.CURVE_SERVER, True)
+        rogue.setsockopt(zmq.CURVE_PUBLICKEY, OTHER.public)
+        rogue.setsockopt(zmq.CURVE_SECRETKEY, OTHER.secret)
+        port = rogue.bind_to_random_port("tcp://127.0.0.1")
+        error = failure(ask(friend.channel, f"tcp://127.0.0.1:{port}", b"t" * 16, b"e" * 16))
+        assert "does not show that it has the key" in str(error)
+        assert not rogue.poll(100)
+
+
+def test_nothing_can_be_read_on_the_wire(engine: Engine, friend: Asker) -> None:
+    with Proxy(port_of(engine)) as proxy:
+        handoff = engine.handoff()
+        address = f"tcp://127.0.0.1:{proxy.port}"
+        future = ask(friend.channel, address, handoff.token, engine.welcome.epoch)
+        assert future.result(LONG)
+    wire = bytes(proxy.seen)
+    assert len(wire) > 500
+    assert handoff.token not in wire
+    assert engine.welcome.epoch not in wire
+    assert b"bfloat16" not in wire
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        bytes(range(256)) * 400,
+        b"\x01\x00" + b"\x08\x00garbage",
+        b"\xff" + bytes(8) + b"\x7f\x01\x05" + b"\x00\x00" + b"\x00\x07garbage",
+        b"\xff" + bytes(8) + b"\x7f\x03\x00NULL".ljust(55, b"\0") + b"\x00\x07garbage",
+        b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE".ljust(55, b"\0") + b"\x06" + b"\xff" * 8,
+        b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE".ljust(55, b"\0") + b"\x04\xc8\x05HELLO" * 50,
+    ],
+    ids=["http", "tls", "noise", "zmtp 1", "zmtp 2", "zmtp 3 plain", "a long frame", "no hello"],
+)
+def test_garbage_is_hung_up_on_and_heard_by_nobody(
+    greeting: bytes, quick: None, engine: Engine, friend: Asker
+) -> None:
+    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+    with knock(engine) as stranger:
+        with contextlib.suppress(OSError):  # it need not read all that we have to say
+            stranger.sendall(greeting)
+        wait_for_end(stranger)
+    assert engine.counts == {}
+    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+    assert not friend.gone.is_set()
+
+
+def test_who_connects_and_says_nothing_is_hung_up_on(quick: None, engine: Engine) -> None:
+    with knock(engine) as silent, knock(engine, b"\xff" + bytes(8)) as slow:
+        wait_for_end(silent)
+        wait_for_end(slow)
+
+
+@pytest.mark.parametrize("doors", ["one", "the other"])
+def test_a_name_of_one_socket_means_nothing_at_the_other(
+    doors: str, start_engine: StartEngine, fingerprint: Fingerprint
+) -> None:
+    engine = start_engine(listen_tcp=LOOPBACK)
+    first, second = engine.address, engine.tcp
+    if doors == "the other":
+        first, second = second, first
+    with dealer(engine, ROUTING_ID=b"me") as real, dealer(engine, ROUTING_ID=b"me") as impostor:
+        real.connect(first)
+        impostor.connect(second)
+        real.send(encode(Hello.of(fingerprint)))
+        assert real.poll(LONG * 1000)
+        assert isinstance(decode_reply(real.recv()), Welcome)
+        impostor.send(encode(CLAIM))
+        assert impostor.poll(LONG * 1000)
+        assert decode_reply(impostor.recv()) == Denied(1, "not_introduced")
+        real.send(encode(CLAIM))
+        assert real.poll(LONG * 1000)
+        assert decode_reply(real.recv()) == Denied(1, "unknown_token")
+
+
+def test_a_request_longer_than_any_ends_the_connection(engine: Engine, friend: Asker) -> None:
+    with dealer(engine, key=KEY) as client:
+        with client.get_monitor_socket(zmq.Event.DISCONNECTED) as monitor:
+            client.connect(engine.tcp)
+            client.send(bytes(MAX_REQUEST_BYTES + 1))
+            assert monitor.poll(LONG * 1000)
+            client.disable_monitor()
+    assert engine.counts == {}
+    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+
+
+# Many
+
+
+def test_connections_are_bounded_and_those_there_are_stay(
+    monkeypatch: pytest.MonkeyPatch,
+    start_engine: StartEngine,
+    start_asker: StartAsker,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(listener_module, "MAX_CONNECTIONS", 5)
+    engine = start_engine(listen_tcp=LOOPBACK, key=KEY)
+    early = start_asker(KEY)
+    assert early.claim_tcp(engine, engine.handoff()).result(LONG)
+    before = len(os.listdir("/proc/self/fd"))
+    with contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(knock(engine)) for _ in range(50)]
+        shut = 0
+        for stranger in crowd:  # four are let be, until their time is over
+            stranger.setblocking(False)
+        end = time.monotonic() + LONG
+        while shut < 46 and time.monotonic() < end:
+            time.sleep(0.01)
+            shut = sum(map(_is_shut, crowd))
+        assert shut == 46
+        assert len(os.listdir("/proc/self/fd")) <= before + 50 + 4
+        assert early.claim_tcp(engine, engine.handoff()).result(LONG)
+        assert not early.gone.is_set()
+        late = start_asker(KEY)
+        assert isinstance(failure(late.claim_tcp(engine, engine.handoff())), PeerUnreachableError)
+    assert "5 connections already" in caplog.text
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    assert start_asker(KEY).claim_tcp(engine, engine.handoff()).result(LONG)
+
+
+def _is_shut(stranger: socket.socket) -> bool:
+    try:
+        while stranger.recv(1 << 16):  # what it has said before
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_only_connections_to_its_own_port_are_ever_shut(engine: Engine, tmp_path: Path) -> None:
+    """A file's number may be another file's by the time that it is to be shut."""
+    listener = engine.channel._listener
+    assert listener is not None
+    with socket.create_server(("127.0.0.1", 0)) as server, (tmp_path / "f").open("wb+") as file:
+        with socket.create_connection(server.getsockname()) as client, server.accept()[0] as other:
+            ours, theirs = socket.socketpair()
+            with ours, theirs, knock(engine) as own:
+                for bystander in (server, client, other, ours, file, own):
+                    listener._shut(bystander.fileno())
+                listener._shut(1 << 20)
+                for one, two in ((client, other), (ours, theirs)):
+                    one.sendall(b"still here")
+                    assert two.recv(100) == b"still here"
+                own.sendall(b"\xff")
+                assert file.write(b"x") == 1
+
+
+def test_a_crowd_at_the_port_does_not_hold_up_the_end(
+    quick: None, start_engine: StartEngine
+) -> None:
+    stop = threading.Event()
+    engine = start_engine(listen_tcp=LOOPBACK, key=KEY)
+    port = port_of(engine)
+
+    def crowd() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+
+    threads = [threading.Thread(target=crowd) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        time.sleep(0.5)
+        start = time.monotonic()
+        engine.channel.close()
+        assert time.monotonic() - start < channel_module.CLOSE_S
+        assert not engine.channel._thread.is_alive()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(LONG)
+
+
+def test_peers_that_are_asked_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, friend: Asker
+) -> None:
+    monkeypatch.setattr(channel_module, "MAX_PEERS", 2)
+    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+    failure(ask(friend.channel, f"tcp://127.0.0.1:{unused_port()}", b"t" * 16, b"e" * 16))
+    third = failure(ask(friend.channel, f"tcp://127.0.0.1:{unused_port()}", b"t" * 16, b"e" * 16))
+    assert "2 engines" in str(third)
+    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+
+
+# Who is gone
+
+
+class Proxy:
+    """Passes a TCP connection on, and on demand swallows what is sent, as a cut link does."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._server.getsockname()[1]
+        self.connections = 0
+        self.cut = threading.Event()
+        self.seen = bytearray()
+        self._sockets: list[socket.socket] = [self._server]
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._server.accept()
+                self.connections += 1
+                far = socket.create_connection(("127.0.0.1", self._target))
+                self._sockets += [near, far]
+                for pair in ((near, far), (far, near)):
+                    self._threads.append(threading.Thread(target=self._pass, args=pair))
+                    self._threads[-1].start()
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not self.cut.is_set():
+                    self.seen += data
+                    target.sendall(data)
+            if not self.cut.is_set():
+                target.shutdown(socket.SHUT_WR)
+
+    def __enter__(self) -> "Proxy":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(LONG)
+        for each in self._sockets:
+            each.close()
+
+
+def unused_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_a_cut_link_fails_the_claims_on_it_and_the_server_forgets_it(
+    quick: None, engine: Engine, friend: Asker
+) -> None:
+    with Proxy(port_of(engine)) as proxy:
+        address = f"tcp://127.0.0.1:{proxy.port}"
+        slow = engine.handoff(filled=False)
+        waiting = ask(friend.channel, address, slow.token, engine.welcome.epoch)
+        eventually(lambda: engine.server.has_parked)
+        listener = engine.channel._listener
+        assert listener is not None
+        assert len(listener._connections) == 1
+        proxy.cut.set()
+        start = time.monotonic()
+        assert "is gone" in str(failure(waiting))
+        assert time.monotonic() - start < 10
+        assert friend.gone.wait(LONG)
+        eventually(lambda: not listener._connections)
+    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+
+
+def test_a_stopped_peer_is_noticed_within_ten_seconds(
+    folder: Path, fingerprint: Fingerprint, start_asker: StartAsker, tmp_path: Path
+) -> None:
+    key = write_new_key(tmp_path / "key")
+    asker = start_asker(key)
+    with start_peer(folder / "p.sock", fingerprint, str(tmp_path / "key")) as peer:
+        try:
+            assert peer.stdout is not None
+            token, address = json.loads(peer.stdout.readline())
+            future = ask(
+                asker.channel, f"tcp://{address}", bytes.fromhex(token), b"k" * 16, timeout=600.0
+            )
+            assert peer.stdout.readline() == "parked\n"
+            os.kill(peer.pid, signal.SIGSTOP)
+            start = time.monotonic()
+            assert "is gone" in str(failure(future))
+            assert time.monotonic() - start < 12
+        finally:
+            os.kill(peer.pid, signal.SIGKILL)
+
+
+def test_an_idle_connection_stays(quick: None, engine: Engine, start_asker: StartAsker) -> None:
+    asker = start_asker(KEY)
+    with Proxy(port_of(engine)) as proxy:
+        address = f"tcp://127.0.0.1:{proxy.port}"
+        for _ in range(2):
+            token = engine.handoff().token
+            assert ask(asker.channel, address, token, engine.welcome.epoch).result(LONG)
+            time.sleep(1.5)  # several times what a dead one would last
+        assert proxy.connections == 1
+    # Only now is it gone.
+    assert asker.gone.wait(LONG)
+
+
+def test_a_peer_that_is_not_there_is_not_looked_for_with_every_request(
+    monkeypatch: pytest.MonkeyPatch, quick: None, start_engine: StartEngine, friend: Asker
+) -> None:
+    links = []
+    link = channel_module.Link
+    monkeypatch.setattr(channel_module, "Link", lambda *args: links.append(args) or link(*args))
+    port = unused_port()
+    address = f"tcp://127.0.0.1:{port}"
+    for _ in range(3):
+        error = failure(ask(friend.channel, address, b"t" * 16, b"e" * 16))
+        assert address in str(error)
+    assert len(links) == 1
+    engine = start_engine(listen_tcp=HostPort("127.0.0.1", port), key=KEY)
+    monkeypatch.setattr(channel_module, "FORGET_REFUSAL_S", 0.0)
+    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+    assert len(links) == 2
+
+
+def test_failed_peers_are_forgotten(monkeypatch: pytest.MonkeyPatch, friend: Asker) -> None:
+    monkeypatch.setattr(channel_module, "FORGET_REFUSAL_S", 0.1)
+    failure(ask(friend.channel, f"tcp://127.0.0.1:{unused_port()}", b"t" * 16, b"e" * 16))
+    eventually(lambda: not friend.channel._peers)
+
+
+def test_a_host_that_does_not_answer_fails_the_claim(quick: None, friend: Asker) -> None:
+    # A full backlog: the kernel lets what more arrives go unanswered.
+    with socket.socket() as full, contextlib.ExitStack() as stack:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        start = time.monotonic()
+        address = f"tcp://127.0.0.1:{full.getsockname()[1]}"
+        failure(ask(friend.channel, address, b"t" * 16, b"e" * 16))
+        assert time.monotonic() - start < 10
+
+
+def test_an_engine_that_restarts_at_its_port_is_found_again(
+    monkeypatch: pytest.MonkeyPatch, start_engine: StartEngine, friend: Asker
+) -> None:
+    monkeypatch.setattr(channel_module, "FORGET_REFUSAL_S", 0.0)
+    first = start_engine(listen_tcp=LOOPBACK, key=KEY)
+    assert friend.claim_tcp(first, first.handoff()).result(LONG)
+    first.channel.close()
+    assert friend.gone.wait(LONG)
+    again = HostPort("127.0.0.1", port_of(first))
+    second = start_engine(listen_tcp=again, key=KEY, epoch=b"2" * 16)
+    assert friend.claim_tcp(second, second.handoff()).result(LONG).welcome.epoch == b"2" * 16
+
+
+def test_close_leaves_nothing(
+    folder: Path, fingerprint: Fingerprint, start_engine: StartEngine, friend: Asker
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    engine = start_engine(listen_tcp=LOOPBACK, key=KEY)
+    asker = Asker(fingerprint, KEY)
+    assert asker.claim_tcp(engine, engine.handoff()).result(LONG)
+    for _ in range(2):
+        asker.channel.close()
+        engine.channel.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert list(folder.iterdir()) == []
+
+
+# Addresses and names
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["tcp://0.0.0.0:5", "tcp://*:5", "tcp://127.1:5", "tcp://a;b:5", "tcp://[::1]", "tcp://h:x"],
+)
+def test_addresses_that_name_no_host_are_not_connected_to(
+    address: str, friend: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "Link", None)
+    assert "cannot connect" in str(failure(ask(friend.channel, address, b"t" * 16, b"e" * 16)))
+
+
+@pytest.mark.parametrize("address", [HostPort("192.0.2.1", 0), HostPort("no-such.invalid", 0)])
+def test_an_address_of_another_host_is_an_error_at_start(
+    address: HostPort, folder: Path, start_engine: StartEngine
+) -> None:
+    with pytest.raises(ConfigError, match="listen: "):
+        start_engine(listen_tcp=address, key=KEY)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_port_that_is_taken_is_an_error_at_start(folder: Path, start_engine: StartEngine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = HostPort("127.0.0.1", taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=rf"{address}.*in use"):
+            start_engine(listen_tcp=address, key=KEY)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_unix_socket_that_is_taken_leaves_no_port_open(start_engine: StartEngine) -> None:
+    start_engine()
+    before = open_ports()
+    with pytest.raises(TransportError, match="engine_id"):
+        start_engine(listen_tcp=LOOPBACK, key=KEY)
+    assert open_ports() == before
+
+
+def names(**known: str) -> Callable[..., list[Any]]:
+    """In place of `socket.getaddrinfo`."""
+
+    def look_up(host: str, port: int, **_: object) -> list[Any]:
+        if host not in known:
+            raise socket.gaierror(f"unknown {host}")
+        return [
+            (socket.AF_INET6 if ":" in ip else socket.AF_INET, None, None, "", (ip, port))
+            for ip in known[host].split()
+        ]
+
+    return look_up
+
+
+def test_a_name_that_means_loopback_here_is_no_address_for_peers(
+    monkeypatch: pytest.MonkeyPatch, start_engine: StartEngine
+) -> None:
+    """As Debian has the host's own name in /etc/hosts."""
+    monkeypatch.setattr(resolver_module.socket, "getaddrinfo", names(node="127.0.1.1"))
+    with pytest.raises(ConfigError, match=r"127\.0\.1\.1, which no other host can reach"):
+        start_engine(listen_tcp=HostPort("node", 0), key=KEY)
+
+
+def test_a_peer_may_be_named(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, friend: Asker
+) -> None:
+    monkeypatch.setattr(resolver_module.socket, "getaddrinfo", names(node="fd00::1 127.0.0.1"))
+    address = f"tcp://node:{port_of(engine)}"
+    for _ in range(2):
+        token = engine.handoff().token
+        grant = ask(friend.channel, address, token, engine.welcome.epoch).result(LONG)
+        assert grant.address == address
+    unknown = failure(ask(friend.channel, "tcp://nobody:5", b"t" * 16, b"e" * 16))
+    assert isinstance(unknown, PeerUnreachableError)
+    assert "nobody" in str(unknown)
+
+
+def test_a_name_that_is_looked_up_for_ever_holds_up_nothing(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, fingerprint: Fingerprint
+) -> None:
+    monkeypatch.setattr(resolver_module, "MAX_LOOKUPS", 2)
+    asked, release = threading.Semaphore(0), threading.Event()
+
+    def look_up(*_: object, **__: object) -> list[Any]:
+        asked.release()
+        release.wait(LONG)
+        return [(socket.AF_INET, None, None, "", ("127.0.0.1", 1))]
+
+    monkeypatch.setattr(resolver_module.socket, "getaddrinfo", look_up)
+    asker = Asker(fingerprint, KEY)
+    try:
+        slow = [
+            ask(asker.channel, f"tcp://slow:{n}", b"t" * 16, b"e" * 16, timeout=0.3) for n in (1, 2)
+        ]
+        assert asked.acquire(timeout=LONG)
+        assert asked.acquire(timeout=LONG)
+        more = failure(ask(asker.channel, "tcp://slow:3", b"t" * 16, b"e" * 16))
+        assert "2 host names" in str(more)
+        assert asker.claim_tcp(engine, engine.handoff()).result(LONG)
+        assert all("in time" in str(failure(each)) for each in slow)
+        start = time.monotonic()
+        asker.channel.close()
+        assert time.monotonic() - start < channel_module.CLOSE_S
+    finally:
+        release.set()
+        asker.channel.close()
+
+
+def test_what_is_bound_is_what_peers_are_told(engine: Engine) -> None:
+    assert parse_host_port(str(engine.channel.tcp_address)) == engine.channel.tcp_address

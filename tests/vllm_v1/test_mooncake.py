@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hand-offs whose bytes go through Mooncake's Transfer Engine, over TCP on loopback."""
+
+import time
+
+import numpy as np
+import pytest
+
+from omni_connector.transports.mooncake import MooncakeConnector
+
+from .harness import HANDOFF, assert_clean, hand_off, prompt, run
+from .test_failed_loads import FAILURES, PROMPT, copier_fails, granted, peer_is_gone
+from .toy import BLOCK, FAMILIES
+
+pytestmark = pytest.mark.vllm
+
+MOONCAKE = {"transport": "mooncake"}
+LENGTHS = [2, BLOCK, 3 * BLOCK + 1, 150]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("instant", [False, True], ids=["late", "instant"])
+def test_tokens_are_those_of_a_single_engine(engine, family, instant):
+    options = {"family": family, "instant_copies": instant}
+    reference = engine(**options)
+    prefill = engine("kv_producer", extra=MOONCAKE, **options)
+    decode = engine("kv_consumer", extra=MOONCAKE, **options)
+    for length in LENGTHS:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
+    assert decode.count("tokens_loaded") == sum(LENGTHS) - len(LENGTHS)
+    assert decode.count("peer:mooncake:configured") == 1
+    assert not prefill.failures()
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+def test_several_at_once(engine, tokens):
+    prefill = engine("kv_producer", extra=MOONCAKE)
+    decode = engine("kv_consumer", extra=MOONCAKE)
+    prompts = [prompt(50 + i, seed=i) for i in range(8)]
+    asked = {decode.submit(p, max_tokens=6, params=prefill.generate(p, params=HANDOFF).params): p
+             for p in prompts}  # fmt: skip
+    run([prefill, decode], lambda: decode.done(*asked))
+    for request_id, each in asked.items():
+        assert decode.answers[request_id].tokens == tokens(each, 6)
+    assert decode.count("handoffs_received") == len(prompts)
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(2, 1), (1, 2), (2, 2)])
+def test_engines_of_other_numbers_of_ranks(engine, theirs, ours):
+    prefill = engine("kv_producer", extra=MOONCAKE, ranks=theirs)
+    decode = engine("kv_consumer", extra=MOONCAKE, ranks=ours)
+    reference = engine(ranks=ours)
+    for length in LENGTHS:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
+    assert decode.count("handoffs_received") == len(LENGTHS)
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(32, 16), (16, 32)])
+def test_blocks_of_other_sizes(engine, theirs, ours):
+    prefill = engine("kv_producer", extra=MOONCAKE, block_size=theirs)
+    decode = engine("kv_consumer", extra=MOONCAKE, block_size=ours)
+    for length in LENGTHS:
+        asked = prompt(length)
+        expected = engine(block_size=ours).generate(asked, 6).tokens
+        assert hand_off(prefill, decode, asked) == expected
+    assert decode.count("handoffs_received") == len(LENGTHS)
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("spoil", FAILURES, ids=lambda spoil: spoil.__name__)
+def test_a_failed_load_is_computed(engine, tokens, spoil):
+    if spoil.__name__ == "slot_is_reused_while_it_is_read":
+        pytest.skip("what is copied here is a copy already; tests/transports has the case")
+    prefill = engine("kv_producer", extra=MOONCAKE)
+    decode = engine("kv_consumer", policy="recompute", extra=MOONCAKE)
+    request_id = granted(prefill, decode)
+    spoil(prefill, decode)
+    decode.settle()
+    assert decode.answers[request_id].tokens == tokens(PROMPT, 6)
+    assert decode.failures() == {FAILURES[spoil]: 1}
+    assert decode.count("handoffs_received") == 0
+    assert not decode.leftovers()
+    assert decode.generate(PROMPT, 6).tokens == tokens(PROMPT, 6)
+    if spoil not in (peer_is_gone, copier_fails):
+        assert hand_off(prefill, decode, prompt(90)) == tokens(prompt(90), 6)
+
+
+def test_a_peer_that_does_not_answer_stops_nobody_else(engine, tokens, monkeypatch):
+    prefill = engine("kv_producer", extra=MOONCAKE)
+    silent = engine("kv_producer", extra=MOONCAKE)
+    decode = engine("kv_consumer", policy="recompute", extra={**MOONCAKE, "load_timeout_s": 1.0})
+    address = silent.worker_half.handshake.endpoints[0].address
+    attach = MooncakeConnector.attach
+
+    def slow(self, endpoint, *, timeout):
+        if endpoint.address == address:
+            time.sleep(3.0)
+        return attach(self, endpoint, timeout=timeout)
+
+    monkeypatch.setattr(MooncakeConnector, "attach", slow)
+    late = silent.generate(prompt(60, seed=1), params=HANDOFF).params
+    stuck = decode.submit(prompt(60, seed=1), max_tokens=6, params=late)
+    started = time.monotonic()
+    assert hand_off(prefill, decode, prompt(90)) == tokens(prompt(90), 6)
+    decode.settle()
+    assert time.monotonic() - started < 2.9
+    assert decode.answers[stuck].tokens == tokens(prompt(60, seed=1), 6)
+    assert decode.failures() == {"peer_unreachable": 1}
+
+
+def test_by_itself_shared_memory_is_taken_on_one_host(engine, tokens, monkeypatch):
+    both_ways = {"transport": "auto", "listen": "127.0.0.1:0", "peers": ["127.0.0.1"]}
+    prefill = engine("kv_producer", extra=both_ways)
+    decode = engine("kv_consumer", extra=both_ways)
+    assert [e.transport for e in prefill.worker_half.handshake.endpoints] == ["shm", "mooncake"]
+    assert hand_off(prefill, decode, prompt(90)) == tokens(prompt(90), 6)
+    assert decode.count("peer:shm:nearest") == 1
+    assert_clean(prefill, decode)
+
+
+def test_nothing_of_mooncake_starts_where_no_other_host_is_named(engine):
+    both = engine("kv_both")
+    assert [e.transport for e in both.worker_half.handshake.endpoints] == ["shm"]
+    assert [each.transport for each in both.worker_half._transports._readers] == ["shm"]
+
+
+def test_wrong_bytes_are_found_out(engine, tokens, monkeypatch):
+    """The negative control: without the checks of headers and checksums, the answers are wrong."""
+    prefill = engine("kv_producer", extra={**MOONCAKE, "integrity": "generation"})
+    decode = engine("kv_consumer", extra={**MOONCAKE, "integrity": "generation"})
+    request_id = granted(prefill, decode)
+    for handoff in prefill.half._directory._handoffs.values():
+        for slot in handoff.slots[0]:
+            np.bitwise_xor(arena := prefill.worker_half._arena.slots[slot], 0x55, out=arena)
+    decode.settle()
+    assert decode.answers[request_id].tokens != tokens(PROMPT, 6)
