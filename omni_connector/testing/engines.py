@@ -62,6 +62,9 @@ class Engine:
         environment: variables set on top of this process's own.
         core: the CPU core that the engine's threads are bound to; None leaves it to vLLM.
         kv_cache_bytes: size of the KV cache; None leaves it to vLLM.
+        launcher: command that the server is started through, such as `ip netns exec NAME`.
+        unix_socket: where the server listens in place of its port; as another network namespace
+            can be asked.
     """
 
     model: Path
@@ -71,6 +74,8 @@ class Engine:
     environment: Mapping[str, str] = field(default_factory=dict)
     core: int | None = None
     kv_cache_bytes: int | None = 256 << 20
+    launcher: Sequence[str] = ()
+    unix_socket: Path | None = None
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
 
@@ -78,10 +83,12 @@ class Engine:
         """Start the server, without waiting for it; a started engine is left as it is."""
         if self.process is not None:
             return
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command = [*self.launcher, sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(self.model), "--served-model-name", MODEL_NAME]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"]
         command += ["--uvicorn-log-level", "warning"]
+        if self.unix_socket is not None:
+            command += ["--uds", str(self.unix_socket)]
         if self.kv_cache_bytes is not None:
             command += ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)]
         if self.kv_transfer_config is not None:
@@ -125,7 +132,7 @@ class Engine:
     def healthy(self) -> bool:
         """Whether `/health` answers 200."""
         try:
-            with Client(self.port, timeout=5.0) as client:
+            with self.client(timeout=5.0) as client:
                 client.get("/health")
         except (OSError, http.client.HTTPException, EngineError):
             return False
@@ -133,7 +140,7 @@ class Engine:
 
     def client(self, timeout: float = 120.0) -> "Client":
         """Return a client with a connection of its own, kept alive."""
-        return Client(self.port, timeout=timeout)
+        return Client(self.port, timeout=timeout, unix_socket=self.unix_socket)
 
     def complete(
         self, prompt: Sequence[int], timeout: float = 120.0, **fields: Any
@@ -225,10 +232,14 @@ class Engine:
 
 
 class Client:
-    """A keep-alive HTTP connection to one server on loopback."""
+    """A keep-alive HTTP connection to one server, on loopback or at a Unix socket."""
 
-    def __init__(self, port: int, *, timeout: float = 120.0) -> None:
+    def __init__(
+        self, port: int, *, timeout: float = 120.0, unix_socket: Path | None = None
+    ) -> None:
         self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+        if unix_socket is not None:
+            self.connection = _UnixConnection(unix_socket, timeout)
 
     def get(self, path: str) -> bytes:
         """Return the body of a GET; EngineError unless the answer is 200."""
@@ -271,6 +282,17 @@ class Client:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
 
 
 def completion(prompt: Sequence[int], **fields: Any) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which transport reads which peer: an engine exports by each it has, and reads by the nearest."""
 
-import logging
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from omni_connector.config import OmniConfig
 from omni_connector.errors import OmniError, PeerRefusedError
@@ -13,9 +12,22 @@ from omni_connector.transports.arena import Arena
 from omni_connector.transports.base import Endpoint, OmniConnector
 from omni_connector.transports.registry import AUTO, create_transport
 
-logger = logging.getLogger(__name__)
-
 _MAX_CHOSEN: Final = 4096
+
+
+class Choice(NamedTuple):
+    """By which transport an arena is read, and why.
+
+    Attributes:
+        transport, address: of its endpoint.
+        reason: `configured`, `nearest`, or `nearer_ones_cannot`.
+        why: the same in words.
+    """
+
+    transport: str
+    address: str
+    reason: str
+    why: str
 
 
 class Transports:
@@ -31,7 +43,7 @@ class Transports:
     ) -> None:
         self._readers = tuple(readers)
         self._exporters = tuple(exporters)
-        self._untold: deque[tuple[str, str]] = deque(maxlen=_MAX_CHOSEN)
+        self._untold: deque[Choice] = deque(maxlen=_MAX_CHOSEN)
         self._chosen: dict[tuple[Endpoint, ...], tuple[OmniConnector, Endpoint]] = {}
 
     def export(self, arena: Arena, name: str) -> tuple[Endpoint, ...]:
@@ -66,21 +78,22 @@ class Transports:
 
     def _choose(self, endpoints: tuple[Endpoint, ...]) -> tuple[OmniConnector, Endpoint]:
         offered = {endpoint.transport: endpoint for endpoint in endpoints}
+        ways = [(c, offered[c.transport]) for c in self._readers if c.transport in offered]
         obstacles: list[str] = []
-        for connector in self._readers:
-            endpoint = offered.get(connector.transport)
-            if endpoint is None:
-                obstacles.append(f"{connector.transport}: the peer does not offer it")
-                continue
+        for connector, endpoint in ways:
             obstacle = connector.obstacle(endpoint)
-            if obstacle is None or len(self._readers) == 1:  # then trying tells more
-                self._tell(connector, endpoint, obstacles)
+            if obstacle is None or len(ways) == 1:  # then trying tells more
+                self._note(endpoint, obstacles)
                 return connector, endpoint
             obstacles.append(f"{connector.transport}: {obstacle}")
+        if not ways:
+            ours = ", ".join(connector.transport for connector in self._readers)
+            theirs = ", ".join(offered) or "no transport"
+            obstacles = [f"it is read by {theirs}, this engine reads by {ours}"]
         raise PeerRefusedError(f"no transport reaches the peer: {'; '.join(obstacles)}")
 
-    def take_choices(self) -> list[tuple[str, str]]:
-        """What was chosen since the last call: a transport, and a word for why, once an arena."""
+    def take_choices(self) -> list[Choice]:
+        """What was chosen since the last call, once an arena."""
         return [self._untold.popleft() for _ in range(len(self._untold))]
 
     def close(self) -> None:
@@ -88,17 +101,16 @@ class Transports:
         for connector in self._readers:
             connector.close()
 
-    def _tell(self, connector: OmniConnector, endpoint: Endpoint, obstacles: list[str]) -> None:
+    def _note(self, endpoint: Endpoint, obstacles: list[str]) -> None:
         if len(self._readers) == 1:
             reason, why = "configured", "as configured"
         elif obstacles:
             reason, why = "nearer_ones_cannot", "; ".join(obstacles)
-        else:
+        elif endpoint.transport == self._readers[0].transport:
             reason, why = "nearest", "same kernel, user and runtime folder"
-        logger.info(
-            "Reading the arena at %s by %s (%s)", endpoint.address, connector.transport, why
-        )
-        self._untold.append((connector.transport, reason))
+        else:
+            reason, why = "nearer_ones_cannot", "the peer offers no nearer one"
+        self._untold.append(Choice(endpoint.transport, endpoint.address, reason, why))
 
 
 def make_transports(config: OmniConfig) -> Transports:

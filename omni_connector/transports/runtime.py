@@ -161,7 +161,7 @@ def listen(path: Path, *, backlog: int = 64) -> socket.socket:
     try:
         listener.setblocking(False)
         with locked(path.parent):
-            if path.exists() and not _is_dead(path):
+            if path.exists() and not is_dead(path):
                 raise TransportError(f"another process listens at {path} already")
             try:
                 listener.bind(os.fspath(temporary))
@@ -194,7 +194,7 @@ def sweep(folder: Path, *, timeout: float = LOCK_TIMEOUT_S) -> list[str]:
             with os.scandir(folder) as entries:
                 names = [entry.name for entry in entries if _is_own_socket(entry)]
             for name in names:
-                if _is_dead(folder / name):
+                if is_dead(folder / name):
                     (folder / name).unlink(missing_ok=True)
                     removed.append(name)
         except OSError as error:
@@ -204,7 +204,8 @@ def sweep(folder: Path, *, timeout: float = LOCK_TIMEOUT_S) -> list[str]:
     return removed
 
 
-def _is_dead(path: Path) -> bool:
+def is_dead(path: Path) -> bool:
+    """Whether nobody listens at a socket that is there. Does not wait."""
     # Only a refused connection proves that nobody listens: EAGAIN is a full backlog,
     # EPROTOTYPE a live socket of another type.
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:

@@ -155,9 +155,11 @@ class SharedMemoryConnector(OmniConnector):
         return MappedArena(endpoint, view, connection)
 
     def obstacle(self, endpoint: Endpoint) -> str | None:
-        if os.path.exists(endpoint.address):
-            return None
-        return "another host, user or runtime folder"
+        path = Path(endpoint.address)
+        if path.parent != self.folder or not path.exists():
+            return "another host, user or runtime folder"
+        # A folder that hosts share shows the sockets of all of them, and connects to its own.
+        return "nobody listens there on this host" if runtime.is_dead(path) else None
 
     def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
         objects, address = self._own_objects()

@@ -269,8 +269,11 @@ class OmniWorker:
 
     def take_stats(self) -> OmniStats | None:
         """What was counted since the last call; None when nothing was."""
-        for transport, reason in self._transports.take_choices():
-            self._stats.choose(transport, reason)
+        for choice in self._transports.take_choices():
+            self._stats.choose(choice.transport, choice.reason)
+            logger.info(
+                "Reading the arena at %s by %s (%s)", choice.address, choice.transport, choice.why
+            )
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, OmniStats()
