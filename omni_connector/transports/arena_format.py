@@ -157,13 +157,16 @@ class ArenaGeometry:
         """
         if found == self.superblock(epoch):
             return
-        magic, version, *_, their_epoch = _SUPERBLOCK.unpack_from(found)
+        magic, version, _, n_slots, slot_bytes, *_, their_epoch = _SUPERBLOCK.unpack_from(found)
         if magic != _MAGIC:
             raise ProtocolError(f"the peer's memory starts with {magic!r}, it is no arena")
         if version != _VERSION:
             raise IncompatiblePeerError("arena format version", _VERSION, version)
         if their_epoch != epoch:
             raise IncompatiblePeerError("arena epoch", epoch.hex(), their_epoch.hex())
+        if (n_slots, slot_bytes) != (self.n_slots, self.slot_bytes):
+            wanted = f"{self.n_slots} x {self.slot_bytes}"
+            raise IncompatiblePeerError("arena size", wanted, f"{n_slots} x {slot_bytes}")
         raise ProtocolError("the peer's superblock does not describe the arena it announced")
 
 

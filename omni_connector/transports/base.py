@@ -103,7 +103,10 @@ class RemoteArena(ABC):
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """Whether the owner is still there. Cheap; False never becomes True again."""
+        """Whether the owner is still there. Cheap; False never becomes True again.
+
+        Where nothing but the network connects the two, its end shows with the next read.
+        """
 
     @abstractmethod
     def verify(self, slot: int, generation: int) -> SlotHeader:
@@ -262,7 +265,8 @@ class OmniConnector(ABC):
 
         Args:
             arena: an arena of this process.
-            name: unique among the exporters of a namespace, and stable, for operators to see.
+            name: unique in this connector, and stable, for operators to see; where the transport
+                finds arenas by name, unique among the exporters of a namespace.
 
         Raises:
             TransportError: the name is taken, or the connector is closed.
@@ -270,7 +274,7 @@ class OmniConnector(ABC):
 
     @abstractmethod
     def withdraw(self, endpoint: Endpoint) -> None:
-        """Let nobody attach any more. Peers that did keep what they have. Idempotent."""
+        """Let nobody attach any more. Peers that map it keep what they have. Idempotent."""
 
     @abstractmethod
     def attach(self, endpoint: Endpoint, *, timeout: float) -> RemoteArena:

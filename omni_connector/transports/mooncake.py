@@ -79,14 +79,17 @@ class MooncakeConnector(OmniConnector):
         self._exports: dict[bytes, _Export] = {}
 
     def export(self, arena: Arena, name: str) -> Endpoint:
-        export = _Export(arena, writable=self._engine.protocol != "tcp")
-        with self._lock:
-            if self._closed or arena.epoch in self._exports:
-                export.close()
-                raise TransportError(
-                    "the connector is closed" if self._closed else "the arena is exported already"
-                )
-            self._exports[arena.epoch] = export
+        export = _Export(arena, name, writable=self._engine.protocol != "tcp")
+        try:
+            with self._lock:
+                self._check_open()
+                for other in self._exports.values():
+                    if other.name == name or other.epoch == arena.epoch:
+                        raise TransportError(f"{other.name!r} is exported already")
+                self._exports[arena.epoch] = export
+        except BaseException:
+            export.close()
+            raise
         try:
             address = f"{self._engine.protocol}://{self._engine.address}/{export.base:x}"
             self._engine.register(export.base, export.size)
@@ -150,6 +153,10 @@ class MooncakeConnector(OmniConnector):
                 found["status"] = "closed"
         return found
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError("the connector is closed")
+
     def _take_back(self, epoch: bytes) -> None:
         with self._lock:
             export = self._exports.pop(epoch, None)
@@ -166,7 +173,9 @@ class _Export:
     writing or not at all.
     """
 
-    def __init__(self, arena: Arena, *, writable: bool) -> None:
+    def __init__(self, arena: Arena, name: str, *, writable: bool) -> None:
+        self.name = name
+        self.epoch = arena.epoch
         geometry = ArenaGeometry(arena.n_slots, arena.slot_bytes)
         self.size = geometry.total_bytes
         self._view: ArenaView | None = None
@@ -217,6 +226,10 @@ class MooncakeArena(RemoteArena):
         if dst.dtype != np.uint8 or dst.ndim != 2 or len(dst) != len(slot_ids):
             raise ValueError(
                 f"dst is {dst.dtype}{dst.shape}, wanted uint8 ({len(slot_ids)}, width)"
+            )
+        if dst.shape[1] > self._geometry.slot_bytes:
+            raise ValueError(
+                f"dst is {dst.shape[1]} bytes wide, a slot has {self._geometry.slot_bytes}"
             )
         spans = self._spans(slot_ids, dst.shape[1])
         content = self._copy_of(spans, time.monotonic() + _READ_TIMEOUT_S)

@@ -88,7 +88,9 @@ def obstacle() -> str | None:
 @contextmanager
 def two_hosts() -> Iterator[Cable]:
     """Two namespaces and the cable; they are gone afterwards."""
-    hosts = [Host(f"omni{os.getpid()}{side}", f"{_NETWORK}.{i}") for i, side in ((1, "a"), (2, "b"))]
+    hosts = [
+        Host(f"omni{os.getpid()}{side}", f"{_NETWORK}.{i}") for i, side in ((1, "a"), (2, "b"))
+    ]
     left, right = hosts
     try:
         for host in hosts:

@@ -180,9 +180,7 @@ def test_the_one_that_takes_its_place_is_read(pair: Pair, cases: dict[str, Case]
     assert pair.count(pair.decode_engine, "handoffs_received") == received + 1
 
 
-def test_prefill_frees_everything_when_decode_is_killed(
-    pair: Pair, cases: dict[str, Case]
-) -> None:
+def test_prefill_frees_everything_when_decode_is_killed(pair: Pair, cases: dict[str, Case]) -> None:
     case, salt = cases["two-thousand"], new_salt()
     params = pair.prefill(case.prompt, salt)
     with ThreadPoolExecutor(1) as pool:

@@ -1,0 +1,535 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arenas over Mooncake's Transfer Engine, on loopback TCP: the contract, and Mooncake's traps."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_connector.config import MooncakeSettings
+from omni_connector.errors import (
+    ChecksumError,
+    IncompatiblePeerError,
+    IntegrityError,
+    OmniError,
+    PeerRefusedError,
+    PeerUnreachableError,
+    ProtocolError,
+    SlotPendingError,
+    StaleSlotError,
+    TransportError,
+)
+from omni_connector.testing.conformance import publish
+from omni_connector.testing.conformance.arenas import ArenaConformance
+from omni_connector.testing.conformance.peers import PeerConformance
+from omni_connector.transports import mooncake_engine
+from omni_connector.transports.arena import Arena
+from omni_connector.transports.arena_format import ArenaGeometry
+from omni_connector.transports.base import Endpoint
+from omni_connector.transports.mooncake import MooncakeArena, MooncakeConnector
+from omni_connector.transports.mooncake_engine import Engine, Span, cut, join
+
+LOOPBACK = "127.0.0.1"
+TIMEOUT_S = 2.0
+WAIT_S = 60.0
+SETTINGS = MooncakeSettings(timeout_s=TIMEOUT_S)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def reused_engines() -> Iterator[None]:
+    """Engines of Mooncake are used by one connector after the other: each takes 1 s to end."""
+    unused: list[Any] = []
+    start, close = Engine._start, Engine.close
+
+    def take(self: Engine, host: str) -> Any:
+        return unused.pop() if unused and host == LOOPBACK else start(self, host)
+
+    def keep(self: Engine) -> None:
+        engine = self._engine
+        close(self)
+        if engine is not None:
+            unused.append(engine.inner if isinstance(engine, Flaky) else engine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_start", take)
+        patch.setattr(Engine, "close", keep)
+        yield
+
+
+class TestMooncakeConformance(ArenaConformance, PeerConformance):
+    def connect(self, place: Path) -> MooncakeConnector:
+        return MooncakeConnector(settings=SETTINGS, host=LOOPBACK)
+
+
+@pytest.fixture
+def open_connector() -> Iterator[Callable[..., MooncakeConnector]]:
+    with ExitStack() as stack:
+
+        def connect(**settings: Any) -> MooncakeConnector:
+            settings = {"settings": SETTINGS, "host": LOOPBACK, **settings}
+            return stack.enter_context(MooncakeConnector(**settings))
+
+        yield connect
+
+
+Connect = Callable[..., MooncakeConnector]
+
+
+class Flaky:
+    """Mooncake's engine, whose next reads fail, move nothing and say -1."""
+
+    def __init__(self, inner: Any, failures: int) -> None:
+        self.inner = inner
+        self.failures = failures
+        self.batches: list[int] = []
+        self.places: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def batch_transfer_sync_read(
+        self, peer: str, places: list[int], addresses: list[int], sizes: list[int]
+    ) -> int:
+        self.batches.append(len(sizes))
+        self.places.append(places[0])
+        if self.failures:
+            self.failures -= 1
+            return -1
+        code: int = self.inner.batch_transfer_sync_read(peer, places, addresses, sizes)
+        return code
+
+
+def make_flaky(connector: MooncakeConnector, failures: int) -> Flaky:
+    engine = connector._engine
+    assert engine.address
+    engine._engine = flaky = Flaky(engine._engine, failures)
+    return flaky
+
+
+# Large, refused, late
+
+
+def test_many_slots_come_in_bounded_batches(open_connector: Connect) -> None:
+    n_slots, owner, reader = 4096, open_connector(), open_connector()
+    with Arena.create(n_slots, 16384) as arena:
+        arena.slots[:] = np.arange(n_slots, dtype=np.uint32).view(np.uint8).reshape(-1, 4)[:, :1]
+        for slot in range(n_slots):
+            arena.begin_write(slot, 1)
+            arena.publish(slot, 1, b"", 16384, 0)
+        flaky = make_flaky(reader, 0)
+        with reader.attach(owner.export(arena, "many"), timeout=WAIT_S) as remote:
+            scattered = np.random.default_rng(7).permutation(n_slots).tolist()
+            fetched = remote.fetch(scattered, [1] * n_slots, 16384, timeout=WAIT_S)
+            assert np.array_equal(fetched.rows, arena.slots[scattered])
+            fetched.release()
+            assert max(flaky.batches) <= 64
+            flaky.batches.clear()
+            fetched = remote.fetch(range(n_slots), [1] * n_slots, 16384, timeout=WAIT_S)
+            assert np.array_equal(fetched.rows, arena.slots)
+            # Consecutive slots are one span, cut into pieces of 1 MiB.
+            assert sum(flaky.batches) == 64 + 2
+            fetched.release()
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_refused_batch_is_tried_again_elsewhere(open_connector: Connect, failures: int) -> None:
+    owner, reader = open_connector(), open_connector()
+    with Arena.create(4, 1 << 20) as arena:
+        for slot in range(4):
+            publish(arena, slot, 1, bytes([slot + 1]) * (1 << 20))
+        with reader.attach(owner.export(arena, "a"), timeout=WAIT_S) as remote:
+            flaky = make_flaky(reader, failures)
+            assert remote.read(2, 1).tobytes() == bytes([3]) * (1 << 20)
+            # What a failed transfer may still write is not what the next one is written to.
+            assert len(set(flaky.places[: failures + 1])) == failures + 1
+
+
+def test_no_more_than_four_tries(open_connector: Connect) -> None:
+    owner, reader = open_connector(), open_connector()
+    with Arena.create(1, 4096) as arena:
+        publish(arena, 0, 1, b"content")
+        endpoint = owner.export(arena, "a")
+        with reader.attach(endpoint, timeout=WAIT_S) as remote:
+            flaky = make_flaky(reader, 100)
+            with pytest.raises(PeerUnreachableError):
+                remote.read(0, 1)
+            assert len(flaky.batches) == 4
+            flaky.failures = 0
+            assert not remote.alive
+            with pytest.raises(PeerUnreachableError):
+                remote.read(0, 1)
+        with reader.attach(endpoint, timeout=WAIT_S) as remote:
+            assert remote.read(0, 1).tobytes() == b"content"
+
+
+def test_memory_of_failed_reads_is_bounded(
+    open_connector: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_engine, "_MAX_QUARANTINED_BYTES", 8 * 65536)
+    monkeypatch.setattr(mooncake_engine, "_QUARANTINE_S", 1.0)
+    owner, reader = open_connector(), open_connector()
+    with Arena.create(1, 4096) as arena:
+        publish(arena, 0, 1, b"content")
+        endpoint = owner.export(arena, "a")
+        flaky = make_flaky(reader, 8)
+        for _ in range(2):
+            with pytest.raises(PeerUnreachableError, match="4 tries"):
+                reader.attach(endpoint, timeout=WAIT_S)
+        with pytest.raises(PeerUnreachableError, match="may still write"):
+            reader.attach(endpoint, timeout=WAIT_S)
+        assert not flaky.failures
+        time.sleep(1.1)
+        with reader.attach(endpoint, timeout=WAIT_S) as remote:
+            assert remote.read(0, 1).tobytes() == b"content"
+        assert reader._engine._quarantined_bytes == 0
+
+
+def test_the_first_read_after_a_pause(open_connector: Connect) -> None:
+    owner, reader = open_connector(), open_connector()
+    with Arena.create(1, 4096) as arena:
+        publish(arena, 0, 1, b"content")
+        with reader.attach(owner.export(arena, "a"), timeout=WAIT_S) as remote:
+            assert remote.read(0, 1).tobytes() == b"content"
+            time.sleep(6.0)
+            assert remote.read(0, 1).tobytes() == b"content"
+
+
+def test_the_deadline_ends_a_fetch(open_connector: Connect) -> None:
+    owner, reader = open_connector(), open_connector()
+    with Arena.create(1, 4096) as arena:
+        publish(arena, 0, 1, b"content")
+        with (
+            reader.attach(owner.export(arena, "a"), timeout=WAIT_S) as remote,
+            pytest.raises(PeerUnreachableError, match="in time"),
+        ):
+            remote.fetch([0], [1], 7, timeout=-1.0)
+
+
+# What is read is what was published
+
+
+def test_pending_stale_and_reused_slots(open_connector: Connect) -> None:
+    owner, reader = open_connector(), open_connector()
+    with (
+        Arena.create(4, 4096) as arena,
+        reader.attach(owner.export(arena, "a"), timeout=WAIT_S) as remote,
+    ):
+        for slot in (0, 1, 3):
+            publish(arena, slot, 5, b"content")
+        arena.begin_write(2, 5)
+        with pytest.raises(SlotPendingError):
+            remote.fetch([0, 1, 2], [5, 5, 5], 7, timeout=WAIT_S)
+        with pytest.raises(StaleSlotError):
+            remote.fetch([0, 1], [5, 4], 7, timeout=WAIT_S)
+        with pytest.raises(ProtocolError):
+            remote.fetch([0, 4], [5, 5], 7, timeout=WAIT_S)
+        fetched = remote.fetch([3, 0], [5, 5], 7, timeout=WAIT_S)
+        assert [row.tobytes() for row in fetched.rows] == [b"content"] * 2
+        fetched.release()
+
+
+def test_a_slot_reused_while_it_is_read(open_connector: Connect) -> None:
+    owner, reader = open_connector(), open_connector()
+    with (
+        Arena.create(2, 4096) as arena,
+        reader.attach(owner.export(arena, "a"), timeout=WAIT_S) as remote,
+    ):
+        publish(arena, 0, 5, b"content")
+        assert isinstance(remote, MooncakeArena)
+        fetch, calls = remote._fetch, []
+
+        def reuse_between(spans: Any, deadline: float) -> Any:
+            calls.append(spans)
+            found = fetch(spans, deadline)
+            if len(calls) == 2:  # the headers, then the bytes
+                publish(arena, 0, 6, b"others!")
+            return found
+
+        remote._fetch = reuse_between  # type: ignore[method-assign]
+        with pytest.raises(StaleSlotError):
+            remote.fetch([0], [5], 7, timeout=WAIT_S)
+
+
+def test_bytes_that_came_too_early_are_found_out(open_connector: Connect) -> None:
+    """Completion said before all bytes were there, as in Mooncake 0.3.11: the checksum tells."""
+    owner, reader = open_connector(), open_connector()
+    with (
+        Arena.create(1, 1 << 16) as arena,
+        reader.attach(owner.export(arena, "a"), timeout=WAIT_S) as remote,
+    ):
+        publish(arena, 0, 5, bytes(range(256)) * 256)
+        assert isinstance(remote, MooncakeArena)
+        fetch = remote._fetch
+
+        def early(spans: Any, deadline: float) -> Any:
+            found = fetch(spans, deadline)
+            if spans[0].size == 1 << 16:
+                found[60000:] = 0
+            return found
+
+        remote._fetch = early  # type: ignore[method-assign]
+        with pytest.raises(ChecksumError):
+            remote.read(0, 5)
+        fetched = remote.fetch([0], [5], 1 << 16, timeout=WAIT_S)
+        assert xxhash.xxh3_64_intdigest(fetched.rows[0].data) != fetched.headers[0].checksum
+        fetched.release()
+
+
+def test_a_torn_header_is_found_out(open_connector: Connect) -> None:
+    owner, reader = open_connector(), open_connector()
+    with (
+        Arena.create(1, 4096) as arena,
+        reader.attach(owner.export(arena, "a"), timeout=WAIT_S) as remote,
+    ):
+        publish(arena, 0, 5, b"content")
+        words, first = arena._locate(0)
+        words[first + 6] = 5000  # more bytes than a slot has
+        with pytest.raises(IntegrityError):
+            remote.verify(0, 5)
+
+
+def test_a_peer_cannot_write_an_exported_arena(open_connector: Connect) -> None:
+    owner, attacker = open_connector(), open_connector()
+    with Arena.create(1, 1 << 16) as arena:
+        publish(arena, 0, 1, b"content")
+        endpoint = owner.export(arena, "a")
+        peer, base = endpoint.address.removeprefix("tcp://").split("/")
+        forged = np.full(4096, 0x66, np.uint8)
+        assert attacker._engine.address
+        engine = attacker._engine._engine
+        code = engine.transfer_sync_write(peer, int(forged.ctypes.data), int(base, 16), 4096)
+        assert code != 0
+        with open_connector().attach(endpoint, timeout=WAIT_S) as remote:
+            assert remote.read(0, 1).tobytes() == b"content"
+
+
+def test_nothing_beyond_the_arena_can_be_read(open_connector: Connect) -> None:
+    owner, attacker = open_connector(), open_connector()
+    with Arena.create(1, 4096) as arena:
+        peer, base = owner.export(arena, "a").address.removeprefix("tcp://").split("/")
+        size = ArenaGeometry(1, 4096).total_bytes
+        start = int(base, 16)
+        for span in (Span(start - 4096, 4096), Span(start + size, 64), Span(start, size + 1)):
+            with pytest.raises(PeerUnreachableError):
+                attacker._engine.fetch(peer, [span], time.monotonic() + WAIT_S)
+
+
+# Peers and addresses
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "tcp://127.0.0.1:1",
+        "tcp://127.0.0.1/7f00",
+        "tcp://127.0.0.1:99999999/7f00",
+        "tcp://127.0.0.1:80/",
+        "tcp://127.0.0.1:80/7f00/",
+        "http://127.0.0.1:80/7f00",
+        "tcp://127.0.0.1;tcp:80/7f00",
+        "tcp://a b:80/7f00",
+        "tcp://127.0.0.1:80/7f00\n",
+    ],
+)
+def test_malformed_addresses_are_refused(open_connector: Connect, address: str) -> None:
+    reader = open_connector(allowed=lambda host: True)
+    endpoint = Endpoint(
+        transport="mooncake", address=address, epoch=bytes(16), n_slots=1, slot_bytes=4096
+    )
+    with pytest.raises(ProtocolError):
+        reader.attach(endpoint, timeout=WAIT_S)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.9", "db.internal", "[fe80::1]"])
+def test_a_host_that_is_not_allowed_is_not_connected_to(open_connector: Connect, host: str) -> None:
+    asked = []
+    reader = open_connector(host=None, allowed=lambda host: asked.append(host) is not None)
+    endpoint = Endpoint(
+        transport="mooncake",
+        address=f"tcp://{host}:80/7f00",
+        epoch=bytes(16),
+        n_slots=1,
+        slot_bytes=4096,
+    )
+    with pytest.raises(PeerRefusedError, match="peers"):
+        reader.attach(endpoint, timeout=WAIT_S)
+    assert asked == [host.strip("[]")]
+    assert reader._engine._engine is None
+
+
+def test_another_protocol_is_refused(open_connector: Connect) -> None:
+    owner, reader = open_connector(), open_connector()
+    with Arena.create(1, 4096) as arena:
+        endpoint = owner.export(arena, "a")
+        other = msgspec.structs.replace(
+            endpoint, address=endpoint.address.replace("tcp://", "rdma://")
+        )
+        with pytest.raises(PeerRefusedError, match="rdma"):
+            reader.attach(other, timeout=WAIT_S)
+
+
+def test_no_arena_at_the_address(open_connector: Connect) -> None:
+    owner, reader = open_connector(), open_connector()
+    with Arena.create(2, 4096) as arena:
+        endpoint = owner.export(arena, "a")
+        prefix, base = endpoint.address.rsplit("/", 1)
+        other = msgspec.structs.replace(endpoint, address=f"{prefix}/{int(base, 16) + 4096:x}")
+        with pytest.raises(ProtocolError):
+            reader.attach(other, timeout=WAIT_S)
+
+
+# A peer in a process of its own
+
+PEER = """
+import os, sys
+import msgspec, numpy as np
+from omni_connector.config import MooncakeSettings
+from omni_connector.testing.conformance import publish
+from omni_connector.transports.arena import Arena
+from omni_connector.transports.mooncake import MooncakeConnector
+
+connector = MooncakeConnector(settings=MooncakeSettings(timeout_s=2.0), host="127.0.0.1")
+arena = Arena.create(16, 1 << 20)
+for slot in range(16):
+    publish(arena, slot, 7, bytes([slot + 1]) * (1 << 20))
+print(msgspec.json.encode(connector.export(arena, "peer")).decode(), flush=True)
+sys.stdin.read()
+"""
+
+
+class Peer:
+    """An arena in a process that can be stopped, killed and started again on the same port."""
+
+    def __init__(self, ports: tuple[int, int] | None = None) -> None:
+        names = "MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT"
+        range_ = {} if ports is None else dict(zip(names, map(str, ports), strict=True))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PEER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **range_},
+        )
+        assert self.process.stdout is not None
+        self.endpoint = msgspec.json.decode(self.process.stdout.readline(), type=Endpoint)
+        self.port = int(self.endpoint.address.split("/")[2].rsplit(":", 1)[1])
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=WAIT_S)
+
+    def __enter__(self) -> "Peer":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.kill()
+
+
+def test_a_peer_that_vanishes_midway(open_connector: Connect) -> None:
+    reader = open_connector()
+    with Peer() as peer, reader.attach(peer.endpoint, timeout=WAIT_S) as remote:
+        killer = threading.Timer(0.3, peer.kill)
+        killer.start()
+        rounds = 0
+
+        def read_on() -> None:
+            nonlocal rounds
+            while True:
+                fetched = remote.fetch(range(16), [7] * 16, 1 << 20, timeout=WAIT_S)
+                for slot, row in enumerate(fetched.rows):
+                    assert (row == slot + 1).all()
+                fetched.release()
+                rounds += 1
+
+        with pytest.raises(PeerUnreachableError):
+            read_on()
+        killer.join()
+        assert rounds
+        assert not remote.alive
+        with pytest.raises(PeerUnreachableError):
+            reader.attach(peer.endpoint, timeout=WAIT_S)
+
+
+def test_a_peer_that_stands_still_is_given_up(open_connector: Connect) -> None:
+    reader = open_connector()
+    with Peer() as peer:
+        with reader.attach(peer.endpoint, timeout=WAIT_S) as remote:
+            peer.signal(signal.SIGSTOP)
+            started = time.monotonic()
+            with pytest.raises(PeerUnreachableError):
+                remote.fetch(range(16), [7] * 16, 1 << 20, timeout=1.0)
+            # One transfer under way ends by its own timeout, or that of the engine of a process
+            # that ran other tests before.
+            assert time.monotonic() - started < 40.0
+            peer.signal(signal.SIGCONT)
+        with reader.attach(peer.endpoint, timeout=WAIT_S) as remote:
+            assert remote.read(3, 7).tobytes() == bytes([4]) * (1 << 20)
+
+
+def test_a_peer_that_restarted_on_the_same_port(open_connector: Connect) -> None:
+    reader = open_connector()
+    # An engine takes two of a range. Nobody has connected, so that none of them is held back.
+    ports = 15990, 15992
+    with Peer(ports) as first, ExitStack() as stack:
+        first.kill()
+        for _ in range(30):
+            second = stack.enter_context(Peer(ports))
+            if second.port == first.port:
+                break
+            second.kill()
+        assert second.port == first.port
+        assert second.endpoint.epoch != first.endpoint.epoch
+        # The old one is not there any more, wherever the new one has its arena.
+        with pytest.raises(OmniError):
+            reader.attach(first.endpoint, timeout=WAIT_S)
+        moved = msgspec.structs.replace(second.endpoint, epoch=first.endpoint.epoch)
+        with pytest.raises(IncompatiblePeerError, match="epoch"):
+            reader.attach(moved, timeout=WAIT_S)
+        with reader.attach(second.endpoint, timeout=WAIT_S) as fresh:
+            assert fresh.read(3, 7).tobytes() == bytes([4]) * (1 << 20)
+
+
+# Spans
+
+SPANS = st.lists(
+    st.builds(Span, st.integers(0, 50).map(lambda n: n * 8), st.integers(1, 40)), max_size=30
+)
+
+
+@given(SPANS, st.integers(1, 64))
+def test_joined_and_cut_spans_are_the_same_bytes(spans: list[Span], size: int) -> None:
+    def bytes_of(spans: Any) -> list[int]:
+        return [each.address + i for each in spans for i in range(each.size)]
+
+    joined = list(join(spans))
+    assert bytes_of(joined) == bytes_of(spans)
+    assert all(a.address + a.size != b.address for a, b in pairwise(joined))
+    pieces = list(cut(joined, size))
+    assert bytes_of(pieces) == bytes_of(spans)
+    assert all(0 < piece.size <= size for piece in pieces)
+
+
+def test_an_engine_that_is_closed_does_nothing() -> None:
+    engine = Engine(SETTINGS, LOOPBACK)
+    assert engine.address
+    engine.close()
+    engine.close()
+    with pytest.raises(TransportError):
+        engine.fetch("127.0.0.1:1", [Span(0, 1)], time.monotonic() + 1.0)
