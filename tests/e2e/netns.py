@@ -52,10 +52,10 @@ class Cable:
 
     @contextmanager
     def worse(self) -> Iterator[str]:
-        """While inside, what passes is late, and some of it is lost; yields how that is done."""
+        """While inside, what passes is slow (5 MB/s) and late, and some is lost; yields by what."""
         both = [self.left, self.right]
         # The kernel may lack netem. A short queue before a slow line does the same to TCP.
-        for kind in (["netem", "delay", "20ms", "5ms", "loss", "1%"], _SLOW_LINE):
+        for kind in (_NETEM, _SLOW_LINE):
             done = [_tc(host, "replace", "root", *kind) for host in both]
             if all(done):
                 break
@@ -68,7 +68,8 @@ class Cable:
                 _tc(host, "del", "root")
 
 
-_SLOW_LINE = ["tbf", "rate", "200mbit", "burst", "32kb", "limit", "64kb"]
+_NETEM = ["netem", "delay", "10ms", "3ms", "loss", "0.5%", "rate", "40mbit"]
+_SLOW_LINE = ["tbf", "rate", "40mbit", "burst", "32kb", "limit", "64kb"]
 
 
 def obstacle() -> str | None:
