@@ -26,10 +26,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import matplotlib as mpl
 import numpy as np
@@ -53,11 +53,11 @@ PAUSE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One hand-off; all times in seconds."""
+    """One hand-off; all times in seconds. `plain` is that of the yardstick."""
 
     remote: float
     local: float
-    memcpy: float
+    plain: float
 
     @property
     def cost(self) -> float:
@@ -65,7 +65,7 @@ class Sample:
 
     @property
     def ratio(self) -> float:
-        return self.cost / self.memcpy
+        return self.cost / self.plain
 
 
 class Memcpy:
@@ -93,14 +93,23 @@ def connectors() -> dict[str, dict[str, Any]]:
     return found
 
 
+class Yardstick(Protocol):
+    """What the cost of a hand-off is divided by."""
+
+    def seconds(self, size: int) -> float:
+        """Time of moving as many bytes in the plainest way."""
+
+
 @contextlib.contextmanager
-def engines(name: str, model: Path, folder: Path) -> Iterator[tuple[Engine, Engine]]:
+def engines(
+    name: str, config: Mapping[str, Any], model: Path, folder: Path
+) -> Iterator[tuple[Engine, Engine]]:
     """A prefill and a decode engine, each on a core of its own."""
     cores = sorted(os.sched_getaffinity(0))
     root = str(Path(__file__).parents[1])
     pair = []
     for number, role in enumerate(("kv_producer", "kv_consumer")):
-        config = {"kv_connector": name, "kv_role": role, **connectors()[name]}
+        role_config = {"kv_connector": name, "kv_role": role, **config}
         environment = {
             "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
             "OMNI_CONNECTOR_RUNTIME_DIR": str(folder / "run"),
@@ -112,7 +121,7 @@ def engines(name: str, model: Path, folder: Path) -> Iterator[tuple[Engine, Engi
             Engine(
                 model,
                 folder / f"{name}-{role}.log",
-                config,
+                role_config,
                 arguments=("--max-model-len", "9216"),
                 environment=environment,
                 core=cores[number % len(cores)],
@@ -137,7 +146,7 @@ def first_token_seconds(client: Client, body: dict[str, Any]) -> float:
 
 
 def hand_off(
-    prefiller: Client, decoder: Client, draw: random.Random, tokens: int, memcpy: Memcpy
+    prefiller: Client, decoder: Client, draw: random.Random, tokens: int, yardstick: Yardstick
 ) -> Sample:
     """Hand one fresh prompt off. One token more than whole blocks: the decode engine computes
     exactly one token, in the hand-off and in the local hit alike."""
@@ -147,29 +156,35 @@ def hand_off(
     remote = first_token_seconds(decoder, {**body, "kv_transfer_params": params})
     time.sleep(PAUSE_S)
     local = first_token_seconds(decoder, body)
-    return Sample(remote, local, memcpy.seconds(tokens * TOKEN_BYTES))
+    return Sample(remote, local, yardstick.seconds(tokens * TOKEN_BYTES))
 
 
 def measure(
-    name: str, model: Path, folder: Path, lengths: tuple[int, ...], repeats: int, memcpy: Memcpy
+    name: str,
+    config: Mapping[str, Any],
+    model: Path,
+    folder: Path,
+    lengths: tuple[int, ...],
+    repeats: int,
+    yardstick: Yardstick,
 ) -> dict[int, list[Sample]]:
     """All samples of one connector, by prompt length."""
     draw = random.Random(name)
     with (
-        engines(name, model, folder) as (first, second),
+        engines(name, config, model, folder) as (first, second),
         first.client() as prefiller,
         second.client() as decoder,
     ):
         # Every block and slot that will be used is touched once before anything is timed.
         longest = max(lengths)
         for _ in range(KV_CACHE_BYTES // (longest * TOKEN_BYTES) + 1):
-            hand_off(prefiller, decoder, draw, longest, memcpy)
+            hand_off(prefiller, decoder, draw, longest, yardstick)
         samples = {}
         for tokens in lengths:
             for _ in range(2):
-                hand_off(prefiller, decoder, draw, tokens, memcpy)
+                hand_off(prefiller, decoder, draw, tokens, yardstick)
             samples[tokens] = [
-                hand_off(prefiller, decoder, draw, tokens, memcpy) for _ in range(repeats)
+                hand_off(prefiller, decoder, draw, tokens, yardstick) for _ in range(repeats)
             ]
             if name == "OmniKVConnector":
                 require_loaded(second, tokens)
@@ -189,14 +204,14 @@ def median(values: list[float]) -> float:
 
 
 def summary(tokens: int, samples: list[Sample]) -> str:
-    remote, local, memcpy, cost = (
+    remote, local, plain, cost = (
         1e3 * median([getattr(sample, field) for sample in samples])
-        for field in ("remote", "local", "memcpy", "cost")
+        for field in ("remote", "local", "plain", "cost")
     )
     ratio = median([sample.ratio for sample in samples])
     return (
         f"| {tokens} | {tokens * TOKEN_BYTES >> 20} | {remote:.1f} | {local:.1f} | {cost:.1f} "
-        f"| {memcpy:.1f} | {ratio:.1f} |"
+        f"| {plain:.1f} | {ratio:.1f} |"
     )
 
 
@@ -232,8 +247,7 @@ def plot(results: dict[str, dict[int, list[Sample]]], path: Path) -> None:
         costs.plot(tokens, cost, "o-", label=name)
         ratios.plot(tokens, ratio, "o-", label=name)
     memcpy = {
-        tokens: 1e3
-        * median([s.memcpy for by_length in results.values() for s in by_length[tokens]])
+        tokens: 1e3 * median([s.plain for by_length in results.values() for s in by_length[tokens]])
         for tokens in tokens
     }
     costs.plot(list(memcpy), list(memcpy.values()), "k--", label="numpy memcpy")
@@ -272,7 +286,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
         model = make_model("llama-wide", Path(folder) / "model")
         for name in names:
-            results[name] = measure(name, model, Path(folder), lengths, repeats, memcpy)
+            config = connectors()[name]
+            results[name] = measure(name, config, model, Path(folder), lengths, repeats, memcpy)
             # Written after each connector, so that a run cut short leaves what it measured.
             text = markdown(results, command, repeats)
             (arguments.output / "handoff.md").write_text(text)
