@@ -11,21 +11,26 @@ import itertools
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
+import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.config import MooncakeSettings
+from omni_connector.control.keys import load_key
 from omni_connector.errors import (
+    ConfigError,
     PeerRefusedError,
     PeerUnreachableError,
     ProtocolError,
     TransportError,
 )
-from omni_connector.peers import is_loopback
+from omni_connector.peers import HostPort, Peers, is_loopback, parse_host
 from omni_connector.transports.arena import Arena, ArenaView
 from omni_connector.transports.arena_format import (
     HEADER_BYTES,
@@ -40,7 +45,15 @@ from omni_connector.transports.base import (
     OmniConnector,
     RemoteArena,
 )
+from omni_connector.transports.buffers import share_out
 from omni_connector.transports.mooncake_engine import Engine, Span
+from omni_connector.transports.mooncake_objects import MooncakeObjects
+from omni_connector.transports.objects import (
+    StoredObject,
+    check_header,
+    object_geometry,
+    slot_ids,
+)
 
 _ADDRESS: Final = re.compile(
     r"(?P<protocol>tcp|rdma)://(?P<engine>(\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<host>[A-Za-z0-9.-]+)):\d{1,5})"
@@ -49,6 +62,7 @@ _ADDRESS: Final = re.compile(
 # Headers this close together are read in one piece, with what is between them.
 _HEADER_GAP: Final = 64
 _READ_TIMEOUT_S: Final = 30.0
+_OBJECTS: Final = "objects"
 
 
 class MooncakeConnector(OmniConnector):
@@ -57,8 +71,17 @@ class MooncakeConnector(OmniConnector):
     Args:
         settings: how the engine is started, which happens at the first use.
         host: address of this machine that peers reach; None takes the one towards the first peer.
-        allowed: whether a peer's host may be connected to.
+        allowed: whether a peer's host may be connected to; None allows loopback only.
         namespace: for the interface's sake; who may read whom is decided by addresses.
+        port: where peers ask for objects that were put here; 0 lets the system choose.
+        key_file: what `omni-connector keygen` made, which askers must have, and be shown.
+        sender: whom `get` asks, if its metadata says nothing; see `update_sender_info`.
+        object_gib: size of the arena for objects; see `SharedMemoryConnector`.
+        object_timeout: seconds that a `get` waits for peers to answer.
+
+    Raises:
+        ConfigError: the key file is none.
+        ValueError: an argument is out of range.
     """
 
     transport = "mooncake"
@@ -70,10 +93,29 @@ class MooncakeConnector(OmniConnector):
         host: str | None = None,
         allowed: Callable[[str], bool] | None = None,
         namespace: str = "default",
+        port: int = 0,
+        key_file: str | None = None,
+        sender: HostPort | None = None,
+        object_gib: float | None = None,
+        object_timeout: float = 5.0,
     ) -> None:
+        if object_timeout <= 0:
+            raise ValueError("timeouts must be positive")
         self._settings = settings or MooncakeSettings()
         self._engine = Engine(self._settings, self._settings.host or host)
         self._allowed = allowed or is_loopback
+        self._object_timeout = object_timeout
+        self._sender = sender
+        self._objects = MooncakeObjects(
+            export=lambda arena: self.export(arena, _OBJECTS),
+            attach=self._attach_objects,
+            listen=lambda: HostPort(self._engine.host, port),
+            key=None if key_file is None else load_key(key_file),
+            geometry=object_geometry(object_gib),
+            timeout=object_timeout,
+            sources=self._sources,
+            allowed=self._may_ask,
+        )
         self._lock = threading.Lock()
         self._closed = False
         self._exports: dict[bytes, _Export] = {}
@@ -114,7 +156,7 @@ class MooncakeConnector(OmniConnector):
         if found is None:
             raise ProtocolError(f"{endpoint.address!r} is no address of a Mooncake peer")
         host = found["v6"] or found["host"]
-        if not self._allowed(host):
+        if not self._may_ask(host):
             raise PeerRefusedError(f"{host} is none of the hosts in `peers`")
         if found["protocol"] != self._engine.protocol:
             raise PeerRefusedError(
@@ -124,20 +166,51 @@ class MooncakeConnector(OmniConnector):
         remote.check(time.monotonic() + timeout)
         return remote
 
+    @property
+    def object_timeout(self) -> float:
+        return self._object_timeout
+
+    def update_sender_info(self, sender_host: str, sender_zmq_port: int) -> None:
+        """Where `get` asks for objects from here on, unless its metadata says it.
+
+        Raises:
+            ValueError: it is no host, or no port.
+        """
+        port = int(sender_zmq_port)
+        if not 0 < port < 1 << 16:
+            raise ValueError(f"{sender_zmq_port!r} is no port")
+        self._sender = HostPort(str(parse_host(sender_host)), port)
+
+    def listen(self) -> HostPort:
+        """Let peers ask for objects, which the first `put` does else; where.
+
+        Raises:
+            ConfigError, TransportError, MissingDependencyError: it cannot.
+        """
+        return self._objects.start()
+
     def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
-        raise TransportError("objects")
+        stored, address = self._objects.store(key, parts)
+        return {
+            "transport": self.transport,
+            "source_host": address.host,
+            "source_port": address.port,
+            "length": stored.length,
+        }
 
     def load_object(
         self, key: ObjectKey, metadata: Mapping[str, Any] | None, *, timeout: float
     ) -> memoryview | None:
-        raise TransportError("objects")
+        return self._objects.load(key, _read_hint(metadata), time.monotonic() + timeout)
 
     def drop_objects(self, request_id: str) -> int:
-        return 0
+        return self._objects.drop(request_id)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
+        self._objects.close()
+        with self._lock:
             epochs = list(self._exports)
         for epoch in epochs:
             self._take_back(epoch)
@@ -148,10 +221,21 @@ class MooncakeConnector(OmniConnector):
             found: dict[str, Any] = {
                 "protocol": self._engine.protocol,
                 "exports": len(self._exports),
+                **self._objects.details(),
             }
             if self._closed:
                 found["status"] = "closed"
         return found
+
+    def _sources(self) -> list[HostPort]:
+        return [] if self._sender is None else [self._sender]
+
+    def _may_ask(self, host: str) -> bool:
+        # Whom the caller named as its sender is as good as a peer of the configuration.
+        return self._allowed(host) or (self._sender is not None and self._sender.host == host)
+
+    def _attach_objects(self, endpoint: Endpoint, deadline: float) -> "MooncakeArena":
+        return self.attach(endpoint, timeout=deadline - time.monotonic())
 
     def _check_open(self) -> None:
         if self._closed:
@@ -250,6 +334,35 @@ class MooncakeArena(RemoteArena):
         rows = buffer[: len(slot_ids) * length].reshape(len(slot_ids), length)
         return Fetched(rows, headers, functools.partial(self._engine.give_back, buffer))
 
+    def read_object(self, digest: bytes, stored: StoredObject, deadline: float) -> memoryview:
+        """A verified copy of an object in this arena; `deadline` is of `time.monotonic()`.
+
+        Raises:
+            StaleSlotError: it was replaced or dropped meanwhile.
+            ChecksumError: the bytes are not those that were stored.
+            ProtocolError: the description makes no sense.
+            TransportError: it cannot be read.
+        """
+        slot_bytes = self._geometry.slot_bytes
+        ids = slot_ids(stored, self._geometry.n_slots, slot_bytes)
+        self._verify_all(ids[:1], [stored.generation], deadline)
+        spans = self._spans(ids, slot_bytes)
+        spans[-1] = Span(spans[-1].address, stored.length - (len(ids) - 1) * slot_bytes)
+        buffer = self._fetch(spans, deadline)
+        # The last array or tensor in it gives it back.
+        content = buffer[: stored.length]
+        weakref.finalize(content, self._engine.give_back, buffer).atexit = False
+        checksums = np.empty(len(ids), np.uint64)
+
+        def digest_slot(index: int) -> None:
+            piece = content[index * slot_bytes : (index + 1) * slot_bytes]
+            checksums[index] = xxhash.xxh3_64_intdigest(piece.data)
+
+        share_out(digest_slot, range(len(ids)), stored.length)
+        [header] = self._verify_all(ids[:1], [stored.generation], deadline)
+        check_header(header, digest, stored, slot_bytes, checksums)
+        return content.data
+
     def close(self) -> None:
         self._alive = False
 
@@ -309,3 +422,85 @@ class MooncakeArena(RemoteArena):
         for slot in slot_ids:
             if not 0 <= slot < self._geometry.n_slots:
                 raise ProtocolError(f"{self.endpoint.address} has no slot {slot}")
+
+
+class _Hint(msgspec.Struct, frozen=True):
+    """What of an object's metadata is of use; the rest may be anybody's."""
+
+    source_host: str | None = None
+    source_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+
+
+def _read_hint(metadata: Mapping[str, Any] | None) -> HostPort | None:
+    if not metadata:
+        return None
+    try:
+        hint = msgspec.convert(dict(metadata), _Hint)
+        if hint.source_host is None or hint.source_port is None:
+            return None
+        return HostPort(str(parse_host(hint.source_host)), hint.source_port)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        raise ProtocolError(f"the metadata of an object is malformed: {error}") from error
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    """`ConnectorSpec.extra`: vLLM-Omni's names first, then ours."""
+
+    host: str = "127.0.0.1"
+    zmq_port: int = 0
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    device_name: str = ""
+    memory_pool_size: int | None = None
+    memory_pool_device: Literal["cpu"] = "cpu"
+    sender_host: str | None = None
+    sender_zmq_port: int | None = None
+    role: str = "sender"
+    key_file: str | None = None
+    peers: tuple[str, ...] = ()
+    object_timeout: float = 5.0
+    transfer_timeout: float = 10.0
+
+
+def from_settings(extra: dict[str, Any]) -> MooncakeConnector:
+    """A connector for the settings of a pipeline; one that sends listens from now on.
+
+    Raises:
+        ConfigError (a ValueError): a setting is unknown or wrong, or it cannot listen.
+        MissingDependencyError, TransportError: Mooncake is not installed, or does not start.
+    """
+    try:
+        settings = msgspec.convert(extra, _Settings)
+        host = str(parse_host("127.0.0.1" if settings.host == "localhost" else settings.host))
+        sender = None
+        if settings.sender_host is not None and settings.sender_zmq_port is not None:
+            sender = HostPort(str(parse_host(settings.sender_host)), settings.sender_zmq_port)
+        if settings.key_file is None and not is_loopback(host):
+            raise ConfigError(
+                f"host: {host!r} is no loopback address, so that key_file is needed; "
+                "`omni-connector keygen PATH` makes one, for all stages to share"
+            )
+        allowed = Peers(settings.peers)
+        gib = settings.memory_pool_size and settings.memory_pool_size / (1 << 30)
+        connector = MooncakeConnector(
+            settings=MooncakeSettings(
+                protocol=settings.protocol,
+                device=settings.device_name,
+                timeout_s=settings.transfer_timeout,
+            ),
+            host=host,
+            allowed=lambda host: is_loopback(host) or allowed.allows(host),
+            port=settings.zmq_port,
+            key_file=settings.key_file,
+            sender=sender,
+            object_gib=gib,
+            object_timeout=settings.object_timeout,
+        )
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"MooncakeTransferEngineConnector: {error}") from error
+    if settings.role != "receiver":
+        try:
+            connector.listen()
+        except BaseException:
+            connector.close()
+            raise
+    return connector

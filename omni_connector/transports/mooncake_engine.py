@@ -76,6 +76,15 @@ class Engine:
         return self._settings.protocol
 
     @property
+    def host(self) -> str:
+        """Address of this machine that peers reach; starts the engine, as `address` does.
+
+        Raises:
+            MissingDependencyError, TransportError: as `address`.
+        """
+        return self.address.rpartition(":")[0].strip("[]")
+
+    @property
     def address(self) -> str:
         """`host:port` under which peers reach this engine; starts it, on this host if need be.
 

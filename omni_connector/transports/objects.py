@@ -32,6 +32,7 @@ from omni_connector.errors import (
     TransportError,
 )
 from omni_connector.transports.arena import Arena, ArenaView
+from omni_connector.transports.arena_format import SlotHeader
 from omni_connector.transports.base import ObjectKey
 from omni_connector.transports.buffers import Buffers, share_out
 
@@ -302,19 +303,8 @@ def read_object(
         TransportError: the arena is closed, or there is no memory for the copy.
     """
     slot_bytes = arena.slot_bytes
-    capacity = _count(stored.runs) * slot_bytes
-    impossible = stored.length < 0 or any(
-        start < 0 or count < 1 or start + count > arena.n_slots for start, count in stored.runs
-    )
-    # No slot counts twice: what is allocated is bounded by the arena that is mapped.
-    impossible = impossible or capacity > arena.n_slots * slot_bytes
-    if impossible or not capacity - slot_bytes < max(stored.length, 1) <= capacity:
-        raise ProtocolError(
-            f"{stored.length} bytes in slots {stored.runs[:8]} do not describe an object in "
-            f"{arena.n_slots} slots of {slot_bytes} bytes"
-        )
+    ids = slot_ids(stored, arena.n_slots, slot_bytes)
     slots = arena.slots
-    ids = _slot_ids(stored.runs)
     arena.verify(ids[0], stored.generation)
     content = buffers.take(stored.length)
     checksums = np.empty(len(ids), np.uint64)
@@ -327,11 +317,53 @@ def read_object(
 
     share_out(read, enumerate(ids), stored.length)
     header = arena.verify(ids[0], stored.generation)
-    if header.key != digest or header.length != min(stored.length, slot_bytes):
-        raise StaleSlotError(f"slot {ids[0]} holds {header.length} bytes of another object")
-    if header.checksum != _checksum(stored.length, checksums):
-        raise ChecksumError(f"slot {ids[0]} generation {header.generation}: wrong checksum")
+    check_header(header, digest, stored, slot_bytes, checksums)
     return content.data
+
+
+def slot_ids(stored: StoredObject, n_slots: int, slot_bytes: int) -> list[int]:
+    """The slots of an object, in the order of its bytes, in an arena of this geometry.
+
+    Raises:
+        ProtocolError: the description makes no sense.
+    """
+    capacity = _count(stored.runs) * slot_bytes
+    impossible = stored.length < 0 or any(
+        start < 0 or count < 1 or start + count > n_slots for start, count in stored.runs
+    )
+    # No slot counts twice: what is allocated is bounded by the arena.
+    impossible = impossible or capacity > n_slots * slot_bytes
+    if impossible or not capacity - slot_bytes < max(stored.length, 1) <= capacity:
+        raise ProtocolError(
+            f"{stored.length} bytes in slots {stored.runs[:8]} do not describe an object in "
+            f"{n_slots} slots of {slot_bytes} bytes"
+        )
+    return _slot_ids(stored.runs)
+
+
+def check_header(
+    header: SlotHeader,
+    digest: bytes,
+    stored: StoredObject,
+    slot_bytes: int,
+    checksums: NDArray[np.uint64],
+) -> None:
+    """Raise unless the first slot's header, found after the copy, is that of what was copied.
+
+    Args:
+        header: of that slot.
+        digest, stored: which object it should be.
+        slot_bytes: bytes of a slot.
+        checksums: xxh3_64 of each slot's part of the copy.
+
+    Raises:
+        StaleSlotError: it is another object's.
+        ChecksumError: the bytes are not those that were stored.
+    """
+    if header.key != digest or header.length != min(stored.length, slot_bytes):
+        raise StaleSlotError(f"the slot holds {header.length} bytes of another object")
+    if header.checksum != _checksum(stored.length, checksums):
+        raise ChecksumError(f"generation {header.generation} of an object: wrong checksum")
 
 
 def _checksum(length: int, checksums: NDArray[np.uint64]) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -33,9 +33,8 @@ from omni_connector.errors import (
     StaleSlotError,
     TransportError,
 )
-from omni_connector.testing.conformance import publish
-from omni_connector.testing.conformance.arenas import ArenaConformance
-from omni_connector.testing.conformance.peers import PeerConformance
+from omni_connector.peers import HostPort
+from omni_connector.testing.conformance import TransportConformance, publish
 from omni_connector.transports import mooncake_engine
 from omni_connector.transports.arena import Arena
 from omni_connector.transports.arena_format import ArenaGeometry
@@ -70,9 +69,28 @@ def reused_engines() -> Iterator[None]:
         yield
 
 
-class TestMooncakeConformance(ArenaConformance, PeerConformance):
+class Acquainted(MooncakeConnector):
+    """Asks all others of its place for objects, where a pipeline would name one sender."""
+
+    places: ClassVar[dict[Path, list["Acquainted"]]] = {}
+
+    def __init__(self, place: Path, object_slots: int, object_slot_bytes: int) -> None:
+        super().__init__(settings=SETTINGS, host=LOOPBACK)
+        self._objects._geometry = object_slots, object_slot_bytes
+        self.others = self.places.setdefault(place, [])
+        self.others.append(self)
+
+    def _sources(self) -> list[HostPort]:
+        servers = [each._objects._server for each in self.others]
+        return [server.address for server in servers if server is not None]
+
+
+class TestMooncakeConformance(TransportConformance):
+    object_slot_bytes = 16384
+    object_slots = 16
+
     def connect(self, place: Path) -> MooncakeConnector:
-        return MooncakeConnector(settings=SETTINGS, host=LOOPBACK)
+        return Acquainted(place, self.object_slots, self.object_slot_bytes)
 
 
 @pytest.fixture
