@@ -69,6 +69,12 @@ def _not_built(name: str) -> Constructor:
     return refuse
 
 
+def _transfer_engine(extra: dict[str, Any]) -> OmniConnector:
+    from omni_connector.transports.mooncake import from_settings
+
+    return from_settings(extra)
+
+
 class OmniConnectorFactory:
     """Makes connectors by name. All methods may be called from any thread.
 
@@ -82,7 +88,7 @@ class OmniConnectorFactory:
         SHARED_MEMORY: _shared_memory,
         "MooncakeStoreConnector": _not_built("MooncakeStoreConnector"),
         "MooncakeConnector": _not_built("MooncakeConnector"),
-        "MooncakeTransferEngineConnector": _not_built("MooncakeTransferEngineConnector"),
+        "MooncakeTransferEngineConnector": _transfer_engine,
     }
 
     @classmethod

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects between hosts: who may ask and be asked, and what happens when a side goes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_connector.control.keys import write_new_key
+from omni_connector.errors import ConfigError
+from omni_connector.transports import ConnectorSpec, OmniConnectorFactory
+from omni_connector.transports.mooncake import MooncakeConnector
+from omni_connector.transports.object_lookup import _questions
+
+NAME = "MooncakeTransferEngineConnector"
+EDGE = ("0", "1")
+WAIT_S = 60.0
+
+Make = Callable[..., MooncakeConnector]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes connectors as a pipeline does."""
+    with ExitStack() as stack:
+
+        def create(**settings: Any) -> MooncakeConnector:
+            settings = {"transfer_timeout": 2.0, "object_timeout": 2.0, **settings}
+            connector = OmniConnectorFactory.create_connector(ConnectorSpec(NAME, settings))
+            assert isinstance(connector, MooncakeConnector)
+            return stack.enter_context(connector)
+
+        yield create
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def test_a_sender_at_the_port_of_its_settings(make: Make) -> None:
+    port = free_port()
+    sender = make(zmq_port=port, memory_pool_size=64 << 20)
+    receiver = make(role="receiver", sender_host="127.0.0.1", sender_zmq_port=port)
+    value = {"kv": np.arange(3 << 20, dtype=np.uint8), "n": 7}
+    ok, size, metadata = sender.put(*EDGE, "key", value)
+    assert ok
+    assert metadata is not None
+    assert (metadata["source_host"], metadata["source_port"]) == ("127.0.0.1", port)
+    found = receiver.get(*EDGE, "key")
+    assert found is not None
+    assert found[1] == size
+    assert np.array_equal(found[0]["kv"], value["kv"])
+    assert receiver.get(*EDGE, "another") is None
+    assert sender.health()["listen"] == f"127.0.0.1:{port}"
+
+
+def test_a_receiver_is_told_of_the_sender_later(make: Make) -> None:
+    sender, receiver = make(), make(role="receiver")
+    sender.put(*EDGE, "key", b"object")
+    assert receiver.get(*EDGE, "key") is None
+    receiver.update_sender_info("127.0.0.1", sender.listen().port)
+    assert receiver.get(*EDGE, "key") == (b"object", 6)
+    for host, port in (("0.0.0.0", 80), ("a;b", 80), ("127.0.0.1", 0), ("127.0.0.1", 1 << 16)):
+        with pytest.raises(ValueError):
+            receiver.update_sender_info(host, port)
+
+
+def test_a_host_that_is_not_allowed_is_not_asked(make: Make, caplog: Any) -> None:
+    receiver = make(role="receiver", peers=["10.1.0.0/16"])
+    for host in ("10.2.0.1", "db.internal"):
+        hint = {"source_host": host, "source_port": 80}
+        started = time.monotonic()
+        assert receiver.get(*EDGE, "key", hint) is None
+        assert time.monotonic() - started < 1.0
+        assert "`peers`" in caplog.text
+        caplog.clear()
+    assert not receiver._objects._peers
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        {"source_host": "tcp://1.2.3.4", "source_port": 80},
+        {"source_host": "127.0.0.1;tcp://*", "source_port": 80},
+        {"source_host": "127.0.0.1", "source_port": 0},
+        {"source_host": "127.0.0.1", "source_port": "80"},
+        {"source_host": 5, "source_port": 80},
+    ],
+)
+def test_malformed_metadata_is_refused(make: Make, hint: dict[str, Any], caplog: Any) -> None:
+    assert make(role="receiver").get(*EDGE, "key", hint) is None
+    assert "malformed" in caplog.text
+
+
+def test_other_hosts_need_a_key(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="omni-connector keygen"):
+        make(host="10.0.0.1")
+    with pytest.raises(ConfigError, match="cannot open the key_file"):
+        make(key_file=str(tmp_path / "none"))
+
+
+def test_only_who_has_the_key_is_answered(make: Make, tmp_path: Path) -> None:
+    ours, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
+    for path in (ours, theirs):
+        write_new_key(path)
+    sender = make(key_file=ours)
+    _, _, metadata = sender.put(*EDGE, "key", b"object")
+    assert make(role="receiver", key_file=ours).get(*EDGE, "key", metadata) == (b"object", 6)
+    for other in (theirs, None):
+        assert make(role="receiver", key_file=other).get(*EDGE, "key", metadata) is None
+    # Nor does a receiver that has one believe a sender without.
+    _, _, open_metadata = make().put(*EDGE, "key", b"object")
+    assert make(role="receiver", key_file=ours).get(*EDGE, "key", open_metadata) is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"hostt": "127.0.0.1"},
+        {"host": "0.0.0.0"},
+        {"protocol": "carrier pigeon"},
+        {"memory_pool_device": "cuda"},
+        {"zmq_port": -1},
+        {"object_timeout": 0},
+    ],
+)
+def test_wrong_settings_are_refused(make: Make, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=NAME):
+        make(**settings)
+
+
+def test_a_port_that_is_taken_is_refused(make: Make) -> None:
+    sender = make()
+    with pytest.raises(ConfigError, match="cannot listen"):
+        make(zmq_port=sender.listen().port)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_question_or_malformed(packet: bytes) -> None:
+    try:
+        question = _questions.decode(packet)
+    except (ValueError, RecursionError):  # of msgspec; UnicodeDecodeError is one
+        return
+    assert isinstance(question.digest, bytes)
+
+
+def test_garbage_at_the_port_disturbs_nobody(make: Make) -> None:
+    sender, receiver = make(), make(role="receiver")
+    _, _, metadata = sender.put(*EDGE, "key", b"object")
+    address = sender.listen()
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(f"tcp://{address}")
+    for packet in ([b""], [b"\xff" * 100], [b"a", b"b"], [b"\x81\xa4type\xa4find"]):
+        dealer.send_multipart(packet)
+    with socket.create_connection((address.host, address.port)) as raw:
+        raw.sendall(os.urandom(1000))
+        assert receiver.get(*EDGE, "key", metadata) == (b"object", 6)
+    context.destroy(0)
+    assert sender.health()["status"] == "healthy"
+
+
+def test_what_a_sender_says_of_an_object_is_checked(make: Make) -> None:
+    sender, receiver = make(), make(role="receiver")
+    _, _, metadata = sender.put(*EDGE, "key", b"object")
+    objects = sender._objects._objects
+    assert objects is not None
+    [(digest, (key, stored))] = objects._objects.items()
+    for wrong in (
+        {"runs": ((0, 1 << 40),)},
+        {"runs": ((-1, 1),)},
+        {"length": 1 << 50},
+        {"length": -1},
+        {"runs": ()},
+        {"generation": stored.generation + 1},
+    ):
+        objects._objects[digest] = key, type(stored)(**{**_fields(stored), **wrong})
+        assert receiver.get(*EDGE, "key", metadata) is None
+    objects._objects[digest] = key, stored
+    assert receiver.get(*EDGE, "key", metadata) == (b"object", 6)
+
+
+def _fields(stored: Any) -> dict[str, Any]:
+    return {name: getattr(stored, name) for name in ("runs", "generation", "length", "stamp")}
+
+
+def test_what_was_read_is_told_and_makes_room(make: Make) -> None:
+    sender = make(memory_pool_size=8 << 20)
+    receiver = make(role="receiver")
+    payload = np.zeros(6 << 20, np.uint8)
+    _, _, metadata = sender.put(*EDGE, "one", payload)
+    assert not sender.put(*EDGE, "two", payload)[0]
+    assert receiver.get(*EDGE, "one", metadata) is not None
+    assert sender.put(*EDGE, "two", payload)[0]
+
+
+SENDER = """
+import sys, json
+from omni_connector.transports import ConnectorSpec, OmniConnectorFactory
+connector = OmniConnectorFactory.create_connector(
+    ConnectorSpec("MooncakeTransferEngineConnector", {"transfer_timeout": 2.0}))
+print(json.dumps(connector.put("0", "1", "key", b"x" * (4 << 20))[2]), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_sender_that_is_gone_or_stands_still(make: Make, number: signal.Signals) -> None:
+    receiver = make(role="receiver")
+    with subprocess.Popen(
+        [sys.executable, "-c", SENDER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as sender:
+        try:
+            assert sender.stdout is not None
+            metadata = json.loads(sender.stdout.readline())
+            assert receiver.get(*EDGE, "key", metadata) == (b"x" * (4 << 20), 4 << 20)
+            sender.send_signal(number)
+            started = time.monotonic()
+            assert receiver.get(*EDGE, "key", metadata) is None
+            assert time.monotonic() - started < 4.0
+        finally:
+            sender.kill()
