@@ -8,14 +8,15 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Final
 
 from vllm.logger import init_logger
 
 from omni_connector.control.shapes import GroupShape
 from omni_connector.transports.block_store import BlockStore
-from omni_connector.vllm_v1.shared_blocks import block_key, holder
+from omni_connector.vllm_v1.metrics import OmniStats
+from omni_connector.vllm_v1.shared_blocks import FailuresOf, block_key, holder
 
 logger = init_logger("vllm.omni_connector.lookups")
 
@@ -109,7 +110,7 @@ class StoreLookups:
     """Answers lookups one after the other, on a thread of its own.
 
     Args:
-        store: is asked.
+        store: is asked, and closed with this.
         groups: what this engine keeps.
         ranks: a block counts as held when it is for all of them.
         clock: seconds, monotonic.
@@ -123,6 +124,7 @@ class StoreLookups:
         clock: Callable[[], float],
     ) -> None:
         self._store = store
+        self._failures = FailuresOf(store)
         self._clock = clock
         self._distrusted = Recently(_DISTRUST_S, clock)
         # A prefix of such a group ends at the first block that is missing.
@@ -141,17 +143,25 @@ class StoreLookups:
         """Count these blocks as missing for some minutes: an entry among them is wrong."""
         self._distrusted.add(names)
 
+    def count_into(self, stats: OmniStats) -> None:
+        """Add what failed in the store since the last call."""
+        self._failures.count_into(stats)
+
     def close(self) -> None:
-        """Stop the thread, within `CLOSE_S` seconds. Idempotent."""
+        """Stop the thread, within `CLOSE_S` seconds, and let go of the store. Idempotent."""
         self._queue.put(None)
         self._thread.join(CLOSE_S)
+        self._store.close()
 
     def _run(self) -> None:
         while (lookup := self._queue.get()) is not None:
             if self._clock() >= lookup.deadline:
                 continue  # of a request that went on without
             try:
-                lookup.held = self._answer(lookup)
+                held = self._answer(lookup)
+                # A store that did not answer in time says that it holds nothing.
+                if self._clock() < lookup.deadline:
+                    lookup.held = held
             except Exception:  # the request goes on at its deadline, and so must this thread
                 logger.exception("A lookup in the shared store failed; please report it")
 
@@ -168,8 +178,8 @@ class StoreLookups:
             left = lookup.deadline - self._clock()
             answers = iter(self._store.exists(keys, timeout=max(0.0, left)))
             for name in asked:
-                held = all([next(answers) for _ in self._holders[name[0]]])
-                found[name[0]].append(held and name not in self._distrusted)
+                ranks = list(islice(answers, len(self._holders[name[0]])))
+                found[name[0]].append(all(ranks) and name not in self._distrusted)
             if any(w and not all(found[g][first:]) for g, w in enumerate(self._whole)):
-                break
+                break  # no prefix goes past it
         return [Held.of(blocks) for blocks in found]

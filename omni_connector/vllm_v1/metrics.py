@@ -69,9 +69,9 @@ class OmniStats(KVConnectorStats):
         counts = self.data["counts"]
         counts[name] = counts.get(name, 0) + amount
 
-    def fail(self, kind: str) -> None:
-        """Count a failure of this kind."""
-        self.count(_FAILURE + kind)
+    def fail(self, kind: str, number: int = 1) -> None:
+        """Count failures of this kind."""
+        self.count(_FAILURE + kind, number)
 
     def choose(self, transport: str, reason: str) -> None:
         """Count a peer's arena that is read by this transport."""
@@ -159,7 +159,7 @@ class OmniPromMetrics(KVConnectorPromMetrics):
         self._gauges = each(gauge, GAUGES, "", multiprocess_mode="mostrecent")
         self._failures = counter(
             name="vllm:omni_connector_failures",
-            documentation="Hand-offs and shared prefixes that were not used, and other failures, by kind.",
+            documentation="Hand-offs and loads that did not happen, and other failures, by kind.",
             labelnames=[*labelnames, "kind"],
         )
         self._peers = counter(

@@ -8,6 +8,7 @@ bytes depend on, so that engines which would not understand each other never mee
 
 import hashlib
 import struct
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 from omni_connector.control.messages import Fingerprint
 from omni_connector.control.shapes import GroupShape
 from omni_connector.errors import ChecksumError
+from omni_connector.transports.block_store import BlockStore
+from omni_connector.vllm_v1.metrics import OmniStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,6 +66,21 @@ def block_key(prefix: str, group: int, rank: int, block_hash: bytes) -> str:
             multimodal inputs.
     """
     return f"{prefix}/{group}.{rank}/{block_hash.hex()}"
+
+
+class FailuresOf:
+    """Brings what a store counts of its failures into statistics, each once."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store = store
+        self._told: Counter[str] = Counter()
+
+    def count_into(self, stats: OmniStats) -> None:
+        """Add the entries that failed since the last call, as `store:<kind>`."""
+        failures = Counter(self._store.failures)
+        for kind, number in (failures - self._told).items():
+            stats.fail(f"store:{kind}", number)
+        self._told = failures
 
 
 def holder(shape: GroupShape, rank: int) -> int:

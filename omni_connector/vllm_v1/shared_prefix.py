@@ -346,6 +346,7 @@ class SharedPrefix:
             self._stats.count("tokens_shared", load.num_tokens)
             return True
         load.prompt.loads = False
+        load.prompt.lookup = None  # it is not as it said: what is computed now is stored again
         if load.failure != "cancelled":
             self._stats.fail(load.failure)
         if load.failure == CORRUPT:
@@ -372,6 +373,10 @@ class SharedPrefix:
         for prompt in self._prompts.values():
             if prompt.job_id is None:
                 prompt.lookup = None
+
+    def count_failures(self) -> None:
+        """Count what failed in the store since the last call."""
+        self._lookups.count_into(self._stats)
 
     def close(self) -> None:
         """Stop asking the store. Idempotent."""

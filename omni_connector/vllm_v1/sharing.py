@@ -93,8 +93,8 @@ def sharing_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig")
     for group in group_specs(kv_cache_config):
         if "mamba" in group.kind.split("+"):
             return (
-                f"this model keeps recurrent states (layer {group.layers[0].name}), which are those "
-                "of one token, not of a block; models with attention only are shared"
+                f"this model keeps recurrent states (layer {group.layers[0].name}), which are not "
+                "shared yet"
             )
     hash_size = hash_block_size(vllm_config, kv_cache_config)
     if not hash_id(vllm_config, hash_size):

@@ -28,6 +28,7 @@ from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
 from omni_connector.vllm_v1.shared_blocks import (
     CORRUPT,
     TRAILER_BYTES,
+    FailuresOf,
     block_key,
     holder,
     seal,
@@ -40,7 +41,6 @@ logger = init_logger("vllm.omni_connector.store")
 _TRAY_BYTES: Final = 8 << 20
 _MAX_ROWS: Final = 256
 _TRAYS: Final = 8
-_ROW_ALIGN: Final = 64
 
 _PUT_S: Final = 5.0
 _GET_S: Final = 2.0
@@ -137,11 +137,12 @@ class StoreJobs:
         affinity: frozenset[int],
     ) -> None:
         self._store = store
+        self._failures = FailuresOf(store)
         self._copier = copier
         self._sizes = layout.group_bytes
         self._holders = [holder(shape, rank) for shape in groups]
         self._rank = rank
-        row_bytes = -(-(max(self._sizes) + TRAILER_BYTES) // _ROW_ALIGN) * _ROW_ALIGN
+        row_bytes = max(self._sizes) + TRAILER_BYTES
         self._rows = max(1, min(_MAX_ROWS, _TRAY_BYTES // row_bytes))
         self._outgoing = store.buffer(_TRAYS * self._rows, row_bytes)
         self._incoming = store.buffer(self._rows, row_bytes)
@@ -162,7 +163,8 @@ class StoreJobs:
             if name in COUNTERS:
                 stats.count(name, amount)
             else:
-                stats.fail(name)
+                stats.fail(name, amount)
+        self._failures.count_into(stats)
 
     def close(self) -> None:
         """Stop the threads, then let go of the store. No save may be under way. Idempotent."""
