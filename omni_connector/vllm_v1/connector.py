@@ -163,7 +163,7 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.saving()
 
     def has_pending_block_frees(self) -> bool:
-        return self._scheduler.saving()
+        return self._scheduler.frees_soon()
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
         return ()

@@ -376,8 +376,15 @@ class OmniScheduler:
         return False, None
 
     def saving(self) -> bool:
-        """Whether blocks will come free, with a later step, that no request holds."""
+        """Whether blocks are held, until a later step, that no request need hold."""
         return self._shared is not None and self._shared.saving()
+
+    def frees_soon(self) -> bool:
+        """Whether blocks come free so soon that nobody should be preempted for some."""
+        if self._shared is None:
+            return False
+        assert self._manager is not None
+        return self._shared.frees_soon(self._manager)
 
     def reset_cache(self) -> bool:
         """Forget every block that a later request could share, as after a change of weights."""

@@ -46,6 +46,9 @@ _HELD_PART: Final = 4
 # For so long a block that was sent to the store is not sent again.
 _RECENT_S: Final = 30.0
 
+# A copy that began this long ago is one that waits for the store.
+_COPY_S: Final = 0.1
+
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
@@ -54,7 +57,7 @@ class _Prompt:
     hashed_tokens: int | None  # where hashes cease to be those of its tokens
     sent: list[int]  # for each group, the blocks already considered for the store
     lookup: Lookup | None = None
-    local: int = 0  # tokens that vLLM has itself
+    local: int | None = None  # tokens that vLLM has itself; None until it asks
     offered: int = 0  # tokens beyond them that can be loaded
     missed: bool = False
     admitted: bool = False  # since the lookup
@@ -74,6 +77,7 @@ class _Load:
 class _Save:
     block_ids: list[int]
     ranks_left: int
+    started: float
 
 
 class SharedPrefix:
@@ -146,7 +150,7 @@ class SharedPrefix:
         self._look_up(prompt)
 
     def _look_up(self, prompt: _Prompt) -> None:
-        prompt.admitted = False
+        prompt.admitted, prompt.local = False, None
         hashes = [self._hashes(prompt, g, 0, None) for g in range(len(self._groups))]
         if any(hashes):
             deadline = self._clock() + self._lookup_timeout
@@ -180,6 +184,8 @@ class SharedPrefix:
             self._stats.fail("store_lookup_timeout")
             prompt.lookup = None
             return 0
+        if prompt.local == num_computed:  # asked again, as there was no room
+            return prompt.offered
         prompt.local = num_computed
         last = (request.num_tokens - 1) // self._unit * self._unit  # one is computed for its logits
         prompt.offered = max(0, self._reach(lookup, num_computed, last) - num_computed)
@@ -208,7 +214,7 @@ class SharedPrefix:
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             return
-        prompt.offered = 0
+        local, prompt.local, prompt.offered = prompt.local, None, 0
         if num_external <= 0:
             prompt.admitted = True
             self._stats.count("store_misses", prompt.missed)
@@ -216,14 +222,15 @@ class SharedPrefix:
             return
         lookup = prompt.lookup
         assert lookup is not None, "tokens are matched only by a lookup"
-        load = self._load(prompt, lookup, blocks, prompt.local + num_external)
+        assert local is not None
+        load = self._load(prompt, lookup, blocks, local, local + num_external)
         prompt.job_id = load.job_id
         self._queued.append(load)
 
     def _load(
-        self, prompt: _Prompt, lookup: Lookup, blocks: "KVCacheBlocks", end: int
+        self, prompt: _Prompt, lookup: Lookup, blocks: "KVCacheBlocks", start: int, end: int
     ) -> StoreLoad:
-        request_id, start = prompt.request.request_id, prompt.local
+        request_id = prompt.request.request_id
         job = StoreLoad(
             job_id=next(self._job_ids),
             request_id=request_id,
@@ -275,6 +282,8 @@ class SharedPrefix:
             if end <= first:
                 continue
             hashes = self._hashes(prompt, g, first, end)
+            if not hashes:
+                continue
             prompt.sent[g] = first + len(hashes)
             if tables is None:
                 tables = manager.get_block_ids(prompt.request.request_id)
@@ -287,7 +296,7 @@ class SharedPrefix:
         manager.block_pool.touch([manager.block_pool.blocks[each] for each in block_ids])
         self._num_held += len(block_ids)
         job = StoreSave(next(self._job_ids), self._prefix, runs)
-        self._saves[job.job_id] = _Save(block_ids, self._ranks)
+        self._saves[job.job_id] = _Save(block_ids, self._ranks, self._clock())
         return job
 
     def _run(
@@ -363,6 +372,14 @@ class SharedPrefix:
         """Whether blocks are held that come free without any request's doing."""
         return bool(self._saves)
 
+    def frees_soon(self, manager: "KVCacheManager") -> bool:
+        """Whether blocks that nothing but a copy holds come free sooner than a preemption pays."""
+        blocks, since = manager.block_pool.blocks, self._clock() - _COPY_S
+        return any(
+            save.started > since and any(blocks[each].ref_cnt == 1 for each in save.block_ids)
+            for save in self._saves.values()
+        )
+
     def forget(self) -> None:
         """Share nothing with what is stored now: the model may have other weights from here on.
 
@@ -372,7 +389,7 @@ class SharedPrefix:
         self._sent = Recently(_RECENT_S, self._clock)
         for prompt in self._prompts.values():
             if prompt.job_id is None:
-                prompt.lookup = None
+                prompt.lookup, prompt.offered = None, 0
 
     def count_failures(self) -> None:
         """Count what failed in the store since the last call."""

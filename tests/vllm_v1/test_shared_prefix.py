@@ -6,7 +6,7 @@ import time
 import pytest
 from vllm.v1.request import FinishReason
 
-from omni_connector.vllm_v1 import store_jobs
+from omni_connector.vllm_v1 import shared_prefix, store_jobs
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, prompt, run, wait
 from .stores import Shelf
@@ -469,6 +469,32 @@ def test_copies_hold_a_part_of_the_blocks_at_most(sharer, shelf, tokens):
     assert engine.half._shared._num_held == 5
     assert engine.count("blocks_dropped") == 1
     held.open()
+    assert_clean(engine)
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.0], ids=["soon", "late"])
+def test_only_copies_that_end_soon_are_waited_for_where_blocks_lack(
+    sharer, shelf, tokens, monkeypatch, seconds
+):
+    monkeypatch.setattr(shared_prefix, "_HELD_PART", 1)
+    monkeypatch.setattr(shared_prefix, "_COPY_S", seconds)
+    engine = sharer(usable_blocks=14)
+    held = engine.hold(saves=True)
+    ended = engine.submit(PREFIX, max_tokens=1)
+    engine.run(lambda: engine.done(ended))
+    one, other = prompt(3 * BLOCK - 2, seed=1), prompt(2 * BLOCK - 2, seed=2)
+    ids = [engine.submit(each, max_tokens=2 * BLOCK) for each in (one, other)]
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    engine.run(lambda: bool(engine.preempted) or not pool.get_num_free_blocks())
+    for _ in range(BLOCK):
+        engine.step()
+    assert not engine.done(*ids)
+    assert bool(engine.preempted) is not bool(seconds)
+    held.open()
+    engine.run(lambda: engine.done(*ids))
+    for request_id, each in zip(ids, (one, other), strict=True):
+        assert engine.answers[request_id].tokens == tokens(each, 2 * BLOCK)
+    landed(engine)
     assert_clean(engine)
 
 
