@@ -82,6 +82,28 @@ class Staging:
             self._kept.append((self._clock() + self.QUARANTINE_S, memory))
             self._kept_bytes += memory.nbytes
 
+    def retire(self, memory: NDArray[np.uint8], futures: Sequence["Future[list[int]]"]) -> None:
+        """Unregister memory once these calls have ended, later if one does not end well."""
+        left = len(futures)
+        lock = threading.Lock()
+
+        def one(_: object) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                last = left == 0
+            if not last:
+                return
+            if all(map(_ended_well, futures)):
+                self._client.unregister(memory)
+            else:
+                self.keep(memory)
+
+        for future in futures:
+            future.add_done_callback(one)
+        if not futures:
+            self._client.unregister(memory)
+
     def sweep(self) -> None:
         """Let go of memory that was kept long enough.
 
@@ -111,10 +133,14 @@ class Staging:
             self._client.unregister(memory)
 
     def _settle(self, memory: NDArray[np.uint8], ended: "Future[list[int]]") -> None:
-        if ended.exception() is not None or TRANSFER_FAILED in ended.result():
-            self.keep(memory)
-        else:
+        if _ended_well(ended):
             self.give_back(memory)
+        else:
+            self.keep(memory)
+
+
+def _ended_well(future: "Future[list[int]]") -> bool:
+    return future.exception() is None and TRANSFER_FAILED not in future.result()
 
 
 def pages(nbytes: int) -> NDArray[np.uint8]:

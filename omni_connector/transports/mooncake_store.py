@@ -9,22 +9,20 @@ reader gets the version before or the one after, whole, or sees that it did not.
 Mooncake never overwrites what is put, but replaces what is "upserted"; heads are upserted.
 """
 
+import dataclasses
 import logging
-import os
-import struct
+import math
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.config import memory_limit_bytes
 from omni_connector.errors import (
     ArenaFullError,
     ChecksumError,
@@ -44,21 +42,18 @@ from omni_connector.transports.mooncake_client import (
     StoreClient,
     name_of,
 )
+from omni_connector.transports.mooncake_head import (
+    CONTENT_AT,
+    HEAD_BYTES,
+    PIECE_BYTES,
+    Version,
+    checksum_of,
+    head_name,
+)
 from omni_connector.transports.mooncake_lib import store_module
 from omni_connector.transports.mooncake_memory import Staging, addresses
 
 logger = logging.getLogger(__name__)
-
-PIECE_BYTES: Final = 8 << 20
-HEAD_BYTES: Final = 16 << 10
-
-_MAGIC: Final = b"omniobj1"
-# Magic, bytes of the object, bytes of a piece, version, digest of the key, checksum of the content;
-# then the checksum of all that.
-_HEAD: Final = struct.Struct("<8sQQ16s32sQ")
-_SEAL: Final = struct.Struct("<Q")
-_CONTENT_AT: Final = 128
-INLINE_BYTES: Final = HEAD_BYTES - _CONTENT_AT
 
 _ATTEMPTS: Final = 4
 _WINDOW: Final = 2
@@ -68,28 +63,6 @@ _NOT_READY_S: Final = 0.25
 _CLEANUP_S: Final = 2.0
 # What was put longer ago is left to Mooncake's eviction: a pipeline need not clean up.
 _MAX_REMEMBERED: Final = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class _Version:
-    """One version of an object, as its head describes it."""
-
-    length: int
-    piece_bytes: int
-    version: bytes
-    digest: bytes
-    checksum: int
-
-    @property
-    def inline(self) -> bool:
-        return self.length <= INLINE_BYTES
-
-    def pieces(self) -> list[int]:
-        """Bytes of each piece."""
-        if self.inline:
-            return []
-        starts = range(0, self.length, self.piece_bytes)
-        return [min(self.piece_bytes, self.length - start) for start in starts]
 
 
 class MooncakeStoreConnector(OmniConnector):
@@ -130,7 +103,8 @@ class MooncakeStoreConnector(OmniConnector):
         namespace: str = "default",
         object_timeout: float = 10.0,
     ) -> None:
-        if not (object_timeout > 0 and segment_gib >= 0 and buffer_mib >= 0):
+        numbers = (object_timeout, segment_gib, buffer_mib)
+        if not (all(map(math.isfinite, numbers)) and min(numbers) >= 0 and object_timeout > 0):
             raise ValueError(
                 "object_timeout must be positive, segment_gib and buffer_mib not negative"
             )
@@ -156,7 +130,7 @@ class MooncakeStoreConnector(OmniConnector):
         self._buffers = Buffers()
         self._lock = threading.Lock()
         self._closed = False
-        self._stored: OrderedDict[bytes, tuple[ObjectKey, _Version]] = OrderedDict()
+        self._stored: OrderedDict[bytes, tuple[ObjectKey, Version]] = OrderedDict()
 
     @property
     def is_store(self) -> bool:
@@ -167,13 +141,15 @@ class MooncakeStoreConnector(OmniConnector):
         return self._object_timeout
 
     def export(self, arena: Arena, name: str) -> Endpoint:
-        raise TransportError("a store keeps objects; it exports no arenas")
+        raise TransportError(
+            "a store keeps objects and exports no arenas; engines need another transport"
+        )
 
     def withdraw(self, endpoint: Endpoint) -> None:
         """Nothing is ever exported."""
 
     def attach(self, endpoint: Endpoint, *, timeout: float) -> RemoteArena:
-        raise TransportError("a store keeps objects; it attaches to no arenas")
+        raise TransportError("a store keeps objects and attaches to no arenas")
 
     def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
         self._check_open()
@@ -182,19 +158,18 @@ class MooncakeStoreConnector(OmniConnector):
         digest = key.digest
         self._client.turns.take(digest, deadline)
         try:
-            version = os.urandom(16)
-            plain = _Version(length, PIECE_BYTES, version, digest, 0)
+            version = Version.new(digest, length)
             try:
-                if plain.inline:
+                if version.inline:
                     content = b"".join(parts)
                     checksum = xxhash.xxh3_64_intdigest(content)
                 else:
                     content = b""
-                    checksum = self._store_pieces(plain, parts, deadline)
-                stored = _Version(length, PIECE_BYTES, version, digest, checksum)
-                head = self._start_head(stored, content, deadline)
+                    checksum = self._store_pieces(version, parts, deadline)
+                version = dataclasses.replace(version, checksum=checksum)
+                head = self._start_head(version, content, deadline)
             except BaseException:
-                self._remove(self._piece_names(plain))
+                self._remove(version.piece_names(self._prefix))
                 raise
         except BaseException:
             self._client.turns.end(digest)
@@ -204,9 +179,9 @@ class MooncakeStoreConnector(OmniConnector):
         try:
             self._check(self._client.codes(head, deadline), [key])
         except BaseException:
-            self._remove(self._piece_names(stored))
+            self._remove(version.piece_names(self._prefix))
             raise
-        self._remember(key, stored)
+        self._remember(key, version)
         return {"transport": self.transport, "length": length}
 
     def load_object(
@@ -214,7 +189,7 @@ class MooncakeStoreConnector(OmniConnector):
     ) -> memoryview | None:
         self._check_open()
         deadline = time.monotonic() + timeout
-        failed: _Version | None = None
+        failed: Version | None = None
         problem: OmniError | None = None
         for _ in range(_ATTEMPTS):
             try:
@@ -227,7 +202,7 @@ class MooncakeStoreConnector(OmniConnector):
             if found is None:
                 return None
             version, content = found
-            if version.inline:
+            if content is not None:
                 return content.data
             if version == failed:
                 break
@@ -256,11 +231,11 @@ class MooncakeStoreConnector(OmniConnector):
         names: list[str] = []
         try:
             for digest, version in dropped:
-                names += self._piece_names(version)
+                names += version.piece_names(self._prefix)
                 # Somebody else may have put a newer one, which stays.
                 found = self._load_head(digest, deadline)
                 if found is not None and found[0] == version:
-                    names.append(self._head_name(digest))
+                    names.append(head_name(self._prefix, version.digest))
         except OmniError as error:
             logger.warning("Objects of %r are left to Mooncake's eviction: %s", request_id, error)
         self._remove(names, deadline)
@@ -290,10 +265,10 @@ class MooncakeStoreConnector(OmniConnector):
             found["status"] = f"unhealthy: {error}"
         return found
 
-    def _store_pieces(self, version: _Version, parts: Sequence[memoryview], deadline: float) -> int:
-        names = self._piece_names(version)
-        sizes = version.pieces()
-        checksums = np.empty(len(sizes), np.uint64)
+    def _store_pieces(self, version: Version, parts: Sequence[memoryview], deadline: float) -> int:
+        names = version.piece_names(self._prefix)
+        sizes = version.pieces
+        checksums = [0] * len(sizes)
         source = _Source(parts)
         under_way: deque[tuple[str, Future[list[int]]]] = deque()
         for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
@@ -312,43 +287,32 @@ class MooncakeStoreConnector(OmniConnector):
             under_way.append((name, self._start(self._pieces, memory, call)))
         for done, future in under_way:
             self._check(self._client.codes(future, deadline), [done])
-        return _checksum(version.length, checksums)
+        return checksum_of(version.length, checksums)
 
-    def _start_head(
-        self, version: _Version, content: bytes, deadline: float
-    ) -> "Future[list[int]]":
-        head = bytearray(_CONTENT_AT)
-        _HEAD.pack_into(
-            head,
-            0,
-            _MAGIC,
-            version.length,
-            version.piece_bytes,
-            version.version,
-            version.digest,
-            version.checksum,
-        )
-        _SEAL.pack_into(head, _HEAD.size, xxhash.xxh3_64_intdigest(head[: _HEAD.size]))
-        size = _CONTENT_AT + len(content)
+    def _start_head(self, version: Version, content: bytes, deadline: float) -> "Future[list[int]]":
+        head = version.encode() + content
         memory = self._heads.take()
-        memory[:size] = np.frombuffer(bytes(head) + content, np.uint8)
-        name = [self._head_name(version.digest)]
-        place = addresses(memory, [0])
+        memory[: len(head)] = np.frombuffer(head, np.uint8)
+        name, place, size = (
+            [head_name(self._prefix, version.digest)],
+            addresses(memory, [0]),
+            [len(head)],
+        )
 
         def call(store: Any) -> list[int]:
-            codes: list[int] = store.batch_upsert_from(name, place, [size], self._pinned)
+            codes: list[int] = store.batch_upsert_from(name, place, size, self._pinned)
             while codes[0] in PASSING and time.monotonic() < deadline:
                 time.sleep(_RETRY_S)
-                codes = store.batch_upsert_from(name, place, [size], self._pinned)
+                codes = store.batch_upsert_from(name, place, size, self._pinned)
             return codes
 
         return self._start(self._heads, memory, call)
 
     def _load_head(
         self, digest: bytes, deadline: float
-    ) -> tuple[_Version, NDArray[np.uint8]] | None:
+    ) -> tuple[Version, NDArray[np.uint8] | None] | None:
         memory = self._heads.take()
-        name, place = [self._head_name(digest)], addresses(memory, [0])
+        name, place = [head_name(self._prefix, digest)], addresses(memory, [0])
         ready = min(deadline, time.monotonic() + _NOT_READY_S)
 
         def call(store: Any) -> list[int]:
@@ -369,46 +333,32 @@ class MooncakeStoreConnector(OmniConnector):
                 return None
             if size < 0:
                 raise TransportError(f"Mooncake cannot read {name[0]}: {name_of(size)}")
-            return self._parse(memory[:size], digest)
+            version = Version.decode(memory[:size], digest)
+            if not version.inline:
+                return version, None
+            return version, self._content(version, memory[CONTENT_AT:size])
         finally:
             self._heads.settle(memory, future)
 
-    def _parse(self, head: NDArray[np.uint8], digest: bytes) -> tuple[_Version, NDArray[np.uint8]]:
-        if head.size < _CONTENT_AT:
-            raise IntegrityError(f"{head.size} bytes are no head of an object")
-        raw = head[: _HEAD.size].tobytes()
-        (seal,) = _SEAL.unpack(head[_HEAD.size : _HEAD.size + _SEAL.size].tobytes())
-        magic, length, piece_bytes, version, own, checksum = _HEAD.unpack(raw)
-        if magic != _MAGIC or seal != xxhash.xxh3_64_intdigest(raw):
-            raise IntegrityError("what is under the key is no head of an object")
-        if own != digest:
-            raise IntegrityError("what is under the key is the head of another object")
-        found = _Version(length, piece_bytes, version, digest, checksum)
-        if not found.inline:
-            if length > memory_limit_bytes() or piece_bytes < INLINE_BYTES:
-                raise IntegrityError(f"an object of {length} bytes in pieces of {piece_bytes}")
-            return found, head[:0]
-        if head.size != _CONTENT_AT + length:
-            raise IntegrityError(f"{head.size - _CONTENT_AT} bytes of an object of {length}")
-        content = self._buffers.take(length)
-        np.copyto(content, head[_CONTENT_AT:])
-        if xxhash.xxh3_64_intdigest(content.data) != checksum:
+    def _content(self, version: Version, following: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        content = self._buffers.take(version.length)
+        np.copyto(content, following)
+        if xxhash.xxh3_64_intdigest(content.data) != version.checksum:
             raise ChecksumError("an object has other bytes than were put")
-        return found, content
+        return content
 
-    def _load_pieces(self, version: _Version, deadline: float) -> NDArray[np.uint8] | None:
-        names, sizes = self._piece_names(version), version.pieces()
+    def _load_pieces(self, version: Version, deadline: float) -> NDArray[np.uint8] | None:
+        names, sizes = version.piece_names(self._prefix), version.pieces
         self._pieces.sweep()
         content = self._buffers.take(version.length)
         self._client.register(content)
-        checksums = np.empty(len(sizes), np.uint64)
+        checksums = [0] * len(sizes)
         under_way: deque[tuple[range, Future[list[int]]]] = deque()
         groups = deque(
             range(start, min(start + _GROUP_PIECES, len(sizes)))
             for start in range(0, len(sizes), _GROUP_PIECES)
         )
         started: list[Future[list[int]]] = []
-        clean = False
         try:
             while groups or under_way:
                 while groups and len(under_way) < _WINDOW:
@@ -437,15 +387,11 @@ class MooncakeStoreConnector(OmniConnector):
                     start = i * version.piece_bytes
                     piece = content[start : start + sizes[i]]
                     checksums[i] = xxhash.xxh3_64_intdigest(piece.data)
-            if _checksum(version.length, checksums) != version.checksum:
+            if checksum_of(version.length, checksums) != version.checksum:
                 raise ChecksumError("an object has other bytes than were put")
-            clean = True
             return content
         finally:
-            if clean:
-                self._client.unregister(content)
-            else:
-                _after(started, lambda: self._pieces.keep(content))
+            self._pieces.retire(content, started)
 
     def _start(self, staging: Staging, memory: NDArray[np.uint8], call: Any) -> "Future[list[int]]":
         try:
@@ -465,14 +411,14 @@ class MooncakeStoreConnector(OmniConnector):
             if code != OK:
                 raise TransportError(f"Mooncake does not take {name}: {name_of(code)}")
 
-    def _remember(self, key: ObjectKey, version: _Version) -> None:
+    def _remember(self, key: ObjectKey, version: Version) -> None:
         with self._lock:
             before = self._stored.pop(version.digest, None)
             self._stored[version.digest] = key, version
             if len(self._stored) > _MAX_REMEMBERED:
                 self._stored.popitem(last=False)
         if before is not None:
-            self._remove(self._piece_names(before[1]))
+            self._remove(before[1].piece_names(self._prefix))
 
     def _remove(self, names: list[str], deadline: float | None = None) -> None:
         # Best effort: what stays is evicted some day, and belongs to no head.
@@ -487,13 +433,6 @@ class MooncakeStoreConnector(OmniConnector):
                     logger.warning("Mooncake does not remove %d entries: %s", len(left), left[0])
         except OmniError as error:
             logger.debug("%d entries are left to Mooncake's eviction: %s", len(names), error)
-
-    def _head_name(self, digest: bytes) -> str:
-        return f"{self._prefix}/{digest.hex()}"
-
-    def _piece_names(self, version: _Version) -> list[str]:
-        base = f"{self._prefix}/{version.digest.hex()}/{version.version.hex()}"
-        return [f"{base}/{index}" for index in range(len(version.pieces()))]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -517,30 +456,6 @@ class _Source:
             count = min(room.size, self._left.size)
             np.copyto(room[:count], self._left[:count])
             room, self._left = room[count:], self._left[count:]
-
-
-def _checksum(length: int, checksums: NDArray[np.uint64]) -> int:
-    """That of an object of so many bytes whose pieces have these."""
-    return xxhash.xxh3_64_intdigest(length.to_bytes(8, "little") + checksums.tobytes())
-
-
-def _after(futures: list["Future[list[int]]"], work: Any) -> None:
-    """Do something once all calls have ended."""
-    left = len(futures)
-    lock = threading.Lock()
-
-    def one(_: object) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = not left
-        if last:
-            work()
-
-    if not futures:
-        work()
-    for future in futures:
-        future.add_done_callback(one)
 
 
 def _pinned() -> Any:
