@@ -47,6 +47,44 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 10.0
 
 
+class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The store in which engines share the prefixes of prompts, a Mooncake Store.
+
+    Attributes:
+        master: `host:port` of its master.
+        metadata_server: where Mooncake's clients find each other; by default they ask each other.
+        protocol, device: as in `MooncakeSettings`.
+        host: address of this machine that the other clients reach; None takes the one that it
+            has towards the master.
+        segment_gib: memory that this engine lends to the store, over all its ranks; 0 for none.
+        lookup_timeout_s: seconds that a request waits to hear what the store holds of its prompt.
+    """
+
+    master: str
+    metadata_server: str = "P2PHANDSHAKE"
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    device: str = ""
+    host: str | None = None
+    segment_gib: float = 0.25
+    lookup_timeout_s: float = 0.25
+
+    def check(self) -> None:
+        """Raise ConfigError for a value that is out of range."""
+        host, _, port = self.master.rpartition(":")
+        if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+            raise ConfigError(f"store.master must be host:port, not {self.master!r}")
+        if not (math.isfinite(self.segment_gib) and self.segment_gib >= 0):
+            raise ConfigError(f"store.segment_gib must not be negative, {self.segment_gib!r}")
+        if not (math.isfinite(self.lookup_timeout_s) and self.lookup_timeout_s > 0):
+            raise ConfigError(
+                f"store.lookup_timeout_s must be a positive number, not {self.lookup_timeout_s!r}"
+            )
+
+    def segment_bytes(self) -> int:
+        """Bytes lent by all ranks of this engine."""
+        return int(self.segment_gib * _GIB)
+
+
 class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of one engine's connector.
 
@@ -71,6 +109,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         key_file: what `omni-connector keygen` made, the same for all engines of a cluster.
         peers: hosts that prompts may be fetched from: IP addresses, networks, host names.
         mooncake: how Mooncake is started; see `MooncakeSettings`.
+        store: where prefixes are shared with engines on any host; None shares none.
     """
 
     transport: str = "auto"
@@ -85,6 +124,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     key_file: str | None = None
     peers: tuple[str, ...] = ()
     mooncake: MooncakeSettings = MooncakeSettings()
+    store: StoreSettings | None = None
 
     @classmethod
     def load(
@@ -129,6 +169,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         timeout_s = self.mooncake.timeout_s
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ConfigError(f"mooncake.timeout_s must be a positive number, not {timeout_s!r}")
+        if self.store is not None:
+            self.store.check()
         if not self.namespace or not all(c.isalnum() or c in "-_." for c in self.namespace):
             raise ConfigError(
                 f"namespace must be letters, digits, '-', '_' or '.', not {self.namespace!r}"

@@ -110,6 +110,13 @@ if [ "$target" = cpu ]; then
     "$python" -m pip uninstall --quiet --quiet --yes torchvision torchaudio torchcodec
 fi
 
+# Mooncake's modules are linked to these, whatever it transfers over. Only its tests need them.
+if [ -n "$(installed mooncake-transfer-engine-non-cuda)" ] \
+    && ! "$python" -c 'import mooncake.engine, mooncake.store' 2>/dev/null; then
+    (need_package "Mooncake needs system libraries" libibverbs1 librdmacm1 libnuma1) \
+        || say "going on without Mooncake: its tests will be skipped"
+fi
+
 "$python" -c 'import vllm, omni_connector' || die "the installed packages do not load"
 printf '%s\n' "$want" >"$stamp"
 say "$VENV is ready"

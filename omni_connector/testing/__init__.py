@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools for testing what is built on, or beside, this package.
 
-`TransportConformance`, the suite that every transport has to pass, needs pytest and Hypothesis
-and is imported on first use.
+`TransportConformance`, the suite that every transport has to pass, and `StoreConformance`, that of
+stores, need pytest and Hypothesis and are imported on first use.
 """
 
 from typing import TYPE_CHECKING
@@ -11,14 +11,14 @@ from omni_connector.testing.clock import FakeClock
 from omni_connector.testing.faults import FaultyConnector
 
 if TYPE_CHECKING:
-    from omni_connector.testing.conformance import TransportConformance
+    from omni_connector.testing.conformance import StoreConformance, TransportConformance
 
-__all__ = ["FakeClock", "FaultyConnector", "TransportConformance"]
+__all__ = ["FakeClock", "FaultyConnector", "StoreConformance", "TransportConformance"]
 
 
 def __getattr__(name: str) -> object:
-    if name != "TransportConformance":
+    if name not in ("StoreConformance", "TransportConformance"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from omni_connector.testing.conformance import TransportConformance
+    from omni_connector.testing import conformance
 
-    return TransportConformance
+    return getattr(conformance, name)

@@ -5,15 +5,19 @@ import difflib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 import msgspec
 
-from omni_connector.errors import ConfigError, MissingDependencyError
+from omni_connector.config import MooncakeSettings
+from omni_connector.errors import ConfigError
+from omni_connector.peers import Peers, is_loopback, parse_host
 from omni_connector.transports.base import OmniConnector
 from omni_connector.transports.registry import transport_class, transport_names
 
 SHARED_MEMORY: Final = "SharedMemoryConnector"
+MOONCAKE_STORE: Final = "MooncakeStoreConnector"
+MOONCAKE_ENGINE: Final = "MooncakeTransferEngineConnector"
 
 # Settings that pipelines give every connector, and those of other connectors of the same name.
 _FOREIGN_SETTINGS: Final = frozenset(
@@ -40,39 +44,128 @@ class _SharedMemorySettings(msgspec.Struct, frozen=True):
     peer_timeout: float = 1.0
 
 
-def _shared_memory(extra: dict[str, Any]) -> OmniConnector:
-    from omni_connector.transports.shm import SharedMemoryConnector
+class _MooncakeStoreSettings(msgspec.Struct, frozen=True):
+    """`ConnectorSpec.extra` of the store; see `MooncakeStoreConnector`."""
 
-    known = _SharedMemorySettings.__struct_fields__
+    master: str = "127.0.0.1:50051"
+    metadata_server: str = "P2PHANDSHAKE"
+    host: str | None = None
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    device: str = ""
+    segment_gib: float = 0.25
+    buffer_mib: float = 64.0
+    namespace: str = "default"
+    object_timeout: float = 10.0
+
+
+class _MooncakeEngineSettings(msgspec.Struct, frozen=True):
+    """`ConnectorSpec.extra` of the Transfer Engine; see `MooncakeConnector`.
+
+    The names down to `sender_zmq_port` are vLLM-Omni's. `memory_pool_size` is in bytes, and limits
+    what has been put and neither been got nor cleaned up.
+    """
+
+    host: str = "127.0.0.1"
+    zmq_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    device_name: str = ""
+    memory_pool_size: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    memory_pool_device: Literal["cpu"] = "cpu"
+    sender_host: str | None = None
+    sender_zmq_port: int | None = None
+    key_file: str | None = None
+    peers: tuple[str, ...] = ()
+    object_timeout: float = 5.0
+    transfer_timeout: float = 10.0
+
+
+# vLLM-Omni's names of settings: what they are here, and how many of theirs are one of ours.
+_STORE_ALIASES: Final = {
+    "segment": ("segment_gib", 1 << 30),
+    "localbuf": ("buffer_mib", 1 << 20),
+    "proto": ("protocol", None),
+    "rdma": ("device", None),
+}
+
+_Settings = TypeVar("_Settings", bound=msgspec.Struct)
+
+
+def _read(connector: str, extra: dict[str, Any], settings: type[_Settings]) -> _Settings:
+    known = settings.__struct_fields__
     own = {key: value for key, value in extra.items() if key not in _FOREIGN_SETTINGS}
     for key in own:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
             raise ConfigError(
-                f"{SHARED_MEMORY}: unknown setting {key!r}; did you mean {near!r}? "
+                f"{connector}: unknown setting {key!r}; did you mean {near!r}? "
                 f"Known are {', '.join(known)}"
             )
     try:
-        settings = msgspec.convert(own, _SharedMemorySettings)
+        return msgspec.convert(own, settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{connector}: {error}") from error
+
+
+def _shared_memory(extra: dict[str, Any]) -> OmniConnector:
+    from omni_connector.transports.shm import SharedMemoryConnector
+
+    settings = _read(SHARED_MEMORY, extra, _SharedMemorySettings)
+    try:
         return SharedMemoryConnector(**msgspec.structs.asdict(settings))
-    except (msgspec.ValidationError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(f"{SHARED_MEMORY}: {error}") from error
 
 
-def _not_built(name: str) -> Constructor:
-    def refuse(extra: dict[str, Any]) -> OmniConnector:
-        raise MissingDependencyError(
-            f"{name} is not in this version of omni-connector, which has no Mooncake transport; "
-            f"on one host use {SHARED_MEMORY}"
+def _mooncake_store(extra: dict[str, Any]) -> OmniConnector:
+    from omni_connector.transports.mooncake_store import MooncakeStoreConnector
+
+    for alias, (name, unit) in _STORE_ALIASES.items():
+        if alias in extra:
+            if name in extra:
+                raise ConfigError(
+                    f"{MOONCAKE_STORE}: {alias!r} and {name!r} say the same; give one"
+                )
+            value = extra.pop(alias)
+            extra[name] = value / unit if unit and isinstance(value, int | float) else value
+    settings = _read(MOONCAKE_STORE, extra, _MooncakeStoreSettings)
+    try:
+        return MooncakeStoreConnector(**msgspec.structs.asdict(settings))
+    except ValueError as error:
+        raise ConfigError(f"{MOONCAKE_STORE}: {error}") from error
+
+
+def _mooncake_engine(extra: dict[str, Any]) -> OmniConnector:
+    from omni_connector.transports.mooncake import MooncakeConnector
+
+    settings = _read(MOONCAKE_ENGINE, extra, _MooncakeEngineSettings)
+    try:
+        host = str(parse_host("127.0.0.1" if settings.host == "localhost" else settings.host))
+        if settings.key_file is None and not is_loopback(host):
+            raise ConfigError(
+                f"host {host!r} is no loopback address, so that key_file is needed; "
+                "`omni-connector keygen PATH` makes one, for all stages to share"
+            )
+        allowed = Peers(settings.peers)
+        connector = MooncakeConnector(
+            settings=MooncakeSettings(
+                protocol=settings.protocol,
+                device=settings.device_name,
+                timeout_s=settings.transfer_timeout,
+            ),
+            host=host,
+            allowed=lambda host: is_loopback(host) or allowed.allows(host),
+            port=settings.zmq_port,
+            key_file=settings.key_file,
+            object_gib=settings.memory_pool_size and settings.memory_pool_size / (1 << 30),
+            object_timeout=settings.object_timeout,
         )
-
-    return refuse
-
-
-def _transfer_engine(extra: dict[str, Any]) -> OmniConnector:
-    from omni_connector.transports.mooncake import from_settings
-
-    return from_settings(extra)
+        if settings.sender_host is not None and settings.sender_zmq_port is not None:
+            connector.update_sender_info(settings.sender_host, settings.sender_zmq_port)
+        if str(extra.get("role", "sender")).lower() != "receiver":
+            connector.listen()
+    except ValueError as error:
+        raise ConfigError(f"{MOONCAKE_ENGINE}: {error}") from error
+    return connector
 
 
 class OmniConnectorFactory:
@@ -86,9 +179,9 @@ class OmniConnectorFactory:
     _lock: ClassVar = threading.Lock()
     _constructors: ClassVar[dict[str, Constructor]] = {
         SHARED_MEMORY: _shared_memory,
-        "MooncakeStoreConnector": _not_built("MooncakeStoreConnector"),
-        "MooncakeConnector": _not_built("MooncakeConnector"),
-        "MooncakeTransferEngineConnector": _transfer_engine,
+        MOONCAKE_STORE: _mooncake_store,
+        "MooncakeConnector": _mooncake_store,
+        MOONCAKE_ENGINE: _mooncake_engine,
     }
 
     @classmethod
@@ -115,6 +208,7 @@ class OmniConnectorFactory:
         Raises:
             ConfigError (a ValueError): the name is unknown, or a setting is.
             MissingDependencyError: the connector needs what is not installed.
+            TransportError: what it connects to cannot be reached.
         """
         constructor = cls._constructors.get(spec.name)
         if constructor is not None:

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
@@ -24,13 +24,12 @@ from numpy.typing import NDArray
 from omni_connector.config import MooncakeSettings
 from omni_connector.control.keys import load_key
 from omni_connector.errors import (
-    ConfigError,
     PeerRefusedError,
     PeerUnreachableError,
     ProtocolError,
     TransportError,
 )
-from omni_connector.peers import HostPort, Peers, is_loopback, parse_host
+from omni_connector.peers import HostPort, is_loopback, parse_host
 from omni_connector.transports.arena import Arena, ArenaView
 from omni_connector.transports.arena_format import (
     HEADER_BYTES,
@@ -75,7 +74,6 @@ class MooncakeConnector(OmniConnector):
         namespace: for the interface's sake; who may read whom is decided by addresses.
         port: where peers ask for objects that were put here; 0 lets the system choose.
         key_file: what `omni-connector keygen` made, which askers must have, and be shown.
-        sender: whom `get` asks, if its metadata says nothing; see `update_sender_info`.
         object_gib: size of the arena for objects; see `SharedMemoryConnector`.
         object_timeout: seconds that a `get` waits for peers to answer.
 
@@ -95,7 +93,6 @@ class MooncakeConnector(OmniConnector):
         namespace: str = "default",
         port: int = 0,
         key_file: str | None = None,
-        sender: HostPort | None = None,
         object_gib: float | None = None,
         object_timeout: float = 5.0,
     ) -> None:
@@ -105,7 +102,7 @@ class MooncakeConnector(OmniConnector):
         self._engine = Engine(self._settings, self._settings.host or host)
         self._allowed = allowed or is_loopback
         self._object_timeout = object_timeout
-        self._sender = sender
+        self._sender: HostPort | None = None
         self._objects = MooncakeObjects(
             export=lambda arena: self.export(arena, _OBJECTS),
             attach=self._attach_objects,
@@ -441,66 +438,3 @@ def _read_hint(metadata: Mapping[str, Any] | None) -> HostPort | None:
         return HostPort(str(parse_host(hint.source_host)), hint.source_port)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         raise ProtocolError(f"the metadata of an object is malformed: {error}") from error
-
-
-class _Settings(msgspec.Struct, frozen=True):
-    """`ConnectorSpec.extra`: vLLM-Omni's names first, then ours."""
-
-    host: str = "127.0.0.1"
-    zmq_port: int = 0
-    protocol: Literal["tcp", "rdma"] = "tcp"
-    device_name: str = ""
-    memory_pool_size: int | None = None
-    memory_pool_device: Literal["cpu"] = "cpu"
-    sender_host: str | None = None
-    sender_zmq_port: int | None = None
-    role: str = "sender"
-    key_file: str | None = None
-    peers: tuple[str, ...] = ()
-    object_timeout: float = 5.0
-    transfer_timeout: float = 10.0
-
-
-def from_settings(extra: dict[str, Any]) -> MooncakeConnector:
-    """A connector for the settings of a pipeline; one that sends listens from now on.
-
-    Raises:
-        ConfigError (a ValueError): a setting is unknown or wrong, or it cannot listen.
-        MissingDependencyError, TransportError: Mooncake is not installed, or does not start.
-    """
-    try:
-        settings = msgspec.convert(extra, _Settings)
-        host = str(parse_host("127.0.0.1" if settings.host == "localhost" else settings.host))
-        sender = None
-        if settings.sender_host is not None and settings.sender_zmq_port is not None:
-            sender = HostPort(str(parse_host(settings.sender_host)), settings.sender_zmq_port)
-        if settings.key_file is None and not is_loopback(host):
-            raise ConfigError(
-                f"host: {host!r} is no loopback address, so that key_file is needed; "
-                "`omni-connector keygen PATH` makes one, for all stages to share"
-            )
-        allowed = Peers(settings.peers)
-        gib = settings.memory_pool_size and settings.memory_pool_size / (1 << 30)
-        connector = MooncakeConnector(
-            settings=MooncakeSettings(
-                protocol=settings.protocol,
-                device=settings.device_name,
-                timeout_s=settings.transfer_timeout,
-            ),
-            host=host,
-            allowed=lambda host: is_loopback(host) or allowed.allows(host),
-            port=settings.zmq_port,
-            key_file=settings.key_file,
-            sender=sender,
-            object_gib=gib,
-            object_timeout=settings.object_timeout,
-        )
-    except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(f"MooncakeTransferEngineConnector: {error}") from error
-    if settings.role != "receiver":
-        try:
-            connector.listen()
-        except BaseException:
-            connector.close()
-            raise
-    return connector

@@ -34,8 +34,9 @@ def wheel_name() -> str:
     """The package of Mooncake for this machine."""
     if ctypes.util.find_library("cuda") is None and shutil.which("nvidia-smi") is None:
         return "mooncake-transfer-engine-non-cuda"
-    cuda = Path("/usr/local/cuda")
-    if cuda.resolve().name.startswith("cuda-13") or ctypes.util.find_library("cudart.so.13"):
+    toolkit = Path("/usr/local/cuda").resolve().name
+    runtime = ctypes.util.find_library("cudart") or ""
+    if toolkit.startswith("cuda-13") or runtime.endswith(".so.13"):
         return "mooncake-transfer-engine-cuda13"
     return "mooncake-transfer-engine"
 

@@ -18,7 +18,11 @@ from omni_connector.transports.base import OmniConnector
 ENTRY_POINT_GROUP: Final = "omni_connector.transports"
 AUTO: Final = "auto"
 
-_BUILT_IN: Final = {"shm": "omni_connector.transports.shm:SharedMemoryConnector"}
+_BUILT_IN: Final = {
+    "shm": "omni_connector.transports.shm:SharedMemoryConnector",
+    "mooncake": "omni_connector.transports.mooncake:MooncakeConnector",
+    "mooncake_store": "omni_connector.transports.mooncake_store:MooncakeStoreConnector",
+}
 
 _lock = threading.Lock()
 _registered: dict[str, type[OmniConnector]] = {}

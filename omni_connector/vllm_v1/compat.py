@@ -14,7 +14,6 @@ serves all of them: it learns from what is called (see `OmniKVConnector`).
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.request import RequestStatus
 
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-logger = init_logger("vllm.omni_connector.compat")
 
 
 def cache_hit_source() -> Any:
@@ -114,16 +111,11 @@ def carried_report(output: "KVConnectorOutput") -> OmniWorkerMetadata | None:
 def recompute(request: "Request", manager: "KVCacheManager") -> None:
     """Have a request computed from its first token although its load is about to be called good.
 
-    It is what vLLM itself does for `failed_recving`, where the runner passes that on. Call it
-    from `update_connector_output`, before vLLM looks at `finished_recving`. The request is
+    It is what vLLM itself does for `failed_recving`, where that is told. Call it from
+    `update_connector_output`, before vLLM looks at `finished_recving`. The request is
     recomputed under `kv_load_failure_policy` "fail" too: no connector can end a request.
     """
     if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
         return  # aborted meanwhile
-    logger.warning(
-        "Request %s computes its prompt here: its load failed, and the model runner does not pass "
-        "on failed loads",
-        request.request_id,
-    )
     request.num_computed_tokens = 0
     manager.free(request)

@@ -32,6 +32,7 @@ from omni_connector.vllm_v1.metadata import (  # noqa: E402
 )
 from omni_connector.vllm_v1.metrics import OmniPromMetrics, OmniStats  # noqa: E402
 from omni_connector.vllm_v1.scheduler import OmniScheduler  # noqa: E402
+from omni_connector.vllm_v1.sharing import open_lending_store  # noqa: E402
 from omni_connector.vllm_v1.support import require_supported  # noqa: E402
 from omni_connector.vllm_v1.worker import OmniWorker  # noqa: E402
 
@@ -157,6 +158,13 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.request_finished(request, block_ids)
 
+    def has_pending_push_work(self) -> bool:
+        # Blocks that are being copied to the shared store come back with a later step.
+        return self._scheduler.saving()
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler.frees_soon()
+
     def take_events(self) -> "Iterable[KVCacheEvent]":
         return ()
 
@@ -277,4 +285,5 @@ def _make_worker(
         ranks=parallel.tensor_parallel_size,
         arena_name=f"arena:{transfer.engine_id}:{rank}",
         arena_bytes=arena_bytes if transfer.is_kv_producer else 0,
+        store=open_lending_store(config, vllm_config, kv_cache_config),
     )

@@ -84,6 +84,40 @@ class LoadJob:
     source: Fingerprint | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StoreRun:
+    """Blocks of one group and the hashes that name them in the shared store, pairwise."""
+
+    group: int
+    block_ids: list[int]
+    hashes: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSave:
+    """Copy blocks to the shared store.
+
+    Attributes:
+        prefix: of the keys; see `key_prefix`.
+    """
+
+    job_id: int
+    prefix: str
+    runs: list[StoreRun]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLoad:
+    """Fill blocks from the shared store; `zeros` and `timeout` are as in `LoadJob`."""
+
+    job_id: int
+    request_id: str
+    prefix: str
+    timeout: float
+    runs: list[StoreRun]
+    zeros: list[tuple[int, list[int]]]
+
+
 @dataclass(slots=True)
 class OmniConnectorMetadata(KVConnectorMetadata):
     """Work for the workers, sent with each step.
@@ -94,6 +128,7 @@ class OmniConnectorMetadata(KVConnectorMetadata):
         cancel: load jobs of requests that are over.
         fence: save jobs whose blocks this step may overwrite: cancelled or waited for first.
         finish_after: request id and the save jobs after which its blocks may be freed.
+        store_saves, store_loads: the same with the shared store; `cancel` names loads of both.
     """
 
     saves: list[SaveJob] = field(default_factory=list)
@@ -101,6 +136,8 @@ class OmniConnectorMetadata(KVConnectorMetadata):
     cancel: list[int] = field(default_factory=list)
     fence: list[int] = field(default_factory=list)
     finish_after: list[tuple[str, list[int]]] = field(default_factory=list)
+    store_saves: list[StoreSave] = field(default_factory=list)
+    store_loads: list[StoreLoad] = field(default_factory=list)
 
 
 @dataclass(slots=True)

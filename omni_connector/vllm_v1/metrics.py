@@ -22,6 +22,10 @@ COUNTERS: Final = {
     "blocks_saved": "KV blocks copied to slots.",
     "blocks_loaded": "KV blocks copied from a peer's slots.",
     "tokens_loaded": "Prompt tokens whose KV came from a peer.",
+    "tokens_shared": "Prompt tokens whose KV came from the shared store.",
+    "blocks_stored": "KV blocks that the shared store took, or had already.",
+    "blocks_dropped": "KV blocks not stored, as too many were on their way.",
+    "store_misses": "Prompts of which the shared store held nothing beyond the local prefix.",
     "handoffs_offered": "Finished prefills whose KV a peer may claim.",
     "handoffs_received": "Prompts whose KV was loaded from a peer.",
     "handoffs_expired": "Hand-offs that no peer claimed or released in time.",
@@ -29,6 +33,7 @@ COUNTERS: Final = {
 SECONDS: Final = {
     "save": "Duration of one copy from KV blocks to slots.",
     "load": "Duration of one load from a peer's slots, its connection included.",
+    "fetch": "Duration of one load from the shared store.",
     "claim": "Time from a decode request's arrival to the peer's answer.",
 }
 GAUGES: Final = {
@@ -64,9 +69,9 @@ class OmniStats(KVConnectorStats):
         counts = self.data["counts"]
         counts[name] = counts.get(name, 0) + amount
 
-    def fail(self, kind: str) -> None:
-        """Count a failure of this kind."""
-        self.count(_FAILURE + kind)
+    def fail(self, kind: str, number: int = 1) -> None:
+        """Count failures of this kind."""
+        self.count(_FAILURE + kind, number)
 
     def choose(self, transport: str, reason: str) -> None:
         """Count a peer's arena that is read by this transport."""
@@ -100,7 +105,15 @@ class OmniStats(KVConnectorStats):
         for direction in ("saved", "loaded"):
             if size := counts.get(f"bytes_{direction}"):
                 out[f"MB {direction}"] = round(size / 1e6, 1)
-        for name in ("handoffs_offered", "handoffs_received", "handoffs_expired"):
+        for name in (
+            "handoffs_offered",
+            "handoffs_received",
+            "handoffs_expired",
+            "tokens_shared",
+            "blocks_stored",
+            "blocks_dropped",
+            "store_misses",
+        ):
             if number := counts.get(name):
                 out[name.replace("_", " ")] = number
         for name, values in self.data["seconds"].items():
@@ -146,7 +159,7 @@ class OmniPromMetrics(KVConnectorPromMetrics):
         self._gauges = each(gauge, GAUGES, "", multiprocess_mode="mostrecent")
         self._failures = counter(
             name="vllm:omni_connector_failures",
-            documentation="Hand-offs that did not happen, and other failures, by kind.",
+            documentation="Hand-offs and loads that did not happen, and other failures, by kind.",
             labelnames=[*labelnames, "kind"],
         )
         self._peers = counter(

@@ -41,6 +41,8 @@ from omni_connector.vllm_v1.params import (
 )
 from omni_connector.vllm_v1.receiver import HandoffReceiver
 from omni_connector.vllm_v1.sender import HandoffSender
+from omni_connector.vllm_v1.shared_prefix import SharedPrefix
+from omni_connector.vllm_v1.sharing import open_shared_prefix
 from omni_connector.vllm_v1.specs import fails_by_block, keeps_all, transferred_groups
 
 if TYPE_CHECKING:
@@ -99,6 +101,7 @@ class OmniScheduler:
         self._channel: ControlChannel | None = None
         self._sender: HandoffSender | None = None
         self._receiver: HandoffReceiver | None = None
+        self._shared: SharedPrefix | None = None
         self._runtime_dir = runtime_dir(config.namespace)
         self._peers = Peers(config.peers)
         self._key: ClusterKey | None = None
@@ -183,6 +186,15 @@ class OmniScheduler:
                 clock=self._clock,
                 stats=self._stats,
             )
+        self._shared = open_shared_prefix(
+            self._config,
+            self._vllm_config,
+            self._kv_cache_config,
+            fingerprint=ours,
+            group_ids=self._group_ids,
+            clock=self._clock,
+            stats=self._stats,
+        )
 
     def _control_path(self, engine_id: str) -> Any:
         return socket_path(self._runtime_dir, f"control:{engine_id}")
@@ -219,6 +231,12 @@ class OmniScheduler:
 
     def on_new_request(self, request: "Request") -> None:
         """A request was added: ask for its KV elsewhere, or prepare to hand it off."""
+        self._follow_params(request)
+        if self._shared is not None and not request.resumable:  # a session's tokens may change
+            truncated = bool(request.kv_transfer_params) and self._stops_early
+            self._shared.add(request, stops_early=truncated)
+
+    def _follow_params(self, request: "Request") -> None:
         params = request.kv_transfer_params
         if params is not None and not is_usable(params):
             self._stats.fail("malformed_params")
@@ -283,22 +301,27 @@ class OmniScheduler:
         self, request: "Request", num_computed: int
     ) -> tuple[int | None, bool]:
         """vLLM's question, answered at once; see `KVConnectorBase_V1`."""
-        if not request.kv_transfer_params:
-            return 0, False
-        request_id = request.request_id
-        if self._sender is not None and not self._sender.may_schedule(request_id):
-            return None, False
-        if self._receiver is None:
-            return 0, False
-        matched = self._receiver.matched_tokens(request_id, num_computed)
+        matched: int | None = 0
+        if request.kv_transfer_params:
+            request_id = request.request_id
+            if self._sender is not None and not self._sender.may_schedule(request_id):
+                return None, False
+            if self._receiver is not None:
+                matched = self._receiver.matched_tokens(request_id, num_computed)
+        if matched == 0 and self._shared is not None:
+            matched = self._shared.matched_tokens(request, num_computed)
         return matched, bool(matched)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external: int
     ) -> None:
         """Blocks were allocated; `num_external` of their tokens are ours to load."""
+        shared = self._shared
+        from_store = shared is not None and shared.offers(request.request_id)
         if self._receiver is not None and request.kv_transfer_params:
-            self._receiver.allocated(request, blocks, num_external)
+            self._receiver.allocated(request, blocks, 0 if from_store else num_external)
+        if shared is not None:
+            shared.allocated(request, blocks, num_external if from_store else 0)
 
     def build_meta(self, scheduler_output: "SchedulerOutput") -> OmniConnectorMetadata:
         """This step's work for the workers."""
@@ -308,6 +331,9 @@ class OmniScheduler:
             self._sender.build(meta, scheduler_output, self._manager.get_block_ids)
         if self._receiver is not None:
             self._receiver.build(meta)
+        if self._shared is not None:
+            assert self._manager is not None
+            self._shared.build(meta, scheduler_output, self._manager)
         return meta
 
     def update_output(self, output: "KVConnectorOutput") -> None:
@@ -323,12 +349,24 @@ class OmniScheduler:
             for request in self._receiver.jobs_done(report.done, report.failed):
                 if not self._fails_by_block and request.request_id not in output.failed_recving:
                     assert self._manager is not None
+                    logger.warning(
+                        "Request %s computes its prompt here: its load failed, and the model "
+                        "runner does not pass on failed loads",
+                        request.request_id,
+                    )
                     recompute(request, self._manager)
+        if self._shared is not None:
+            assert self._manager is not None
+            for request in self._shared.jobs_done(report.done, report.failed, self._manager):
+                # Told to vLLM, a failed load could end the request: its policy is for hand-offs.
+                recompute(request, self._manager)
 
     def request_finished(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The request is over, in whatever way; see `SupportsHMA`."""
+        if self._shared is not None:
+            self._shared.finish(request.request_id)
         if not request.kv_transfer_params:
             return False, None
         if self._receiver is not None:
@@ -337,8 +375,21 @@ class OmniScheduler:
             return self._sender.finish(request, block_ids)
         return False, None
 
+    def saving(self) -> bool:
+        """Whether blocks are held, until a later step, that no request need hold."""
+        return self._shared is not None and self._shared.saving()
+
+    def frees_soon(self) -> bool:
+        """Whether blocks come free so soon that nobody should be preempted for some."""
+        if self._shared is None:
+            return False
+        assert self._manager is not None
+        return self._shared.frees_soon(self._manager)
+
     def reset_cache(self) -> bool:
-        """Forget every slot that a later hand-off could share, as after a change of weights."""
+        """Forget every block that a later request could share, as after a change of weights."""
+        if self._shared is not None:
+            self._shared.forget()
         if self._directory is not None:
             self._directory.forget()
         return True
@@ -347,6 +398,8 @@ class OmniScheduler:
         """What was counted since the last call; None when nothing changed."""
         stats = self._stats
         self._take_events()
+        if self._shared is not None:
+            self._shared.count_failures()
         if self._directory is not None:
             gauges = self._directory.usage()
             if gauges != self._gauges:
@@ -363,7 +416,9 @@ class OmniScheduler:
         return taken
 
     def close(self) -> None:
-        """Stop the control channel. Idempotent."""
+        """Stop the control channel and the lookups. Idempotent."""
+        if self._shared is not None:
+            self._shared.close()
         if self._channel is not None:
             self._channel.close()
 

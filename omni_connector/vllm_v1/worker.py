@@ -19,6 +19,7 @@ from omni_connector.kv import (
     make_copier,
 )
 from omni_connector.transports import Arena, Endpoint
+from omni_connector.transports.block_store import BlockStore
 from omni_connector.transports.choice import Transports
 from omni_connector.vllm_v1.copies import CopyThread, Outcome, Work
 from omni_connector.vllm_v1.kernels import attention_of, kernel_orders
@@ -32,6 +33,7 @@ from omni_connector.vllm_v1.metadata import (
 )
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.specs import fails_by_block, group_shapes, group_specs
+from omni_connector.vllm_v1.store_jobs import ExclusiveLoads, StoreJobs
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +56,7 @@ class OmniWorker:
         rank, ranks: of this worker, and how many its engine has.
         arena_name: unguessable to nobody, unique on this host: where peers find the arena.
         arena_bytes: size of this rank's arena; 0 where the engine hands nothing off.
+        store: where prefixes are shared, closed with this; None shares none.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class OmniWorker:
         ranks: int,
         arena_name: str,
         arena_bytes: int,
+        store: BlockStore | None = None,
     ) -> None:
         self._config = config
         self._kv_cache_config = kv_cache_config
@@ -76,6 +80,7 @@ class OmniWorker:
         self._ranks = ranks
         self._arena_name = arena_name
         self._arena_bytes = arena_bytes
+        self._store = store
         self._checksum = config.integrity == "full"
         self._fails_by_block = fails_by_block(kv_cache_config)
         self._arena: Arena | None = None
@@ -83,12 +88,14 @@ class OmniWorker:
         self._layout: SlotLayout | None = None
         self._handshake: OmniHandshakeMetadata | None = None
         self._loader: Loader | None = None
+        self._store_jobs: StoreJobs | None = None
         self._saves = CopyThread("omni-save", _PROCESS_CORES)
         self._loads = CopyThread("omni-load", _PROCESS_CORES)
         self._metadata: OmniConnectorMetadata | None = None
         self._loads_started = self._saves_started = True
         self._loading: dict[int, str] = {}
         self._unended_saves: set[int] = set()
+        self._store_saves: set[int] = set()
         self._finish_after: list[tuple[str, set[int]]] = []
         self._finished_loads: set[str] = set()
         self._failed_loads: set[str] = set()
@@ -125,7 +132,8 @@ class OmniWorker:
     def _open(self, canonical: CanonicalKVCaches) -> None:
         layout = SlotLayout.of(canonical)
         self._layout = layout
-        self._copier = make_copier(canonical, layout)
+        copier = make_copier(canonical, layout)
+        self._copier = copier if self._store is None else ExclusiveLoads(copier, canonical, layout)
         endpoints: tuple[Endpoint, ...] = ()
         if self._arena_bytes:
             num_slots = self._arena_bytes // layout.slot_bytes
@@ -145,11 +153,21 @@ class OmniWorker:
             )
         orders = kernel_orders(self._kv_cache_config, self._layers, canonical.page_orders)
         attention = attention_of(self._kv_cache_config, self._layers)
+        groups = group_shapes(self._kv_cache_config, orders, attention)
+        if self._store is not None:
+            self._store_jobs = StoreJobs(
+                store=self._store,
+                copier=self._copier,
+                layout=layout,
+                groups=groups,
+                rank=self._rank,
+                affinity=_PROCESS_CORES,
+            )
         self._loader = Loader(
             transports=self._transports,
             copier=self._copier,
             layout=layout,
-            groups=group_shapes(self._kv_cache_config, orders, attention),
+            groups=groups,
             rank=self._rank,
             ranks=self._ranks,
             checksum=self._checksum,
@@ -191,8 +209,18 @@ class OmniWorker:
             for job in metadata.loads:
                 self._loading[job.job_id] = job.request_id
                 self._loads.submit(job.job_id, loader.work(job, fence))
+        if metadata.store_loads:
+            copier, jobs = self._copier, self._store_jobs
+            assert copier is not None
+            assert jobs is not None
+            fence = copier.fence()
+            for fetch in metadata.store_loads:
+                self._loading[fetch.job_id] = fetch.request_id
+                jobs.loads.submit(fetch.job_id, jobs.load_work(fetch, fence))
         if metadata.cancel:
             self._loads.revoke(set(metadata.cancel))
+            if self._store_jobs is not None:
+                self._store_jobs.loads.revoke(set(metadata.cancel))
 
     def start_saves(self) -> None:
         """Start the step's saves; returns at once. Call it when the forward has been launched."""
@@ -207,14 +235,27 @@ class OmniWorker:
             for job in metadata.saves:
                 self._unended_saves.add(job.job_id)
                 self._saves.submit(job.job_id, self._save_work(job, fence))
+        if metadata.store_saves:
+            copier, jobs = self._copier, self._store_jobs
+            assert copier is not None
+            assert jobs is not None
+            fence = copier.fence()
+            for save in metadata.store_saves:
+                self._store_saves.add(save.job_id)
+                self._saves.submit(save.job_id, jobs.save_work(save, fence))
         for request_id, job_ids in metadata.finish_after:
             self._finish_after.append((request_id, set(job_ids)))
 
     def collect(self) -> None:
         """Look at what has ended since the last step."""
+        if self._store_jobs is not None:
+            self._collect_shared(self._store_jobs)
         for outcome in self._saves.take_ended():
-            self._unended_saves.discard(outcome.job_id)
             self._report.done[outcome.job_id] = 1
+            if outcome.job_id in self._store_saves:
+                self._store_saves.discard(outcome.job_id)
+                continue
+            self._unended_saves.discard(outcome.job_id)
             if outcome.failure is not None:
                 self._report.failed[outcome.job_id] = outcome.failure
             else:
@@ -231,6 +272,16 @@ class OmniWorker:
                 self._bad_block_ids |= outcome.bad_block_ids
             else:
                 self._failed_loads.add(request_id)
+
+    def _collect_shared(self, jobs: StoreJobs) -> None:
+        for outcome in jobs.loads.take_ended():
+            self._report.done[outcome.job_id] = 1
+            self._finished_loads.add(self._loading.pop(outcome.job_id))
+            if outcome.failure is None:
+                self._stats.time("fetch", outcome.seconds)
+            else:
+                self._report.failed[outcome.job_id] = outcome.failure
+        jobs.count_into(self._stats)
 
     def _count(self, kind: str, done: str, outcome: Outcome) -> None:
         self._stats.time(kind, outcome.seconds)
@@ -286,6 +337,10 @@ class OmniWorker:
         self._closed = True
         self._saves.close()
         self._loads.close()
+        if self._store_jobs is not None:
+            self._store_jobs.close()
+        elif self._store is not None:
+            self._store.close()
         if self._loader is not None:
             self._loader.close()
         self._transports.close()

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from .masters import Master
+
 
 @pytest.fixture
 def place() -> Iterator[Path]:
@@ -13,3 +15,23 @@ def place() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="omni-", dir="/tmp"))
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    """A Mooncake master that stays up."""
+    pytest.importorskip("mooncake.store", exc_type=ImportError)
+    started = Master(tmp_path_factory.mktemp("mooncake"))
+    started.start()
+    yield started
+    started.kill()
+
+
+@pytest.fixture
+def mortal(tmp_path: Path) -> Iterator[Master]:
+    """A Mooncake master of the test's own, to be stopped and killed."""
+    pytest.importorskip("mooncake.store", exc_type=ImportError)
+    started = Master(tmp_path)
+    started.start()
+    yield started
+    started.kill()

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -6,10 +7,17 @@ from typing import Any
 import pytest
 
 from omni_connector.errors import ConfigError, MissingDependencyError
-from omni_connector.transports import ConnectorSpec, OmniConnector, OmniConnectorFactory, registry
+from omni_connector.transports import (
+    ConnectorSpec,
+    OmniConnector,
+    OmniConnectorFactory,
+    mooncake,
+    mooncake_store,
+    registry,
+)
 from omni_connector.transports.shm import SharedMemoryConnector
 
-MOONCAKE = ("MooncakeStoreConnector", "MooncakeConnector", "MooncakeTransferEngineConnector")
+STORES = ("MooncakeStoreConnector", "MooncakeConnector")
 
 
 @pytest.fixture(autouse=True)
@@ -20,13 +28,24 @@ def _own_names(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
     monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(place))
 
 
+@pytest.fixture
+def made_stores(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The settings of each store that would be connected to."""
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        mooncake_store, "MooncakeStoreConnector", lambda **settings: made.append(settings)
+    )
+    return made
+
+
 def create(name: str, **extra: Any) -> OmniConnector:
     return OmniConnectorFactory.create_connector(ConnectorSpec(name, extra))
 
 
 def test_the_names_that_users_configure_are_listed() -> None:
     names = OmniConnectorFactory.list_registered_connectors()
-    assert {"SharedMemoryConnector", "shm", *MOONCAKE} <= set(names)
+    assert {"SharedMemoryConnector", "MooncakeTransferEngineConnector", *STORES} <= set(names)
+    assert {"mooncake", "mooncake_store", "shm"} <= set(names)
     assert names == sorted(names)
 
 
@@ -76,10 +95,67 @@ def test_wrong_settings_are_refused_by_name(extra: dict[str, Any], message: str)
     assert isinstance(failure.value, ConfigError)
 
 
-@pytest.mark.parametrize("name", MOONCAKE)
-def test_mooncake_says_that_it_is_not_there(name: str) -> None:
-    with pytest.raises(MissingDependencyError, match=f"{name} is not in this version"):
+@pytest.mark.parametrize("name", STORES)
+def test_settings_of_the_store_arrive(name: str, made_stores: list[dict[str, Any]]) -> None:
+    settings = {"master": "10.0.0.1:50051", "protocol": "rdma", "device": "mlx5_0", "host": "h"}
+    settings |= {"metadata_server": "http://m", "segment_gib": 2, "buffer_mib": 8}
+    settings |= {"namespace": "team", "object_timeout": 3}
+    create(name, stage_id=1, role="sender", **settings)
+    assert made_stores == [settings]
+
+
+def test_settings_of_the_store_have_the_names_of_vllm_omni(
+    made_stores: list[dict[str, Any]],
+) -> None:
+    create(
+        "MooncakeStoreConnector",
+        host="127.0.0.1",
+        metadata_server="http://127.0.0.1:8080/metadata",
+        master="127.0.0.1:50051",
+        segment=512 << 20,
+        localbuf=64 << 20,
+        proto="tcp",
+        rdma="",
+    )
+    (made,) = made_stores
+    assert (made["segment_gib"], made["buffer_mib"]) == (0.5, 64)
+    assert (made["protocol"], made["device"], made["host"]) == ("tcp", "", "127.0.0.1")
+    assert made["metadata_server"] == "http://127.0.0.1:8080/metadata"
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"metadata": "x"}, "did you mean 'metadata_server'"),
+        ({"protocol": "udp"}, "protocol"),
+        ({"segment": "512MB"}, "segment_gib"),
+        ({"segment": 1, "segment_gib": 1}, "'segment' and 'segment_gib' say the same"),
+        ({"object_timeout": 0}, "object_timeout must be positive"),
+        ({"segment_gib": float("nan")}, "segment_gib"),
+    ],
+)
+@pytest.mark.parametrize("name", STORES)
+def test_wrong_settings_of_the_store_are_refused_by_name(
+    name: str, extra: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        create(name, **extra)
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_store_without_mooncake_says_what_to_install(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    with pytest.raises(MissingDependencyError, match="pip install mooncake-transfer-engine"):
         create(name)
+
+
+def test_transfer_engine_is_made_by_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(mooncake, "from_settings", seen.append, raising=False)
+    create("MooncakeTransferEngineConnector", host="10.0.0.1")
+    assert seen == [{"host": "10.0.0.1"}]
 
 
 def test_registered_connector_is_made_with_its_settings() -> None:

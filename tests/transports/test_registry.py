@@ -79,7 +79,7 @@ def test_transport_of_a_package_is_found(module: Path, monkeypatch: pytest.Monke
         "class Owl(SharedMemoryConnector):\n    transport = 'owl'\n"
     )
     offer(monkeypatch, "owl", "omni_test_transport:Owl")
-    assert transport_names() == ["owl", "shm"]
+    assert transport_names() == ["mooncake", "mooncake_store", "owl", "shm"]
     assert "omni_test_transport" not in sys.modules
     assert transport_class("owl").transport == "owl"
     with pytest.raises(ConfigError, match="exists already"):

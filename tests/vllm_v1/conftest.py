@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from omni_connector.vllm_v1 import sharing
+
 from .harness import InProcessEngine, connector_threads, sockets, wait
+from .stores import MASTER, Shelf
 from .toy import write_model
 
 MakeEngine = Callable[..., InProcessEngine]
@@ -75,3 +78,21 @@ def log() -> Iterator[list[str]]:
     yield lines
     logger.removeHandler(handler)
     logger.setLevel(level)
+
+
+@pytest.fixture
+def shelf(monkeypatch: pytest.MonkeyPatch) -> Shelf:
+    """The store of this test's engines, in this process."""
+    shelf = Shelf()
+    monkeypatch.setattr(sharing, "open_block_store", shelf.connect)
+    return shelf
+
+
+@pytest.fixture
+def sharer(engine: MakeEngine, shelf: Shelf) -> MakeEngine:
+    """Makes engines that share their prefixes."""
+
+    def make(role: str = "kv_both", extra: dict[str, Any] | None = None, **options: Any) -> Any:
+        return engine(role, extra={**MASTER, **(extra or {})}, **options)
+
+    return make

@@ -60,6 +60,7 @@ _numbers = itertools.count()
 _OF_WORKERS = (
     "_loading",
     "_unended_saves",
+    "_store_saves",
     "_finish_after",
     "_finished_loads",
     "_failed_loads",
@@ -132,6 +133,7 @@ class InProcessEngine:
         family: of `toy.FAMILIES`.
         ranks: tensor-parallel size; each rank has caches and a worker half of its own.
         mixin: what the model runner does with the connector.
+        hash_algorithm: `--prefix-caching-hash-algo`.
     """
 
     def __init__(
@@ -154,6 +156,7 @@ class InProcessEngine:
         mixin: "Mixin | None" = None,
         family: str = "full",
         ranks: int = 1,
+        hash_algorithm: str = "sha256",
     ) -> None:
         register()
         self._mixin = mixin or Mixin()
@@ -189,6 +192,7 @@ class InProcessEngine:
             ),
             async_scheduling=async_scheduling,
         )
+        self.config.cache_config.prefix_caching_hash_algo = hash_algorithm
         # Block 0 is vLLM's null block, which nobody gets.
         self.kv_config = kv_cache_config(
             usable_blocks + 1, block_size, family, ranks=ranks, caching=prefix_caching
@@ -360,6 +364,7 @@ class InProcessEngine:
         """With `instant_copies`, let those of this step end."""
         if self.instant_copies:
             threads = [t for half in self.worker_halves for t in (half._saves, half._loads)]
+            threads += [h._store_jobs.loads for h in self.worker_halves if h._store_jobs]
             wait(lambda: not any(thread._queue or thread._running for thread in threads))
 
     def shutdown(self) -> None:
@@ -375,7 +380,10 @@ class InProcessEngine:
     def hold(self, *, saves: bool = False, loads: bool = False, deaf: bool = False) -> "HeldCopier":
         """Hold back every copy that starts from now on."""
         held = HeldCopier(self.worker_half._copier, saves=saves, loads=loads, deaf=deaf)
-        self.worker_half._copier = self.worker_half._loader._copier = held
+        half = self.worker_half
+        half._copier = half._loader._copier = held
+        if half._store_jobs is not None:
+            half._store_jobs._copier = held
         self._held.append(held)
         return held
 
@@ -444,6 +452,7 @@ class InProcessEngine:
                 (self.half._sender, ("_sends", "_jobs", "_finishing")),
                 (self.half._receiver, ("_loads", "_jobs", "_queued")),
                 (self.half._directory, ("_handoffs",)),
+                (self.half._shared, ("_prompts", "_loads", "_saves", "_queued")),
             ]
             for half in self.worker_halves:
                 parts.append((half, _OF_WORKERS))

@@ -51,6 +51,7 @@ def test_only_what_the_next_token_reads_is_moved(engine, family):
             "full": -(-end // BLOCK) * PAGE,
             "window": (-(-end // BLOCK) - max(0, end - WINDOW + 1) // BLOCK) * PAGE,
             "state": STATE_BYTES,
+            "latent": -(-end // BLOCK) * PAGE,
         }
         assert sizes["window"] <= (-(-WINDOW // BLOCK) + 1) * PAGE
         expected += LAYERS * sum(sizes[kind] for kind in FAMILIES[family])

@@ -39,6 +39,7 @@ from .harness import (
     run,
     wait,
 )
+from .test_shared_prefix import QUESTION, landed, publish
 from .toy import BLOCK, ToyRunner
 
 pytestmark = pytest.mark.vllm
@@ -272,6 +273,20 @@ def test_a_request_that_is_aborted_while_its_load_fails_leaves_nothing(engine, o
     held.open()
     assert_clean(prefill, decode)
     assert decode.generate(PROMPT, 6).tokens == reference.generate(PROMPT, 6).tokens
+
+
+def test_a_shared_prefix_arrives_or_is_computed(sharer, shelf, tokens, runner):
+    first, second = (sharer(mixin=runner(), policy="fail") for _ in range(2))
+    publish(first, shelf)
+    shelf.before_get = lambda keys: shelf.evict()
+    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert second.failures() == {"store_blocks_gone": 1}
+    landed(second)  # what was computed anew
+    shelf.before_get = lambda keys: None
+    third = sharer(mixin=runner())
+    assert third.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert third.count("tokens_shared") == 6 * BLOCK
+    assert_clean(first, second, third)
 
 
 def test_a_load_ends_no_earlier_than_what_is_said_of_it(engine):

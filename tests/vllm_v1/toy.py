@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     KVCacheTensor,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -65,6 +66,7 @@ FAMILIES = {
     "window and full": ("window", "full"),
     "state and full": ("state", "full"),
     "all three": ("full", "window", "state"),
+    "latent": ("latent",),
 }
 """The kinds of the cache groups, in their order."""
 
@@ -86,7 +88,12 @@ def kv_cache_config(
             sliding_window=WINDOW,
         ),
     }
-    page = specs["full"].page_size_bytes
+    # As MLA: no heads to share out, each rank keeps all of it.
+    specs["latent"] = MLAAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=4 * HEAD_SIZE, dtype=torch.float16
+    )
+    kinds = FAMILIES[family]
+    page = specs[kinds[0] if kinds[0] != "state" else "full"].page_size_bytes
     specs["state"] = MambaSpec(
         # Kept for every block where prefixes are cached, else one for a request.
         block_size=block_size if caching else MAX_LENGTH,
@@ -130,11 +137,11 @@ Layers = list[list[NDArray[np.uint8]]]
 class _Attention:
     """The layers of a group that store something for every position."""
 
-    def __init__(self, layers: Layers, window: int | None) -> None:
+    def __init__(self, layers: Layers, window: int | None, heads: int = HEADS) -> None:
         self.window = window
         self._layers = layers
         _, self._heads, self._block_size, content = layers[0][0].shape
-        self.shape = (len(layers), min(HEADS, len(layers[0]) * self._heads), content)
+        self.shape = (len(layers), min(heads, len(layers[0]) * self._heads), content)
 
     def read(self, table: list[int], start: int, end: int) -> NDArray[np.uint8]:
         """KV of these positions: (positions, layers, heads, content bytes)."""
@@ -218,7 +225,9 @@ class ToyRunner:
                 content = spec.state_content_size_bytes
                 self._groups.append(_State(layers, spec.block_size, content))
             else:
-                self._groups.append(_Attention(layers, getattr(spec, "sliding_window", None)))
+                heads = 1 if isinstance(spec, MLAAttentionSpec) else HEADS
+                window = getattr(spec, "sliding_window", None)
+                self._groups.append(_Attention(layers, window, heads))
         self._rows: dict[str, _Row] = {}
 
     def execute(self, step: SchedulerOutput) -> tuple[list[str], list[list[int]]]:

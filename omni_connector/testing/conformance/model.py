@@ -64,6 +64,8 @@ class ObjectModelConformance(Conformance):
                     assert ok == self.make_room(who, key, needed, suite.object_slots)
                 assert ok == (metadata is not None)
                 if ok:
+                    if senders[who].is_store:  # the object of the other sender is replaced
+                        self.model[1 - who].pop(key, None)
                     self.now += 1
                     own[key] = self.now, value, needed
                     if key in got:

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls into libraries that know no deadlines, made on threads that nobody has to wait for."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Final, TypeVar
+
+from omni_connector.errors import TransportError
+
+_Result = TypeVar("_Result")
+
+
+class CallThreads:
+    """Threads for calls that may take long to return, or may not return at all.
+
+    Who waits for a call may give it up; it keeps its thread until it ends. The threads are
+    daemons: a call that never ends does not keep the process.
+
+    Args:
+        name: of the threads.
+        limit: calls that may be under way at once, those that were given up among them.
+    """
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._name: Final = name
+        self._limit: Final = limit
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._idle = 0
+        self._closed = False
+
+    @property
+    def running(self) -> int:
+        """Calls that have not ended."""
+        return self._threads - self._idle
+
+    def start(self, call: Callable[[], _Result]) -> "Future[_Result]":
+        """Make a call on a thread; returns at once.
+
+        Raises:
+            TransportError: too many calls are under way, or this is closed.
+        """
+        future: Future[_Result] = Future()
+        with self._lock:
+            if self._closed:
+                raise TransportError("the connector is closed")
+            if self._idle:
+                self._idle -= 1
+            elif self._threads < self._limit:
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                self._threads += 1
+            else:
+                raise TransportError(f"{self._limit} calls are under way and do not end")
+            self._calls.put((future, call))
+        return future
+
+    def close(self) -> None:
+        """Start nothing more; threads end with their calls. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for _ in range(self._threads):
+                    self._calls.put(None)
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            future, call = item
+            try:
+                result = call()
+            except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
+                self._rest()
+                future.set_exception(error)
+            else:
+                self._rest()
+                future.set_result(result)
+            # The arguments go with the call, not with the next one.
+            del item, future, call
+
+    def _rest(self) -> None:
+        with self._lock:
+            self._idle += 1

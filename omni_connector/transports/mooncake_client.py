@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client of Mooncake Store whose calls end by a deadline, whatever Mooncake does.
+
+Mooncake waits for its master up to 30 s, and while a client is set up it does so holding the GIL.
+So the master is asked for a connection first, Mooncake's own limits are lowered, every call runs on
+a thread that may be left behind, and a master that does not answer is set aside: calls fail at once
+until it answers a question that is asked in the background.
+"""
+
+import atexit
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, ClassVar, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.errors import OmniError, PeerUnreachableError, TransportError
+from omni_connector.transports.bounded import CallThreads
+from omni_connector.transports.mooncake_lib import store_module
+
+logger = logging.getLogger(__name__)
+
+OK: Final = 0
+NO_ROOM: Final = -200
+NOT_READY: Final = -703
+MISSING: Final = -704
+TRANSFER_FAILED: Final = -800
+
+# What another try may end otherwise: somebody else writes or moves the object just now.
+PASSING: Final = frozenset({-601, NOT_READY, -706, -707, -708, -714})
+
+_CODES: Final = {
+    -1: "INTERNAL_ERROR",
+    NO_ROOM: "NO_AVAILABLE_HANDLE",
+    -400: "INVALID_KEY",
+    -600: "INVALID_PARAMS",
+    -601: "ILLEGAL_CLIENT",
+    NOT_READY: "REPLICA_IS_NOT_READY",
+    MISSING: "OBJECT_NOT_FOUND",
+    -705: "OBJECT_ALREADY_EXISTS",
+    -706: "OBJECT_HAS_LEASE",
+    -707: "LEASE_EXPIRED",
+    -708: "OBJECT_HAS_REPLICATION_TASK",
+    -714: "OBJECT_REPLICA_BUSY",
+    TRANSFER_FAILED: "TRANSFER_FAIL",
+    -900: "RPC_FAIL",
+    -901: "RPC_TIMEOUT",
+}
+_NO_MASTER: Final = frozenset({-900, -901})
+
+_MAX_CALLS: Final = 32
+_CONNECT_S: Final = 2.0
+_CLOSE_S: Final = 3.0
+_FIRST_BACKOFF_S: Final = 0.5
+_MAX_BACKOFF_S: Final = 30.0
+# Read by Mooncake when a client is set up; the user's own environment comes first.
+_LIMITS: Final = {
+    "MC_RPC_TIMEOUT_MS": "3000",
+    "MC_RPC_CONNECT_TIMEOUT_MS": "2000",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+}
+
+
+def name_of(code: int) -> str:
+    """How Mooncake calls a return code."""
+    return f"{_CODES.get(code, 'unknown code')} ({code})"
+
+
+class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a client of the store is set up.
+
+    Attributes:
+        master: `host:port` of the master.
+        metadata_server: where clients find each other; by default they ask each other.
+        protocol: `tcp` or `rdma`.
+        device: RDMA devices, comma separated.
+        host: address of this machine that other clients reach; None takes the one that it has
+            towards the master.
+        segment_bytes: memory that this process lends to the store.
+    """
+
+    master: str
+    metadata_server: str = "P2PHANDSHAKE"
+    protocol: str = "tcp"
+    device: str = ""
+    host: str | None = None
+    segment_bytes: int = 0
+
+
+class StoreClient:
+    """One client, which sets itself up in the background. Methods may be called from any thread.
+
+    Raises:
+        MissingDependencyError: Mooncake is not installed.
+    """
+
+    _shared_lock: ClassVar = threading.Lock()
+    _shared: ClassVar[dict[ClientSettings, "StoreClient"]] = {}
+
+    @classmethod
+    def open(cls, settings: ClientSettings) -> "StoreClient":
+        """The client of this process with these settings; each `open` takes a `close`.
+
+        Raises:
+            MissingDependencyError: Mooncake is not installed.
+        """
+        with cls._shared_lock:
+            client = cls._shared.get(settings)
+            if client is None:
+                client = cls._shared[settings] = cls(settings)
+            client._users += 1
+        return client
+
+    def __init__(
+        self, settings: ClientSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.settings: Final = settings
+        self._module: Final = store_module()
+        self._clock = clock
+        self._threads = CallThreads("omni-mooncake", _MAX_CALLS)
+        self._lock = threading.Lock()
+        self._store: Any = None
+        self._registered: dict[int, NDArray[np.uint8]] = {}
+        self.turns: Final = Turns(clock)
+        self._users = 0
+        self._running = 0
+        self._closed = False
+        self._ended = threading.Event()
+        # Since when the master does not answer; None while it does.
+        self._away_since: float | None = clock()
+        self._told = False
+        self._retry_at = 0.0
+        self._backoff = _FIRST_BACKOFF_S
+        self._asking = False
+        self._changed = threading.Condition(self._lock)
+        self._reason = "it was not asked yet"
+        self._ask_master()
+
+    def wait(self, timeout: float) -> None:
+        """Wait until the master answers.
+
+        Raises:
+            PeerUnreachableError: it does not within `timeout` seconds, or not at all.
+        """
+        deadline = self._clock() + timeout
+        with self._lock:
+            while self._asking and (left := deadline - self._clock()) > 0:
+                self._changed.wait(left)
+            if self._away_since is not None:
+                raise PeerUnreachableError(self._away())
+
+    def check(self) -> None:
+        """Make sure that the master answered lately; never waits.
+
+        Raises:
+            PeerUnreachableError: it did not. From time to time it is asked, in the background.
+            TransportError: the client is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise TransportError("the connector is closed")
+            if self._away_since is None:
+                return
+            message = self._away()
+            due = not self._asking and self._clock() >= self._retry_at
+        if due:
+            self._ask_master()
+        raise PeerUnreachableError(message)
+
+    def start(self, call: Callable[[Any], list[int]]) -> "Future[list[int]]":
+        """Give a call to Mooncake, whose codes `codes` waits for.
+
+        Args:
+            call: gets Mooncake's store, and returns a code for each key; runs to its end.
+
+        Raises:
+            PeerUnreachableError, TransportError: as `check`; or too many calls are under way.
+        """
+        self.check()
+        with self._lock:
+            store = self._store
+            self._running += 1
+        try:
+            return self._threads.start(lambda: self._run(call, store))
+        except BaseException:
+            self._leave()
+            raise
+
+    def codes(self, future: "Future[list[int]]", deadline: float) -> list[int]:
+        """What a call answered.
+
+        Raises:
+            PeerUnreachableError: nothing before the deadline, by the client's clock.
+        """
+        try:
+            codes = future.result(max(0.0, deadline - self._clock()))
+        except TimeoutError:
+            self._set_aside("a call did not end in time")
+            raise PeerUnreachableError(
+                f"Mooncake's master at {self.settings.master} did not answer in time"
+            ) from None
+        lost = [code for code in codes if code in _NO_MASTER]
+        if lost:
+            self._set_aside(name_of(lost[0]))
+        return codes
+
+    def call(self, call: Callable[[Any], list[int]], deadline: float) -> list[int]:
+        """`start` and `codes`."""
+        return self.codes(self.start(call), deadline)
+
+    def register(self, memory: NDArray[np.uint8]) -> None:
+        """Let Mooncake reach this memory, now or once it is set up; until `unregister`."""
+        with self._lock:
+            self._registered[int(memory.ctypes.data)] = memory
+            store = self._store
+        if store is not None:
+            _register(store, memory)
+
+    def unregister(self, memory: NDArray[np.uint8]) -> None:
+        """Take it back. Idempotent."""
+        address = int(memory.ctypes.data)
+        with self._lock:
+            known = self._registered.pop(address, None)
+            store = self._store
+        if known is not None and store is not None:
+            code = store.unregister_buffer(address)
+            if code != OK:
+                logger.warning("Mooncake does not unregister memory: %s", name_of(code))
+
+    def close(self, timeout: float = _CLOSE_S) -> None:
+        """Undo one `open`. The last one leaves the store, within `timeout` seconds.
+
+        Calls that are running end first, also where that takes longer.
+        """
+        with self._shared_lock:
+            self._users -= 1
+            if self._users > 0:
+                return
+            if self._shared.get(self.settings) is self:
+                del self._shared[self.settings]
+        self._leave_store(timeout)
+
+    def _leave_store(self, timeout: float) -> None:
+        with self._lock:
+            first, self._closed = not self._closed, True
+            idle = first and not self._running and not self._asking
+        if idle:
+            threading.Thread(target=self._end, name="omni-mooncake-close", daemon=True).start()
+        if first:
+            self._threads.close()
+        if not self._ended.wait(timeout) and first:
+            logger.warning("Mooncake's client did not close within %g s and is left", timeout)
+
+    def _run(self, call: Callable[[Any], list[int]], store: Any) -> list[int]:
+        try:
+            return call(store)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._running -= 1
+            last = self._closed and not self._running and not self._asking
+        if last:
+            self._end()
+
+    def _end(self) -> None:
+        # Once, by whoever is last: a store must not go while a call is in it.
+        with self._lock:
+            store, self._store = self._store, None
+        if store is not None:
+            code = store.close()
+            if code != OK:
+                logger.warning("Mooncake's client did not close well: %s", name_of(code))
+        self._registered.clear()
+        self._ended.set()
+
+    def _away(self) -> str:
+        since = self._clock() - (self._away_since or 0.0)
+        return (
+            f"Mooncake's master at {self.settings.master} does not answer since {since:.1f} s: "
+            f"{self._reason}"
+        )
+
+    def _set_aside(self, reason: str) -> None:
+        with self._lock:
+            if self._away_since is None:
+                self._away_since = self._clock()
+                self._retry_at = self._away_since
+                self._backoff = _FIRST_BACKOFF_S
+                self._reason = reason
+                self._tell()
+        self._ask_master()
+
+    def _tell(self) -> None:
+        # Holds the lock. Once an outage.
+        if not self._told:
+            self._told = True
+            logger.warning("%s; it is asked again in the background", self._away())
+
+    def _ask_master(self) -> None:
+        with self._lock:
+            if self._asking or self._closed or self._clock() < self._retry_at:
+                return
+            self._asking = True
+        try:
+            self._threads.start(self._ask)
+        except OmniError as error:
+            self._answered(str(error))
+
+    def _ask(self) -> None:
+        try:
+            if self._store is None:
+                self._set_up()
+            else:
+                _reach(self.settings.master)
+                (code,) = self._store.batch_is_exist(["omni-connector/ping"])
+                if code < 0:
+                    raise PeerUnreachableError(name_of(code))
+        except OmniError as error:
+            self._answered(str(error))
+        except Exception as error:
+            logger.exception("Mooncake's client failed in an unexpected way; please report it")
+            self._answered(str(error))
+        else:
+            self._answered(None)
+
+    def _answered(self, reason: str | None) -> None:
+        with self._lock:
+            self._asking = False
+            if reason is None:
+                if self._told and self._away_since is not None:
+                    logger.info("Mooncake's master at %s answers again", self.settings.master)
+                self._away_since, self._told = None, False
+            else:
+                self._reason = reason
+                self._retry_at = self._clock() + self._backoff
+                self._backoff = min(2 * self._backoff, _MAX_BACKOFF_S)
+                self._tell()
+            self._changed.notify_all()
+            last = self._closed and not self._running
+        if last:
+            self._end()
+
+    def _set_up(self) -> None:
+        settings = self.settings
+        own = _reach(settings.master)
+        for variable, value in _LIMITS.items():
+            os.environ.setdefault(variable, value)
+        store = self._module.MooncakeDistributedStore()
+        code = store.setup(
+            settings.host or own,
+            settings.metadata_server,
+            settings.segment_bytes,
+            0,
+            settings.protocol,
+            settings.device,
+            settings.master,
+        )
+        if code != OK:
+            raise TransportError(
+                f"Mooncake's client does not start with {settings.protocol} (code {code}); its own "
+                "log says more"
+            )
+        with self._lock:
+            waiting = list(self._registered.values())
+            self._store = store
+        for memory in waiting:
+            _register(store, memory)
+
+
+class Turns:
+    """One at a time, for each name."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._taken: set[bytes] = set()
+        self._changed = threading.Condition()
+
+    def take(self, name: bytes, deadline: float) -> None:
+        """Wait until nobody has the turn of this name, and have it until `end`.
+
+        Raises:
+            TransportError: somebody has it until the deadline.
+        """
+        with self._changed:
+            while name in self._taken:
+                left = deadline - self._clock()
+                if left <= 0:
+                    raise TransportError("an earlier call for the same key has not ended")
+                self._changed.wait(left)
+            self._taken.add(name)
+
+    def end(self, name: bytes) -> None:
+        """Let the next one have it. Idempotent."""
+        with self._changed:
+            self._taken.discard(name)
+            self._changed.notify_all()
+
+
+@atexit.register
+def _leave_stores() -> None:
+    # A thread that comes back from Mooncake when the interpreter is gone takes the process down.
+    for client in list(StoreClient._shared.values()):
+        client._leave_store(_CLOSE_S)
+
+
+def _register(store: Any, memory: NDArray[np.uint8]) -> None:
+    code = store.register_buffer(int(memory.ctypes.data), memory.nbytes)
+    if code != OK:
+        raise TransportError(f"Mooncake does not register {memory.nbytes} bytes: {name_of(code)}")
+
+
+def _reach(master: str) -> str:
+    """Our address towards the master, which accepts connections."""
+    host, _, port = master.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S) as connection:
+            return str(connection.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise PeerUnreachableError(str(error)) from error

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The head of an object in a Mooncake Store: what says which bytes belong to it.
+
+A head is 128 bytes: magic, bytes of the object, bytes of a piece, version, digest of the key, and
+checksum of the content, all little-endian; then the checksum of these; then zeros. The content
+follows where it is short, else it is in pieces.
+"""
+
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from omni_connector.config import memory_limit_bytes
+from omni_connector.errors import IntegrityError
+
+PIECE_BYTES: Final = 8 << 20
+HEAD_BYTES: Final = 16 << 10
+
+_MAGIC: Final = b"omniobj1"
+_FIELDS: Final = struct.Struct("<8sQQ16s32sQ")
+_SEAL: Final = struct.Struct("<Q")
+CONTENT_AT: Final = 128
+INLINE_BYTES: Final = HEAD_BYTES - CONTENT_AT
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One version of an object.
+
+    Attributes:
+        length: bytes of the object.
+        piece_bytes: bytes of each of its pieces but the last.
+        version: 16 random bytes; no other version of any object has them.
+        digest: 32 bytes that stand for the key.
+        checksum: of the content where that is `inline`, else as `checksum_of` says.
+    """
+
+    length: int
+    piece_bytes: int
+    version: bytes
+    digest: bytes
+    checksum: int
+
+    @classmethod
+    def new(cls, digest: bytes, length: int) -> Self:
+        """A version of its own, whose checksum is still to come."""
+        return cls(length, PIECE_BYTES, os.urandom(16), digest, 0)
+
+    @classmethod
+    def decode(cls, head: NDArray[np.uint8], digest: bytes) -> Self:
+        """The version that a head describes.
+
+        Args:
+            head: what was found under the name of the key, with the content that follows.
+            digest: that of the key.
+
+        Raises:
+            IntegrityError: it is no head of this key, or not as long as it should be.
+        """
+        if head.size < CONTENT_AT:
+            raise IntegrityError(f"{head.size} bytes are no head of an object")
+        fields = head[: _FIELDS.size].tobytes()
+        (seal,) = _SEAL.unpack_from(head.data, _FIELDS.size)
+        magic, length, piece_bytes, version, own, checksum = _FIELDS.unpack(fields)
+        if magic != _MAGIC or seal != xxhash.xxh3_64_intdigest(fields):
+            raise IntegrityError("what is under the key is no head of an object")
+        if own != digest:
+            raise IntegrityError("what is under the key is the head of another object")
+        found = cls(length, piece_bytes, version, digest, checksum)
+        following = length if found.inline else 0
+        if head.size != CONTENT_AT + following:
+            raise IntegrityError(f"{head.size - CONTENT_AT} bytes follow the head, not {following}")
+        if length > memory_limit_bytes() or piece_bytes < INLINE_BYTES:
+            raise IntegrityError(f"an object of {length} bytes in pieces of {piece_bytes}")
+        return found
+
+    def encode(self) -> bytes:
+        """The head, without the content that follows it."""
+        fields = _FIELDS.pack(
+            _MAGIC, self.length, self.piece_bytes, self.version, self.digest, self.checksum
+        )
+        return (fields + _SEAL.pack(xxhash.xxh3_64_intdigest(fields))).ljust(CONTENT_AT, b"\0")
+
+    @property
+    def inline(self) -> bool:
+        """Whether the content follows the head."""
+        return self.length <= INLINE_BYTES
+
+    @property
+    def pieces(self) -> list[int]:
+        """Bytes of each piece."""
+        if self.inline:
+            return []
+        starts = range(0, self.length, self.piece_bytes)
+        return [min(self.piece_bytes, self.length - start) for start in starts]
+
+    def piece_names(self, prefix: str) -> list[str]:
+        """What the pieces are stored under."""
+        base = f"{head_name(prefix, self.digest)}/{self.version.hex()}"
+        return [f"{base}/{index}" for index in range(len(self.pieces))]
+
+
+def head_name(prefix: str, digest: bytes) -> str:
+    """What the head of a key's object is stored under."""
+    return f"{prefix}/{digest.hex()}"
+
+
+def checksum_of(length: int, checksums: Sequence[int]) -> int:
+    """The checksum of an object of so many bytes whose pieces have these."""
+    return xxhash.xxh3_64_intdigest(
+        length.to_bytes(8, "little") + np.array(checksums, "<u8").tobytes()
+    )

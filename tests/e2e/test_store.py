@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two engines that know nothing of each other share prefixes in a real Mooncake Store.
+
+The answers are those of an engine that has no connector, and the KV is compared byte for byte.
+"""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from omni_connector.testing import reference
+from omni_connector.testing.engines import Engine, free_port
+
+from . import kv
+from .harness import (
+    BLOCK,
+    MAX_TOKENS,
+    PROMPTS,
+    ROUNDING,
+    Case,
+    StartEngine,
+    connector_config,
+    new_salt,
+    random_prompt,
+)
+from .store_probe import EXTENSION
+
+pytest.importorskip("mooncake", reason="Mooncake is not installed")
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+# A lookup waits for 0.25 s, a load for 2 s, and each prompt is computed within 2 s here.
+ANSWER_S = 10.0
+
+# A prompt that ends with a block and a token leaves one token to compute, as the reference does.
+SAME_PATH = ("one-block-and-a-token", "two-thousand")
+
+
+class Master:
+    """`mooncake_master` of the wheel, on loopback, at one port for life."""
+
+    def __init__(self, log: Path) -> None:
+        self.port = free_port()
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, and wait until it accepts connections."""
+        command = [sys.executable, "-m", "mooncake.cli", "--rpc_address=127.0.0.1"]
+        command += [f"--rpc_port={self.port}", f"--metrics_port={free_port()}"]
+        with self._log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+        deadline = time.monotonic() + 30.0
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1.0).close()
+            except OSError:
+                assert self._process.poll() is None, self._log.read_text(errors="replace")
+                assert time.monotonic() < deadline, "mooncake_master does not answer"
+                time.sleep(0.05)
+            else:
+                return
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL. Idempotent."""
+        if self._process is not None:
+            self.signal(signal.SIGKILL)
+            self._process.wait(30.0)
+
+
+@dataclass
+class Sharers:
+    """An engine that stores prefixes, one that finds them, and their store."""
+
+    master: Master
+    writer: Engine
+    reader: Engine
+    writer_probe: kv.Probe
+    reader_probe: kv.Probe
+
+    def ask(self, engine: Engine, prompt: list[int], salt: str) -> reference.Answer:
+        return reference.ask(engine, prompt, max_tokens=MAX_TOKENS, cache_salt=salt)
+
+    def count(self, counter: str, **labels: str) -> float:
+        """What the reader has counted."""
+        return self.reader.metric(f"vllm:omni_connector_{counter}_total", **labels)
+
+    def failed(self, kind: str) -> float:
+        return self.count("failures", kind=kind)
+
+    def publish(self, prompt: list[int], salt: str) -> None:
+        """Have the writer compute a prompt, and wait until its full blocks are in the store."""
+        counter = "vllm:omni_connector_blocks_stored_total"
+        wanted = self.writer.metric(counter) + len(prompt) // BLOCK
+        self.ask(self.writer, prompt, salt)
+        deadline = time.monotonic() + 20.0
+        while self.writer.metric(counter) < wanted:
+            assert time.monotonic() < deadline, self.writer.log_tail()
+            self.writer.complete(random_prompt(7, 3), max_tokens=1)  # idle engines tell nothing
+
+    def share(self, prompt: list[int], salt: str | None = None) -> reference.Answer:
+        """Let the writer compute it, then ask the reader, whose blocks hold nobody's bytes."""
+        salt = salt or new_salt()
+        self.publish(prompt, salt)
+        self.reader_probe.spoil()
+        return self.ask(self.reader, prompt, salt)
+
+
+@pytest.fixture(scope="module")
+def sharers(
+    start_engine: StartEngine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Sharers]:
+    folder = tmp_path_factory.mktemp("store")
+    master = Master(folder / "master.log")
+    master.start()
+    try:
+        store = {"master": f"127.0.0.1:{master.port}", "segment_gib": 0.125}
+        # Under vLLM's policy "fail": what goes wrong with a cache must not end a request.
+        config = {
+            **connector_config("kv_both", store=store),
+            "kv_load_failure_policy": "fail",
+        }
+        options = {
+            "arguments": ("--worker-extension-cls", EXTENSION),
+            "environment": kv.ENVIRONMENT,
+        }
+        writer, reader = (start_engine(name, config, **options) for name in ("writer", "reader"))
+        probes = []
+        for engine in (writer, reader):
+            engine.wait_ready()
+            own = folder / f"probe-{len(probes)}"
+            own.mkdir()
+            probes.append(kv.Probe(engine, own))
+            probes[-1].watch()
+        yield Sharers(master, writer, reader, *probes)
+    finally:
+        master.kill()
+
+
+def shareable(prompt: list[int]) -> int:
+    """Tokens of the full blocks before the last token."""
+    return (len(prompt) - 1) // BLOCK * BLOCK
+
+
+def test_a_prefix_is_found_by_another_engine(sharers: Sharers, case: Case) -> None:
+    before, failures = sharers.count("tokens_shared"), sharers.count("failures")
+    answer = sharers.share(case.prompt)
+    tolerance = 0.0 if case.name in SAME_PATH else ROUNDING
+    answer.require_same(case.reference, tolerance=tolerance)
+    assert sharers.count("tokens_shared") - before == shareable(case.prompt)
+    assert sharers.count("failures") == failures
+
+
+def test_the_very_bytes_arrive(sharers: Sharers, cases: dict[str, Case]) -> None:
+    prompt = cases["two-thousand-not-aligned"].prompt
+    sharers.share(prompt)
+    (sent,), (found,) = (
+        sharers.writer_probe.read("prefilled"),
+        sharers.reader_probe.read("first"),
+    )
+    assert found.prompt == sent.prompt == prompt
+    assert found.computed == shareable(prompt)
+    kv.require_same_kv([sent], [found], shareable(prompt))
+
+
+def test_prompts_share_what_they_have_in_common(sharers: Sharers, cases: dict[str, Case]) -> None:
+    salt, before = new_salt(), sharers.count("tokens_shared")
+    sharers.publish(cases["two-thousand"].prompt, salt)
+    case = cases["shares-a-prefix"]
+    sharers.reader_probe.spoil()
+    answer = sharers.ask(sharers.reader, case.prompt, salt)
+    answer.require_same(case.reference, tolerance=ROUNDING)
+    assert sharers.count("tokens_shared") - before == 1024
+
+
+@pytest.mark.parametrize("name", [name for name in PROMPTS if shareable(PROMPTS[name])])
+def test_a_store_that_delivers_nothing_is_noticed(
+    sharers: Sharers, cases: dict[str, Case], name: str
+) -> None:
+    sharers.reader_probe.call("store_delivers", "nothing")
+    try:
+        answer = sharers.share(cases[name].prompt)
+    finally:
+        sharers.reader_probe.call("store_delivers", "all")
+    with pytest.raises(AssertionError, match=r"token \d+"):
+        answer.require_same(cases[name].reference, tolerance=ROUNDING)
+
+
+def test_wrong_bytes_are_computed_anew(sharers: Sharers, cases: dict[str, Case]) -> None:
+    kind = "store_checksum_mismatch"
+    before, failed = sharers.count("tokens_shared"), sharers.failed(kind)
+    case = cases["not-aligned"]
+    sharers.reader_probe.call("store_delivers", "wrong")
+    try:
+        answer = sharers.share(case.prompt)
+    finally:
+        sharers.reader_probe.call("store_delivers", "all")
+    answer.require_same(case.reference, tolerance=ROUNDING)
+    assert sharers.count("tokens_shared") == before
+    assert sharers.failed(kind) == failed + 1
+
+
+@pytest.fixture
+def many(cases: dict[str, Case]) -> list[Case]:
+    """What is asked while something happens to the store."""
+    return [case for case in cases.values() if shareable(case.prompt)] * 2
+
+
+def require_answer(sharers: Sharers, case: Case, salt: str) -> None:
+    """The right answer, soon."""
+    started = time.monotonic()
+    answer = sharers.ask(sharers.reader, case.prompt, salt)
+    answer.require_same(case.reference, tolerance=ROUNDING)
+    assert time.monotonic() - started < ANSWER_S
+
+
+def wait_until_shared(sharers: Sharers, case: Case, timeout: float = 60.0) -> None:
+    """Wait until a prompt of the writer is found by the reader."""
+    deadline, before = time.monotonic() + timeout, sharers.count("tokens_shared")
+    while sharers.count("tokens_shared") == before:
+        assert time.monotonic() < deadline, sharers.reader.log_tail()
+        salt = new_salt()
+        sharers.ask(sharers.writer, case.prompt, salt)
+        time.sleep(0.5)  # its blocks are on their way
+        require_answer(sharers, case, salt)
+
+
+def test_a_store_that_hangs_holds_up_nobody(sharers: Sharers, many: list[Case]) -> None:
+    salts = [new_salt() for _ in many]
+    for case, salt in zip(many, salts, strict=True):
+        sharers.publish(case.prompt, salt)
+    sharers.master.signal(signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(require_answer, [sharers] * len(many), many, salts))
+    finally:
+        sharers.master.signal(signal.SIGCONT)
+    wait_until_shared(sharers, many[0])
+
+
+def test_a_store_that_is_killed_while_it_is_read(sharers: Sharers, many: list[Case]) -> None:
+    salts = [new_salt() for _ in many]
+    for case, salt in zip(many, salts, strict=True):
+        sharers.publish(case.prompt, salt)
+    shared, failures = sharers.count("tokens_shared"), sharers.count("failures")
+    sharers.reader_probe.spoil()
+    with ThreadPoolExecutor(3) as pool:
+        asked = [
+            pool.submit(require_answer, sharers, *each) for each in zip(many, salts, strict=True)
+        ]
+        asked[0].result()
+        sharers.master.kill()
+        for each in asked:
+            each.result()
+    assert sharers.count("tokens_shared") > shared
+    assert sharers.count("failures") > failures
+    for case in many[:3]:
+        require_answer(sharers, case, new_salt())
+    # The next one on the same address knows nothing, and is found by both.
+    sharers.master.start()
+    wait_until_shared(sharers, many[0])

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store that engines of this process share, and what can go wrong with one."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.transports.block_store import BlockStore
+
+MASTER = {"store": {"master": "127.0.0.1:50051"}}
+
+
+class Shelf:
+    """The entries, and switches; one for all clients.
+
+    Attributes:
+        entries: by key.
+        unreachable: nothing is found, taken or handed out.
+        stalled: whatever is asked answers at its deadline only.
+        before_get: called with the keys of each load.
+        puts, asked: keys of every entry that was offered, or asked for.
+        failures: what every client says has failed.
+        open: clients that are not closed.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[str, bytes] = {}
+        self.unreachable = False
+        self.stalled = False
+        self.before_get: Callable[[Sequence[str]], object] = lambda keys: None
+        self.puts: list[str] = []
+        self.asked: list[str] = []
+        self.failures: Counter[str] = Counter()
+        self.open = 0
+        self._lock = threading.Lock()
+
+    def connect(self, *_: Any, **__: Any) -> "ShelfStore":
+        """A client of its own for each half of each engine."""
+        return ShelfStore(self)
+
+    def evict(self, wanted: Callable[[str], bool] = lambda key: True) -> None:
+        """Lose entries."""
+        with self._lock:
+            self.entries = {key: row for key, row in self.entries.items() if not wanted(key)}
+
+    def spoil(self, place: int) -> None:
+        """Change a byte of every entry."""
+        with self._lock:
+            for key, row in self.entries.items():
+                changed = bytearray(row)
+                changed[place] ^= 0x10
+                self.entries[key] = bytes(changed)
+
+    def answers(self, timeout: float) -> bool:
+        """Whether a client is answered."""
+        if self.stalled:
+            time.sleep(timeout)
+        return not (self.unreachable or self.stalled)
+
+
+class ShelfStore(BlockStore):
+    """One client."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self._buffers: list[NDArray[np.uint8]] = []
+        self._closed = False
+        shelf.open += 1
+
+    def exists(self, keys: Sequence[str], *, timeout: float) -> list[bool]:
+        self._shelf.asked += keys
+        there = self._shelf.answers(timeout)
+        return [there and key in self._shelf.entries for key in keys]
+
+    def buffer(self, rows: int, row_bytes: int) -> NDArray[np.uint8]:
+        self._buffers.append(np.zeros((rows, row_bytes), np.uint8))
+        return self._buffers[-1]
+
+    def put(
+        self,
+        keys: Sequence[str],
+        rows: NDArray[np.uint8],
+        lengths: Sequence[int],
+        *,
+        timeout: float,
+    ) -> list[bool]:
+        assert any(np.shares_memory(rows, each) for each in self._buffers)
+        self._shelf.puts += keys
+        if not self._shelf.answers(timeout):
+            return [False] * len(keys)
+        for key, row, length in zip(keys, rows, lengths, strict=True):
+            self._shelf.entries.setdefault(key, row[:length].tobytes())
+        return [True] * len(keys)
+
+    def get(
+        self,
+        keys: Sequence[str],
+        rows: NDArray[np.uint8],
+        lengths: Sequence[int],
+        *,
+        timeout: float,
+    ) -> list[bool]:
+        assert any(np.shares_memory(rows, each) for each in self._buffers)
+        self._shelf.before_get(keys)
+        there = self._shelf.answers(timeout)
+        found = []
+        for key, row, length in zip(keys, rows, lengths, strict=True):
+            entry = self._shelf.entries.get(key) if there else None
+            found.append(entry is not None and len(entry) == length)
+            if found[-1]:
+                row[:length] = np.frombuffer(entry, np.uint8)
+        return found
+
+    @property
+    def failures(self) -> Mapping[str, int]:
+        return self._shelf.failures
+
+    def close(self) -> None:
+        self._shelf.open -= not self._closed
+        self._closed = True

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions to the store, and what is made of the answers."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_connector.control.shapes import GroupShape
+from omni_connector.testing.clock import FakeClock
+from omni_connector.vllm_v1 import lookups
+from omni_connector.vllm_v1.lookups import Held, Lookup, Recently, StoreLookups
+from omni_connector.vllm_v1.shared_blocks import block_key
+
+from .harness import wait
+from .stores import Shelf
+
+FULL = GroupShape(kind="full_attention", block_size=16, keeps="all", layers="x", pages=("p",))
+WINDOW = GroupShape(
+    kind="sliding_window", block_size=16, keeps="window", span=40, layers="x", pages=("p",)
+)
+LATENT = GroupShape(
+    kind="mla_attention", block_size=16, keeps="all", layers="x", replicated=True, pages=("p",)
+)
+
+
+@pytest.fixture
+def made() -> Iterator[list[StoreLookups]]:
+    """Lookups of the test, closed at its end."""
+    made: list[StoreLookups] = []
+    yield made
+    for each in made:
+        each.close()
+
+
+def names(count: int) -> list[bytes]:
+    return [bytes([i // 256, i % 256]) for i in range(count)]
+
+
+def ask(asked: StoreLookups, hashes: list[list[bytes]], seconds: float = 20.0) -> Lookup:
+    lookup = Lookup("p", hashes, time.monotonic() + seconds)
+    asked.ask(lookup)
+    wait(lambda: lookup.held is not None)
+    return lookup
+
+
+@given(st.lists(st.booleans(), max_size=40), st.integers(0, 45), st.integers(0, 45))
+def test_runs_and_gaps_say_what_the_blocks_say(blocks: list[bool], start: int, stop: int) -> None:
+    held = Held.of(blocks)
+    wanted = range(start, stop)
+    assert held.has(wanted) == all(i < len(blocks) and blocks[i] for i in wanted)
+    reach = held.reach(start)
+    assert reach >= start
+    assert all(blocks[i] for i in range(start, reach))
+    assert reach >= len(blocks) or not blocks[reach]
+
+
+def test_a_block_is_held_when_all_ranks_have_it(made: list[StoreLookups]) -> None:
+    shelf, hashes = Shelf(), names(3)
+    for rank, i in ((0, 0), (1, 0), (0, 1), (1, 2)):
+        shelf.entries[block_key("p", 0, rank, hashes[i])] = b""
+    shelf.entries[block_key("p", 1, 0, hashes[2])] = b""
+    made.append(StoreLookups(shelf.connect(), [FULL, LATENT], 2, time.monotonic))
+    lookup = ask(made[0], [hashes, hashes])
+    assert [held.blocks for held in lookup.held] == [[True, False, False], [False, False, True]]
+
+
+def test_long_prompts_are_asked_for_in_parts_up_to_the_first_gap(
+    made: list[StoreLookups], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "_MAX_KEYS", 10)
+    shelf, hashes = Shelf(), names(40)
+    shelf.entries = {block_key("p", 0, 0, each): b"" for each in hashes if each != hashes[12]}
+    made.append(StoreLookups(shelf.connect(), [FULL], 1, time.monotonic))
+    held = ask(made[0], [hashes]).held[0]
+    assert len(shelf.asked) == 20
+    assert (held.reach(0), held.reach(13), held.misses) == (12, 20, [12])
+
+
+def test_before_a_window_there_may_be_gaps(
+    made: list[StoreLookups], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "_MAX_KEYS", 10)
+    shelf, hashes = Shelf(), names(30)
+    shelf.entries = {block_key("p", 0, 0, each): b"" for each in hashes[27:]}
+    made.append(StoreLookups(shelf.connect(), [WINDOW], 1, time.monotonic))
+    assert ask(made[0], [hashes]).held[0].has(range(27, 30))
+
+
+def test_groups_of_other_block_sizes_are_asked_for_together(made: list[StoreLookups]) -> None:
+    shelf, hashes = Shelf(), names(8)
+    shelf.entries = {block_key("p", 0, 0, each): b"" for each in hashes}
+    shelf.entries |= {block_key("p", 1, 0, each): b"" for each in hashes[1::2]}
+    made.append(StoreLookups(shelf.connect(), [FULL, WINDOW], 1, time.monotonic))
+    lookup = ask(made[0], [hashes, hashes[1::2]])
+    assert [len(held.blocks) for held in lookup.held] == [8, 4]
+    assert all(not held.misses for held in lookup.held)
+
+
+def test_what_is_distrusted_is_not_held(made: list[StoreLookups]) -> None:
+    shelf, hashes = Shelf(), names(3)
+    shelf.entries = {block_key("p", 0, 0, each): b"" for each in hashes}
+    made.append(StoreLookups(shelf.connect(), [FULL], 1, time.monotonic))
+    made[0].distrust([(0, hashes[1])])
+    assert ask(made[0], [hashes]).held[0].blocks == [True, False, True]
+
+
+def test_a_late_answer_is_none(made: list[StoreLookups]) -> None:
+    shelf = Shelf()
+    shelf.stalled = True
+    made.append(StoreLookups(shelf.connect(), [FULL], 1, time.monotonic))
+    late = Lookup("p", [names(2)], time.monotonic() + 0.05)
+    gone = Lookup("p", [names(2)], time.monotonic())
+    made[0].ask(late)
+    made[0].ask(gone)
+    wait(lambda: len(shelf.asked) == 2)
+    shelf.stalled = False
+    assert ask(made[0], [names(1)]).held is not None
+    assert late.held is gone.held is None
+
+
+def test_a_question_that_cannot_be_asked_stops_no_other(
+    made: list[StoreLookups], log: list[str]
+) -> None:
+    shelf = Shelf()
+    store = shelf.connect()
+    made.append(StoreLookups(store, [FULL], 1, time.monotonic))
+    made[0].ask(Lookup("p", [[None]], time.monotonic() + 20))  # type: ignore[list-item]
+    assert ask(made[0], [names(1)]).held[0].blocks == [False]
+    assert any("lookup" in line for line in log)
+
+
+def test_names_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups, "_MAX_REMEMBERED", 3)
+    clock = FakeClock()
+    recently = Recently(5.0, clock)
+    blocks = [(0, each) for each in names(4)]
+    recently.add(blocks[:3])
+    clock.advance(4.0)
+    recently.add(blocks[2:])
+    assert [block in recently for block in blocks] == [False, True, True, True]
+    clock.advance(1.5)
+    assert [block in recently for block in blocks] == [False, False, True, True]

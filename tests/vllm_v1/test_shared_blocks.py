@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and form of entries: who reads them, and what is not taken for one."""
+
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_connector.control.messages import Fingerprint
+from omni_connector.control.shapes import GroupShape
+from omni_connector.errors import ChecksumError
+from omni_connector.vllm_v1.shared_blocks import (
+    TRAILER_BYTES,
+    block_key,
+    holder,
+    key_prefix,
+    seal,
+    verify,
+)
+
+SHAPE = GroupShape(kind="full_attention", block_size=16, keeps="all", layers="x", pages=("p",))
+OURS = Fingerprint(
+    model="m@1", dtype="a", kv_dtype="auto", integrity="full", kv_heads=2, ranks=1, groups=(SHAPE,)
+)
+
+
+def model(quantization: str | None = None, **overrides: object) -> SimpleNamespace:
+    config = SimpleNamespace(quantization=quantization, hf_overrides=overrides)
+    return SimpleNamespace(model_config=config)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", "m@2"),
+        ("dtype", "b"),
+        ("kv_dtype", "fp8"),
+        ("kv_heads", 4),
+        ("ranks", 2),
+        ("groups", (msgspec.structs.replace(SHAPE, pages=("q",)),)),
+        ("groups", (msgspec.structs.replace(SHAPE, attention="other"),)),
+        ("groups", (msgspec.structs.replace(SHAPE, block_size=32),)),
+    ],
+)
+def test_engines_that_differ_have_other_keys(field: str, value: object) -> None:
+    theirs = msgspec.structs.replace(OURS, **{field: value})
+    assert key_prefix("n", OURS, "h", model()) != key_prefix("n", theirs, "h", model())
+
+
+def test_so_do_namespaces_hashes_and_weights_computed_otherwise() -> None:
+    keys = {
+        key_prefix("n", OURS, "h", model()),
+        key_prefix("o", OURS, "h", model()),
+        key_prefix("n", OURS, "i", model()),
+        key_prefix("n", OURS, "h", model("fp8")),
+        key_prefix("n", OURS, "h", model(rope_theta=2)),
+    }
+    assert len(keys) == 5
+
+
+def test_how_slots_are_checked_makes_no_difference() -> None:
+    theirs = msgspec.structs.replace(OURS, integrity="generation")
+    assert key_prefix("n", OURS, "h", model()) == key_prefix("n", theirs, "h", model())
+
+
+def test_every_block_has_a_key_of_its_own() -> None:
+    keys = {block_key("p", g, r, bytes([h])) for g in range(3) for r in range(3) for h in range(3)}
+    assert len(keys) == 27
+
+
+def test_what_all_ranks_hold_alike_is_the_first_ones() -> None:
+    latent = msgspec.structs.replace(SHAPE, replicated=True)
+    assert [holder(SHAPE, 1), holder(latent, 1)] == [1, 0]
+
+
+@given(
+    content=st.binary(min_size=1, max_size=80),
+    place=st.integers(0, 200),
+    change=st.integers(1, 255),
+)
+def test_a_changed_byte_is_noticed_wherever_it_is(content: bytes, place: int, change: int) -> None:
+    size = len(content)
+    row = np.zeros(size + TRAILER_BYTES + 8, np.uint8)
+    row[:size] = np.frombuffer(content, np.uint8)
+    length = seal(row, size, xxhash.xxh3_64_intdigest(content), "key")
+    assert length == size + TRAILER_BYTES
+    verify(row, size, xxhash.xxh3_64_intdigest(row[:size].tobytes()), "key")
+    row[place % length] ^= change
+    with pytest.raises(ChecksumError, match="key"):
+        verify(row, size, xxhash.xxh3_64_intdigest(row[:size].tobytes()), "key")
+
+
+def test_a_sound_entry_of_another_key_is_refused() -> None:
+    row = np.zeros(64, np.uint8)
+    seal(row, 40, xxhash.xxh3_64_intdigest(bytes(40)), "one")
+    with pytest.raises(ChecksumError):
+        verify(row, 40, xxhash.xxh3_64_intdigest(bytes(40)), "other")

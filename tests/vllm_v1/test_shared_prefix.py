@@ -1,0 +1,481 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that find each other's prefixes in a store: every answer is that of an engine alone."""
+
+import pytest
+from vllm.v1.request import FinishReason
+
+from omni_connector.vllm_v1 import store_jobs
+
+from .harness import HANDOFF, InProcessEngine, assert_clean, prompt, run, wait
+from .stores import Shelf
+from .toy import BLOCK, WINDOW
+
+pytestmark = pytest.mark.vllm
+
+PREFIX = prompt(6 * BLOCK)
+QUESTION = PREFIX + prompt(10, seed=1)
+FAMILIES = ["full", "window", "window and full", "latent"]
+
+
+def landed(*engines: InProcessEngine) -> None:
+    """Wait until nothing is on its way to the store."""
+    for engine in engines:
+        for half in engine.worker_halves:
+            wait(lambda trays=half._store_jobs._trays: trays.qsize() == store_jobs._TRAYS)
+
+
+def publish(engine: InProcessEngine, shelf: Shelf, tokens: list[int] = PREFIX, **options):
+    """Have an engine compute a prompt, and wait until its full blocks are in the store."""
+    before = len(shelf.entries)
+    answer = engine.generate(tokens, **options)
+    landed(engine)
+    assert len(shelf.entries) > before
+    return answer
+
+
+def blocks(shelf: Shelf, group: int = 0, rank: int = 0) -> int:
+    """How many entries a rank has of a group."""
+    return sum(f"/{group}.{rank}/" in key for key in shelf.entries)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_prefix_is_found_by_another_engine(sharer, shelf, engine, family, ranks, overlap):
+    options = {"family": family, "ranks": ranks, "async_scheduling": overlap}
+    first, second = sharer(**options), sharer(**options)
+    publish(first, shelf)
+    expected = engine(family=family, ranks=ranks).generate(QUESTION, 20).tokens
+    assert second.generate(QUESTION, 20).tokens == expected
+    assert second.count("tokens_shared") == 6 * BLOCK
+    assert not second.failures()
+    assert_clean(first, second)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wrong_bytes_that_nobody_checks_are_noticed_by_these_tests(
+    sharer, shelf, engine, monkeypatch, family
+):
+    monkeypatch.setattr(store_jobs, "verify", lambda *args: None)
+    first, second = sharer(family=family), sharer(family=family)
+    publish(first, shelf)
+    shelf.spoil(3)
+    answer = second.generate(QUESTION, 6)
+    assert second.count("tokens_shared") == 6 * BLOCK
+    assert answer.tokens != engine(family=family).generate(QUESTION, 6).tokens
+
+
+@pytest.mark.parametrize(
+    ("length", "shared"),
+    [(7, 0), (BLOCK, 0), (BLOCK + 1, 1), (3 * BLOCK + 7, 3), (6 * BLOCK - 1, 5), (6 * BLOCK, 5)],
+)
+def test_of_a_prompt_that_is_stored_the_last_token_is_computed(
+    sharer, shelf, tokens, length, shared
+):
+    first, second = sharer(), sharer()
+    publish(first, shelf)
+    assert second.generate(PREFIX[:length], 4).tokens == tokens(PREFIX[:length], 4)
+    assert second.count("tokens_shared") == shared * BLOCK
+
+
+def test_only_what_is_beyond_the_local_prefix_is_loaded(sharer, shelf, tokens):
+    first, second = sharer(), sharer()
+    publish(first, shelf)
+    second.generate(PREFIX[: 2 * BLOCK] + prompt(20, seed=5), 2)
+    before = second.count("tokens_shared")
+    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert second.count("tokens_shared") - before == 4 * BLOCK
+
+
+def test_prompts_part_where_they_differ(sharer, shelf, tokens):
+    first, second = sharer(), sharer()
+    publish(first, shelf)
+    other = PREFIX[: 4 * BLOCK + 5] + prompt(40, seed=3)
+    assert second.generate(other, 6).tokens == tokens(other, 6)
+    assert second.count("tokens_shared") == 4 * BLOCK
+
+
+def test_answers_are_shared_like_prompts(sharer, shelf, tokens):
+    first, second = sharer(), sharer()
+    reply = publish(first, shelf, QUESTION, max_tokens=3 * BLOCK).tokens
+    again = QUESTION + reply + prompt(9, seed=2)
+    assert second.generate(again, 6).tokens == tokens(again, 6)
+    shared = (len(QUESTION) + len(reply) - 1) // BLOCK * BLOCK
+    assert second.count("tokens_shared") == shared
+
+
+def test_chunks_of_a_prompt_are_stored_as_they_fill(sharer, shelf, tokens):
+    first, second = sharer(max_tokens_a_step=BLOCK + 3), sharer(max_tokens_a_step=BLOCK + 3)
+    publish(first, shelf)
+    assert blocks(shelf) == 6
+    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert second.count("tokens_shared") == 6 * BLOCK
+
+
+def test_what_is_stored_is_not_sent_again(sharer, shelf):
+    first, second = sharer(), sharer()
+    publish(first, shelf)
+    for engine in (first, second):
+        engine.generate(QUESTION, 2)
+        landed(engine)
+    assert len(shelf.puts) == len(set(shelf.puts)) == 6
+    assert first.count("blocks_stored") == 6
+    assert second.count("blocks_stored") == 0
+
+
+def test_what_the_store_lost_is_sent_again_by_who_still_has_it(sharer, shelf, monkeypatch):
+    first = sharer()
+    publish(first, shelf)
+    shelf.evict()
+    monkeypatch.setattr(first.half._shared._sent, "_seconds", 0.0)
+    first.half._shared._sent._until.clear()
+    first.generate(QUESTION, 2)
+    landed(first)
+    assert blocks(shelf) == 6
+
+
+# Windows
+
+
+def test_of_a_window_only_what_is_read_is_needed(sharer, shelf, engine):
+    first, second = sharer(family="window"), sharer(family="window")
+    publish(first, shelf)
+    kept = list(shelf.entries)[-(WINDOW // BLOCK + 1) :]
+    shelf.evict(lambda key: key not in kept)
+    expected = engine(family="window").generate(QUESTION, 6).tokens
+    assert second.generate(QUESTION, 6).tokens == expected
+    assert second.count("tokens_shared") == 6 * BLOCK
+
+
+def test_a_prefix_ends_where_its_window_is_whole(sharer, shelf, engine):
+    first, second = sharer(family="window and full"), sharer(family="window and full")
+    publish(first, shelf)
+    window = [key for key in shelf.entries if "/0.0/" in key]
+    shelf.evict(lambda key: key == window[-1])
+    expected = engine(family="window and full").generate(QUESTION, 6).tokens
+    assert second.generate(QUESTION, 6).tokens == expected
+    assert second.count("tokens_shared") == 5 * BLOCK
+
+
+def test_blocks_that_a_window_left_behind_are_stored_all_the_same(sharer, shelf, engine):
+    long = prompt(14 * BLOCK, seed=4)
+    options = {"family": "window", "max_tokens_a_step": 2 * BLOCK, "usable_blocks": 16}
+    first, second = sharer(**options), sharer(**options)
+    held = first.hold(saves=True, deaf=True)
+    request_id = first.submit(long, max_tokens=8)
+    for _ in range(6):
+        first.step()
+    held.open()
+    first.run(lambda: first.done(request_id))
+    first.settle()
+    landed(first)
+    question = long[: 5 * BLOCK + 3]
+    assert second.generate(question, 6).tokens == engine(**options).generate(question, 6).tokens
+
+
+# Ranks
+
+
+def test_blocks_of_all_ranks_are_needed(sharer, shelf, engine):
+    first, second = sharer(ranks=2), sharer(ranks=2)
+    publish(first, shelf)
+    assert blocks(shelf, rank=0) == blocks(shelf, rank=1) == 6
+    lost = [key for key in shelf.entries if "/0.1/" in key][4]
+    shelf.evict(lambda key: key == lost)
+    assert second.generate(QUESTION, 6).tokens == engine(ranks=2).generate(QUESTION, 6).tokens
+    assert second.count("tokens_shared") == 4 * BLOCK
+
+
+def test_what_all_ranks_hold_alike_is_stored_once(sharer, shelf):
+    publish(sharer(ranks=2, family="latent"), shelf)
+    assert (blocks(shelf, rank=0), blocks(shelf, rank=1)) == (6, 0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"ranks": 2},
+        {"block_size": 2 * BLOCK},
+        {"family": "window"},
+        {"extra": {"model_id": "other"}},
+        {"extra": {"namespace": "other"}},
+    ],
+    ids=str,
+)
+def test_engines_that_cannot_read_each_other_share_nothing(sharer, shelf, engine, other):
+    first, second = sharer(), sharer(**other)
+    publish(first, shelf)
+    alone = {key: value for key, value in other.items() if key != "extra"}
+    assert second.generate(QUESTION, 6).tokens == engine(**alone).generate(QUESTION, 6).tokens
+    assert second.count("tokens_shared") == 0
+    assert not second.failures()
+
+
+# Losing blocks, requests, entries
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+def test_blocks_that_are_being_copied_go_to_nobody_else(sharer, shelf, tokens, overlap):
+    first, second = sharer(usable_blocks=28, async_scheduling=overlap), sharer()
+    held = first.hold(saves=True)
+    request_id = first.submit(PREFIX)
+    first.run(lambda: first.done(request_id))
+    others = [prompt(5 * BLOCK, seed) for seed in range(20, 26)]
+    ids = [first.submit(each, max_tokens=3) for each in others]
+    first.run(lambda: first.done(*ids))
+    assert held.saved_blocks == []
+    held.open()
+    first.settle()
+    landed(first)
+    for request_id, each in zip(ids, others, strict=True):
+        assert first.answers[request_id].tokens == tokens(each, 3)
+    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert second.count("tokens_shared") == 6 * BLOCK
+    assert_clean(first, second)
+
+
+def test_without_their_reference_the_race_is_lost(sharer, shelf, tokens, monkeypatch):
+    first, second = sharer(usable_blocks=28), sharer()
+    pool = first.scheduler.kv_cache_manager.block_pool
+    monkeypatch.setattr(first.half._shared, "_let_go", lambda save, manager: None)
+    held = first.hold(saves=True)
+    touch = pool.touch
+    monkeypatch.setattr(pool, "touch", lambda blocks: None)
+    request_id = first.submit(PREFIX)
+    first.run(lambda: first.done(request_id))
+    monkeypatch.setattr(pool, "touch", touch)
+    ids = [first.submit(prompt(5 * BLOCK, seed), max_tokens=3) for seed in range(20, 26)]
+    first.run(lambda: first.done(*ids))
+    held.open()
+    first.settle()
+    landed(first)
+    assert second.generate(QUESTION, 6).tokens != tokens(QUESTION, 6)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+def test_preempted_requests_share_what_they_had(sharer, shelf, tokens, overlap):
+    long, other = prompt(12 * BLOCK, seed=1), prompt(8 * BLOCK, seed=2)
+    options = {
+        "usable_blocks": 14,
+        "max_tokens_a_step": 4 * BLOCK,
+        "long_prefill": 2 * BLOCK,
+        "async_scheduling": overlap,
+    }
+    first, second = sharer(**options), sharer()
+    ids = [first.submit(long, max_tokens=2), first.submit(other, max_tokens=2)]
+    first.run(lambda: first.done(*ids))
+    assert first.preempted
+    for request_id, each in zip(ids, (long, other), strict=True):
+        assert first.answers[request_id].tokens == tokens(each, 2)
+        assert second.generate([*each, 7], 4).tokens == tokens([*each, 7], 4)
+    assert second.count("tokens_shared") > 0
+    assert_clean(first, second)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+def test_a_preempted_request_may_load_again(sharer, shelf, tokens, overlap):
+    first = sharer()
+    prompts = [prompt(4 * BLOCK - 3, seed) for seed in range(2)]
+    for each in prompts:
+        publish(first, shelf, each)
+    second = sharer(usable_blocks=9, async_scheduling=overlap)
+    ids = [second.submit(each, max_tokens=20) for each in prompts]
+    second.run(lambda: second.done(*ids))
+    assert second.preempted
+    for request_id, each in zip(ids, prompts, strict=True):
+        assert second.answers[request_id].tokens == tokens(each, 20)
+    assert second.count("tokens_shared") >= 6 * BLOCK
+    assert_clean(first, second)
+
+
+@pytest.mark.parametrize("moment", ["lookup", "load", "save"])
+def test_an_abort_leaves_nothing(sharer, shelf, tokens, moment):
+    first, second = sharer(), sharer()
+    publish(first, shelf)
+    if moment == "lookup":
+        shelf.stalled = True
+        second.abort(second.submit(QUESTION))
+        shelf.stalled = False
+    else:
+        held = second.hold(saves=moment == "save", loads=moment == "load")
+        request_id = second.submit(QUESTION if moment == "load" else prompt(70, seed=8))
+        second.run(held.waiting.is_set)
+        second.abort(request_id)
+        held.open()
+    assert_clean(first, second)
+    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+
+
+def test_a_load_that_is_aborted_before_it_starts(sharer, shelf):
+    first, second = sharer(), sharer()
+    publish(first, shelf)
+    held = second.hold(loads=True)
+    blocking = second.submit(QUESTION)
+    second.run(held.waiting.is_set)
+    request_id = second.submit(PREFIX + prompt(8, seed=6))
+    second.run(lambda: len(second.worker_half._loading) == 2)
+    second.abort(request_id)
+    held.open()
+    second.run(lambda: second.done(blocking))
+    assert_clean(first, second)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+def test_entries_that_go_before_they_are_loaded(sharer, shelf, engine, policy, family, overlap):
+    options = {"family": family, "policy": policy, "async_scheduling": overlap}
+    first, second = sharer(**options), sharer(**options)
+    publish(first, shelf)
+    last = list(shelf.entries)[-1]
+    shelf.before_get = lambda keys: shelf.evict(lambda key: key == last)
+    other = prompt(50, seed=1)
+    ids = [second.submit(QUESTION, max_tokens=6), second.submit(other, max_tokens=6)]
+    second.settle()
+    alone = engine(family=family)
+    for request_id, each in zip(ids, (QUESTION, other), strict=True):
+        assert second.answers[request_id].reason is FinishReason.LENGTH
+        assert second.answers[request_id].tokens == alone.generate(each, 6).tokens
+    assert second.failures() == {"store_blocks_gone": 1}
+    assert second.count("tokens_shared") == 0
+    assert_clean(first, second)
+    # Nor is anything of it in the prefix cache; and what is left is loaded the next time.
+    assert second.generate(QUESTION, 6).tokens == alone.generate(QUESTION, 6).tokens
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("place", [3, -1, -12], ids=["content", "checksum", "magic"])
+@pytest.mark.parametrize("family", ["full", "window and full"])
+def test_wrong_bytes_are_computed_anew(sharer, shelf, engine, policy, place, family):
+    first, second = (sharer(family=family, policy=policy) for _ in range(2))
+    publish(first, shelf)
+    shelf.spoil(place)
+    expected = engine(family=family).generate(QUESTION, 6).tokens
+    assert second.generate(QUESTION, 6).tokens == expected
+    assert second.failures() == {"store_checksum_mismatch": 1}
+    assert second.count("tokens_shared") == 0
+    assert_clean(first, second)
+    # They cost one load, not one for each request.
+    question = PREFIX + prompt(30, seed=7)
+    second.scheduler.reset_prefix_cache()
+    assert second.generate(question, 6).tokens == engine(family=family).generate(question, 6).tokens
+    assert second.failures() == {"store_checksum_mismatch": 1}
+
+
+def test_an_entry_of_another_key_is_not_taken(sharer, shelf, tokens):
+    first, second = sharer(), sharer()
+    publish(first, shelf)
+    keys = list(shelf.entries)
+    shelf.entries[keys[0]], shelf.entries[keys[1]] = (shelf.entries[k] for k in (keys[1], keys[0]))
+    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert second.failures() == {"store_checksum_mismatch": 1}
+
+
+def test_a_copier_that_fails(sharer, shelf, tokens, log):
+    first, second = sharer(), sharer()
+    publish(first, shelf)
+
+    def fail(*args, **kwargs):
+        raise OSError("no such page")
+
+    held = second.hold()
+    held.before_load = fail
+    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    held.save = fail
+    other = prompt(70, seed=8)
+    assert second.generate(other, 6).tokens == tokens(other, 6)
+    assert second.failures() == {"store_load_failed": 1, "store_save_failed": 1}
+    assert second.count("blocks_dropped") == 4
+    assert_clean(first, second)
+
+
+# Beside hand-offs
+
+
+def test_a_prompt_is_prefilled_on_a_shared_prefix_and_handed_off(sharer, shelf, tokens):
+    first, prefill, decode = sharer(), sharer("kv_producer"), sharer("kv_consumer")
+    publish(first, shelf)
+    answer = prefill.generate(QUESTION, params=HANDOFF)
+    assert prefill.count("tokens_shared") == 6 * BLOCK
+    assert decode.generate(QUESTION, 6, params=answer.params).tokens == tokens(QUESTION, 6)
+    assert decode.count("handoffs_received") == 1
+    assert decode.count("tokens_shared") == 0
+    assert_clean(first, prefill, decode)
+
+
+@pytest.mark.parametrize("family", ["window", "window and full"])
+def test_a_prompt_that_was_shortened_is_stored_as_it_was_computed(sharer, shelf, engine, family):
+    prefill, decode, third = (sharer(family=family) for _ in range(3))
+    answer = publish(prefill, shelf, params=HANDOFF)
+    expected = engine(family=family).generate(PREFIX, 6).tokens
+    assert decode.generate(PREFIX, 6, params=answer.params).tokens == expected
+    assert third.generate(QUESTION, 6).tokens == engine(family=family).generate(QUESTION, 6).tokens
+    assert_clean(prefill, decode, third)
+
+
+def test_a_hand_off_that_is_refused_is_made_up_for_by_the_store(sharer, shelf, tokens):
+    prefill, decode = sharer("kv_producer"), sharer("kv_consumer")
+    answer = publish(prefill, shelf, QUESTION, params=HANDOFF)
+    prefill.half._directory.close(bytes.fromhex(answer.params["omni_token"]))
+    assert decode.generate(QUESTION, 6, params=answer.params).tokens == tokens(QUESTION, 6)
+    assert decode.failures() == {"unknown_token": 1}
+    assert decode.count("tokens_shared") == 6 * BLOCK
+    assert_clean(prefill, decode)
+
+
+def test_hand_offs_and_shared_prefixes_at_once(sharer, shelf, tokens):
+    first, prefill, decode = sharer(), sharer(), sharer()
+    publish(first, shelf)
+    questions = [PREFIX + prompt(10 + i, seed=30 + i) for i in range(3)]
+    handed = [prompt(50 + i, seed=40 + i) for i in range(3)]
+    answers = [prefill.generate(each, params=HANDOFF).params for each in handed]
+    ids = [decode.submit(each, max_tokens=6) for each in questions]
+    ids += [
+        decode.submit(each, max_tokens=6, params=answer)
+        for each, answer in zip(handed, answers, strict=True)
+    ]
+    run([prefill, decode], lambda: decode.done(*ids))
+    for request_id, each in zip(ids, questions + handed, strict=True):
+        assert decode.answers[request_id].tokens == tokens(each, 6)
+    assert decode.count("handoffs_received") == 3
+    assert decode.count("tokens_shared") >= 6 * BLOCK
+    assert_clean(first, prefill, decode)
+
+
+# Other things
+
+
+def test_the_prompt_log_probabilities_are_computed_here(sharer, shelf, tokens):
+    first, second = sharer(), sharer()
+    publish(first, shelf)
+    assert second.generate(QUESTION, 6, prompt_logprobs=1).tokens == tokens(QUESTION, 6)
+    assert second.count("tokens_shared") == 0
+
+
+def test_after_new_weights_nothing_old_is_found(sharer, shelf, tokens):
+    first, second = sharer(), sharer()
+    publish(first, shelf)
+    assert second.scheduler.reset_prefix_cache(reset_connector=True)
+    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert second.count("tokens_shared") == 0
+    landed(second)
+    assert first.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+
+
+def test_an_idle_engine_gives_its_blocks_back(sharer, shelf):
+    engine = sharer()
+    held = engine.hold(saves=True)
+    request_id = engine.submit(QUESTION)
+    engine.run(lambda: engine.done(request_id))
+    assert not engine.scheduler.reset_prefix_cache()
+    held.open()
+    engine.settle()
+    assert engine.scheduler.reset_prefix_cache()
+
+
+def test_clients_are_closed_with_their_engine(sharer, shelf):
+    engine = sharer(ranks=2)
+    assert shelf.open == 3
+    engine.shutdown()
+    assert shelf.open == 0
+    engine.shutdown()
