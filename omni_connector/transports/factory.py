@@ -159,10 +159,14 @@ def _mooncake_engine(extra: dict[str, Any]) -> OmniConnector:
             object_gib=settings.memory_pool_size and settings.memory_pool_size / (1 << 30),
             object_timeout=settings.object_timeout,
         )
-        if settings.sender_host is not None and settings.sender_zmq_port is not None:
-            connector.update_sender_info(settings.sender_host, settings.sender_zmq_port)
-        if str(extra.get("role", "sender")).lower() != "receiver":
-            connector.listen()
+        try:
+            if settings.sender_host is not None and settings.sender_zmq_port is not None:
+                connector.update_sender_info(settings.sender_host, settings.sender_zmq_port)
+            if str(extra.get("role", "sender")).lower() != "receiver":
+                connector.listen()
+        except BaseException:
+            connector.close()
+            raise
     except ValueError as error:
         raise ConfigError(f"{MOONCAKE_ENGINE}: {error}") from error
     return connector

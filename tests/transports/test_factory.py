@@ -11,7 +11,6 @@ from omni_connector.transports import (
     ConnectorSpec,
     OmniConnector,
     OmniConnectorFactory,
-    mooncake,
     mooncake_store,
     registry,
 )
@@ -149,13 +148,6 @@ def test_store_without_mooncake_says_what_to_install(
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     with pytest.raises(MissingDependencyError, match="pip install mooncake-transfer-engine"):
         create(name)
-
-
-def test_transfer_engine_is_made_by_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(mooncake, "from_settings", seen.append, raising=False)
-    create("MooncakeTransferEngineConnector", host="10.0.0.1")
-    assert seen == [{"host": "10.0.0.1"}]
 
 
 def test_registered_connector_is_made_with_its_settings() -> None:
