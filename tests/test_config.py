@@ -46,6 +46,49 @@ def test_a_key_is_read_from_the_config_and_from_the_environment(key: str, value:
     assert getattr(load(**{f"OMNI_CONNECTOR_{key.upper()}": str(value)}), key) == value
 
 
+@pytest.mark.parametrize(
+    ("text", "peers"),
+    [
+        ("", ()),
+        (" ", ()),
+        ("10.0.0.1", ("10.0.0.1",)),
+        ("10.0.0.0/8, node-7,fd00::1", ("10.0.0.0/8", "node-7", "fd00::1")),
+    ],
+)
+def test_a_list_in_the_environment_is_separated_by_commas(text: str, peers: tuple[str]) -> None:
+    assert load(OMNI_CONNECTOR_PEERS=text).peers == peers
+    assert load({"peers": list(peers)}).peers == peers
+
+
+@pytest.mark.parametrize("entry", ["10.0.0.1/8", "*", ""])
+def test_a_peer_that_is_no_host_is_refused(entry: str) -> None:
+    with pytest.raises(ConfigError, match="peers: "):
+        load({"peers": [entry]})
+    with pytest.raises(ConfigError, match="peers: "):
+        load(OMNI_CONNECTOR_PEERS=f"node,{entry}")
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::1]:5600"])
+def test_on_loopback_a_port_needs_no_key(listen: str) -> None:
+    assert load({"listen": listen}).listen == listen
+    assert load(OMNI_CONNECTOR_LISTEN=listen).listen == listen
+    assert load().listen is None
+
+
+@pytest.mark.parametrize("listen", ["10.0.0.1:5600", "[fd00::1]:0", "node-7:5600", "localhost:0"])
+def test_any_other_port_needs_a_key(listen: str) -> None:
+    with pytest.raises(ConfigError, match=r"key_file.*omni-connector keygen"):
+        load({"listen": listen})
+    assert load({"listen": listen, "key_file": "/k"}).key_file == "/k"
+    assert load({"listen": listen}, OMNI_CONNECTOR_KEY_FILE="/k").key_file == "/k"
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:5600", "[::]:5600", "*:5600", ":5600", "5600", ""])
+def test_a_port_at_every_address_is_refused(listen: str) -> None:
+    with pytest.raises(ConfigError, match="name the address that peers shall use"):
+        load({"listen": listen, "key_file": "/k"})
+
+
 def test_the_config_wins_over_the_environment() -> None:
     config = load({"namespace": "a"}, OMNI_CONNECTOR_NAMESPACE="b", OMNI_CONNECTOR_ARENA_GIB="2")
     assert (config.namespace, config.arena_gib) == ("a", 2.0)
@@ -94,8 +137,8 @@ def test_an_unknown_variable_is_refused_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "accepted"),
     [
-        ("transport", "tcp", "'auto' or 'shm'"),
-        ("transport", None, "'auto' or 'shm'"),
+        ("transport", None, "a string"),
+        ("mooncake", "tcp", "an object"),
         ("integrity", "none", "'full' or 'generation'"),
         ("arena_gib", "8", "a number or null"),
         ("arena_gib", True, "a number or null"),
@@ -103,6 +146,10 @@ def test_an_unknown_variable_is_refused_by_its_name() -> None:
         ("handoff_ttl_s", None, "a number"),
         ("namespace", 3, "a string"),
         ("model_id", 3, "a string or null"),
+        ("listen", 5600, "a string or null"),
+        ("key_file", [], "a string or null"),
+        ("peers", "10.0.0.1", "a list, each item a string"),
+        ("peers", [1], "a list, each item a string"),
     ],
 )
 def test_an_ill_typed_value_names_key_and_accepted_values(
@@ -136,8 +183,8 @@ def test_a_namespace_that_is_no_plain_name_is_refused(value: str) -> None:
 
 
 def test_config_errors_are_value_errors() -> None:
-    with pytest.raises(ValueError, match="transport"):
-        load({"transport": "x"})
+    with pytest.raises(ValueError, match="integrity"):
+        load({"integrity": "x"})
 
 
 def test_arena_bytes_is_what_was_asked_for() -> None:

@@ -22,9 +22,9 @@ made for it; nothing is downloaded, and no port but loopback ones is opened."""
 _DOCTOR = """Check that this environment can run the connector: versions, the registration with
 vLLM, the runtime folder, what the kernel must offer, and memory."""
 
-_KEYGEN = """Make the key that the engines of a cluster share, for talking to each other between hosts.
-Copy the file to every host, for the user of the engine, with mode 600, and name it there as key_file
-in kv_connector_extra_config. A file that exists is left alone."""
+_KEYGEN = """Make the key that the engines of a cluster share, for talking to each other between
+hosts. Copy the file to every host, for the user of the engine, with mode 600, and name it there as
+key_file in kv_connector_extra_config. A file that exists is left alone."""
 
 
 def _cache_dir() -> Path:

@@ -5,6 +5,7 @@ What `EngineCore` and its worker do between scheduler, connector and model is do
 same order; everything on vLLM's side of the connector but the model is vLLM's own.
 """
 
+import contextlib
 import itertools
 import random
 import threading
@@ -217,37 +218,35 @@ class InProcessEngine:
         self.runner = ToyRunner(kv_caches, self.kv_config)
         self.runner.spoil(list(range(usable_blocks + 1)), next(_numbers))
         self.workers: list[KVConnectorBase_V1] = []
-        if transfer is not None:
-            for rank in range(ranks):
-                self.config.parallel_config.rank = rank
-                self.workers.append(
-                    KVConnectorFactory.create_connector(
+        with contextlib.ExitStack() as failed:  # where vLLM's processes would end
+            if transfer is not None:
+                for rank in range(ranks):
+                    self.config.parallel_config.rank = rank
+                    worker = KVConnectorFactory.create_connector(
                         config=self.config,
                         role=KVConnectorRole.WORKER,
                         kv_cache_config=self.kv_config,
                     )
-                )
-            try:
+                    self.workers.append(worker)
+                    failed.callback(worker.shutdown)
                 self._mixin.register(self, kv_caches)
-            except BaseException:
-                for worker in self.workers:
-                    worker.shutdown()  # where vLLM's worker would end
-                raise
-        self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
-            vllm_config=self.config,
-            kv_cache_config=self.kv_config,
-            structured_output_manager=StructuredOutputManager(self.config),
-            block_size=scheduler_block_size,
-            hash_block_size=hash_block_size,
-            log_stats=True,
-        )
-        found = {
-            (0, rank): metadata
-            for rank, worker in enumerate(self.workers)
-            if (metadata := worker.get_handshake_metadata()) is not None
-        }
-        if found:
-            self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(found)
+            self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
+                vllm_config=self.config,
+                kv_cache_config=self.kv_config,
+                structured_output_manager=StructuredOutputManager(self.config),
+                block_size=scheduler_block_size,
+                hash_block_size=hash_block_size,
+                log_stats=True,
+            )
+            failed.callback(self.scheduler.shutdown)
+            found = {
+                (0, rank): metadata
+                for rank, worker in enumerate(self.workers)
+                if (metadata := worker.get_handshake_metadata()) is not None
+            }
+            if found:
+                self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(found)
+            failed.pop_all()
         self._aggregator = KVOutputAggregator(ranks)
         hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)

@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omni_connector.peers import HostPort, Peers
 from omni_connector.vllm_v1.params import (
     PARAMS_VERSION,
     BadParamsError,
+    RemotePrefill,
     handoff_answer,
     no_handoff_answer,
     parse_remote_prefill,
+    tcp_address,
     wants_handoff,
     wants_remote_kv,
 )
@@ -31,6 +34,7 @@ def answer(**changes: Any) -> dict[str, Any]:
         num_tokens=33,
         block_ids=[[1, 2, 3], [7]],
         tp_size=2,
+        address=None,
     )
     params |= changes
     return {key: value for key, value in params.items() if value is not MISSING}
@@ -132,7 +136,9 @@ def test_params_of_another_connector_are_foreign() -> None:
         ("remote_engine_id", "e" * 513),
         ("remote_engine_id", 7),
         ("remote_host", 7),
-        ("remote_host", "h" * 256),
+        ("remote_host", "h" * 254),
+        ("remote_host", "10.0.0.1"),  # and no port
+        ("remote_port", 5600),  # and no host
         ("remote_port", 0),
         ("remote_port", 65536),
         ("remote_port", "80"),
@@ -164,11 +170,95 @@ def test_keys_that_are_no_strings_are_malformed() -> None:
 
 
 @pytest.mark.parametrize(
-    "where",
-    [{"remote_host": "10.0.0.1", "remote_port": 80}, {"remote_host": ""}, {"remote_port": 1}],
+    "host",
+    [
+        "",
+        "*",
+        "0.0.0.0",
+        "::",
+        "::ffff:0.0.0.0",
+        "224.0.0.1",
+        "10.0.0.1:5600",
+        "10.0.0.1;192.168.0.1",
+        "eth0;10.0.0.1",
+        "10.0.0.1/../../x",
+        "[::1]",
+        "fe80::1%eth0",
+        "a b",
+        "a\n",
+        "a\0b",
+        "user@node",
+        "n\u00f6de",
+        "127.1",
+        "2130706433",
+        "0x7f000001",
+        "node.",
+        "-node",
+    ],
 )
-def test_an_address_in_the_params_is_not_connected_to(where: dict[str, Any]) -> None:
-    assert reason_of(answer(**where)) == "disallowed_peer"
+def test_what_is_no_host_is_malformed_whoever_is_allowed(host: str) -> None:
+    params = answer(remote_host=host, remote_port=5600)
+    assert reason_of(params) == "malformed_params"
+
+
+def remote(host: str, port: int = 5600) -> RemotePrefill:
+    return parse_remote_prefill(answer(remote_host=host, remote_port=port))
+
+
+def test_an_answer_says_where_its_engine_listens() -> None:
+    params = handoff_answer(
+        engine_id="engine-1",
+        request_id="cmpl-1",
+        epoch=EPOCH,
+        token=TOKEN,
+        num_tokens=33,
+        block_ids=[[1]],
+        tp_size=1,
+        address=HostPort("fd00::1", 5600),
+    )
+    assert (params["remote_host"], params["remote_port"]) == ("fd00::1", 5600)
+    found = tcp_address(
+        parse_remote_prefill(json.loads(json.dumps(params))), Peers(["fd00::/8"]), has_key=True
+    )
+    assert str(found) == "[fd00::1]:5600"
+
+
+@pytest.mark.parametrize(
+    ("host", "peers", "has_key", "remedy"),
+    [
+        ("10.0.0.1", [], True, "'peers'"),
+        ("10.0.0.1", ["10.0.0.2", "192.168.0.0/16", "node"], True, "'peers'"),
+        ("127.0.0.1", [], True, "'peers'"),
+        ("node", ["10.0.0.0/8"], True, "'peers'"),
+        ("10.0.0.1", ["10.0.0.0/8"], False, "'key_file'"),
+        ("node", ["node"], False, "'key_file'"),
+        ("localhost", ["localhost"], False, "'key_file'"),  # whatever that may mean here
+    ],
+)
+def test_a_peer_that_may_not_be_asked_is_disallowed_and_the_key_to_set_is_named(
+    host: str, peers: list[str], has_key: bool, remedy: str
+) -> None:
+    with pytest.raises(BadParamsError, match=remedy) as error:
+        tcp_address(remote(host), Peers(peers), has_key=has_key)
+    assert error.value.reason == "disallowed_peer"
+    assert repr(host) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "peers", "has_key", "address"),
+    [
+        ("10.0.0.1", ["10.0.0.0/8"], True, "10.0.0.1:5600"),
+        ("NODE-7", ["node-7"], True, "node-7:5600"),
+        ("::ffff:10.0.0.1", ["10.0.0.1"], True, "10.0.0.1:5600"),
+        ("fd00:0::1", ["fd00::1"], True, "[fd00::1]:5600"),
+        ("127.0.0.1", ["127.0.0.1"], False, "127.0.0.1:5600"),
+        ("::1", ["::1"], False, "[::1]:5600"),
+    ],
+)
+def test_a_peer_that_is_allowed_gets_an_address(
+    host: str, peers: list[str], has_key: bool, address: str
+) -> None:
+    assert str(tcp_address(remote(host), Peers(peers), has_key=has_key)) == address
 
 
 anything = st.recursive(
@@ -190,7 +280,7 @@ def test_params_from_outside_are_read_or_refused(changes: dict[str, Any]) -> Non
     if not wants_remote_kv(params):
         return
     try:
-        remote = parse_remote_prefill(params)
+        found = parse_remote_prefill(params)
     except BadParamsError:
         return
-    assert (len(remote.epoch), len(remote.token)) == (16, 16)
+    assert (len(found.epoch), len(found.token)) == (16, 16)
