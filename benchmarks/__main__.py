@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("data_plane", "scheduler_step", "objects", "handoff")
+BENCHMARKS = ("data_plane", "scheduler_step", "objects", "store", "handoff")
 
 
 def main() -> int:
