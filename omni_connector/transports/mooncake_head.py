@@ -20,7 +20,7 @@ from omni_connector.config import memory_limit_bytes
 from omni_connector.errors import IntegrityError
 
 PIECE_BYTES: Final = 8 << 20
-HEAD_BYTES: Final = 512 << 10
+HEAD_BYTES: Final = 2 << 20
 
 _MAGIC: Final = b"omniobj1"
 _FIELDS: Final = struct.Struct("<8sQQ16s32sQ")

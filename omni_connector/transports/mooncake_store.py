@@ -127,7 +127,7 @@ class MooncakeStoreConnector(OmniConnector):
             self._client.close()
             raise
         self._pieces = Staging(self._client, PIECE_BYTES, int(buffer_mib * (1 << 20)))
-        self._heads = Staging(self._client, HEAD_BYTES, 8 * HEAD_BYTES)
+        self._heads = Staging(self._client, HEAD_BYTES, 4 * HEAD_BYTES)
         self._buffers = Buffers()
         self._lock = threading.Lock()
         self._closed = False
