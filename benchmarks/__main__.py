@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("data_plane", "scheduler_step", "objects", "handoff", "transfer_engine")
+BENCHMARKS = ("data_plane", "scheduler_step", "objects", "store", "transfer_engine", "handoff")
 
 
 def main() -> int:

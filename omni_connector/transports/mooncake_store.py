@@ -60,7 +60,8 @@ _WINDOW: Final = 2
 _GROUP_PIECES: Final = 4
 _RETRY_S: Final = 0.005
 _NOT_READY_S: Final = 0.25
-_CLEANUP_S: Final = 2.0
+# What is copied is still in the processor's cache when its checksum is taken.
+_CACHED_BYTES: Final = 256 << 10
 # What was put longer ago is left to Mooncake's eviction: a pipeline need not clean up.
 _MAX_REMEMBERED: Final = 1 << 16
 
@@ -126,7 +127,7 @@ class MooncakeStoreConnector(OmniConnector):
             self._client.close()
             raise
         self._pieces = Staging(self._client, PIECE_BYTES, int(buffer_mib * (1 << 20)))
-        self._heads = Staging(self._client, HEAD_BYTES, 1 << 20)
+        self._heads = Staging(self._client, HEAD_BYTES, 4 * HEAD_BYTES)
         self._buffers = Buffers()
         self._lock = threading.Lock()
         self._closed = False
@@ -160,14 +161,11 @@ class MooncakeStoreConnector(OmniConnector):
         try:
             version = Version.new(digest, length)
             try:
-                if version.inline:
-                    content = b"".join(parts)
-                    checksum = xxhash.xxh3_64_intdigest(content)
-                else:
-                    content = b""
-                    checksum = self._store_pieces(version, parts, deadline)
-                version = dataclasses.replace(version, checksum=checksum)
-                head = self._start_head(version, content, deadline)
+                source = _Source(parts)
+                if not version.inline:
+                    checksum = self._store_pieces(version, source, deadline)
+                    version = dataclasses.replace(version, checksum=checksum)
+                version, head = self._start_head(version, source, deadline)
             except BaseException:
                 self._remove(version.piece_names(self._prefix))
                 raise
@@ -265,11 +263,10 @@ class MooncakeStoreConnector(OmniConnector):
             found["status"] = f"unhealthy: {error}"
         return found
 
-    def _store_pieces(self, version: Version, parts: Sequence[memoryview], deadline: float) -> int:
+    def _store_pieces(self, version: Version, source: "_Source", deadline: float) -> int:
         names = version.piece_names(self._prefix)
         sizes = version.pieces
         checksums = [0] * len(sizes)
-        source = _Source(parts)
         under_way: deque[tuple[str, Future[list[int]]]] = deque()
         for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
             # The next piece is copied while those before are on their way.
@@ -277,8 +274,7 @@ class MooncakeStoreConnector(OmniConnector):
                 done, future = under_way.popleft()
                 self._check(self._client.codes(future, deadline), [done])
             memory = self._pieces.take()
-            source.fill(memory[:size])
-            checksums[index] = xxhash.xxh3_64_intdigest(memory[:size].data)
+            checksums[index] = source.fill(memory[:size])
             place = int(memory.ctypes.data)
 
             def call(store: Any, name: str = name, place: int = place, size: int = size) -> Any:
@@ -289,15 +285,18 @@ class MooncakeStoreConnector(OmniConnector):
             self._check(self._client.codes(future, deadline), [done])
         return checksum_of(version.length, checksums)
 
-    def _start_head(self, version: Version, content: bytes, deadline: float) -> "Future[list[int]]":
-        head = version.encode() + content
+    def _start_head(
+        self, version: Version, source: "_Source", deadline: float
+    ) -> "tuple[Version, Future[list[int]]]":
         memory = self._heads.take()
-        memory[: len(head)] = np.frombuffer(head, np.uint8)
-        name, place, size = (
-            [head_name(self._prefix, version.digest)],
-            addresses(memory, [0]),
-            [len(head)],
-        )
+        end = CONTENT_AT
+        if version.inline:
+            end += version.length
+            checksum = source.fill(memory[CONTENT_AT:end])
+            version = dataclasses.replace(version, checksum=checksum)
+        memory[:CONTENT_AT] = np.frombuffer(version.encode(), np.uint8)
+        name, size = [head_name(self._prefix, version.digest)], [end]
+        place = addresses(memory, [0])
 
         def call(store: Any) -> list[int]:
             codes: list[int] = store.batch_upsert_from(name, place, size, self._pinned)
@@ -306,7 +305,7 @@ class MooncakeStoreConnector(OmniConnector):
                 codes = store.batch_upsert_from(name, place, size, self._pinned)
             return codes
 
-        return self._start(self._heads, memory, call)
+        return version, self._start(self._heads, memory, call)
 
     def _load_head(
         self, digest: bytes, deadline: float
@@ -448,14 +447,17 @@ class _Source:
         )
         self._left: NDArray[np.uint8] = np.empty(0, np.uint8)
 
-    def fill(self, room: NDArray[np.uint8]) -> None:
-        """Copy the next bytes, as many as there is room for."""
+    def fill(self, room: NDArray[np.uint8]) -> int:
+        """Copy the next bytes, as many as there is room for; their checksum."""
+        checksum = xxhash.xxh3_64()
         while room.size:
             if not self._left.size:
                 self._left = next(self._pieces)
-            count = min(room.size, self._left.size)
+            count = min(room.size, self._left.size, _CACHED_BYTES)
             np.copyto(room[:count], self._left[:count])
+            checksum.update(room[:count].data)
             room, self._left = room[count:], self._left[count:]
+        return checksum.intdigest()
 
 
 def _pinned() -> Any:

@@ -144,7 +144,7 @@ def test_readers_get_one_version_whole_while_it_is_replaced(
     for reader in readers:
         reader.start()
     for i in range(60):
-        size = (100, 20_000, PIECE_BYTES + 1000)[i % 3]
+        size = (100, INLINE_BYTES + 1000, PIECE_BYTES + 1000)[i % 3]
         assert connector.put(*EDGE, "key", bytes([i]) * size)[0]
     stop.set()
     for reader in readers:
@@ -207,7 +207,7 @@ def test_wrong_bytes_in_a_piece_are_an_integrity_error(
     spoil: Callable[[bytes], bytes],
     error: type[IntegrityError],
 ) -> None:
-    assert connector.put(*EDGE, "key", bytes(50_000))[0]
+    assert connector.put(*EDGE, "key", bytes(INLINE_BYTES + 1))[0]
     (_, version) = connector._stored[ObjectKey(*EDGE, "key").digest]
     (name,) = version.piece_names(connector._prefix)
     replace(raw, name, spoil(raw.get(name)))
@@ -221,7 +221,7 @@ def test_replaced_and_dropped_objects_leave_nothing_behind(
     connector: MooncakeStoreConnector, raw: Any
 ) -> None:
     names = []
-    for size in (50_000, 60_000, 70_000):
+    for size in (INLINE_BYTES + 1, 2 * INLINE_BYTES, PIECE_BYTES + 1):
         assert connector.put(*EDGE, "req", bytes(size))[0]
         (_, version) = connector._stored[ObjectKey(*EDGE, "req").digest]
         names += version.piece_names(connector._prefix)
