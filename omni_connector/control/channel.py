@@ -23,8 +23,6 @@ from typing import Any, Final
 import zmq
 
 from omni_connector.control.client import Grant, PeerSession
-from omni_connector.control.keys import ClusterKey
-from omni_connector.control.listener import TcpListener
 from omni_connector.control.messages import (
     Fingerprint,
     Release,
@@ -34,11 +32,14 @@ from omni_connector.control.messages import (
     Request as ControlRequest,
 )
 from omni_connector.control.prompt import Prompt
-from omni_connector.control.resolver import Found, Resolver
 from omni_connector.control.server import Connection, ControlServer
-from omni_connector.control.sockets import Link, Socket, bind_unix, make_context
+from omni_connector.control.sockets import bind_unix
 from omni_connector.errors import OmniError, PeerUnreachableError
-from omni_connector.peers import HostPort, parse_host, parse_host_port
+from omni_connector.network.keys import ClusterKey
+from omni_connector.network.listener import TcpListener
+from omni_connector.network.peers import HostPort, parse_host, parse_host_port
+from omni_connector.network.resolver import Found, Resolver
+from omni_connector.network.sockets import Link, Socket, make_context
 
 logger = logging.getLogger(__name__)
 

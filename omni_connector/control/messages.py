@@ -14,12 +14,12 @@ from msgspec import Meta
 from omni_connector.control.shapes import GroupShape
 from omni_connector.control.shapes import difference as groups_difference
 from omni_connector.errors import ProtocolError
+from omni_connector.network.sockets import MAX_MESSAGE_BYTES
 from omni_connector.transports.base import Endpoint
 
 PROTOCOL_VERSION: Final = 1
 TOKEN_BYTES: Final = 16
 DIGEST_BYTES: Final = 32
-MAX_MESSAGE_BYTES: Final = 8 << 20
 MAX_RANKS: Final = 1024
 MAX_TRANSPORTS: Final = 8
 

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from omni_connector.config import OmniConfig
 from omni_connector.errors import OmniError, PeerRefusedError
-from omni_connector.peers import Peers, is_loopback, parse_listen
+from omni_connector.network.peers import Peers, is_loopback, parse_listen
 from omni_connector.transports.arena import Arena
 from omni_connector.transports.base import Endpoint, OmniConnector
 from omni_connector.transports.registry import AUTO, create_transport

@@ -11,7 +11,7 @@ import msgspec
 
 from omni_connector.config import MooncakeSettings
 from omni_connector.errors import ConfigError
-from omni_connector.peers import Peers, is_loopback, parse_host
+from omni_connector.network.peers import Peers, is_loopback, parse_host
 from omni_connector.transports.base import OmniConnector
 from omni_connector.transports.registry import transport_class, transport_names
 

@@ -22,14 +22,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.config import MooncakeSettings
-from omni_connector.control.keys import load_key
 from omni_connector.errors import (
     PeerRefusedError,
     PeerUnreachableError,
     ProtocolError,
     TransportError,
 )
-from omni_connector.peers import HostPort, is_loopback, parse_host
+from omni_connector.network.keys import load_key
+from omni_connector.network.peers import HostPort, is_loopback, parse_host
 from omni_connector.transports.arena import Arena, ArenaView
 from omni_connector.transports.arena_format import (
     HEADER_BYTES,

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from omni_connector.config import MooncakeSettings
 from omni_connector.errors import PeerUnreachableError, TransportError
-from omni_connector.peers import HostPort
+from omni_connector.network.peers import HostPort
 from omni_connector.transports.mooncake_lib import engine_module
 
 logger = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from omni_connector.control.keys import ClusterKey
-from omni_connector.control.sockets import make_context
 from omni_connector.errors import OmniError, StaleSlotError, TransportError
-from omni_connector.peers import HostPort
+from omni_connector.network.keys import ClusterKey
+from omni_connector.network.peers import HostPort
+from omni_connector.network.sockets import make_context
 from omni_connector.transports.arena import Arena
 from omni_connector.transports.base import Endpoint, ObjectKey
 from omni_connector.transports.buffers import Buffers

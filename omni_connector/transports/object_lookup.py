@@ -10,16 +10,16 @@ from typing import Final, Protocol
 import msgspec
 import zmq
 
-from omni_connector.control.keys import ClusterKey
-from omni_connector.control.listener import TcpListener
-from omni_connector.control.resolver import resolve
-from omni_connector.control.sockets import Context, Link, make_context
 from omni_connector.errors import (
     OmniError,
     PeerUnreachableError,
     ProtocolError,
 )
-from omni_connector.peers import HostPort
+from omni_connector.network.keys import ClusterKey
+from omni_connector.network.listener import TcpListener
+from omni_connector.network.peers import HostPort
+from omni_connector.network.resolver import resolve
+from omni_connector.network.sockets import Context, Link, make_context
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.objects import StoredObject
 

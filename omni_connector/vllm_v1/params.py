@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from omni_connector.control.messages import TOKEN_BYTES
-from omni_connector.peers import MAX_HOST_CHARS, HostPort, Peers, is_loopback, parse_host
+from omni_connector.network.peers import MAX_HOST_CHARS, HostPort, Peers, is_loopback, parse_host
 
 PARAMS_VERSION: Final = 1
 

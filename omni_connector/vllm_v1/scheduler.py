@@ -16,11 +16,11 @@ from vllm.logger import init_logger
 from omni_connector.config import OmniConfig
 from omni_connector.control.channel import ControlChannel
 from omni_connector.control.directory import SlotDirectory
-from omni_connector.control.keys import ClusterKey, load_key
 from omni_connector.control.messages import TOKEN_BYTES, Welcome
 from omni_connector.control.server import ControlServer
 from omni_connector.errors import ConfigError, TransportError
-from omni_connector.peers import Peers, parse_listen
+from omni_connector.network.keys import ClusterKey, load_key
+from omni_connector.network.peers import Peers, parse_listen
 from omni_connector.transports.runtime import runtime_dir, socket_path, sweep
 from omni_connector.vllm_v1.compat import hash_block_size, recompute
 from omni_connector.vllm_v1.identity import fingerprint, hash_id, prompt_of

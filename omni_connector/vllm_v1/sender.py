@@ -20,7 +20,7 @@ from omni_connector.control.messages import Fingerprint
 from omni_connector.control.prompt import Prompt
 from omni_connector.control.shapes import GroupShape
 from omni_connector.errors import ArenaFullError
-from omni_connector.peers import HostPort
+from omni_connector.network.peers import HostPort
 from omni_connector.vllm_v1.metadata import (
     NULL_BLOCK_ID,
     Block,

@@ -17,11 +17,11 @@ import msgspec
 from omni_connector.control.channel import ControlChannel
 from omni_connector.control.client import Grant
 from omni_connector.control.directory import Handoff, SlotDirectory
-from omni_connector.control.keys import ClusterKey
 from omni_connector.control.messages import Fingerprint, Welcome
 from omni_connector.control.prompt import Prompt
 from omni_connector.control.server import ControlServer
 from omni_connector.errors import OmniError
+from omni_connector.network.keys import ClusterKey
 
 PROMPT = Prompt(token_ids=(1, 2, 3), num_tokens=3)
 LONG = 60.0  # a deadline that only a hang reaches

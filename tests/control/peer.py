@@ -15,11 +15,11 @@ import msgspec
 
 from omni_connector.control.channel import ControlChannel
 from omni_connector.control.directory import SlotDirectory
-from omni_connector.control.keys import load_key
 from omni_connector.control.messages import Fingerprint, Welcome
 from omni_connector.control.prompt import Prompt
 from omni_connector.control.server import ControlServer
-from omni_connector.peers import HostPort
+from omni_connector.network.keys import load_key
+from omni_connector.network.peers import HostPort
 
 fingerprint = msgspec.json.decode(sys.argv[2], type=Fingerprint)
 directory = SlotDirectory(8, time.monotonic, 600.0)

@@ -20,8 +20,6 @@ from omni_connector.control import listener as listener_module
 from omni_connector.control import resolver as resolver_module
 from omni_connector.control import sockets as sockets_module
 from omni_connector.control.channel import ControlChannel
-from omni_connector.control.keys import ClusterKey, write_new_key
-from omni_connector.control.listener import MAX_REQUEST_BYTES
 from omni_connector.control.messages import (
     Claim,
     Denied,
@@ -32,7 +30,9 @@ from omni_connector.control.messages import (
     encode,
 )
 from omni_connector.errors import ConfigError, PeerUnreachableError, TransportError
-from omni_connector.peers import HostPort, parse_host_port
+from omni_connector.network.keys import ClusterKey, write_new_key
+from omni_connector.network.listener import MAX_REQUEST_BYTES
+from omni_connector.network.peers import HostPort, parse_host_port
 
 from .engine import LONG, PROMPT, Asker, Engine, StartAsker, StartEngine, ask, failure, start_peer
 

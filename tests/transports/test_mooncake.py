@@ -33,7 +33,7 @@ from omni_connector.errors import (
     StaleSlotError,
     TransportError,
 )
-from omni_connector.peers import HostPort
+from omni_connector.network.peers import HostPort
 from omni_connector.testing.conformance import TransportConformance, publish
 from omni_connector.transports import mooncake_engine
 from omni_connector.transports.arena import Arena

@@ -19,8 +19,8 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_connector.control.keys import write_new_key
 from omni_connector.errors import ConfigError
+from omni_connector.network.keys import write_new_key
 from omni_connector.transports import ConnectorSpec, OmniConnectorFactory
 from omni_connector.transports.mooncake import MooncakeConnector
 from omni_connector.transports.object_lookup import _questions

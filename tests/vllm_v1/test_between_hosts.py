@@ -11,8 +11,8 @@ import pytest
 
 from omni_connector.control import channel as channel_module
 from omni_connector.control import resolver as resolver_module
-from omni_connector.control.keys import write_new_key
 from omni_connector.errors import ConfigError
+from omni_connector.network.keys import write_new_key
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, prompt
 from .toy import BLOCK

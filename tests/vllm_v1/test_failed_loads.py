@@ -185,7 +185,7 @@ def test_a_peer_that_goes_while_its_copies_are_awaited(engine, tokens):
     claim = decode.submit(PROMPT, max_tokens=6, params=answer)
     decode.run(lambda: bool(decode.worker_half._loading))
     decode.step()
-    prefill.worker_half._transport.close()  # as the kernel does when it is killed
+    prefill.worker_half._transports.close()  # as the kernel does when it is killed
     decode.settle()
     assert decode.answers[claim].tokens == tokens(PROMPT, 6)
     assert decode.failures() == {"peer_unreachable": 1}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_connector.peers import HostPort, Peers
+from omni_connector.network.peers import HostPort, Peers
 from omni_connector.vllm_v1.params import (
     PARAMS_VERSION,
     BadParamsError,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_connector.errors import ConfigError
-from omni_connector.peers import (
+from omni_connector.network.peers import (
     MAX_HOST_CHARS,
     HostPort,
     Peers,

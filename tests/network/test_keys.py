@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omni_connector.control import keys as keys_module
-from omni_connector.control.keys import ClusterKey, load_key, write_new_key
 from omni_connector.errors import ConfigError
+from omni_connector.network.keys import ClusterKey, load_key, write_new_key
 
 
 def write(path: Path, content: str | bytes, mode: int = 0o600) -> Path:

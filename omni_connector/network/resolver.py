@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from omni_connector.errors import PeerUnreachableError
-from omni_connector.peers import HostPort, parse_host
+from omni_connector.network.peers import HostPort, parse_host
 
 MAX_LOOKUPS: Final = 16
 

@@ -21,11 +21,11 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from omni_connector.control.keys import ClusterKey
-from omni_connector.control.resolver import resolve
-from omni_connector.control.sockets import Context, Socket, prepare, prepare_tcp
 from omni_connector.errors import ConfigError, PeerUnreachableError
-from omni_connector.peers import HostPort, is_loopback
+from omni_connector.network.keys import ClusterKey
+from omni_connector.network.peers import HostPort, is_loopback
+from omni_connector.network.resolver import resolve
+from omni_connector.network.sockets import Context, Socket, prepare, prepare_tcp
 
 logger = logging.getLogger(__name__)
 
