@@ -16,9 +16,6 @@ import pytest
 import zmq
 
 from omni_connector.control import channel as channel_module
-from omni_connector.control import listener as listener_module
-from omni_connector.control import resolver as resolver_module
-from omni_connector.control import sockets as sockets_module
 from omni_connector.control.channel import ControlChannel
 from omni_connector.control.messages import (
     Claim,
@@ -30,6 +27,9 @@ from omni_connector.control.messages import (
     encode,
 )
 from omni_connector.errors import ConfigError, PeerUnreachableError, TransportError
+from omni_connector.network import listener as listener_module
+from omni_connector.network import resolver as resolver_module
+from omni_connector.network import sockets as sockets_module
 from omni_connector.network.keys import ClusterKey, write_new_key
 from omni_connector.network.listener import MAX_REQUEST_BYTES
 from omni_connector.network.peers import HostPort, parse_host_port

@@ -10,8 +10,8 @@ import zmq.auth
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from omni_connector.control import keys as keys_module
 from omni_connector.errors import ConfigError
+from omni_connector.network import keys as keys_module
 from omni_connector.network.keys import ClusterKey, load_key, write_new_key
 
 

@@ -10,8 +10,8 @@ import socket
 import pytest
 
 from omni_connector.control import channel as channel_module
-from omni_connector.control import resolver as resolver_module
 from omni_connector.errors import ConfigError
+from omni_connector.network import resolver as resolver_module
 from omni_connector.network.keys import write_new_key
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, prompt
