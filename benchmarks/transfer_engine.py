@@ -73,7 +73,7 @@ def own_an_arena(slot_bytes: int) -> None:
 def owner(slot_bytes: int) -> Iterator[Endpoint]:
     """That process, and where its arena is."""
     process = subprocess.Popen(
-        [sys.executable, __file__, "--owner", str(slot_bytes)],
+        [sys.executable, str(Path(__file__).resolve()), "--owner", str(slot_bytes)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -39,7 +39,8 @@ _BACKOFF_S: Final = 0.005
 _QUARANTINE_S: Final = 1000.0
 _MAX_QUARANTINED_BYTES: Final = 512 << 20
 _MIN_BUFFER_BYTES: Final = 64 << 10
-_MAX_SPARE_BYTES: Final = 64 << 20
+# A fresh page costs as much as reading it over loopback.
+_MAX_SPARE_BYTES: Final = 256 << 20
 
 
 class Span(NamedTuple):
@@ -67,6 +68,7 @@ class Engine:
         self._closed = False
         self._registered: set[int] = set()
         self._spare: dict[int, list[NDArray[np.uint8]]] = {}
+        self._spare_bytes = 0
         self._quarantine: deque[tuple[float, NDArray[np.uint8]]] = deque()
         self._quarantined_bytes = 0
 
@@ -182,6 +184,7 @@ class Engine:
         with self._lock:
             spare = self._spare.get(rounded)
             if spare:
+                self._spare_bytes -= rounded
                 return spare.pop()
         try:
             buffer: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, rounded), np.uint8)
@@ -194,9 +197,9 @@ class Engine:
     def give_back(self, buffer: NDArray[np.uint8]) -> None:
         """Let the next `fetch` have this buffer."""
         with self._lock:
-            spare = self._spare.setdefault(buffer.nbytes, [])
-            if not self._closed and (len(spare) + 1) * buffer.nbytes <= _MAX_SPARE_BYTES:
-                spare.append(buffer)
+            if not self._closed and self._spare_bytes + buffer.nbytes <= _MAX_SPARE_BYTES:
+                self._spare_bytes += buffer.nbytes
+                self._spare.setdefault(buffer.nbytes, []).append(buffer)
                 return
         self.unregister(int(buffer.ctypes.data))
 
