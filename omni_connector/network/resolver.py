@@ -41,13 +41,18 @@ class Resolver:
 
     def look_up(self, address: HostPort, done: Callable[[Found], None]) -> None:
         """Have `done` called with what `resolve` says, on another thread; at once, on this one,
-        where too many lookups are under way."""
+        where too many lookups are under way, or no thread can be had."""
         if not self._free.acquire(blocking=False):
             done(PeerUnreachableError(f"{MAX_LOOKUPS} host names are being looked up already"))
             return
-        threading.Thread(
+        thread = threading.Thread(
             target=self._look_up, args=(address, done), name="omni-resolve", daemon=True
-        ).start()
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no more threads for us
+            self._free.release()
+            done(PeerUnreachableError(f"cannot look up {address.host!r}: {error}"))
 
     def _look_up(self, address: HostPort, done: Callable[[Found], None]) -> None:
         found: Found

@@ -33,6 +33,24 @@ def test_only_its_user_can_read_it(tmp_path: Path, umask: int) -> None:
     assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
 
 
+def test_at_no_time_can_others_open_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has opened a file keeps it, whatever its mode becomes."""
+    modes = []
+    fchmod = os.fchmod
+
+    def see(fd: int, mode: int) -> None:
+        modes.append(stat.S_IMODE(os.fstat(fd).st_mode))
+        fchmod(fd, mode)
+
+    monkeypatch.setattr(os, "fchmod", see)
+    before = os.umask(0)
+    try:
+        assert main(["keygen", str(tmp_path / "key")]) == 0
+    finally:
+        os.umask(before)
+    assert modes == [0o600]
+
+
 def test_a_file_that_exists_is_left_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

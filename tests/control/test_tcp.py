@@ -31,8 +31,9 @@ from omni_connector.network import listener as listener_module
 from omni_connector.network import resolver as resolver_module
 from omni_connector.network import sockets as sockets_module
 from omni_connector.network.keys import ClusterKey, write_new_key
-from omni_connector.network.listener import MAX_REQUEST_BYTES
+from omni_connector.network.listener import MAX_REQUEST_BYTES, TcpListener
 from omni_connector.network.peers import HostPort, parse_host_port
+from omni_connector.network.sockets import make_context
 
 from .engine import LONG, PROMPT, Asker, Engine, StartAsker, StartEngine, ask, failure, start_peer
 
@@ -80,8 +81,8 @@ def port_of(engine: Engine) -> int:
 
 
 def knock(engine: Engine, greeting: bytes = b"") -> socket.socket:
-    """A TCP connection of somebody who is no engine."""
-    stranger = socket.create_connection(("127.0.0.1", port_of(engine)), timeout=LONG)
+    """A TCP connection of somebody who is no engine, and waits ten seconds at most."""
+    stranger = socket.create_connection(("127.0.0.1", port_of(engine)), timeout=10.0)
     stranger.sendall(greeting)
     return stranger
 
@@ -330,16 +331,74 @@ def test_a_request_longer_than_any_ends_the_connection(engine: Engine, friend: A
     assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
 
 
+def test_a_message_of_many_frames_is_ignored(
+    start_engine: StartEngine, fingerprint: Fingerprint
+) -> None:
+    engine = start_engine(listen_tcp=LOOPBACK)
+    with dealer(engine) as client:
+        client.connect(engine.tcp)
+        client.send_multipart([b"one", b"two"])
+        client.send(encode(Hello.of(fingerprint)))
+        assert client.poll(LONG * 1000)
+        assert isinstance(decode_reply(client.recv()), Welcome)
+    assert engine.counts == {}
+
+
+def test_where_nobody_says_who_may_enter_nobody_does() -> None:
+    context = make_context()
+    try:
+        listener = TcpListener(context, LOOPBACK, KEY)
+        listener.watched[-1].close(0)  # which asks us
+        with context.socket(zmq.DEALER) as client:
+            for option, value in (
+                (zmq.LINGER, 0),
+                (zmq.CURVE_SERVERKEY, KEY.public),
+                (zmq.CURVE_PUBLICKEY, KEY.public),
+                (zmq.CURVE_SECRETKEY, KEY.secret),
+            ):
+                client.setsockopt(option, value)
+            with client.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED) as monitor:
+                client.connect(f"tcp://{listener.address}")
+                client.send(b"x")
+                assert not monitor.poll(500)
+                client.disable_monitor()
+        assert not listener.router.poll(0)
+    finally:
+        context.destroy(linger=0)
+
+
 # Many
 
 
+def test_what_is_not_read_yet_is_bounded() -> None:
+    context = make_context()
+    try:
+        listener = TcpListener(context, LOOPBACK, None)
+        with context.socket(zmq.DEALER) as client:
+            client.setsockopt(zmq.LINGER, 0)
+            client.setsockopt(zmq.SNDHWM, 1)
+            client.connect(f"tcp://{listener.address}")
+            sent = 0
+            while client.poll(500, zmq.POLLOUT) and sent < 1000:
+                client.send(bytes(MAX_REQUEST_BYTES), zmq.NOBLOCK)
+                sent += 1
+        assert sent < 200
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("bound", ["by number", "by files"])
 def test_connections_are_bounded_and_those_there_are_stay(
+    bound: str,
     monkeypatch: pytest.MonkeyPatch,
     start_engine: StartEngine,
     start_asker: StartAsker,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(listener_module, "MAX_CONNECTIONS", 5)
+    if bound == "by number":
+        monkeypatch.setattr(listener_module, "MAX_CONNECTIONS", 5)
+    else:
+        monkeypatch.setattr(listener_module.resource, "getrlimit", lambda _: (20, 1 << 20))
     engine = start_engine(listen_tcp=LOOPBACK, key=KEY)
     early = start_asker(KEY)
     assert early.claim_tcp(engine, engine.handoff()).result(LONG)
@@ -360,7 +419,7 @@ def test_connections_are_bounded_and_those_there_are_stay(
         late = start_asker(KEY)
         assert isinstance(failure(late.claim_tcp(engine, engine.handoff())), PeerUnreachableError)
         late.channel.close()
-    assert "5 connections already" in caplog.text
+    assert caplog.text.count("5 connections already") == 1  # strangers do not fill the log
     eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
     assert start_asker(KEY).claim_tcp(engine, engine.handoff()).result(LONG)
 
@@ -722,6 +781,21 @@ def test_a_name_that_is_looked_up_for_ever_holds_up_nothing(
     finally:
         release.set()
         asker.channel.close()
+
+
+def test_a_system_without_threads_to_spare_fails_the_claim(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, friend: Asker
+) -> None:
+    monkeypatch.setattr(resolver_module, "MAX_LOOKUPS", 1)
+
+    def no_more(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resolver_module.threading.Thread, "start", no_more)
+        error = failure(ask(friend.channel, "tcp://node:5", b"t" * 16, b"e" * 16))
+        assert "can't start new thread" in str(error)
+    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
 
 
 def test_what_is_bound_is_what_peers_are_told(engine: Engine) -> None:

@@ -107,7 +107,9 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
         load_key(write(tmp_path / "key", bytes(1 << 17)))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@settings(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200
+)
 @given(
     st.binary(max_size=200)
     | st.text(max_size=200)

@@ -4,7 +4,7 @@
 import ipaddress
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_connector.errors import ConfigError
@@ -91,6 +91,7 @@ def test_a_malformed_entry_is_named(entry: str) -> None:
     assert repr(entry) in str(error.value)
 
 
+@settings(deadline=None)
 @given(ADDRESSES, st.integers(0, 128))
 def test_a_network_allows_the_addresses_in_it(address: ipaddress.IPv4Address, bits: int) -> None:
     network = ipaddress.ip_network((address, min(bits, address.max_prefixlen)), strict=False)
@@ -106,6 +107,7 @@ def _mapped(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     return isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None
 
 
+@settings(deadline=None)
 @given(st.lists(ADDRESSES.map(str) | NAMES), st.text() | NAMES | ADDRESSES.map(str))
 def test_what_is_allowed_is_listed(entries: list[str], host: str) -> None:
     entries = [entry for entry in entries if _is_host(entry)]
@@ -122,6 +124,7 @@ def _is_host(text: str) -> bool:
     return True
 
 
+@settings(deadline=None)
 @given(st.text() | st.text("0123456789abcdefx.:-_[]%;/*", max_size=20) | NAMES)
 def test_what_is_a_host_changes_no_address_that_it_is_put_in(text: str) -> None:
     if not _is_host(text):
