@@ -18,6 +18,7 @@ from omni_connector.config import OmniConfig, memory_limit_bytes
 from omni_connector.errors import OmniError
 from omni_connector.plugin import CONNECTOR_NAME, require_supported_vllm, supported_range
 from omni_connector.transports.arena import Arena, ArenaView
+from omni_connector.transports.mooncake_lib import engine_module, wheel_name
 from omni_connector.transports.runtime import runtime_dir
 
 _GIB: Final = 1 << 30
@@ -130,6 +131,13 @@ def _router() -> str:
     return "installed"
 
 
+def _mooncake() -> str:
+    if find_spec("mooncake") is None:
+        return f"not installed; between hosts only: pip install {wheel_name()}"
+    engine_module()
+    return "installed, with the system libraries that it needs"
+
+
 CHECKS: Final[tuple[tuple[str, Callable[[], str]], ...]] = (
     ("system", _python),
     ("vLLM", _vllm),
@@ -138,6 +146,7 @@ CHECKS: Final[tuple[tuple[str, Callable[[], str]], ...]] = (
     ("runtime folder", _runtime_folder),
     ("shared memory", _shared_memory),
     ("memory", _memory),
+    ("Mooncake", _mooncake),
     ("vllm-router", _router),
 )
 
