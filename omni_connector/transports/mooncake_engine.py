@@ -35,8 +35,10 @@ _LOOPBACK: Final = "127.0.0.1"
 _MAX_PIECES: Final = 64
 _ATTEMPTS: Final = 4
 _BACKOFF_S: Final = 0.005
-# After as long a time without an acknowledgement Linux gives a TCP connection up (tcp_retries2).
-_QUARANTINE_S: Final = 1000.0
+# What failed sooner was refused, or lost its connection. What took longer is stuck, and stays so.
+_QUICK_S: Final = 1.0
+# Mooncake ends a TCP session after 30 s without progress (MC_TCP_PROGRESS_TIMEOUT_SEC).
+_QUARANTINE_S: Final = 300.0
 _MAX_QUARANTINED_BYTES: Final = 512 << 20
 _MIN_BUFFER_BYTES: Final = 64 << 10
 # A fresh page costs as much as reading it over loopback.
@@ -139,14 +141,19 @@ class Engine:
         """
         engine = self._started(peer)
         size = sum(span.size for span in spans)
-        batches = list(_batches(cut(join(spans)), _MAX_PIECES))
-        done = 0
-        buffer = self._take(size)
-        at = int(buffer.ctypes.data)
-        for attempt in itertools.count(1):
-            code = 0
-            while done < len(batches) and code == 0 and time.monotonic() < deadline:
-                batch = batches[done]
+        code = 0
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                logger.debug("Read from %s failed (code %d), once more", peer, code)
+                time.sleep(min(_BACKOFF_S * 4**attempt, max(0.0, deadline - time.monotonic())))
+            buffer = self._take(size)
+            at = int(buffer.ctypes.data)
+            # A queue that was full takes fewer.
+            for batch in _batches(cut(join(spans)), max(1, _MAX_PIECES // 4**attempt)):
+                started = time.monotonic()
+                if started >= deadline:
+                    self.give_back(buffer)
+                    raise PeerUnreachableError(f"{peer} did not send everything in time")
                 places = list(itertools.accumulate((each.size for each in batch), initial=at))
                 code = engine.batch_transfer_sync_read(
                     peer,
@@ -154,28 +161,18 @@ class Engine:
                     [each.address for each in batch],
                     [each.size for each in batch],
                 )
-                if code == 0:
-                    at = places[-1]
-                    done += 1
-            if done == len(batches):
+                if code != 0:
+                    break
+                at = places[-1]
+            else:
                 return buffer
-            if code == 0:
-                self.give_back(buffer)
-                raise PeerUnreachableError(f"{peer} did not send everything in time")
             # A queue that is full, the first transfer after a while, or a peer that is gone. Parts
             # of the batch may still be on their way, so the next try has memory of its own.
             self._keep(buffer)
-            if attempt == _ATTEMPTS or time.monotonic() >= deadline:
-                raise PeerUnreachableError(
-                    f"Mooncake cannot read from {peer} (code {code}, {attempt} tries)"
-                )
-            logger.debug("Read from %s failed (code %d), once more", peer, code)
-            time.sleep(min(_BACKOFF_S * 4**attempt, max(0.0, deadline - time.monotonic())))
-            batches = list(_batches(cut(join(spans)), max(1, _MAX_PIECES // 4**attempt)))
-            done = 0
-            buffer = self._take(size)
-            at = int(buffer.ctypes.data)
-        raise AssertionError("unreachable")
+            if time.monotonic() - started > _QUICK_S:
+                break
+        tries = "1 try" if not attempt else f"{attempt + 1} tries"
+        raise PeerUnreachableError(f"Mooncake cannot read from {peer} (code {code}, {tries})")
 
     def _take(self, size: int) -> NDArray[np.uint8]:
         """A buffer of at least `size` bytes that nobody else has, and no transfer writes."""

@@ -463,8 +463,7 @@ class Peer:
 def test_a_peer_that_vanishes_midway(open_connector: Connect) -> None:
     reader = open_connector()
     with Peer() as peer, reader.attach(peer.endpoint, timeout=WAIT_S) as remote:
-        killer = threading.Timer(0.3, peer.kill)
-        killer.start()
+        killer = threading.Timer(0.1, peer.kill)
         rounds = 0
 
         def read_on() -> None:
@@ -475,6 +474,8 @@ def test_a_peer_that_vanishes_midway(open_connector: Connect) -> None:
                     assert (row == slot + 1).all()
                 fetched.release()
                 rounds += 1
+                if rounds == 1:
+                    killer.start()
 
         with pytest.raises(PeerUnreachableError):
             read_on()
