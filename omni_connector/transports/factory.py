@@ -11,7 +11,7 @@ import msgspec
 
 from omni_connector.config import MooncakeSettings
 from omni_connector.errors import ConfigError
-from omni_connector.network.peers import Peers, is_loopback, parse_host
+from omni_connector.network.peers import HostPort, Peers, is_loopback, parse_host
 from omni_connector.transports.base import OmniConnector
 from omni_connector.transports.registry import transport_class, transport_names
 
@@ -21,7 +21,16 @@ MOONCAKE_ENGINE: Final = "MooncakeTransferEngineConnector"
 
 # Settings that pipelines give every connector, and those of other connectors of the same name.
 _FOREIGN_SETTINGS: Final = frozenset(
-    {"stage_id", "role", "from_stage", "to_stage", "type", "shm_threshold_bytes", "wakeup_scope"}
+    {
+        "stage_id",
+        "role",
+        "from_stage",
+        "to_stage",
+        "type",
+        "shm_threshold_bytes",
+        "wakeup_scope",
+        "buffer_ttl_seconds",
+    }
 )
 
 Constructor = Callable[[dict[str, Any]], OmniConnector]
@@ -66,7 +75,7 @@ class _MooncakeEngineSettings(msgspec.Struct, frozen=True):
     """
 
     host: str = "127.0.0.1"
-    zmq_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    zmq_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 50051
     protocol: Literal["tcp", "rdma"] = "tcp"
     device_name: str = ""
     memory_pool_size: Annotated[int, msgspec.Meta(gt=0)] | None = None
@@ -86,6 +95,10 @@ _STORE_ALIASES: Final = {
     "proto": ("protocol", None),
     "rdma": ("device", None),
 }
+
+# What vLLM-Omni takes for "the address that others reach"; the port of no matter is "discard".
+_ANY_HOST: Final = frozenset({"auto", "", "*", "0.0.0.0", "::"})
+_ELSEWHERE: Final = "192.0.2.1"  # in no network: the way there is the default route
 
 _Settings = TypeVar("_Settings", bound=msgspec.Struct)
 
@@ -136,10 +149,14 @@ def _mooncake_store(extra: dict[str, Any]) -> OmniConnector:
 
 def _mooncake_engine(extra: dict[str, Any]) -> OmniConnector:
     from omni_connector.transports.mooncake import MooncakeConnector
+    from omni_connector.transports.mooncake_engine import address_towards
 
     settings = _read(MOONCAKE_ENGINE, extra, _MooncakeEngineSettings)
     try:
-        host = str(parse_host("127.0.0.1" if settings.host == "localhost" else settings.host))
+        host = settings.host
+        if host in _ANY_HOST:
+            host = address_towards(HostPort(settings.sender_host or _ELSEWHERE, 9))
+        host = str(parse_host("127.0.0.1" if host == "localhost" else host))
         if settings.key_file is None and not is_loopback(host):
             raise ConfigError(
                 f"host {host!r} is no loopback address, so that key_file is needed; "

@@ -29,7 +29,7 @@ from omni_connector.errors import (
     TransportError,
 )
 from omni_connector.network.keys import load_key
-from omni_connector.network.peers import HostPort, is_loopback, parse_host
+from omni_connector.network.peers import HostPort, is_loopback, parse_host, parse_host_port
 from omni_connector.transports.arena import Arena, ArenaView
 from omni_connector.transports.arena_format import (
     HEADER_BYTES,
@@ -55,8 +55,7 @@ from omni_connector.transports.objects import (
 )
 
 _ADDRESS: Final = re.compile(
-    r"(?P<protocol>tcp|rdma)://(?P<engine>(\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<host>[A-Za-z0-9.-]+)):\d{1,5})"
-    r"/(?P<base>[0-9a-f]{1,16})\Z"
+    r"(?P<protocol>tcp|rdma)://(?P<engine>[][A-Za-z0-9.:_-]+)/(?P<base>[0-9a-f]{1,16})\Z"
 )
 # Headers this close together are read in one piece, with what is between them.
 _HEADER_GAP: Final = 64
@@ -102,7 +101,8 @@ class MooncakeConnector(OmniConnector):
         self._engine = Engine(self._settings, self._settings.host or host)
         self._allowed = allowed or is_loopback
         self._object_timeout = object_timeout
-        self._sender: HostPort | None = None
+        # By rank; that of None is asked where metadata names none.
+        self._senders: dict[int | None, HostPort] = {}
         self._objects = MooncakeObjects(
             export=lambda arena: self.export(arena, _OBJECTS),
             attach=self._attach_objects,
@@ -150,9 +150,14 @@ class MooncakeConnector(OmniConnector):
         if endpoint.transport != self.transport:
             raise PeerRefusedError(f"{endpoint.transport!r} is not the transport {self.transport}")
         found = _ADDRESS.match(endpoint.address)
-        if found is None:
-            raise ProtocolError(f"{endpoint.address!r} is no address of a Mooncake peer")
-        host = found["v6"] or found["host"]
+        try:
+            if found is None:
+                raise ValueError("it is malformed")
+            host, _ = parse_host_port(found["engine"])
+        except ValueError as error:
+            raise ProtocolError(
+                f"{endpoint.address!r} is no address of a Mooncake peer: {error}"
+            ) from None
         if not self._may_ask(host):
             raise PeerRefusedError(f"{host} is none of the hosts in `peers`")
         if found["protocol"] != self._engine.protocol:
@@ -167,8 +172,14 @@ class MooncakeConnector(OmniConnector):
     def object_timeout(self) -> float:
         return self._object_timeout
 
-    def update_sender_info(self, sender_host: str, sender_zmq_port: int) -> None:
+    def update_sender_info(
+        self, sender_host: str, sender_zmq_port: int, sender_rank: int | None = None
+    ) -> None:
         """Where `get` asks for objects from here on, unless its metadata says it.
+
+        Args:
+            sender_host, sender_zmq_port: what to connect to; the host is allowed by this.
+            sender_rank: which of several ranks it is; those are asked only where metadata says so.
 
         Raises:
             ValueError: it is no host, or no port.
@@ -176,7 +187,7 @@ class MooncakeConnector(OmniConnector):
         port = int(sender_zmq_port)
         if not 0 < port < 1 << 16:
             raise ValueError(f"{sender_zmq_port!r} is no port")
-        self._sender = HostPort(str(parse_host(sender_host)), port)
+        self._senders[sender_rank] = HostPort(str(parse_host(sender_host)), port)
 
     def listen(self) -> HostPort:
         """Let peers ask for objects, which the first `put` does else; where.
@@ -225,11 +236,11 @@ class MooncakeConnector(OmniConnector):
         return found
 
     def _sources(self) -> list[HostPort]:
-        return [] if self._sender is None else [self._sender]
+        return [self._senders[None]] if None in self._senders else []
 
     def _may_ask(self, host: str) -> bool:
         # Whom the caller named as its sender is as good as a peer of the configuration.
-        return self._allowed(host) or (self._sender is not None and self._sender.host == host)
+        return self._allowed(host) or any(s.host == host for s in list(self._senders.values()))
 
     def _attach_objects(self, endpoint: Endpoint, deadline: float) -> "MooncakeArena":
         return self.attach(endpoint, timeout=deadline - time.monotonic())

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from omni_connector.config import MooncakeSettings
 from omni_connector.errors import PeerUnreachableError, TransportError
-from omni_connector.network.peers import HostPort
+from omni_connector.network.peers import HostPort, parse_host_port
 from omni_connector.transports.mooncake_lib import engine_module
 
 logger = logging.getLogger(__name__)
@@ -216,7 +216,8 @@ class Engine:
                 raise TransportError("the connector is closed")
             if self._engine is None:
                 if self._host is None:
-                    self._host = _LOOPBACK if peer is None else _address_towards(peer)
+                    towards = None if peer is None else parse_host_port(peer)
+                    self._host = _LOOPBACK if towards is None else address_towards(towards)
                 self._engine = self._start(self._host)
             return self._engine
 
@@ -252,15 +253,16 @@ class Engine:
             self._quarantined_bytes += into.nbytes
 
 
-def _address_towards(peer: str) -> str:
-    """The address from which this machine speaks to a peer, `host:port`."""
-    host, _, port = peer.rpartition(":")
+def address_towards(peer: HostPort) -> str:
+    """The address from which this machine speaks to a peer; nothing is sent.
+
+    Raises:
+        PeerUnreachableError: there is no way to it.
+    """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_DGRAM
-        )[0]
+        family, kind, _, _, address = socket.getaddrinfo(*peer, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # of a datagram socket: nothing is sent
+            probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
         raise PeerUnreachableError(f"no way to {peer}: {error}") from error

@@ -38,7 +38,8 @@ def make() -> Iterator[Make]:
     with ExitStack() as stack:
 
         def create(**settings: Any) -> MooncakeConnector:
-            settings = {"transfer_timeout": 2.0, "object_timeout": 2.0, **settings}
+            bounds = {"transfer_timeout": 2.0, "object_timeout": 2.0}
+            settings = {**bounds, "zmq_port": 0, "buffer_ttl_seconds": 300, **settings}
             connector = OmniConnectorFactory.create_connector(ConnectorSpec(NAME, settings))
             assert isinstance(connector, MooncakeConnector)
             return stack.enter_context(connector)
@@ -107,6 +108,25 @@ def test_malformed_metadata_is_refused(make: Make, hint: dict[str, Any], caplog:
     assert "malformed" in caplog.text
 
 
+def test_a_host_that_is_looked_up_is_one_of_this_machine(make: Make, tmp_path: Path) -> None:
+    key = str(tmp_path / "key")
+    write_new_key(key)
+    sender = make(host="auto", sender_host="127.0.0.1", key_file=key)
+    assert sender.listen().host == "127.0.0.1"
+
+
+def test_senders_by_rank_are_asked_where_metadata_says_so(make: Make) -> None:
+    senders = [make() for _ in range(2)]
+    receiver = make(role="receiver")
+    for rank, sender in enumerate(senders):
+        sender.put(*EDGE, f"key-{rank}", b"%d" % rank)
+        receiver.update_sender_info(*sender.listen(), sender_rank=rank)
+    for rank, sender in enumerate(senders):
+        hint = {"source_host": "127.0.0.1", "source_port": sender.listen().port}
+        assert receiver.get(*EDGE, f"key-{rank}", hint) == (b"%d" % rank, 1)
+        assert receiver.get(*EDGE, f"key-{rank}") is None
+
+
 def test_other_hosts_need_a_key(make: Make, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="omni-connector keygen"):
         make(host="10.0.0.1")
@@ -132,7 +152,7 @@ def test_only_who_has_the_key_is_answered(make: Make, tmp_path: Path) -> None:
     "settings",
     [
         {"hostt": "127.0.0.1"},
-        {"host": "0.0.0.0"},
+        {"host": "224.0.0.1"},
         {"protocol": "carrier pigeon"},
         {"memory_pool_device": "cuda"},
         {"zmq_port": -1},
@@ -213,7 +233,7 @@ SENDER = """
 import sys, json
 from omni_connector.transports import ConnectorSpec, OmniConnectorFactory
 connector = OmniConnectorFactory.create_connector(
-    ConnectorSpec("MooncakeTransferEngineConnector", {"transfer_timeout": 2.0}))
+    ConnectorSpec("MooncakeTransferEngineConnector", {"transfer_timeout": 2.0, "zmq_port": 0}))
 print(json.dumps(connector.put("0", "1", "key", b"x" * (4 << 20))[2]), flush=True)
 sys.stdin.read()
 """

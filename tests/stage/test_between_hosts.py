@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV from stage to stage through Mooncake's Transfer Engine."""
+
+import socket
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from omni_connector.stage.config import OmniKVCacheConfig
+from omni_connector.stage.extract import KVLayout
+from omni_connector.stage.manager import OmniKVTransferManager
+
+from .caches import cache_of, sequence
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def manager(**config: Any) -> OmniKVTransferManager:
+    settings = {"type": "MooncakeTransferEngineConnector", **config.pop("settings", {})}
+    return OmniKVTransferManager(
+        OmniKVCacheConfig(
+            connector_config=settings,
+            from_stage="0",
+            to_stage="1",
+            stage_id="1" if config.get("need_recv_cache") else "0",
+            recv_timeout=10.0,
+            **config,
+        )
+    )
+
+
+@pytest.mark.timeout(60)
+def test_a_sequence_travels_to_the_stage_that_is_told_its_sender() -> None:
+    port = free_port()
+    layers = [sequence(37, heads=2, dim=32, block_size=16, num_blocks=9, seed=s) for s in range(3)]
+    layers = [type(each)(each.key, each.value, layers[0].block_ids, 16, 9) for each in layers]
+    caches = [cache_of(each, KVLayout.PACKED) for each in layers]
+    with ExitStack() as stack:
+        sender = stack.enter_context(manager(need_send_cache=True, settings={"zmq_port": port}))
+        receiver = stack.enter_context(manager(need_recv_cache=True))
+        finished = {"req/1": {"block_ids": layers[0].block_ids, "seq_len": 37}}
+        sender.handle_finished_requests_kv_transfer(finished, caches, 16, "float32")
+        receiver.update_sender_info({"host": "127.0.0.1", "zmq_port": port})
+        data, size = receiver.receive_kv_cache_for_request("req/1")
+        assert data is not None
+        assert size > 0
+        blocks = data["layer_blocks"]
+        for i, layer in enumerate(layers):
+            assert torch.equal(blocks["key_cache"][i], layer.key)
+            assert torch.equal(blocks["value_cache"][i], layer.value)
+        assert sender.stats.sent == receiver.stats.received == 1
