@@ -33,7 +33,7 @@ from .harness import (
 )
 from .store_probe import EXTENSION
 
-pytest.importorskip("mooncake", reason="Mooncake is not installed")
+pytest.importorskip("mooncake.store", exc_type=ImportError)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

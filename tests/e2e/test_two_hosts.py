@@ -30,6 +30,8 @@ from .harness import (
     new_salt,
 )
 
+pytest.importorskip("mooncake.engine", exc_type=ImportError)
+
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(bool(netns.obstacle()), reason=netns.obstacle() or ""),

@@ -15,6 +15,9 @@ from omni_connector.stage.manager import OmniKVTransferManager
 from .caches import cache_of, sequence
 
 
+pytest.importorskip("mooncake.engine", exc_type=ImportError)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]

@@ -42,6 +42,8 @@ from omni_connector.transports.base import Endpoint
 from omni_connector.transports.mooncake import MooncakeArena, MooncakeConnector
 from omni_connector.transports.mooncake_engine import Engine, Span, cut, join
 
+pytest.importorskip("mooncake.engine", exc_type=ImportError)
+
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 2.0
 WAIT_S = 60.0

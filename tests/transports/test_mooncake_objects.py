@@ -25,6 +25,8 @@ from omni_connector.transports import ConnectorSpec, OmniConnectorFactory
 from omni_connector.transports.mooncake import MooncakeConnector
 from omni_connector.transports.object_lookup import _questions
 
+pytest.importorskip("mooncake.engine", exc_type=ImportError)
+
 NAME = "MooncakeTransferEngineConnector"
 EDGE = ("0", "1")
 WAIT_S = 60.0

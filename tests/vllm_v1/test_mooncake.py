@@ -12,6 +12,8 @@ from .harness import HANDOFF, assert_clean, hand_off, prompt, run
 from .test_failed_loads import FAILURES, PROMPT, copier_fails, granted, peer_is_gone
 from .toy import BLOCK, FAMILIES
 
+pytest.importorskip("mooncake.engine", exc_type=ImportError)
+
 pytestmark = pytest.mark.vllm
 
 MOONCAKE = {"transport": "mooncake"}
