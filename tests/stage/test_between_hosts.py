@@ -14,7 +14,6 @@ from omni_connector.stage.manager import OmniKVTransferManager
 
 from .caches import cache_of, sequence
 
-
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 
 
