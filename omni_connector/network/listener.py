@@ -159,9 +159,9 @@ class _Admission:
                 self.socket.send_multipart(self._decide(question), zmq.NOBLOCK)
 
     def _decide(self, question: list[bytes]) -> list[bytes]:
-        _, request, _, host, _, mechanism, *credentials = question
-        # That it holds the secret to this public key, libzmq has seen to.
-        admitted = mechanism == b"CURVE" and credentials == [self._key]
+        _, request, _, host, _, _, *credentials = question
+        # That it holds the secret to this public key, libzmq has seen to: we speak CURVE only.
+        admitted = credentials == [self._key]
         if not admitted:
             where = host.decode("ascii", "replace")
             self._warn(f"{where} has another key than that of our key_file, and is refused")

@@ -784,17 +784,19 @@ def test_a_name_that_is_looked_up_for_ever_holds_up_nothing(
 
 
 def test_a_system_without_threads_to_spare_fails_the_claim(
-    monkeypatch: pytest.MonkeyPatch, engine: Engine, friend: Asker
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, start_asker: StartAsker
 ) -> None:
     monkeypatch.setattr(resolver_module, "MAX_LOOKUPS", 1)
+    friend = start_asker(KEY)
 
     def no_more(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(resolver_module.threading.Thread, "start", no_more)
-        error = failure(ask(friend.channel, "tcp://node:5", b"t" * 16, b"e" * 16))
-        assert "can't start new thread" in str(error)
+        for host in ("one", "two"):
+            error = failure(ask(friend.channel, f"tcp://{host}:5", b"t" * 16, b"e" * 16))
+            assert "can't start new thread" in str(error)
     assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
 
 
