@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which transport reads which peer, and what is said of it."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from omni_connector.config import OmniConfig
+from omni_connector.errors import ConfigError, PeerRefusedError, TransportError
+from omni_connector.transports.arena import Arena
+from omni_connector.transports.base import Endpoint
+from omni_connector.transports.choice import Choice, Transports, make_transports
+from omni_connector.transports.mooncake import MooncakeConnector
+from omni_connector.transports.shm import SharedMemoryConnector
+
+
+def shm_endpoint(address: str) -> Endpoint:
+    return Endpoint(transport="shm", address=address, epoch=bytes(16), n_slots=1, slot_bytes=4096)
+
+
+MOONCAKE = Endpoint(
+    transport="mooncake",
+    address="tcp://127.0.0.1:15000/1000",
+    epoch=bytes(16),
+    n_slots=1,
+    slot_bytes=4096,
+)
+
+
+@pytest.fixture
+def both(place: Path) -> Iterator[Transports]:
+    """Shared memory in a folder of its own, and Mooncake, which nothing here starts."""
+    readers = [SharedMemoryConnector(folder=place), MooncakeConnector()]
+    transports = Transports(readers, readers[:1])
+    yield transports
+    transports.close()
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with Arena.create(1, 4096) as arena:
+        yield arena
+
+
+def test_shared_memory_where_the_peer_listens_in_our_folder(both, place, arena) -> None:
+    with SharedMemoryConnector(folder=place) as peer:
+        endpoints = (peer.export(arena, "a"), MOONCAKE)
+        assert both.choose(endpoints)[1] == endpoints[0]
+        assert both.choose(endpoints)[1] == endpoints[0]
+        [choice] = both.take_choices()
+        assert choice == Choice(
+            "shm", endpoints[0].address, "nearest", "same kernel, user and runtime folder"
+        )
+    assert not both.take_choices()
+
+
+def test_mooncake_where_the_folder_is_another(both, place, arena) -> None:
+    other = place / "other"
+    other.mkdir(mode=0o700)
+    with SharedMemoryConnector(folder=other) as peer:
+        endpoints = (peer.export(arena, "a"), MOONCAKE)
+        assert both.choose(endpoints)[1] == MOONCAKE
+    [choice] = both.take_choices()
+    assert choice.reason == "nearer_ones_cannot"
+    assert choice.why == "shm: another host, user or runtime folder"
+
+
+def test_mooncake_where_nobody_listens_here(both, place, arena) -> None:
+    """As in a folder that several hosts mount, or with the socket of an engine that was killed."""
+    with SharedMemoryConnector(folder=place) as peer:
+        address = Path(peer.export(arena, "a").address)
+        kept = address.with_name("a-" + "0" * 24 + ".sock")
+        address.rename(kept)
+    endpoints = (shm_endpoint(str(kept)), MOONCAKE)
+    assert both.choose(endpoints)[1] == MOONCAKE
+    assert both.take_choices()[0].why == "shm: nobody listens there on this host"
+
+
+def test_the_only_way_is_tried_whatever_speaks_against_it(both, place) -> None:
+    alone = (shm_endpoint(str(place / "a-000000000000000000000000.sock")),)
+    assert both.choose(alone)[1] == alone[0]
+
+
+def test_a_peer_that_no_transport_reaches(both) -> None:
+    other = Endpoint(
+        transport="pigeon", address="loft", epoch=bytes(16), n_slots=1, slot_bytes=4096
+    )
+    with pytest.raises(PeerRefusedError, match="by pigeon, this engine reads by shm, mooncake"):
+        both.choose((other,))
+    with pytest.raises(PeerRefusedError, match="by no transport"):
+        both.choose(())
+    assert not both.take_choices()
+
+
+def test_a_single_transport_is_as_configured(place) -> None:
+    reader = SharedMemoryConnector(folder=place)
+    transports = Transports([reader], [reader])
+    transports.choose((shm_endpoint("/anywhere"), MOONCAKE))
+    assert transports.take_choices()[0].reason == "configured"
+    transports.close()
+
+
+def test_an_export_that_fails_leaves_none(place, arena, monkeypatch) -> None:
+    shm, mooncake = SharedMemoryConnector(folder=place), MooncakeConnector()
+
+    def fail(arena: Arena, name: str) -> Endpoint:
+        raise TransportError("no")
+
+    monkeypatch.setattr(mooncake, "export", fail)
+    transports = Transports([shm, mooncake], [shm, mooncake])
+    with pytest.raises(TransportError, match="no"):
+        transports.export(arena, "a")
+    assert shm.details()["exports"] == 0
+    transports.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "readers", "exporters"),
+    [
+        ({}, ["shm"], ["shm"]),
+        ({"transport": "shm", "peers": ["10.0.0.1"]}, ["shm"], ["shm"]),
+        ({"transport": "mooncake"}, ["mooncake"], ["mooncake"]),
+        ({"peers": ["10.0.0.1"]}, ["shm", "mooncake"], ["shm"]),
+        ({"listen": "127.0.0.1:0"}, ["shm", "mooncake"], ["shm", "mooncake"]),
+    ],
+)
+def test_what_a_configuration_asks_for(settings, readers, exporters, place, monkeypatch) -> None:
+    monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(place))
+    transports = make_transports(OmniConfig.load(settings))
+    with ExitStack() as stack:
+        stack.callback(transports.close)
+        assert [each.transport for each in transports._readers] == readers
+        assert [each.transport for each in transports._exporters] == exporters
+
+
+def test_a_transport_that_is_not_there(place, monkeypatch) -> None:
+    monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(place))
+    with pytest.raises(ConfigError, match="did you mean"):
+        make_transports(OmniConfig.load({"transport": "moncake"}))
