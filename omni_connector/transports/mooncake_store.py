@@ -267,22 +267,25 @@ class MooncakeStoreConnector(OmniConnector):
         names = version.piece_names(self._prefix)
         sizes = version.pieces
         checksums = [0] * len(sizes)
-        under_way: deque[tuple[str, Future[list[int]]]] = deque()
+        before: tuple[str, Future[list[int]]] | None = None
         for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
-            # The next piece is copied while those before are on their way.
-            if len(under_way) == _WINDOW:
-                done, future = under_way.popleft()
-                self._check(self._client.codes(future, deadline), [done])
             memory = self._pieces.take()
             checksums[index] = source.fill(memory[:size])
             place = int(memory.ctypes.data)
+            # A piece is copied while the one before is on its way; two on their way are slower.
+            if before is not None:
+                try:
+                    self._check(self._client.codes(before[1], deadline), [before[0]])
+                except BaseException:
+                    self._pieces.give_back(memory)
+                    raise
 
             def call(store: Any, name: str = name, place: int = place, size: int = size) -> Any:
                 return store.batch_put_from([name], [place], [size], self._pinned)
 
-            under_way.append((name, self._start(self._pieces, memory, call)))
-        for done, future in under_way:
-            self._check(self._client.codes(future, deadline), [done])
+            before = name, self._start(self._pieces, memory, call)
+        if before is not None:
+            self._check(self._client.codes(before[1], deadline), [before[0]])
         return checksum_of(version.length, checksums)
 
     def _start_head(
