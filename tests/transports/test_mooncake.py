@@ -44,31 +44,12 @@ from omni_connector.transports.mooncake_engine import Engine, Span, cut, join
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 
+pytestmark = pytest.mark.usefixtures("reused_engines")
+
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 2.0
 WAIT_S = 60.0
 SETTINGS = MooncakeSettings(timeout_s=TIMEOUT_S)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def reused_engines() -> Iterator[None]:
-    """Engines of Mooncake are used by one connector after the other: each takes 1 s to end."""
-    unused: list[Any] = []
-    start, close = Engine._start, Engine.close
-
-    def take(self: Engine, host: str) -> Any:
-        return unused.pop() if unused and host == LOOPBACK else start(self, host)
-
-    def keep(self: Engine) -> None:
-        engine = self._engine
-        close(self)
-        if engine is not None:
-            unused.append(engine.inner if isinstance(engine, Flaky) else engine)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_start", take)
-        patch.setattr(Engine, "close", keep)
-        yield
 
 
 class Acquainted(MooncakeConnector):

@@ -27,6 +27,8 @@ from omni_connector.transports.object_lookup import _questions
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 
+pytestmark = pytest.mark.usefixtures("reused_engines")
+
 NAME = "MooncakeTransferEngineConnector"
 EDGE = ("0", "1")
 WAIT_S = 60.0

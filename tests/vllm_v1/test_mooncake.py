@@ -14,7 +14,7 @@ from .toy import BLOCK, FAMILIES
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("reused_engines")]
 
 MOONCAKE = {"transport": "mooncake"}
 LENGTHS = [2, BLOCK, 3 * BLOCK + 1, 150]

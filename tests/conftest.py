@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from omni_connector.transports.mooncake_engine import Engine
+
+
+@pytest.fixture(scope="module")
+def reused_engines() -> Iterator[None]:
+    """Engines of Mooncake are used by one connector after the other: each takes 1 s to end."""
+    unused: list[Any] = []
+    start, close = Engine._start, Engine.close
+
+    def take(self: Engine, host: str) -> Any:
+        return unused.pop() if unused and host == "127.0.0.1" else start(self, host)
+
+    def keep(self: Engine) -> None:
+        engine = self._engine
+        close(self)
+        if engine is not None:
+            unused.append(getattr(engine, "inner", engine))  # what a test has put around it
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_start", take)
+        patch.setattr(Engine, "close", keep)
+        yield
