@@ -27,7 +27,6 @@ _PENDING_S: Final = 0.002
 _CLOSE_S: Final = 1.0
 
 _Step = TypeVar("_Step")
-_T = TypeVar("_T")
 
 
 class MappedSlots:
@@ -107,24 +106,13 @@ class Fetchers:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def submit(self, call: Callable[[], _T]) -> "Future[_T]":
-        """Have a thread make this call."""
-        future: Future[_T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - it is raised where the result is wanted
-                future.set_exception(error)
-
-        self._calls.put(run)
+    def submit(self, call: Callable[[], None]) -> None:
+        """Have a thread make this call, which raises nothing."""
+        self._calls.put(call)
         if len(self._threads) < FETCH_THREADS:
             thread = threading.Thread(target=self._run, name="omni-fetch", daemon=True)
             self._threads.append(thread)
             thread.start()
-        return future
 
     def close(self) -> None:
         """End the threads; one that waits for a peer ends with that. Idempotent."""
@@ -141,7 +129,9 @@ class Fetchers:
 
 
 class FetchAhead(Generic[_Step]):
-    """The fetches of one load, a few steps ahead of its copies.
+    """The fetches of one load, a few steps ahead of its copies, one after the other.
+
+    Several at a time from one peer would only share its line, and cost both hosts more.
 
     Args:
         fetchers: make them.
@@ -153,6 +143,9 @@ class FetchAhead(Generic[_Step]):
         self._fetch = fetch
         self._under_way: deque[Future[list[FetchedSlots]]] = deque()
         self._not_before = 0.0
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[_Step, Future[list[FetchedSlots]]]] = deque()
+        self._running = False
 
     def take(self, steps: Sequence[_Step]) -> list[FetchedSlots] | None:
         """Slots of the first of these steps, the next ones to copy; None: not there yet.
@@ -182,7 +175,26 @@ class FetchAhead(Generic[_Step]):
                 future.add_done_callback(_release)
 
     def _submit(self, step: _Step) -> "Future[list[FetchedSlots]]":
-        return self._fetchers.submit(lambda: self._fetch(step))
+        future: Future[list[FetchedSlots]] = Future()
+        with self._lock:
+            self._waiting.append((step, future))
+            idle, self._running = not self._running, True
+        if idle:
+            self._fetchers.submit(self._run)
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._running = False
+                    return
+                step, future = self._waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self._fetch(step))
+                except BaseException as error:  # noqa: BLE001 - it is raised where it is taken
+                    future.set_exception(error)
 
 
 def _release(future: "Future[list[FetchedSlots]]") -> None:
