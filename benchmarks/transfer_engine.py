@@ -177,8 +177,9 @@ def markdown(
         "",
         "Milliseconds at a client, medians; *cost*: time to the first token, less that with the KV "
         "on the decode engine, paired; *plain*: one `transfer_sync_read` of the bytes; *ratio*: "
-        f"cost / plain, paired. Asked for at 2,048 tokens: {HANDOFF_TARGET} or less. The plain read "
-        "runs beside the two idle engines, which slows it; the table above has it without them.",
+        f"cost / plain, paired. Asked for at 2,048 tokens: {HANDOFF_TARGET} or less. The plain "
+        "read runs beside the two idle engines, which slows it; the table above has it without "
+        "them.",
         "",
         "| tokens | MiB | cost | plain | ratio | pairs |",
         "|---:|---:|---:|---:|---:|---:|",
