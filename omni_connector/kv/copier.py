@@ -14,8 +14,8 @@ from omni_connector.kv.slots import SlotLayout
 class BlockCopier(ABC):
     """Copies blocks of one KV cache to and from slots.
 
-    `fence` is called on the engine's thread; `save` on one copying thread at a time, `load`
-    and `zero` on another. They return when the bytes are where they belong.
+    `fence` is called on the engine's thread; `save`, `load` and `zero` on any, of different
+    blocks at a time. They return when the bytes are where they belong.
     The checksum of a slot is xxh3-64 of the bytes its group stores in it.
     """
 

@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 
 from omni_connector.control.shapes import GroupShape
 from omni_connector.errors import ChecksumError, OmniError
-from omni_connector.kv import BlockCopier, CanonicalKVCaches, SlotLayout
+from omni_connector.kv import BlockCopier, SlotLayout
 from omni_connector.transports.block_store import BlockStore
 from omni_connector.vllm_v1.copies import CLOSE_S, CopyThread, Outcome, Work
 from omni_connector.vllm_v1.metadata import StoreLoad, StoreRun, StoreSave
@@ -48,63 +48,6 @@ _GET_S: Final = 2.0
 _TRAY_WAIT_S: Final = 1.0
 
 
-class ExclusiveLoads(BlockCopier):
-    """A copier whose loads may come from two threads, one at a time.
-
-    Args:
-        inner: does the copying, and is closed with this.
-        canonical, layout: of its KV cache.
-    """
-
-    def __init__(self, inner: BlockCopier, canonical: CanonicalKVCaches, layout: SlotLayout):
-        super().__init__(canonical, layout)
-        self._inner = inner
-        self._turn = threading.Lock()
-
-    def fence(self) -> object:
-        return self._inner.fence()
-
-    def save(
-        self,
-        group: int,
-        block_ids: NDArray[np.int64],
-        slots: NDArray[np.uint8],
-        slot_ids: NDArray[np.int64],
-        *,
-        checksum: bool,
-        fence: object = None,
-        cancelled: Callable[[], bool] | None = None,
-    ) -> NDArray[np.uint64] | None:
-        return self._inner.save(
-            group, block_ids, slots, slot_ids, checksum=checksum, fence=fence, cancelled=cancelled
-        )
-
-    def load(
-        self,
-        group: int,
-        block_ids: NDArray[np.int64],
-        slots: NDArray[np.uint8],
-        slot_ids: NDArray[np.int64],
-        *,
-        checksum: bool,
-        fence: object = None,
-    ) -> NDArray[np.uint64]:
-        with self._turn:
-            return self._inner.load(
-                group, block_ids, slots, slot_ids, checksum=checksum, fence=fence
-            )
-
-    def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
-        with self._turn:
-            self._inner.zero(group, block_ids, fence=fence)
-
-    def pin(self, slots: NDArray[np.uint8]) -> None:
-        self._inner.pin(slots)
-
-    def close(self) -> None:
-        self._inner.close()
-
-
 @dataclass(frozen=True, slots=True)
 class _Parcel:
     """Entries that are ready to be sent, in the rows of one tray."""
@@ -120,7 +63,7 @@ class StoreJobs:
 
     Args:
         store: closed with this.
-        copier, layout: of this rank's KV caches; its loads may come from two threads.
+        copier, layout: of this rank's KV caches.
         groups: what this engine keeps.
         rank: of this worker.
         affinity: cores that its threads may run on.

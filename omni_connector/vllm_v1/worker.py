@@ -33,7 +33,7 @@ from omni_connector.vllm_v1.metadata import (
 )
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.specs import fails_by_block, group_shapes, group_specs
-from omni_connector.vllm_v1.store_jobs import ExclusiveLoads, StoreJobs
+from omni_connector.vllm_v1.store_jobs import StoreJobs
 
 if TYPE_CHECKING:
     import torch
@@ -132,8 +132,7 @@ class OmniWorker:
     def _open(self, canonical: CanonicalKVCaches) -> None:
         layout = SlotLayout.of(canonical)
         self._layout = layout
-        copier = make_copier(canonical, layout)
-        self._copier = copier if self._store is None else ExclusiveLoads(copier, canonical, layout)
+        self._copier = make_copier(canonical, layout)
         endpoints: tuple[Endpoint, ...] = ()
         if self._arena_bytes:
             num_slots = self._arena_bytes // layout.slot_bytes
@@ -201,22 +200,18 @@ class OmniWorker:
         if metadata is None or self._loads_started:
             return
         self._loads_started = True
-        if metadata.loads:
-            copier, loader = self._copier, self._loader
+        if metadata.loads or metadata.store_loads:
+            copier, loader, shared = self._copier, self._loader, self._store_jobs
             assert copier is not None
             assert loader is not None
             fence = copier.fence()
             for job in metadata.loads:
                 self._loading[job.job_id] = job.request_id
                 self._loads.submit(job.job_id, loader.work(job, fence))
-        if metadata.store_loads:
-            copier, jobs = self._copier, self._store_jobs
-            assert copier is not None
-            assert jobs is not None
-            fence = copier.fence()
             for fetch in metadata.store_loads:
+                assert shared is not None
                 self._loading[fetch.job_id] = fetch.request_id
-                jobs.loads.submit(fetch.job_id, jobs.load_work(fetch, fence))
+                shared.loads.submit(fetch.job_id, shared.load_work(fetch, fence))
         if metadata.cancel:
             self._loads.revoke(set(metadata.cancel))
             if self._store_jobs is not None:
@@ -228,21 +223,17 @@ class OmniWorker:
         if metadata is None or self._saves_started:
             return
         self._saves_started = True
-        if metadata.saves:
-            copier = self._copier
+        if metadata.saves or metadata.store_saves:
+            copier, shared = self._copier, self._store_jobs
             assert copier is not None
             fence = copier.fence()
             for job in metadata.saves:
                 self._unended_saves.add(job.job_id)
                 self._saves.submit(job.job_id, self._save_work(job, fence))
-        if metadata.store_saves:
-            copier, jobs = self._copier, self._store_jobs
-            assert copier is not None
-            assert jobs is not None
-            fence = copier.fence()
             for save in metadata.store_saves:
+                assert shared is not None
                 self._store_saves.add(save.job_id)
-                self._saves.submit(save.job_id, jobs.save_work(save, fence))
+                self._saves.submit(save.job_id, shared.save_work(save, fence))
         for request_id, job_ids in metadata.finish_after:
             self._finish_after.append((request_id, set(job_ids)))
 

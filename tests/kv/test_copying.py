@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks to slots and back: every byte where it belongs, and no other byte touched."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -324,6 +326,23 @@ def test_slots_may_be_wider_than_ours(small):
     np.testing.assert_array_equal(wide[1, :64], cache.slot(0, 2))
     copier.load(0, ids([0]), wide, ids([1]), checksum=False)
     np.testing.assert_array_equal(cache.slot(0, 0), cache.slot(0, 2))
+
+
+def test_loads_and_zeroing_may_come_from_several_threads_at_once(small):
+    cache, slots, copier = small
+
+    def load_over_and_over(block):
+        for _ in range(200):
+            found = copier.load(0, ids([block]), slots, ids([block]), checksum=True)
+            assert found[0] == xxhash.xxh3_64_intdigest(slots[block, :64].data)
+
+    with ThreadPoolExecutor(3) as pool:
+        for each in [pool.submit(load_over_and_over, block) for block in (0, 1, 2)]:
+            copier.zero(0, ids([3]))
+            each.result()
+    for block in (0, 1, 2):
+        np.testing.assert_array_equal(cache.slot(0, block), slots[block, :64])
+    assert not cache.slot(0, 3).any()
 
 
 def test_read_only_slots_are_loaded_from_but_never_saved_to(small):
