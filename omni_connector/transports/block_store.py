@@ -9,7 +9,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
@@ -162,21 +162,7 @@ class MooncakeBlockStore(BlockStore):
         *,
         timeout: float,
     ) -> list[bool]:
-        _check(keys, rows, lengths)
-        deadline = time.monotonic() + timeout
-        done: list[bool] = []
-        try:
-            for part in _parts(lengths):
-                sent = self._send(keys[part], rows[part], lengths[part])
-                codes = self._client.codes(sent, deadline)
-                done += [code == OK for code in codes]
-                for code in codes:
-                    if code != OK:
-                        self._count(name_of(code), 1)
-        except OmniError as error:
-            self._count(_kind(error), len(keys) - len(done))
-            done += [False] * (len(keys) - len(done))
-        return done
+        return self._in_parts(self._put, keys, rows, lengths, timeout)
 
     def get(
         self,
@@ -186,20 +172,7 @@ class MooncakeBlockStore(BlockStore):
         *,
         timeout: float,
     ) -> list[bool]:
-        _check(keys, rows, lengths)
-        deadline = time.monotonic() + timeout
-        done: list[bool] = []
-        try:
-            for part in _parts(lengths):
-                arrival = self._fetch(keys[part], lengths[part])
-                try:
-                    done += self._collect(arrival, rows[part], deadline)
-                finally:
-                    arrival.staging.settle(arrival.memory, arrival.future)
-        except OmniError as error:
-            self._count(_kind(error), len(keys) - len(done))
-            done += [False] * (len(keys) - len(done))
-        return done
+        return self._in_parts(self._get, keys, rows, lengths, timeout)
 
     def close(self) -> None:
         with self._lock:
@@ -213,12 +186,54 @@ class MooncakeBlockStore(BlockStore):
             self._client.unregister(memory)
         self._client.close()
 
-    def _send(
-        self, keys: Sequence[str], rows: NDArray[np.uint8], lengths: Sequence[int]
-    ) -> "Future[list[int]]":
+    def _in_parts(
+        self,
+        move: Callable[[Sequence[str], NDArray[np.uint8], Sequence[int], float], list[bool]],
+        keys: Sequence[str],
+        rows: NDArray[np.uint8],
+        lengths: Sequence[int],
+        timeout: float,
+    ) -> list[bool]:
+        _check(keys, rows, lengths)
+        deadline = time.monotonic() + timeout
+        done: list[bool] = []
+        try:
+            for part in _parts(lengths):
+                done += move(keys[part], rows[part], lengths[part], deadline)
+        except OmniError as error:
+            self._count(_kind(error), len(keys) - len(done))
+            done += [False] * (len(keys) - len(done))
+        return done
+
+    def _put(
+        self,
+        keys: Sequence[str],
+        rows: NDArray[np.uint8],
+        lengths: Sequence[int],
+        deadline: float,
+    ) -> list[bool]:
         asked, sizes = list(keys), list(lengths)
         places = addresses(rows, [i * rows.strides[0] for i in range(len(asked))])
-        return self._client.start(lambda store: store.batch_put_from(asked, places, sizes))
+        codes = self._client.call(
+            lambda store: store.batch_put_from(asked, places, sizes), deadline
+        )
+        for code in codes:
+            if code != OK:
+                self._count(name_of(code), 1)
+        return [code == OK for code in codes]
+
+    def _get(
+        self,
+        keys: Sequence[str],
+        rows: NDArray[np.uint8],
+        lengths: Sequence[int],
+        deadline: float,
+    ) -> list[bool]:
+        arrival = self._fetch(keys, lengths)
+        try:
+            return self._collect(arrival, rows, deadline)
+        finally:
+            arrival.staging.settle(arrival.memory, arrival.future)
 
     def _fetch(self, keys: Sequence[str], lengths: Sequence[int]) -> "_Arrival":
         offsets, total = [], 0
