@@ -157,11 +157,6 @@ def _mooncake_engine(extra: dict[str, Any]) -> OmniConnector:
         if host in _ANY_HOST:
             host = address_towards(HostPort(settings.sender_host or _ELSEWHERE, 9))
         host = str(parse_host("127.0.0.1" if host == "localhost" else host))
-        if settings.key_file is None and not is_loopback(host):
-            raise ConfigError(
-                f"host {host!r} is no loopback address, so that key_file is needed; "
-                "`omni-connector keygen PATH` makes one, for all stages to share"
-            )
         allowed = Peers(settings.peers)
         connector = MooncakeConnector(
             settings=MooncakeSettings(

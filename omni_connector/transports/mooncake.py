@@ -72,7 +72,8 @@ class MooncakeConnector(OmniConnector):
         allowed: whether a peer's host may be connected to; None allows loopback only.
         namespace: for the interface's sake; who may read whom is decided by addresses.
         port: where peers ask for objects that were put here; 0 lets the system choose.
-        key_file: what `omni-connector keygen` made, which askers must have, and be shown.
+        key_file: what `omni-connector keygen` made, which askers must have, and be shown; objects
+            pass beyond loopback with one only.
         object_gib: size of the arena for objects; see `SharedMemoryConnector`.
         object_timeout: seconds that a `get` waits for peers to answer.
 
@@ -98,15 +99,17 @@ class MooncakeConnector(OmniConnector):
         if object_timeout <= 0:
             raise ValueError("timeouts must be positive")
         self._settings = settings or MooncakeSettings()
-        self._engine = Engine(self._settings, self._settings.host or host)
+        host = self._settings.host or host
+        self._engine = Engine(self._settings, host)
         self._allowed = allowed or is_loopback
         self._object_timeout = object_timeout
         # By rank; that of None is asked where metadata names none.
         self._senders: dict[int | None, HostPort] = {}
         self._objects = MooncakeObjects(
             export=lambda arena: self.export(arena, _OBJECTS),
+            withdraw=self.withdraw,
             attach=self._attach_objects,
-            listen=lambda: HostPort(self._engine.host, port),
+            listen=lambda: HostPort(host or self._engine.host, port),
             key=None if key_file is None else load_key(key_file),
             geometry=object_geometry(object_gib),
             timeout=object_timeout,
@@ -187,7 +190,8 @@ class MooncakeConnector(OmniConnector):
         port = int(sender_zmq_port)
         if not 0 < port < 1 << 16:
             raise ValueError(f"{sender_zmq_port!r} is no port")
-        self._senders[sender_rank] = HostPort(str(parse_host(sender_host)), port)
+        host = "127.0.0.1" if sender_host == "localhost" else str(parse_host(sender_host))
+        self._senders[sender_rank] = HostPort(host, port)
 
     def listen(self) -> HostPort:
         """Let peers ask for objects, which the first `put` does else; where.

@@ -238,14 +238,19 @@ class Engine:
 
     def _check_quarantine(self) -> None:
         now = time.monotonic()
+        safe = []
         with self._lock:
             while self._quarantine and self._quarantine[0][0] <= now:
-                self._quarantined_bytes -= self._quarantine.popleft()[1].nbytes
-            if self._quarantined_bytes >= _MAX_QUARANTINED_BYTES:
-                raise PeerUnreachableError(
-                    f"{len(self._quarantine)} failed transfers may still write to memory here; "
-                    "Mooncake is not used until that is over"
-                )
+                safe.append(self._quarantine.popleft()[1])
+                self._quarantined_bytes -= safe[-1].nbytes
+            kept, kept_bytes = len(self._quarantine), self._quarantined_bytes
+        for buffer in safe:
+            self.unregister(int(buffer.ctypes.data))
+        if kept_bytes >= _MAX_QUARANTINED_BYTES:
+            raise PeerUnreachableError(
+                f"{kept} failed transfers may still write to memory here; Mooncake is not used "
+                "until that is over"
+            )
 
     def _keep(self, into: NDArray[np.uint8]) -> None:
         with self._lock:

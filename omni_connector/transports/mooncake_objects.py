@@ -10,11 +10,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Final
 
-from omni_connector.errors import OmniError, StaleSlotError, TransportError
+from omni_connector.errors import ConfigError, OmniError, StaleSlotError, TransportError
 from omni_connector.network.keys import ClusterKey
-from omni_connector.network.peers import HostPort
+from omni_connector.network.peers import HostPort, is_loopback
+from omni_connector.network.resolver import Resolver
 from omni_connector.network.sockets import make_context
 from omni_connector.transports.arena import Arena
 from omni_connector.transports.base import Endpoint, ObjectKey
@@ -41,7 +43,7 @@ class MooncakeObjects:
     """What one connector puts, and gets from others.
 
     Args:
-        export: lets peers read an arena.
+        export, withdraw: let peers read an arena, and no longer.
         attach: gets at a peer's, until a deadline.
         listen: where peers ask for what was put; with port 0 the system chooses one.
         key: what they must show, and show us; None admits everybody.
@@ -55,6 +57,7 @@ class MooncakeObjects:
         self,
         *,
         export: Callable[[Arena], Endpoint],
+        withdraw: Callable[[Endpoint], None],
         attach: Callable[[Endpoint, float], ObjectArena],
         listen: Callable[[], HostPort],
         key: ClusterKey | None,
@@ -64,6 +67,7 @@ class MooncakeObjects:
         allowed: Callable[[str], bool],
     ) -> None:
         self._export = export
+        self._withdraw = withdraw
         self._attach = attach
         self._listen = listen
         self._key = key
@@ -81,12 +85,13 @@ class MooncakeObjects:
         self._endpoint: Endpoint | None = None
         self._server: ObjectServer | None = None
         self._peers: dict[HostPort, ObjectSource] = {}
+        self._resolver = Resolver()
 
     def start(self) -> HostPort:
         """Listen, if that is not so yet; where.
 
         Raises:
-            ConfigError, TransportError, MissingDependencyError: it cannot.
+            ConfigError, TransportError, MissingDependencyError: it cannot, or needs a key.
         """
         with self._making:
             with self._lock:
@@ -94,21 +99,24 @@ class MooncakeObjects:
                 server = self._server
             if server is not None:
                 return server.address
+            address = self._listen()
+            if self._key is None and not is_loopback(address.host):
+                raise ConfigError(_needs_key(address.host))
             n_slots, slot_bytes = self._geometry
-            arena = Arena.create(n_slots, slot_bytes)
-            objects = ObjectStore(arena, time.time_ns, self._catch_up)
-            try:
-                endpoint = self._export(arena)
-                server = ObjectServer(self._listen(), self._key, self._find, self._note)
-            except BaseException:
-                objects.close()
-                raise
-            with self._lock:
-                self._objects, self._endpoint, self._server = objects, endpoint, server
-                if not self._closed:
-                    return server.address
-        self.close()
-        raise TransportError("the connector is closed")
+            with ExitStack() as undo:
+                objects = ObjectStore(
+                    Arena.create(n_slots, slot_bytes), time.time_ns, self._catch_up
+                )
+                undo.callback(objects.close)
+                endpoint = self._export(objects.arena)
+                undo.callback(self._withdraw, endpoint)
+                server = ObjectServer(address, self._key, self._find, self._note)
+                undo.callback(server.close)
+                with self._lock:
+                    self._check_open()
+                    self._objects, self._endpoint, self._server = objects, endpoint, server
+                undo.pop_all()
+            return server.address
 
     def store(self, key: ObjectKey, parts: Sequence[memoryview]) -> tuple[StoredObject, HostPort]:
         """Keep the concatenated parts under a key; where to ask for them.
@@ -224,8 +232,15 @@ class MooncakeObjects:
                         raise TransportError(
                             f"{address.host} is none of the hosts in `peers`, nor `sender_host`"
                         )
+                    if self._key is None and not is_loopback(address.host):
+                        raise TransportError(_needs_key(address.host))
                     self._peers[address] = ObjectSource(
-                        address, self._context, self._key, self._attach, self._timeout
+                        address,
+                        context=self._context,
+                        resolver=self._resolver,
+                        key=self._key,
+                        attach=self._attach,
+                        timeout=self._timeout,
                     )
             return [self._peers[address] for address in wanted if address != own]
 
@@ -252,3 +267,10 @@ class MooncakeObjects:
     def _check_open(self) -> None:
         if self._closed:
             raise TransportError("the connector is closed")
+
+
+def _needs_key(host: str) -> str:
+    return (
+        f"{host!r} is no loopback address, so that key_file is needed; `omni-connector keygen "
+        "PATH` makes one, for all stages to share"
+    )

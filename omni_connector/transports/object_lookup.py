@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Final, Protocol
 
 import msgspec
@@ -14,11 +15,12 @@ from omni_connector.errors import (
     OmniError,
     PeerUnreachableError,
     ProtocolError,
+    TransportError,
 )
 from omni_connector.network.keys import ClusterKey
 from omni_connector.network.listener import TcpListener
 from omni_connector.network.peers import HostPort
-from omni_connector.network.resolver import resolve
+from omni_connector.network.resolver import Found, Resolver
 from omni_connector.network.sockets import Context, Link, make_context
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.objects import StoredObject
@@ -187,6 +189,7 @@ class ObjectSource:
     Args:
         address: of its `ObjectServer`.
         context: whose socket it is asked with.
+        resolver: looks its name up.
         key: what the peer must hold, and we show.
         attach: gets at an arena that it names, until a deadline.
         timeout: seconds to wait for an answer; a peer that gives none is then left alone for ten
@@ -196,18 +199,22 @@ class ObjectSource:
     def __init__(
         self,
         address: HostPort,
+        *,
         context: Context,
+        resolver: Resolver,
         key: ClusterKey | None,
         attach: Callable[[Endpoint, float], ObjectArena],
         timeout: float,
     ) -> None:
         self.address = address
         self._context = context
+        self._resolver = resolver
         self._key = key
         self._attach = attach
         self._timeout = timeout
         self._aside_until = 0.0
         self._turn = threading.Lock()
+        self._closed = False
         self._link: Link | None = None
         self._arena: tuple[bytes, ObjectArena] | None = None
 
@@ -225,6 +232,8 @@ class ObjectSource:
         if not self._turn.acquire(timeout=max(0.0, deadline - now)):
             raise PeerUnreachableError(f"{self.address} is being asked by another thread")
         try:
+            if self._closed:
+                raise TransportError("the connector is closed")
             answer = self._ask(digest, deadline)
         except OmniError:
             self._hang_up()
@@ -257,6 +266,7 @@ class ObjectSource:
     def close(self) -> None:
         """Hang up. Idempotent."""
         with self._turn:
+            self._closed = True
             self._hang_up()
             arena, self._arena = self._arena, None
         if arena is not None:
@@ -265,7 +275,7 @@ class ObjectSource:
     def _ask(self, digest: bytes, deadline: float) -> Held | Missing:
         if self._link is None:
             try:
-                self._link = Link(self._context, resolve(self.address), self._key)
+                self._link = Link(self._context, self._resolved(deadline), self._key)
             except zmq.ZMQError as error:
                 raise PeerUnreachableError(f"{self.address}: {error}") from error
         link = self._link
@@ -285,6 +295,17 @@ class ObjectSource:
             elif link.monitor in ready and (why := link.why_lost()) is not None:
                 raise PeerUnreachableError(f"{self.address} {why}")
         raise PeerUnreachableError(f"no answer from {self.address} before the deadline")
+
+    def _resolved(self, deadline: float) -> HostPort:
+        looked_up: Future[Found] = Future()
+        self._resolver.look_up(self.address, looked_up.set_result)
+        try:
+            found = looked_up.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            raise PeerUnreachableError(f"{self.address.host!r} is still being looked up") from None
+        if isinstance(found, PeerUnreachableError):
+            raise found
+        return found
 
     def _arena_of(self, endpoint: Endpoint, deadline: float) -> ObjectArena:
         with self._turn:

@@ -327,12 +327,15 @@ def slot_ids(stored: StoredObject, n_slots: int, slot_bytes: int) -> list[int]:
     Raises:
         ProtocolError: the description makes no sense.
     """
-    capacity = _count(stored.runs) * slot_bytes
+    count = _count(stored.runs)
+    capacity = count * slot_bytes
     impossible = stored.length < 0 or any(
         start < 0 or count < 1 or start + count > n_slots for start, count in stored.runs
     )
-    # No slot counts twice: what is allocated is bounded by the arena.
-    impossible = impossible or capacity > n_slots * slot_bytes
+    # No slot counts twice. What is allocated is bounded by the arena, and by what this host has
+    # where the arena is only announced.
+    impossible = impossible or count > min(n_slots, MAX_OBJECT_SLOTS)
+    impossible = impossible or stored.length > memory_limit_bytes()
     if impossible or not capacity - slot_bytes < max(stored.length, 1) <= capacity:
         raise ProtocolError(
             f"{stored.length} bytes in slots {stored.runs[:8]} do not describe an object in "

@@ -199,6 +199,40 @@ def test_memory_of_failed_reads_is_bounded(
         assert reader._engine._quarantined_bytes == 0
 
 
+class Registering:
+    """An engine whose reads fail, and which knows what is registered."""
+
+    def __init__(self) -> None:
+        self.registered: set[int] = set()
+
+    def register_memory(self, address: int, size: int) -> int:
+        self.registered.add(address)
+        return 0
+
+    def unregister_memory(self, address: int) -> int:
+        self.registered.remove(address)
+        return 0
+
+    def batch_transfer_sync_read(self, *arguments: Any) -> int:
+        return -1
+
+
+def test_memory_of_failed_reads_is_unregistered_when_it_is_free_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With RDMA, which reads into registered memory only."""
+    monkeypatch.setattr(mooncake_engine, "_QUARANTINE_S", 0.0)
+    engine = Engine(MooncakeSettings(protocol="rdma"), LOOPBACK)
+    engine._engine = inner = Registering()
+    for _ in range(3):
+        with pytest.raises(PeerUnreachableError):
+            engine.fetch("127.0.0.1:1", [Span(0, 8)], time.monotonic() + WAIT_S)
+    assert len(inner.registered) == 1
+    engine._check_quarantine()
+    assert not inner.registered
+    assert not engine._registered
+
+
 def test_the_first_read_after_a_pause(open_connector: Connect) -> None:
     owner, reader = open_connector(), open_connector()
     with Arena.create(1, 4096) as arena:

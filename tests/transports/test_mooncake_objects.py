@@ -19,11 +19,13 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_connector.errors import ConfigError
+from omni_connector.errors import ConfigError, ProtocolError, TransportError
+from omni_connector.network import resolver as resolver_module
 from omni_connector.network.keys import write_new_key
 from omni_connector.transports import ConnectorSpec, OmniConnectorFactory
 from omni_connector.transports.mooncake import MooncakeConnector
 from omni_connector.transports.object_lookup import _questions
+from omni_connector.transports.objects import StoredObject, slot_ids
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 
@@ -136,6 +138,64 @@ def test_other_hosts_need_a_key(make: Make, tmp_path: Path) -> None:
         make(host="10.0.0.1")
     with pytest.raises(ConfigError, match="cannot open the key_file"):
         make(key_file=str(tmp_path / "none"))
+
+
+def test_without_a_key_no_port_is_opened_beyond_loopback(caplog: Any) -> None:
+    with MooncakeConnector(host="10.0.0.1") as sender:
+        assert sender.put(*EDGE, "key", b"object") == (False, 0, None)
+        assert "key_file" in caplog.text
+        assert sender._engine._engine is None
+
+
+def test_without_a_key_no_other_host_is_asked(make: Make, caplog: Any) -> None:
+    receiver = make(role="receiver", peers=["10.1.0.0/16"])
+    hint = {"source_host": "10.1.0.1", "source_port": 80}
+    assert receiver.get(*EDGE, "key", hint) is None
+    assert "key_file" in caplog.text
+    assert not receiver._objects._peers
+
+
+def test_a_port_that_was_taken_is_tried_again(make: Make) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        sender = make(role="receiver", zmq_port=other.getsockname()[1])
+        for _ in range(2):
+            assert sender.put(*EDGE, "key", b"object") == (False, 0, None)
+        assert sender.health()["exports"] == 0
+    assert sender.put(*EDGE, "key", b"object")[0]
+
+
+def test_a_name_that_takes_long_to_look_up(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    key = str(tmp_path / "key")
+    write_new_key(key)
+    monkeypatch.setattr(resolver_module, "resolve", lambda address: time.sleep(5.0) or address)
+    receiver = make(role="receiver", key_file=key, object_timeout=0.5)
+    receiver.update_sender_info("slow.internal", 80)
+    started = time.monotonic()
+    assert receiver.get(*EDGE, "key") is None
+    assert time.monotonic() - started < 3.0
+
+
+def test_a_source_that_is_closed_connects_no_more(make: Make) -> None:
+    sender, receiver = make(), make(role="receiver")
+    _, _, metadata = sender.put(*EDGE, "key", b"object")
+    assert receiver.get(*EDGE, "key", metadata) is not None
+    [source] = receiver._objects._peers.values()
+    receiver.close()
+    with pytest.raises(TransportError, match="closed"):
+        source.find(bytes(32), time.monotonic() + WAIT_S)
+    assert source._link is None
+
+
+@pytest.mark.parametrize(
+    ("runs", "length"), [(((0, 1 << 40),), 1 << 52), (((0, 4096),), 4096 << 40)]
+)
+def test_an_announced_arena_of_any_size_is_not_believed(runs: Any, length: int) -> None:
+    stored = StoredObject(runs, 1, length, 0)
+    slot_bytes = length // sum(count for _, count in runs)
+    with pytest.raises(ProtocolError):
+        slot_ids(stored, 1 << 41, slot_bytes)
 
 
 def test_only_who_has_the_key_is_answered(make: Make, tmp_path: Path) -> None:
