@@ -6,6 +6,13 @@ import pytest
 
 from omni_connector.transports.mooncake_engine import Engine
 
+from . import machine
+
+
+def pytest_report_header() -> list[str]:
+    """What these tests run on, for whoever reads the log of a failure."""
+    return machine.lines()
+
 
 @pytest.fixture(scope="module")
 def reused_engines() -> Iterator[None]:
