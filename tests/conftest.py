@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,14 @@ from . import machine
 def pytest_report_header() -> list[str]:
     """What these tests run on, for whoever reads the log of a failure."""
     return machine.lines()
+
+
+def pytest_collection_finish() -> None:
+    """Tensors of these tests are small: torch's threads cost more than they do, and more beside
+    the threads that the tests are about.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
