@@ -7,7 +7,12 @@ import pytest
 
 from omni_connector.transports.mooncake_engine import Engine
 
-from . import machine
+from . import machine, support_table
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have the marks of this run's tests at hand."""
+    config.pluginmanager.register(support_table.Table(), support_table.NAME)
 
 
 def pytest_report_header() -> list[str]:
