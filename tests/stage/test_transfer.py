@@ -2,7 +2,6 @@
 """KV from one process to another over shared memory, and what becomes of it when they die."""
 
 import json
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -16,20 +15,21 @@ from omni_connector.stage.extract import KVLayout
 
 from .caches import cache_of, sequence
 from .connectors import send
+from .forks import Forked
 
 
-def _read(process: subprocess.Popen[str]) -> Any:
+def _read(process: Forked) -> Any:
     line = process.stdout.readline()
     assert line, process.stderr.read()
     return json.loads(line)
 
 
-def _order(process: subprocess.Popen[str], **order: Any) -> None:
+def _order(process: Forked, **order: Any) -> None:
     process.stdin.write(json.dumps(order) + "\n")
     process.stdin.flush()
 
 
-def _do(process: subprocess.Popen[str], **order: Any) -> Any:
+def _do(process: Forked, **order: Any) -> Any:
     _order(process, **order)
     return _read(process)
 
@@ -38,7 +38,7 @@ def _do(process: subprocess.Popen[str], **order: Any) -> Any:
 def peer(spawn):
     """Starts a `peer`, ready."""
 
-    def start() -> subprocess.Popen[str]:
+    def start() -> Forked:
         process = spawn("peer")
         assert _read(process) == "ready"
         return process
