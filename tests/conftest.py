@@ -4,10 +4,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from omni_connector.transports.mooncake_engine import Engine
 
 from . import machine, support_table
+
+# How long an example takes, and how long it takes to make one, says nothing but how busy the
+# machine is; what must not take long is limited by the tests' own deadlines.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:

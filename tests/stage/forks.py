@@ -97,7 +97,7 @@ def _run(fds: list[Any], command: list[str], environ: dict[str, str]) -> None:
         os.dup2(given, number)
         os.close(given)
     # Python's own objects are bound to what the server has there.
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
     os.environ.clear()
     os.environ.update(environ)
     import torch

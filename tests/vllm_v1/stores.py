@@ -21,6 +21,7 @@ class Shelf:
         entries: by key.
         unreachable: nothing is found, taken or handed out.
         stalled: whatever is asked answers at its deadline only, or when this ends.
+        endless: what is stalled does not keep to its deadline either.
         before_get: called with the keys of each load.
         puts, asked: keys of every entry that was offered, or asked for.
         failures: what every client says has failed.
@@ -32,6 +33,7 @@ class Shelf:
         self.unreachable = False
         self._flows = threading.Event()
         self._flows.set()
+        self.endless = False
         self.before_get: Callable[[Sequence[str]], object] = lambda keys: None
         self.puts: list[str] = []
         self.asked: list[str] = []
@@ -69,7 +71,7 @@ class Shelf:
 
     def answers(self, timeout: float) -> bool:
         """Whether a client is answered."""
-        return self._flows.wait(timeout) and not self.unreachable
+        return self._flows.wait(None if self.endless else timeout) and not self.unreachable
 
 
 class ShelfStore(BlockStore):
