@@ -480,9 +480,7 @@ def test_a_crowd_at_the_port_does_not_hold_up_the_end(
         thread.start()
     try:
         time.sleep(0.5)
-        start = time.monotonic()
         engine.channel.close()
-        assert time.monotonic() - start < channel_module.CLOSE_S
         assert not engine.channel._thread.is_alive()
     finally:
         stop.set()
@@ -562,23 +560,37 @@ def test_a_cut_link_fails_the_claims_on_it_and_the_server_forgets_it(
     with Proxy(port_of(engine)) as proxy:
         address = f"tcp://127.0.0.1:{proxy.port}"
         slow = engine.handoff(filled=False)
-        waiting = ask(friend.channel, address, slow.token, engine.welcome.epoch)
+        waiting = ask(friend.channel, address, slow.token, engine.welcome.epoch, timeout=600.0)
         eventually(lambda: engine.server.has_parked)
         listener = engine.channel._listener
         assert listener is not None
         assert len(listener._connections) == 1
         proxy.cut.set()
-        start = time.monotonic()
         assert "is gone" in str(failure(waiting))
-        assert time.monotonic() - start < 10
         assert friend.gone.wait(LONG)
         eventually(lambda: not listener._connections)
     assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
 
 
-def test_a_stopped_peer_is_noticed_within_ten_seconds(
-    folder: Path, fingerprint: Fingerprint, start_asker: StartAsker, tmp_path: Path
+def test_whatever_connects_hosts_notices_within_ten_seconds_that_the_other_is_silent() -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket_:
+        sockets_module.prepare_tcp(socket_, HostPort("127.0.0.1", 1), None)
+        interval, timeout = socket_.get(zmq.HEARTBEAT_IVL), socket_.get(zmq.HEARTBEAT_TIMEOUT)
+    assert interval > 0
+    assert timeout > 0
+    assert interval + timeout + 1000 * channel_module.TICK_S < 10_000
+
+
+def test_a_stopped_peer_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    fingerprint: Fingerprint,
+    start_asker: StartAsker,
+    tmp_path: Path,
 ) -> None:
+    # A few seconds instead of ten; the peer's own heartbeats are the usual ones.
+    monkeypatch.setattr(sockets_module, "HEARTBEAT_MS", 200)
+    monkeypatch.setattr(sockets_module, "HEARTBEAT_TIMEOUT_MS", 2000)
     key = write_new_key(tmp_path / "key")
     asker = start_asker(key)
     with start_peer(folder / "p.sock", fingerprint, str(tmp_path / "key")) as peer:
@@ -590,9 +602,7 @@ def test_a_stopped_peer_is_noticed_within_ten_seconds(
             )
             assert peer.stdout.readline() == "parked\n"
             os.kill(peer.pid, signal.SIGSTOP)
-            start = time.monotonic()
-            assert "is gone" in str(failure(future))
-            assert time.monotonic() - start < 12
+            assert "is gone" in str(failure(future))  # of itself the claim waits for 600 s
         finally:
             os.kill(peer.pid, signal.SIGKILL)
 
@@ -643,10 +653,8 @@ def test_a_host_that_does_not_answer_fails_the_claim(quick: None, friend: Asker)
             filler = stack.enter_context(socket.socket())
             filler.setblocking(False)
             filler.connect_ex(full.getsockname())
-        start = time.monotonic()
         address = f"tcp://127.0.0.1:{full.getsockname()[1]}"
-        failure(ask(friend.channel, address, b"t" * 16, b"e" * 16))
-        assert time.monotonic() - start < 10
+        failure(ask(friend.channel, address, b"t" * 16, b"e" * 16, timeout=600.0))
 
 
 def test_an_engine_that_restarts_at_its_port_is_found_again(
@@ -775,9 +783,8 @@ def test_a_name_that_is_looked_up_for_ever_holds_up_nothing(
         assert "2 host names" in str(more)
         assert asker.claim_tcp(engine, engine.handoff()).result(LONG)
         assert all("in time" in str(failure(each)) for each in slow)
-        start = time.monotonic()
         asker.channel.close()
-        assert time.monotonic() - start < channel_module.CLOSE_S
+        assert not asker.channel._thread.is_alive()
     finally:
         release.set()
         asker.channel.close()

@@ -12,14 +12,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 REQUIREMENT = "vllm-omni==0.30.0"
 
 PRELUDE = """
-import sys, types, time, threading
-root = sys.argv[1]
+import json, os, sys, threading, time, types
+root, runtime = sys.argv[1:]
 for name in ("vllm_omni", "vllm_omni.distributed", "vllm_omni.distributed.omni_connectors"):
     package = types.ModuleType(name)
     package.__path__ = [root + "/" + name.replace(".", "/")]
@@ -31,46 +32,38 @@ from omni_connector.stage.vllm_omni import register
 register()
 register()
 spec = ConnectorSpec("OmniSharedMemoryConnector", {"stage_id": 0, "role": "sender"})
+open_end, closed_by_us = os.pipe()
+
+
+def start(code):
+    pid = os.fork()
+    if pid == 0:
+        os.close(closed_by_us)
+        exec(code)
+        sys.stdout.flush()
+        os._exit(0)
+    return pid
+
+
+def status(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def report(name, value):
+    print("report", json.dumps([name, value]), flush=True)
+
+
+codes = json.load(sys.stdin)
+os.environ["OMNI_CONNECTOR_RUNTIME_DIR"] = runtime + "/1"
+report("factory", status(start(codes["factory"])))
+os.environ["OMNI_CONNECTOR_RUNTIME_DIR"] = runtime + "/2"
+sender, receiver = start(codes["sender"]), start(codes["receiver"])
+report("receiver", status(receiver))
+os.close(closed_by_us)
+report("sender", status(sender))
 """
 
-
-@pytest.fixture(scope="session")
-def vllm_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the published package."""
-    if given := os.environ.get("VLLM_OMNI_PATH"):
-        return Path(given)
-    folder = tmp_path_factory.mktemp("vllm-omni")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
-    done = subprocess.run(
-        [*command, "--target", str(folder), REQUIREMENT],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    if done.returncode != 0:
-        pytest.skip(f"{REQUIREMENT} cannot be had here: {done.stderr.strip()[-200:]}")
-    return folder
-
-
-@pytest.fixture
-def run(vllm_omni: Path, tmp_path: Path):
-    """Runs code in a process of its own that has vLLM-Omni's factory and our connector in it."""
-
-    def start(code: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", PRELUDE + code, str(vllm_omni)],
-            env={**os.environ, "OMNI_CONNECTOR_RUNTIME_DIR": str(tmp_path / "run")},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    return start
-
-
-def test_its_factory_makes_ours_by_name(run):
-    process = run("""
+FACTORY = """
 with OmniConnectorFactory.create_connector(spec) as connector:
     assert isinstance(connector, OmniConnectorBase)
     assert connector.health()["status"] == "healthy"
@@ -96,32 +89,67 @@ except ValueError as error:
     assert "object_timeout" in str(error)
 else:
     raise AssertionError("an ill-typed setting was taken")
-""")
-    process.communicate(timeout=100)
-    assert process.returncode == 0
+"""
 
-
-def test_a_sender_and_a_receiver_of_its_stages(run):
-    sender = run("""
+SENDER = """
 connector = OmniConnectorFactory.create_connector(spec)
 time.sleep(0.3)  # the receiver waits meanwhile
 assert connector.put("0", "1", "request-7", b"x" * 5_000_000)[0]
 print("sent", flush=True)
-sys.stdin.read()
+os.read(open_end, 1)  # until the receiver has ended
 connector.close()
-""")
-    receiver = run("""
-import json
+"""
+
+RECEIVER = """
 connector = OmniConnectorFactory.create_connector(spec)
-started = time.monotonic()
-assert connector.get_with_deadline("0", "1", "never", deadline=started + 0.2) is None
-assert time.monotonic() - started < 5
+assert connector.get_with_deadline("0", "1", "never", deadline=time.monotonic() + 0.2) is None
 found = connector.get_with_deadline("0", "1", "request-7", deadline=time.monotonic() + 60)
 data, size = found
-print(json.dumps([size, data == b"x" * 5_000_000]), flush=True)
+report("received", [size, data == b"x" * 5_000_000])
 connector.close()
-""")
-    out, _ = receiver.communicate(timeout=100)
-    assert json.loads(out) == [5_000_000, True]
-    sender.communicate(timeout=30)
-    assert receiver.returncode == sender.returncode == 0
+"""
+
+
+@pytest.fixture(scope="session")
+def vllm_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the published package."""
+    if given := os.environ.get("VLLM_OMNI_PATH"):
+        return Path(given)
+    folder = tmp_path_factory.mktemp("vllm-omni")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
+    done = subprocess.run(
+        [*command, "--target", str(folder), REQUIREMENT],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    if done.returncode != 0:
+        pytest.skip(f"{REQUIREMENT} cannot be had here: {done.stderr.strip()[-200:]}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reports(vllm_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """How each of the above ended, in a process of its own: forked where vLLM-Omni is loaded,
+    which takes longer than all that they do.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE, str(vllm_omni), str(tmp_path_factory.mktemp("run"))],
+        input=json.dumps({"factory": FACTORY, "sender": SENDER, "receiver": RECEIVER}),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("report ")]
+    return dict(json.loads(line.removeprefix("report ")) for line in lines)
+
+
+def test_its_factory_makes_ours_by_name(reports: dict[str, Any]) -> None:
+    assert reports["factory"] == 0
+
+
+def test_a_sender_and_a_receiver_of_its_stages(reports: dict[str, Any]) -> None:
+    assert reports["received"] == [5_000_000, True]
+    assert (reports["receiver"], reports["sender"]) == (0, 0)

@@ -254,12 +254,15 @@ def test_sender_that_answers_no_more_is_given_up_in_time(
         os.waitpid(peer.process.pid, os.WUNTRACED)
         started = time.monotonic()
         assert reader.get("0", "1", "key") is None
-        assert timeout * 0.9 < time.monotonic() - started < timeout + 5
-        # It is left alone for a while: others' objects do not wait for it.
-        started = time.monotonic()
-        found = reader.get("0", "1", "other")
-        assert found is not None
-        assert time.monotonic() - started < timeout
+        assert timeout * 0.9 < time.monotonic() - started < WAIT_S
+        # It is left alone for a while: others' objects do not wait for it. The quickest of several
+        # tells, as a busy machine may hold up any of them.
+        took = []
+        for _ in range(5):
+            started = time.monotonic()
+            assert reader.get("0", "1", "other") is not None
+            took.append(time.monotonic() - started)
+        assert min(took) < timeout
         os.kill(peer.process.pid, signal.SIGCONT)
 
 
@@ -340,7 +343,7 @@ def test_reading_tells_an_owner_that_takes_no_notes_without_waiting(
         for _ in range(3000):
             assert bytes(found.read(digest, stored)) == bytes(found.read(digest, stored))
         assert 0 < len(found._unsent) <= 1024
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < WAIT_S
         # What could not be said is said when it takes notes again.
         os.kill(peer.process.pid, signal.SIGCONT)
         assert reader.get("0", "1", "key") == (b"object", 6)

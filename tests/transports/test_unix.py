@@ -406,20 +406,16 @@ def test_notes_are_taken_in_order_and_not_answered(path: Path) -> None:
     connection.close()
     assert not connection.tell(Read(b"e" * 16, b"d", 201))
     listener.close()
-    started = time.monotonic()
-    listener.catch_up(SOON_S)
-    assert time.monotonic() - started < SOON_S / 2
+    listener.catch_up(1e6)  # ends, as there is nothing to wait for
 
 
 def test_note_to_a_peer_that_takes_none_does_not_wait(path: Path) -> None:
     with listen(path):
         connection = Connection(path, deadline())
-        started = time.monotonic()
         told = 0
         while connection.tell(Read(b"e" * 16, b"d", told)):
             told += 1
         assert 0 < told < 100_000
-        assert time.monotonic() - started < SOON_S
         connection.close()
 
 

@@ -6,6 +6,8 @@ same order; everything on vLLM's side of the connector but the model is vLLM's o
 """
 
 import contextlib
+import copy
+import functools
 import itertools
 import random
 import threading
@@ -159,7 +161,7 @@ class InProcessEngine:
         ranks: int = 1,
         hash_algorithm: str = "sha256",
     ) -> None:
-        register()
+        _register()
         self._mixin = mixin or Mixin()
         self.engine_id = engine_id or f"engine-{next(_numbers)}"
         transfer = None
@@ -469,7 +471,7 @@ def run(engines: Sequence[InProcessEngine], until: Callable[[], bool]) -> None:
         assert time.monotonic() < end, "nothing more happens"
         worked = [engine.step() for engine in engines]
         if not any(worked) or all(not e.scheduler.running for e in engines):
-            time.sleep(0.001)  # everybody waits for a thread of a connector
+            time.sleep(0.0002)  # everybody waits for a thread of a connector
 
 
 def wait(until: Callable[[], bool]) -> None:
@@ -537,6 +539,17 @@ def model_output(
     )
 
 
+_register = functools.cache(register)  # vLLM calls it once a process
+
+
+@functools.cache
+def _model_config(model: Path) -> ModelConfig:
+    """Reading it takes longer than all else that an engine does to start."""
+    return ModelConfig(
+        model=str(model), skip_tokenizer_init=True, dtype="float16", max_model_len=4096
+    )
+
+
 def _vllm_config(
     model: Path,
     transfer: KVTransferConfig | None,
@@ -548,9 +561,7 @@ def _vllm_config(
     async_scheduling: bool,
 ) -> VllmConfig:
     config = VllmConfig(
-        model_config=ModelConfig(
-            model=str(model), skip_tokenizer_init=True, dtype="float16", max_model_len=4096
-        ),
+        model_config=copy.deepcopy(_model_config(model)),
         cache_config=CacheConfig(
             block_size=block_size, enable_prefix_caching=enable_prefix_caching
         ),

@@ -17,7 +17,9 @@ from omni_connector.network.keys import write_new_key
 from .harness import HANDOFF, InProcessEngine, assert_clean, prompt
 from .toy import BLOCK
 
-pytestmark = pytest.mark.vllm
+pytest.importorskip("mooncake.engine", exc_type=ImportError)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("reused_engines")]
 
 PROMPT = prompt(3 * BLOCK + 5)
 BYTES = {"transport": "mooncake", "mooncake": {"host": "127.0.0.1"}}

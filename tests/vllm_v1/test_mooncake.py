@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hand-offs whose bytes go through Mooncake's Transfer Engine, over TCP on loopback."""
 
-import time
+import threading
 
 import numpy as np
 import pytest
@@ -98,21 +98,21 @@ def test_a_peer_that_does_not_answer_stops_nobody_else(engine, tokens, monkeypat
     decode = engine("kv_consumer", policy="recompute", extra={**MOONCAKE, "load_timeout_s": 1.0})
     address = silent.worker_half.handshake.endpoints[0].address
     attach = MooncakeConnector.attach
+    ended = threading.Event()
 
     def slow(self, endpoint, *, timeout):
         if endpoint.address == address:
-            time.sleep(3.0)
+            ended.wait()
         return attach(self, endpoint, timeout=timeout)
 
     monkeypatch.setattr(MooncakeConnector, "attach", slow)
     late = silent.generate(prompt(60, seed=1), params=HANDOFF).params
     stuck = decode.submit(prompt(60, seed=1), max_tokens=6, params=late)
-    started = time.monotonic()
     assert hand_off(prefill, decode, prompt(90)) == tokens(prompt(90), 6)
     decode.settle()
-    assert time.monotonic() - started < 2.9
     assert decode.answers[stuck].tokens == tokens(prompt(60, seed=1), 6)
     assert decode.failures() == {"peer_unreachable": 1}
+    ended.set()
 
 
 def test_by_itself_shared_memory_is_taken_on_one_host(engine, tokens, monkeypatch):
