@@ -35,7 +35,7 @@ from omni_connector.control.messages import (
 from omni_connector.control.prompt import Prompt
 from omni_connector.control.server import Connection, ControlServer
 from omni_connector.control.sockets import bind_unix
-from omni_connector.errors import OmniError, PeerUnreachableError, ProtocolError
+from omni_connector.errors import ConfigError, OmniError, PeerUnreachableError, ProtocolError
 from omni_connector.network.keys import ClusterKey
 from omni_connector.network.listener import TcpListener
 from omni_connector.network.peers import HostPort, parse_host, parse_host_port
@@ -69,7 +69,7 @@ class ControlChannel:
         server: answers peers that ask us; None where this engine hands nothing off.
         listen: path of the Unix socket to serve on; None where `server` is.
         listen_tcp: where to serve on TCP too; None opens no port.
-        key: what peers on TCP must hold, and we show them; None trusts whoever is there.
+        key: what peers on TCP must hold, and we show them; without one there is no TCP.
         on_tick: called about twice a second on the channel's thread.
         on_peer_gone: called on the channel's thread when a peer turns out dead.
         clock: seconds, monotonic.
@@ -113,6 +113,8 @@ class ControlChannel:
         self._listener: TcpListener | None = None
         try:
             if server is not None and listen_tcp is not None:
+                if key is None:
+                    raise ConfigError("listen: a port is opened only with a key")
                 self._listener = TcpListener(self._context, listen_tcp, key, clock)
                 self._routers.append(self._listener.router)
             if server is not None and listen is not None:
@@ -283,7 +285,10 @@ class ControlChannel:
         assert self._server is not None
         for _ in range(256):  # then give the other sockets a turn
             try:
-                frames = router.recv_multipart(zmq.NOBLOCK)
+                if self._listener is not None and router is self._listener.router:
+                    frames = self._listener.receive()
+                else:
+                    frames = router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             if len(frames) == 2:
@@ -355,7 +360,7 @@ class ControlChannel:
             return
         try:
             self._connect(peer, found)
-        except zmq.ZMQError as error:
+        except (ValueError, zmq.ZMQError) as error:
             self._fail(peer, PeerUnreachableError(f"cannot connect to {found}: {error}"))
 
     def _connect(self, peer: _Peer, target: str | HostPort) -> None:

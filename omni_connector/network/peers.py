@@ -125,14 +125,22 @@ def parse_host_port(text: str) -> HostPort:
     return HostPort(str(parse_host(host)), int(port))
 
 
-def parse_listen(text: str) -> HostPort:
+def parse_listen(text: str, rank: int = 0) -> HostPort:
     """The address to listen at that the setting `listen` names.
+
+    Args:
+        text: the setting.
+        rank: data-parallel rank of the engine; each has the port after that of the one before it,
+            but where the system chooses (0).
 
     Raises:
         ConfigError: it is none, or a wildcard, which peers could not be told.
     """
     try:
-        return parse_host_port(text)
+        host, port = parse_host_port(text)
+        if port and port + rank > MAX_PORT:
+            raise ValueError(f"data-parallel rank {rank} would listen at port {port + rank}")
+        return HostPort(host, port + rank if port else 0)
     except ValueError as error:
         raise ConfigError(
             f"listen: {text!r} is no address to listen at ({error}); name the address that peers "
