@@ -125,3 +125,127 @@ connector.close()
     assert json.loads(out) == [5_000_000, True]
     sender.communicate(timeout=30)
     assert receiver.returncode == sender.returncode == 0
+
+
+# Of vLLM-Omni's manager: what it imports beside its connectors, which needs its engines.
+MANAGERS = """
+import torch
+class NoRequest:
+    is_dummy_run_request_id = staticmethod(lambda request_id: False)
+for name, attributes in {
+    "diffusion": {}, "diffusion.sched": {},
+    "diffusion.request": {"OmniDiffusionRequest": NoRequest},
+    "diffusion.sched.interface": {"KVPrefetchJob": object},
+    "platforms": {"current_omni_platform": None},
+}.items():
+    module = types.ModuleType("vllm_omni." + name)
+    module.__path__ = []
+    module.__dict__.update(attributes)
+    sys.modules[module.__name__] = module
+from vllm_omni.distributed.omni_connectors import kv_transfer_manager as theirs
+from omni_connector.stage import OmniKVCacheConfig, OmniKVTransferManager
+
+SENDS = {"from_stage": "0", "to_stage": "1", "stage_id": 0, "need_send_cache": True}
+RECEIVES = {"from_stage": "0", "to_stage": "1", "stage_id": 1, "need_recv_cache": True,
+            "recv_timeout": 2.0}
+OURS, THEIRS = "SharedMemoryConnector", "OmniSharedMemoryConnector"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+
+def our_manager(**config):
+    return OmniKVTransferManager(OmniKVCacheConfig(connector_config={"type": OURS}, **config))
+
+def their_manager(**config):
+    config = theirs.OmniKVCacheConfig(connector_config={"type": THEIRS}, **config)
+    return theirs.OmniKVTransferManager(config)
+
+def transferred(sender, receiver):
+    arrived = []
+    for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        cache = torch.randn(2, 6, 16, 2, 8).to(dtype)
+        finished = {name: {"block_ids": [4, 1, 3], "seq_len": 41}}
+        done = sender.handle_finished_requests_kv_transfer(finished, [cache, cache], 16, name)
+        assert done == [name]
+        data, size = receiver.receive_kv_cache_for_request(name, torch.device("cpu"))
+        if not isinstance(data, dict):
+            continue
+        want = [part[[4, 1, 3]].flatten(0, 1)[:41].float() for part in cache]
+        for keys, values in zip(*data["layer_blocks"].values()):
+            assert keys.dtype == values.dtype == dtype
+            assert torch.equal(keys.float(), want[0])
+            assert torch.equal(values.float(), want[1])
+        assert data["metadata"]["seq_len"] == 41
+        arrived.append(dtype)
+    return len(arrived), len(DTYPES)
+"""
+
+
+@pytest.mark.parametrize(("sends", "receives"), [("our", "their"), ("their", "our")])
+def test_kv_travels_between_its_manager_and_ours(run, sends: str, receives: str):
+    process = run(f"""{MANAGERS}
+sender, receiver = {sends}_manager(**SENDS), {receives}_manager(**RECEIVES)
+assert transferred(sender, receiver) == (4, 4)
+sender.close()
+receiver.close()
+""")
+    process.communicate(timeout=100)
+    assert process.returncode == 0
+
+
+def test_what_a_stage_of_ours_has_put_arrives_as_that_put_it(run):
+    process = run("""
+import logging
+from omni_connector.transports import ConnectorSpec as OurSpec, OmniConnectorFactory as OurFactory
+from omni_connector.transports import Pieces
+
+ours = OurFactory.create_connector(OurSpec("SharedMemoryConnector"))
+connector = OmniConnectorFactory.create_connector(spec)
+objects = [{}, {"hidden": [1, 2]}, {"vllm_omni": 3}, {"vllm_omni": b"x", "k": 1}, [b"x"], b"y"]
+for number, sent in enumerate(objects):
+    assert ours.put("0", "1", f"k{number}", sent)[0]
+    assert connector.get("0", "1", f"k{number}")[0] == sent
+ours.put("0", "1", "pieces", Pieces([b"ab", b"", b"c"]))
+assert connector.get("0", "1", "pieces") == (b"abc", 3)
+assert type(connector.get("0", "1", "pieces")[0]) is bytes
+warned = []
+handler = logging.Handler()
+handler.emit = warned.append
+logging.getLogger("omni_connector.stage.vllm_omni").addHandler(handler)
+for number, hostile in enumerate([b"", b"\\x81", b"\\xc1" * 9, b"\\x93\\x01"]):
+    ours.put("0", "1", "hostile", {"vllm_omni": hostile})
+    assert connector.get("0", "1", "hostile") is None, hostile
+    assert len(warned) == number + 1
+ours.close()
+connector.close()
+""")
+    process.communicate(timeout=100)
+    assert process.returncode == 0
+
+
+def test_metadata_of_any_kind_is_no_reason_to_find_nothing(run):
+    process = run("""
+import torch
+connector = OmniConnectorFactory.create_connector(spec)
+_, _, metadata = connector.put("0", "1", "k", b"12345")
+for hint in (None, metadata, "shm", b"x", 7, [1], [("a", 1)], torch.ones(2), object(), {},
+             {"k": metadata}, {"source_host": "10.0.0.1", "source_port": 1}):
+    assert connector.get("0", "1", "k", hint) == (b"12345", 5), hint
+connector.close()
+""")
+    process.communicate(timeout=100)
+    assert process.returncode == 0
+
+
+def test_its_time_to_live_is_kept(run):
+    process = run("""
+extra = {"stage_id": 0, "object_gib": 2 / 1024, "buffer_ttl_seconds": 0.5}
+connector = OmniConnectorFactory.create_connector(ConnectorSpec("OmniSharedMemoryConnector", extra))
+assert connector.put("0", "1", "a", bytes(1000))[0]
+assert connector.put("0", "1", "b", bytes(1000))[0]
+assert not connector.put("0", "1", "c", bytes(1000))[0]
+time.sleep(0.6)
+assert connector.put("0", "1", "c", bytes(1000))[0]
+connector.close()
+""")
+    process.communicate(timeout=100)
+    assert process.returncode == 0
