@@ -116,7 +116,7 @@ class PeerSession:
         """
         waiting = _Waiting(token, prompt, epoch, hash_id, deadline, future)
         if self.failure is not None:
-            _fail(future, self.failure)
+            fail_claim(future, self.failure)
             return []
         if self._welcome is None:
             self._unsent.append(waiting)
@@ -125,16 +125,19 @@ class PeerSession:
 
     def _send(self, waiting: _Waiting, welcome: Welcome) -> list[ControlRequest]:
         if waiting.epoch != welcome.epoch:
-            _fail(waiting.future, ClaimDeniedError("other_epoch"))
+            fail_claim(waiting.future, ClaimDeniedError("other_epoch"))
             return []
         same_hashes = bool(waiting.hash_id) and waiting.hash_id == welcome.hash_id
         kind: DigestKind = "blocks" if same_hashes else "tokens"
+        prompt = waiting.prompt
+        try:
+            digest = prompt.digest(kind)
+        except (ValueError, TypeError, OverflowError) as error:
+            fail_claim(waiting.future, ProtocolError(f"the prompt has no digest: {error}"))
+            return []
         self._next_sequence += 1
         self._waiting[self._next_sequence] = waiting
-        prompt = waiting.prompt
-        return [
-            Claim(self._next_sequence, waiting.token, prompt.num_tokens, prompt.digest(kind), kind)
-        ]
+        return [Claim(self._next_sequence, waiting.token, prompt.num_tokens, digest, kind)]
 
     def receive(self, frame: bytes) -> list[ControlRequest]:
         """Handle one frame from the peer; what to send now. A malformed one fails the session."""
@@ -162,7 +165,7 @@ class PeerSession:
             case Denied():
                 denied = self._waiting.pop(message.sequence, None)
                 if denied is not None:
-                    _fail(denied.future, ClaimDeniedError(message.reason))
+                    fail_claim(denied.future, ClaimDeniedError(message.reason))
         return []
 
     def _granted(self, message: Granted) -> list[ControlRequest]:
@@ -188,12 +191,16 @@ class PeerSession:
             self.fail(PeerUnreachableError(f"no introduction from {self.address} in time"))
         for waiting in [waiting for waiting in self._unsent if waiting.deadline <= now]:
             self._unsent.remove(waiting)
-            _fail(waiting.future, PeerUnreachableError(f"no answer from {self.address} in time"))
+            fail_claim(
+                waiting.future, PeerUnreachableError(f"no answer from {self.address} in time")
+            )
         out: list[ControlRequest] = []
         late = [n for n, waiting in self._waiting.items() if waiting.deadline <= now]
         for sequence in late:
             waiting = self._waiting.pop(sequence)
-            _fail(waiting.future, PeerUnreachableError(f"no answer from {self.address} in time"))
+            fail_claim(
+                waiting.future, PeerUnreachableError(f"no answer from {self.address} in time")
+            )
             out.append(Release(waiting.token))
         return out
 
@@ -208,11 +215,12 @@ class PeerSession:
         """End the session: every claim, also later ones, gets `error`."""
         self.failure = error
         for waiting in [*self._unsent, *self._waiting.values()]:
-            _fail(waiting.future, error)
+            fail_claim(waiting.future, error)
         self._unsent.clear()
         self._waiting.clear()
 
 
-def _fail(future: "Future[Grant]", error: OmniError) -> None:
+def fail_claim(future: "Future[Grant]", error: OmniError) -> None:
+    """End a claim, unless who made it has given it up."""
     if future.set_running_or_notify_cancel():
         future.set_exception(error)

@@ -233,7 +233,7 @@ class Loader:
         by_rank: dict[int, list[HeadSlice]] = {}
         for layer in range(len(ours.pages)):
             parts = head_sources(
-                total=1 if ours.replicated else source.kv_heads,
+                total=1 if ours.replicated else source.kv_heads or None,
                 source_heads=theirs.heads[layer],
                 source_ranks=source.ranks,
                 target_heads=ours.heads[layer],
