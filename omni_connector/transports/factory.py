@@ -112,14 +112,14 @@ def _read(connector: str, extra: dict[str, Any], settings: type[_Settings]) -> _
     own = {key: value for key, value in extra.items() if key not in foreign}
     for key in own:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            near = difflib.get_close_matches(str(key)[:80], known, n=1, cutoff=0.0)[0]
             raise ConfigError(
                 f"{connector}: unknown setting {key!r}; did you mean {near!r}? "
                 f"Known are {', '.join(known)}"
             )
     try:
         return msgspec.convert(own, settings)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeError) as error:
         raise ConfigError(f"{connector}: {error}") from error
 
 

@@ -59,7 +59,7 @@ def object_geometry(gib: float | None) -> tuple[int, int]:
     """
     if gib is None:
         total = min(memory_limit_bytes() // 10, _MAX_DEFAULT_BYTES)
-    elif math.isfinite(gib) and gib > 0:
+    elif math.isfinite(gib * (1 << 30)) and gib > 0:
         total = int(gib * (1 << 30))
     else:
         raise ConfigError(f"object_gib must be a positive number, not {gib!r}")

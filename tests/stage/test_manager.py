@@ -307,6 +307,11 @@ def test_a_payload_that_was_never_packed_is_checked_and_taken() -> None:
     connector.objects[KEY] = _packed(seq).to_dict()
     data, _ = kv.receive_kv_cache_for_request("r")
     assert torch.equal(_key(data), seq.key)
+    packed = _packed(seq).to_dict()
+    packed["layer_blocks"]["value_cache"] = None
+    connector.objects[KEY] = packed
+    data, _ = kv.receive_kv_cache_for_request("r")
+    assert data["layer_blocks"]["value_cache"] == []
     for wrong in ({"layer_blocks": None}, {"block_ids": "ab"}, {"metadata": 7}):
         connector.objects[KEY] = _packed(seq).to_dict() | wrong
         assert kv.receive_kv_cache_for_request("r") == (None, 0)
