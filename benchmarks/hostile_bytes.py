@@ -20,7 +20,7 @@ import platform
 import resource
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,8 @@ def try_one(name: str, inputs: int, seed: int) -> dict[str, Any]:
         check()
         tally = attack(parser, inputs, seed, traced=min(TRACED, inputs))
         faulthandler.cancel_dump_traceback_later()
-    return {**asdict(tally), "accepted": tally.accepted}
+    told = {each.name: getattr(tally, each.name) for each in fields(tally)}
+    return {**told, "accepted": tally.accepted}
 
 
 def row(tally: dict[str, Any]) -> str:

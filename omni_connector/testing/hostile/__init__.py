@@ -18,6 +18,9 @@ __all__ = ["PARSERS", "Parser", "Tally", "UnsafeParserError", "attack", "opened"
 PARSERS: Final = (
     "control.requests",
     "control.answers",
+    "channels.serving",
+    "channels.asking",
+    "channels.object_questions",
     "arenas.superblocks",
     "arenas.mapped_headers",
     "arenas.fetched_headers",

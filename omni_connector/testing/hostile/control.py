@@ -207,7 +207,7 @@ def requests() -> Iterator[Parser]:
     yield Parser("control requests", served.make, served.parse, (), served.alive)
 
 
-class _Asked:
+class Asked:
     """Sessions with a serving engine, each with two claims."""
 
     def __init__(self) -> None:
@@ -261,5 +261,5 @@ def _done(claims: "list[Future[Grant]]") -> bool:
 @contextmanager
 def answers() -> Iterator[Parser]:
     """What a serving engine answers to claims."""
-    asked = _Asked()
+    asked = Asked()
     yield Parser("control answers", asked.make, asked.parse, ())
