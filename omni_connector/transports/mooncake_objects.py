@@ -49,6 +49,7 @@ class MooncakeObjects:
         listen: where peers ask for what was put; with port 0 the system chooses one.
         key: what they must show, and show us; None leaves it to loopback, and `loopback_key`.
         geometry: slots, and bytes of each, of the arena for what is put.
+        ttl_s, clock: of what is put; see `ObjectStore`.
         timeout: seconds to wait for one peer's answer.
         sources: peers to ask where metadata names none; asked each time.
         allowed: whether a host may be connected to.
@@ -63,6 +64,8 @@ class MooncakeObjects:
         listen: Callable[[], HostPort],
         key: ClusterKey | None,
         geometry: tuple[int, int],
+        ttl_s: float,
+        clock: Callable[[], float],
         timeout: float,
         sources: Callable[[], Sequence[HostPort]],
         allowed: Callable[[str], bool],
@@ -73,6 +76,8 @@ class MooncakeObjects:
         self._listen = listen
         self._key = key
         self._geometry = geometry
+        self._ttl_s = ttl_s
+        self._clock = clock
         self._timeout = timeout
         self._sources = sources
         self._allowed = allowed
@@ -105,7 +110,11 @@ class MooncakeObjects:
             n_slots, slot_bytes = self._geometry
             with ExitStack() as undo:
                 objects = ObjectStore(
-                    Arena.create(n_slots, slot_bytes), time.time_ns, self._catch_up
+                    Arena.create(n_slots, slot_bytes),
+                    time.time_ns,
+                    self._catch_up,
+                    ttl_s=self._ttl_s,
+                    clock=self._clock,
                 )
                 undo.callback(objects.close)
                 endpoint = self._export(objects.arena)

@@ -89,7 +89,8 @@ def parse_remote_prefill(params: Mapping[str, Any]) -> RemotePrefill:
         )
     try:
         remote = msgspec.convert(dict(params), RemotePrefill)
-    except (msgspec.ValidationError, TypeError) as error:
+    except (msgspec.ValidationError, TypeError, UnicodeError) as error:
+        # JSON can say half a surrogate pair, which no text can.
         raise BadParamsError("malformed_params", str(error)) from None
     if remote.omni_version != PARAMS_VERSION:
         raise BadParamsError(

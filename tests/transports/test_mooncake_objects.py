@@ -115,6 +115,22 @@ def test_malformed_metadata_is_refused(make: Make, hint: dict[str, Any], caplog:
     assert "malformed" in caplog.text
 
 
+@pytest.mark.parametrize("hint", ["127.0.0.1", b"x", 7, [1], np.ones(2), {}])
+def test_metadata_that_names_nobody_is_no_hint(make: Make, hint: Any) -> None:
+    sender = make()
+    sender.put(*EDGE, "key", b"object")
+    assert sender.get(*EDGE, "key", hint) == (b"object", 6)
+
+
+def test_objects_of_receivers_that_never_come_make_room(make: Make) -> None:
+    sender = make(memory_pool_size=1 << 20, buffer_ttl_seconds=0.5)
+    assert sender.put(*EDGE, "a", b"a")[0]
+    assert not sender.put(*EDGE, "b", b"b")[0]
+    time.sleep(0.6)
+    assert sender.put(*EDGE, "b", b"b")[0]
+    assert sender.get(*EDGE, "a") is None
+
+
 def test_a_host_that_is_looked_up_is_one_of_this_machine(make: Make, tmp_path: Path) -> None:
     key = str(tmp_path / "key")
     write_new_key(key)

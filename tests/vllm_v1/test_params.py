@@ -164,6 +164,12 @@ def test_what_does_not_fit_is_malformed(key: str, value: Any) -> None:
     assert reason_of(answer(**{key: value})) == "malformed_params"
 
 
+@pytest.mark.parametrize("key", ["remote_engine_id", "remote_host", "omni_epoch", "omni_token"])
+def test_half_a_surrogate_pair_which_json_can_say_is_malformed(key: str) -> None:
+    params = json.loads(json.dumps(answer(remote_port=5, **{key: "\ud800"})))
+    assert reason_of(params) == "malformed_params"
+
+
 def test_keys_that_are_no_strings_are_malformed() -> None:
     assert reason_of(answer() | {7: "omni_"}) == "malformed_params"  # type: ignore[operator]
 
