@@ -58,6 +58,7 @@ class _Peer:
     session: PeerSession
     link: Link | None = None  # none while its name is looked up, and after its end
     failed_at: float = 0.0
+    asked_at: float = 0.0
 
 
 class ControlChannel:
@@ -183,7 +184,7 @@ class ControlChannel:
         def run() -> None:
             peer = None if self._closing else self._peers.get(address)
             if peer is not None and peer.session.failure is None:
-                self._send(peer, [Release(token)])
+                self._send(peer, [peer.session.release(token)])
 
         self._post(run)
 
@@ -307,6 +308,7 @@ class ControlChannel:
         if peer is not None:
             failure = peer.session.failure
             if failure is None:
+                peer.asked_at = self._clock()
                 return peer
             if self._clock() - peer.failed_at < FORGET_REFUSAL_S:
                 return failure
@@ -314,8 +316,13 @@ class ControlChannel:
         if address.startswith(_IPC) and not os.path.exists(address.removeprefix(_IPC)):
             return PeerUnreachableError(f"no engine listens at {address}")
         if len(self._peers) >= MAX_PEERS:
-            return PeerUnreachableError(f"{MAX_PEERS} engines are being talked to already")
-        peer = _Peer(PeerSession(address, self._fingerprint, self._clock))
+            # One that has failed stays for a while, so that it is not asked for every request.
+            idle = [p for p in self._peers.values() if p.session.idle and not p.session.failure]
+            if not idle:
+                return PeerUnreachableError(f"{MAX_PEERS} engines are being talked to already")
+            self._drop(min(idle, key=lambda each: each.asked_at))
+        session = PeerSession(address, self._fingerprint, self._clock)
+        peer = _Peer(session, asked_at=self._clock())
         try:
             self._reach(peer)
         except (ValueError, zmq.ZMQError) as error:

@@ -72,6 +72,7 @@ class _Waiting:
     hash_id: str
     deadline: float
     future: "Future[Grant]"
+    asked_again: bool = False
 
 
 class PeerSession:
@@ -92,7 +93,20 @@ class PeerSession:
         self._next_sequence = 0
         self._unsent: deque[_Waiting] = deque()
         self._waiting: dict[int, _Waiting] = {}
+        self._leases = 0
+        self._leased_until = 0.0
         self.failure: OmniError | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no claim waits, and no lease of ours is left at the peer."""
+        leased = self._leases > 0 and self._clock() < self._leased_until
+        return not (self._unsent or self._waiting or leased)
+
+    def release(self, token: bytes) -> Release:
+        """What to send when a grant is done with."""
+        self._leases = max(0, self._leases - 1)
+        return Release(token)
 
     def hello(self) -> Hello:
         """What to send first."""
@@ -163,10 +177,23 @@ class PeerSession:
             case Granted():
                 return self._granted(message)
             case Denied():
-                denied = self._waiting.pop(message.sequence, None)
-                if denied is not None:
-                    fail_claim(denied.future, ClaimDeniedError(message.reason))
+                return self._denied(message)
         return []
+
+    def _denied(self, message: Denied) -> list[ControlRequest]:
+        waiting = self._waiting.pop(message.sequence, None)
+        if waiting is None:
+            return []
+        if message.reason != "not_introduced" or waiting.asked_again:
+            fail_claim(waiting.future, ClaimDeniedError(message.reason))
+            return []
+        waiting.asked_again = True  # it keeps so many peers, and has forgotten us meanwhile
+        self._unsent.append(waiting)
+        if self._welcome is None:  # said already, for another claim
+            return []
+        self._welcome = None
+        self._introduction_ends = self._clock() + INTRODUCTION_S
+        return [self.hello()]
 
     def _granted(self, message: Granted) -> list[ControlRequest]:
         waiting = self._waiting.pop(message.sequence, None)
@@ -180,6 +207,8 @@ class PeerSession:
             expires=self._clock() + message.lease_s,
         )
         if waiting.future.set_running_or_notify_cancel():
+            self._leases += 1
+            self._leased_until = max(self._leased_until, grant.expires)
             waiting.future.set_result(grant)
             return []
         return [Release(waiting.token)]  # nobody waits any more: give the slots back

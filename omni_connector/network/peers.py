@@ -16,6 +16,7 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 MAX_HOST_CHARS: Final = 253
+MAX_PORT: Final = 65535
 
 _LABEL: Final = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 # A name that ends in a number is an address to the C library: "127.1", "0x7f000001", even "0".
@@ -119,7 +120,7 @@ def parse_host_port(text: str) -> HostPort:
         host = host[1:-1]
     if not colon or (":" in host) != bracketed:
         raise ValueError("it is neither 'host:port' nor '[IPv6 address]:port'")
-    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535):
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= MAX_PORT):
         raise ValueError(f"{port!r} is no port")
     return HostPort(str(parse_host(host)), int(port))
 

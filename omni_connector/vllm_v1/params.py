@@ -143,7 +143,6 @@ def handoff_answer(
     epoch: bytes,
     token: bytes,
     num_tokens: int,
-    block_ids: list[list[int]],
     tp_size: int,
     address: HostPort | None,
 ) -> dict[str, Any]:
@@ -155,7 +154,7 @@ def handoff_answer(
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "remote_block_ids": block_ids,
+        "remote_block_ids": [],  # as routers know the key; slots are told with a lease
         "remote_engine_id": engine_id,
         "remote_request_id": request_id,
         "remote_host": None if address is None else address.host,

@@ -19,7 +19,7 @@ from omni_connector.control.messages import TOKEN_BYTES, Welcome
 from omni_connector.control.server import ControlServer
 from omni_connector.errors import ConfigError
 from omni_connector.network.keys import ClusterKey, load_key
-from omni_connector.network.peers import Peers, parse_listen
+from omni_connector.network.peers import MAX_PORT, HostPort, Peers, parse_listen
 from omni_connector.transports.runtime import runtime_dir, socket_path
 from omni_connector.vllm_v1.compat import hash_block_size, recompute
 from omni_connector.vllm_v1.identity import fingerprint, hash_id, prompt_of
@@ -152,7 +152,7 @@ class OmniScheduler:
             fingerprint=ours,
             server=server,
             listen=self._control_path(self._engine_id) if server is not None else None,
-            listen_tcp=None if self._config.listen is None else parse_listen(self._config.listen),
+            listen_tcp=self._listen_address(),
             key=self._key,
             on_tick=self._upkeep.tick,
             on_peer_gone=self._upkeep.sweep,
@@ -192,6 +192,21 @@ class OmniScheduler:
             clock=self._clock,
             stats=self._stats,
         )
+
+    def _listen_address(self) -> HostPort | None:
+        """Each data-parallel rank has the port after that of the rank before it."""
+        if self._config.listen is None:
+            return None
+        address = parse_listen(self._config.listen)
+        rank = self._vllm_config.parallel_config.data_parallel_index
+        if not address.port or not rank:  # each asks the system for a port of its own
+            return address
+        if address.port + rank > MAX_PORT:
+            raise ConfigError(
+                f"listen: data-parallel rank {rank} would listen at port {address.port + rank}; "
+                f"name one of at most {MAX_PORT - rank}"
+            )
+        return HostPort(address.host, address.port + rank)
 
     def _control_path(self, engine_id: str) -> Any:
         return socket_path(self._runtime_dir, f"control:{engine_id}")

@@ -498,3 +498,24 @@ def test_a_folder_that_is_gone_is_an_error_at_start(
 ) -> None:
     with pytest.raises(TransportError, match="runtime folder"):
         start_engine("missing/p.sock")
+
+
+def test_the_peer_that_was_idle_longest_makes_room(
+    start_engine: StartEngine, asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "MAX_PEERS", 2)
+    engines = [start_engine(f"{n}.sock", epoch=bytes([n]) * 16) for n in range(3)]
+    for engine in engines:
+        grant = asker.claim(engine, engine.handoff()).result(LONG)
+        asker.channel.release(grant.address, grant.token)
+        assert engine.directory.closed.get(timeout=LONG) == grant.token
+    assert list(asker.channel._peers) == [engine.address for engine in engines[1:]]
+    # One that is in use stays, and with it the way for its release.
+    kept = asker.claim(engines[1], engines[1].handoff()).result(LONG)
+    parked = asker.claim(engines[2], engines[2].handoff(filled=False))
+    error = failure(asker.claim(engines[0], engines[0].handoff()))
+    assert "2 engines are being talked to already" in str(error)
+    asker.channel.release(kept.address, kept.token)
+    assert engines[1].directory.closed.get(timeout=LONG) == kept.token
+    assert asker.claim(engines[0], engines[0].handoff()).result(LONG)
+    assert not parked.done()

@@ -135,6 +135,7 @@ class InProcessEngine:
         ranks: tensor-parallel size; each rank has caches and a worker half of its own.
         mixin: what the model runner does with the connector.
         hash_algorithm: `--prefix-caching-hash-algo`.
+        data_parallel_index: of this engine among those of one deployment.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class InProcessEngine:
         family: str = "full",
         ranks: int = 1,
         hash_algorithm: str = "sha256",
+        data_parallel_index: int = 0,
     ) -> None:
         register()
         self._mixin = mixin or Mixin()
@@ -201,6 +203,7 @@ class InProcessEngine:
         if self.kv_config.has_mamba_layers and prefix_caching:
             self.config.cache_config.mamba_cache_mode = "align"
         self.config.parallel_config.tensor_parallel_size = ranks
+        self.config.parallel_config.data_parallel_index = data_parallel_index
         scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(
             self.kv_config, self.config
         )
