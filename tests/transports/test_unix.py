@@ -683,6 +683,14 @@ def test_hint_to_a_socket_elsewhere_is_not_followed(
         assert questions(listening) == []
 
 
+@pytest.mark.parametrize("folder", ["/a\0b", "/a\nb", "/tmp/\x1b[2J", "/\ud800"])
+def test_address_that_no_folder_of_ours_can_have_is_refused(folder: str) -> None:
+    address = Path(f"{folder}/a-0123456789abcdef01234567.sock")
+    with pytest.raises(PeerRefusedError, match="is not the address") as refused:
+        Connection(address, time.monotonic() + SOON_S)
+    assert str(refused.value).isprintable()  # it goes to the log
+
+
 def test_granted_arena_must_be_the_announced_one(place: Path, path: Path) -> None:
     with (
         SharedMemoryConnector(folder=place) as reader,

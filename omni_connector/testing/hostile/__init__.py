@@ -13,7 +13,7 @@ from typing import Final
 
 from omni_connector.testing.hostile.trial import Parser, Tally, UnsafeParserError, attack
 
-__all__ = ["PARSERS", "Parser", "Tally", "UnsafeParserError", "attack", "opened"]
+__all__ = ["FOLLOWED", "PARSERS", "Parser", "Tally", "UnsafeParserError", "attack", "opened"]
 
 PARSERS: Final = (
     "control.requests",
@@ -21,6 +21,7 @@ PARSERS: Final = (
     "channels.serving",
     "channels.asking",
     "channels.object_questions",
+    "loads.answers",
     "arenas.superblocks",
     "arenas.mapped_headers",
     "arenas.fetched_headers",
@@ -35,7 +36,11 @@ PARSERS: Final = (
     "settings.hints",
     "settings.object_keys",
 )
-"""Module here, and function in it. Those of `payloads` need torch."""
+"""Module here, and function in it. Those of `payloads` need torch, those of `loads` vLLM."""
+
+FOLLOWED: Final = frozenset(name for name in PARSERS if name.startswith(("channels", "loads")))
+"""Those that go on through sockets, threads and waits to what follows from a message. They are
+slower, and their messages are those of the others."""
 
 
 def opened(name: str) -> AbstractContextManager[Parser]:

@@ -80,7 +80,7 @@ def readers() -> list[Fingerprint]:
         fingerprint(),
         fingerprint(block_size=32, pages=("H2.N32.C64", "H2.N32.C64")),
         fingerprint(pages=("N16.H2.C64", "H2.N16.C64")),
-        fingerprint(pages=("H2.(N16.C32|N16.C32)", "H2.(C4.N16.C8|N16.C32)")),
+        fingerprint(block_size=8, pages=("N8.H2.C64", "H2.N8.C64")),
         msgspec.structs.replace(
             fingerprint(2, **both),
             groups=tuple(

@@ -17,13 +17,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.control.client import Grant, PeerSession
-from omni_connector.control.messages import Endpoint, Fingerprint, Granted, Welcome, encode
+from omni_connector.control.messages import Fingerprint, Granted, Welcome, encode
 from omni_connector.errors import PeerUnreachableError
 from omni_connector.kv import SlotLayout
 from omni_connector.testing.hostile.control import EPOCH, PROMPT, fingerprint, readers
 from omni_connector.testing.hostile.mutation import distort_msgpack
 from omni_connector.testing.hostile.trial import Parser
 from omni_connector.transports.arena import Arena
+from omni_connector.transports.base import Endpoint
 from omni_connector.transports.choice import Transports
 from omni_connector.transports.shm import SharedMemoryConnector
 from omni_connector.vllm_v1 import loading
@@ -137,7 +138,7 @@ class _Decoder:
             checksum=True,
         )
 
-    def load(self, frames: list[bytes]) -> bool | str:
+    def load(self, frames: list[bytes], timeout: float = _TIMEOUT_S) -> bool | str:
         """Claim, ask, allocate and load, as vLLM has it done."""
         channel: Any = _Channel(self.ours, frames)
         stats: Any = _Stats()
@@ -147,7 +148,7 @@ class _Decoder:
             fingerprint=self.ours,
             group_ids=(0, 1),
             hash_id="",
-            load_timeout=_TIMEOUT_S,
+            load_timeout=timeout,
             clock=time.monotonic,
             stats=stats,
         )
@@ -206,8 +207,8 @@ def answers() -> Iterator[Parser]:
             return decoders[hostile[0]].load(hostile[1])
 
         def alive() -> None:
-            for number in range(len(decoders)):
-                assert parse((number, list(corpus))) is True
+            for decoder in decoders:
+                assert decoder.load(list(corpus), timeout=60.0) is True, "a valid answer is refused"
 
         yield Parser("loads by answers", make, parse, (), alive)
 

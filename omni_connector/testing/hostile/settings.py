@@ -41,7 +41,6 @@ PARAMS: list[dict[str, Any]] = [
             epoch=bytes(range(16)),
             token=b"\xff" * 16,
             num_tokens=33,
-            block_ids=[[1, 2, 3], [7]],
             tp_size=2,
             address=address,
         )
