@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copy jobs on threads of their own: saves in one, loads in another.
 
-The engine's thread submits a job and later asks what has ended; it waits for nothing but, at a
-preemption, for the block that is being copied out of memory about to be reused.
+The engine's thread submits a job and later asks what has ended; it waits for nothing.
 """
 
 import threading
@@ -86,20 +85,6 @@ class CopyThread:
         return ended
 
     def cancel(self, job_ids: set[int]) -> None:
-        """Stop these jobs: on return none of them reads or writes a block any more.
-
-        A queued one never starts; the running one stops at its next block. Unknown and ended
-        ones are ignored.
-        """
-        with self._changed:
-            self._mark(job_ids)
-            running = self._running
-            if running is None or running.job_id not in job_ids:
-                return
-            # Bounded by the copy of one block; there is no peer in it to wait for.
-            self._changed.wait_for(lambda: self._running is not running)
-
-    def revoke(self, job_ids: set[int]) -> None:
         """Tell these jobs to stop, without waiting for it; unknown and ended ones are ignored."""
         with self._changed:
             self._mark(job_ids)
