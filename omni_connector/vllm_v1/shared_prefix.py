@@ -12,7 +12,6 @@ that preemption, abort or a window that moves on may free it at any time.
 
 import itertools
 import math
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -94,6 +93,7 @@ class SharedPrefix:
         lookup_timeout: seconds a request waits for the store's answer.
         load_timeout: seconds for the bytes.
         clock: seconds, monotonic.
+        randbytes: so many bytes that nobody can guess.
         stats: where to count.
     """
 
@@ -110,8 +110,10 @@ class SharedPrefix:
         lookup_timeout: float,
         load_timeout: float,
         clock: Callable[[], float],
+        randbytes: Callable[[int], bytes],
         stats: OmniStats,
     ) -> None:
+        self._randbytes = randbytes
         self._lookups = lookups
         self._engines_prefix = self._prefix = prefix
         self._groups = groups
@@ -385,7 +387,7 @@ class SharedPrefix:
 
         Nor with other engines, of which nobody knows whether they have the same ones.
         """
-        self._prefix = f"{self._engines_prefix}/{secrets.token_hex(8)}"
+        self._prefix = f"{self._engines_prefix}/{self._randbytes(8).hex()}"
         self._sent = Recently(_RECENT_S, self._clock)
         for prompt in self._prompts.values():
             if prompt.job_id is None:
