@@ -89,12 +89,20 @@ class SlotDirectory:
         num_slots: slots of each rank's arena.
         clock: seconds, monotonic.
         ttl: seconds a hand-off waits for its claim, and a claimed one for its release.
+        randbytes: so many bytes that nobody can guess.
     """
 
-    def __init__(self, num_slots: int, clock: Callable[[], float], ttl: float) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        clock: Callable[[], float],
+        ttl: float,
+        randbytes: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
         self.num_slots = num_slots
         self._clock = clock
         self._ttl = ttl
+        self._randbytes = randbytes
         self._lock = threading.Lock()
         self._slots = [_Slot() for _ in range(num_slots)]
         self._free = list(range(num_slots))  # a heap: low slots are warm and consecutive
@@ -139,7 +147,7 @@ class SlotDirectory:
                 self._cached.pop(key, None)
                 self._slots[slot].holders += 1
             handoff = Handoff(
-                token=secrets.token_bytes(TOKEN_BYTES),
+                token=self._randbytes(TOKEN_BYTES),
                 prompt=prompt,
                 firsts=list(firsts or (0 for _ in keys)),
                 slots=[],

@@ -19,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 )
 
 from omni_connector.config import OmniConfig  # noqa: E402
-from omni_connector.transports.choice import make_transports  # noqa: E402
 from omni_connector.vllm_v1.compat import (  # noqa: E402
     ReportingStats,
     cache_hit_source,
@@ -34,6 +33,7 @@ from omni_connector.vllm_v1.metrics import OmniPromMetrics, OmniStats  # noqa: E
 from omni_connector.vllm_v1.scheduler import OmniScheduler  # noqa: E402
 from omni_connector.vllm_v1.sharing import open_lending_store  # noqa: E402
 from omni_connector.vllm_v1.support import require_supported  # noqa: E402
+from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings  # noqa: E402
 from omni_connector.vllm_v1.worker import OmniWorker  # noqa: E402
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         config = OmniConfig.load(self._kv_transfer_config.kv_connector_extra_config)
+        surroundings = self._surroundings()
         require_supported(vllm_config, kv_cache_config)
         self._scheduler_half: OmniScheduler | None = None
         self._worker_half: OmniWorker | None = None
@@ -76,9 +77,12 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._report_asked_for = False
         self._report_with_stats = False
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler_half = OmniScheduler(config, vllm_config, kv_cache_config)
+            self._scheduler_half = OmniScheduler(config, vllm_config, kv_cache_config, surroundings)
         else:
-            self._worker_half = _make_worker(config, vllm_config, kv_cache_config)
+            self._worker_half = _make_worker(config, vllm_config, kv_cache_config, surroundings)
+
+    def _surroundings(self) -> Surroundings:
+        return SURROUNDINGS
 
     @property
     def _scheduler(self) -> OmniScheduler:
@@ -266,7 +270,10 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _make_worker(
-    config: OmniConfig, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
+    config: OmniConfig,
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    surroundings: Surroundings,
 ) -> OmniWorker:
     transfer = vllm_config.kv_transfer_config
     parallel = vllm_config.parallel_config
@@ -277,10 +284,11 @@ def _make_worker(
         config=config,
         kv_cache_config=kv_cache_config,
         layers=vllm_config.compilation_config.static_forward_context,
-        transports=make_transports(config),
+        transports=surroundings.transports(config),
         rank=rank,
         ranks=parallel.tensor_parallel_size,
         arena_name=f"arena:{transfer.engine_id}:{rank}",
         arena_bytes=arena_bytes if transfer.is_kv_producer else 0,
-        store=open_lending_store(config, vllm_config, kv_cache_config),
+        store=open_lending_store(config, vllm_config, kv_cache_config, surroundings),
+        surroundings=surroundings,
     )

@@ -2,9 +2,8 @@
 """Filling this rank's KV blocks with the slots of a peer's ranks."""
 
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -26,6 +25,7 @@ from omni_connector.errors import (
 from omni_connector.kv import BlockCopier, HeadSlice, SlotConverter, SlotLayout, head_sources
 from omni_connector.transports import Endpoint, RemoteArena
 from omni_connector.transports.choice import Transports
+from omni_connector.turns import StartTurns
 from omni_connector.vllm_v1.copies import Outcome, Work
 from omni_connector.vllm_v1.metadata import Conversion, CopyRun, LoadJob
 from omni_connector.vllm_v1.reading import FetchAhead, FetchedSlots, Fetchers, MappedSlots, Slots
@@ -58,6 +58,8 @@ class Loader:
         groups: what this engine keeps.
         rank, ranks: of this worker, and how many its engine has.
         checksum: whether slots carry checksums.
+        clock: seconds, monotonic.
+        start: starts the threads that fetch.
     """
 
     def __init__(
@@ -70,9 +72,12 @@ class Loader:
         rank: int,
         ranks: int,
         checksum: bool,
+        clock: Callable[[], float],
+        start: StartTurns,
     ) -> None:
         self._transports = transports
-        self._fetchers = Fetchers()
+        self._clock = clock
+        self._fetchers = Fetchers(start)
         self._copier = copier
         self._layout = layout
         self._groups = groups
@@ -85,39 +90,52 @@ class Loader:
 
     def work(self, job: LoadJob, fence: object) -> Work:
         """The body of a job; see `Work`. Blocks that it could not fill are zero when it ends."""
-        deadline = time.monotonic() + job.timeout
+        deadline = self._clock() + job.timeout
         outcome = Outcome(job.job_id)
-        waiting = deque(self._steps(job))
+        waiting: deque[Step] = deque()
         zeros = deque(job.zeros)
         ahead: FetchAhead[Step] = FetchAhead(
-            self._fetchers, lambda step: self._fetched(job, step, deadline)
+            self._fetchers, lambda step: self._fetched(job, step, deadline), self._clock
         )
 
-        def work(cancelled: Callable[[], bool]) -> Outcome | None:
+        def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
             try:
+                waiting.extend(self._steps(job))
                 while zeros:
                     self._zero(*zeros.popleft(), fence)
+                    yield True
                 while waiting:
                     if cancelled():
                         outcome.failure = "cancelled"
                         break
-                    if time.monotonic() >= deadline:
+                    if self._clock() >= deadline:
                         raise PeerUnreachableError("the bytes were not there in time")
                     step = waiting[0]
-                    slots = self._slots(job, step, list(waiting), ahead, deadline)
-                    if slots is None:
-                        return None
                     try:
-                        if isinstance(step, CopyRun):
-                            self._copy(step, slots[0], fence)
-                        else:
-                            self._convert(step, job, slots, fence)
-                    finally:
-                        for each in slots:
-                            each.release()
+                        slots = self._slots(job, step, list(waiting), ahead, deadline)
+                        if slots is None:
+                            yield False
+                            continue
+                        try:
+                            if isinstance(step, CopyRun):
+                                yield from self._copy(step, slots[0], fence)
+                            else:
+                                yield from self._convert(step, job, slots, fence)
+                        finally:
+                            for each in slots:
+                                each.release()
+                    except (StaleSlotError, ChecksumError):
+                        if len(step.block_ids) == 1:
+                            raise
+                        # The blocks before the bad one are good: they are loaded one by one.
+                        ahead.close()
+                        waiting.popleft()
+                        waiting.extendleft(reversed(list(self._parts(job, step, 1))))
+                        continue
                     waiting.popleft()
                     outcome.blocks += len(step.block_ids)
                     outcome.size += len(step.block_ids) * self._layout.group_bytes[step.group]
+                    yield True
             except Exception as error:  # whatever it is, the request must not wait for ever
                 outcome.failure = failure_kind(error, "load_failed")
                 endpoints = self._endpoints(job, waiting[0]) if waiting else []
@@ -132,7 +150,8 @@ class Loader:
                     logger.exception("This should not happen; please report it")
                 for endpoint in endpoints:
                     self._forget(endpoint)
-            ahead.close()
+            finally:
+                ahead.close()
             if outcome.failure is not None:
                 outcome.bad_block_ids = frozenset(
                     block_id for step in waiting for block_id in step.block_ids
@@ -154,23 +173,31 @@ class Loader:
         for run, _ in batches(job.runs, self._layout):
             yield run
         for conversion in job.conversions:
+            size = max(1, BATCH_BYTES // self._layout.group_bytes[conversion.group])
+            yield from self._parts(job, conversion, size)
+
+    def _parts(self, job: LoadJob, step: Step, size: int) -> Iterator[Step]:
+        """A step in parts of so many blocks."""
+        for at in range(0, len(step.block_ids), size):
+            part = slice(at, at + size)
+            if isinstance(step, CopyRun):
+                yield step.part(part)
+                continue
             assert job.source is not None
-            ours = self._groups[conversion.group].block_size
-            theirs = job.source.groups[conversion.group].block_size
-            step = max(1, BATCH_BYTES // self._layout.group_bytes[conversion.group])
-            for at in range(0, len(conversion.block_ids), step):
-                indices = conversion.indices[at : at + step]
-                first = max(conversion.first, indices[0] * ours // theirs)
-                end = -(-(indices[-1] + 1) * ours // theirs)
-                held = slice(first - conversion.first, max(0, end - conversion.first))
-                yield replace(
-                    conversion,
-                    block_ids=conversion.block_ids[at : at + step],
-                    indices=indices,
-                    first=first,
-                    slots=conversion.slots[held],
-                    generations=conversion.generations[held],
-                )
+            ours = self._groups[step.group].block_size
+            theirs = job.source.groups[step.group].block_size
+            indices = step.indices[part]
+            first = max(step.first, indices[0] * ours // theirs)
+            end = -(-(indices[-1] + 1) * ours // theirs)
+            held = slice(first - step.first, max(0, end - step.first))
+            yield replace(
+                step,
+                block_ids=step.block_ids[part],
+                indices=indices,
+                first=first,
+                slots=step.slots[held],
+                generations=step.generations[held],
+            )
 
     def _slots(
         self, job: LoadJob, step: Step, steps: list[Step], ahead: FetchAhead[Step], deadline: float
@@ -196,7 +223,7 @@ class Loader:
         try:
             for each in self._endpoints(job, step):
                 remote = self._remote(each, deadline)
-                left = deadline - time.monotonic()
+                left = deadline - self._clock()
                 fetched.append(
                     FetchedSlots(remote, step.slots, step.generations, length, timeout=left)
                 )
@@ -249,7 +276,7 @@ class Loader:
             sources=tuple((rank, tuple(heads)) for rank, heads in sorted(by_rank.items())),
         )
 
-    def _copy(self, run: CopyRun, slots: Slots, fence: object) -> None:
+    def _copy(self, run: CopyRun, slots: Slots, fence: object) -> Generator[bool, None, None]:
         checksums = self._copier.load(
             run.group,
             np.asarray(run.block_ids, dtype=np.int64),
@@ -258,6 +285,7 @@ class Loader:
             checksum=self._checksum,
             fence=fence,
         )
+        yield True
         for slot, checksum, published in zip(
             run.slots, checksums.tolist(), slots.published(), strict=True
         ):
@@ -265,7 +293,7 @@ class Loader:
 
     def _convert(
         self, step: Conversion, job: LoadJob, sources: Sequence[Slots], fence: object
-    ) -> None:
+    ) -> Generator[bool, None, None]:
         assert job.source is not None
         plan = self._plan(job.source, step.group)
         ours, theirs = self._groups[step.group].block_size, plan.block_size
@@ -286,6 +314,7 @@ class Loader:
                             content, number, row, index, heads, end_token=(index + 1) * ours
                         )
                 checksums.append(xxhash.xxh3_64_intdigest(content.data) if self._checksum else 0)
+            yield True
             for slot, checksum, published in zip(
                 step.slots, checksums, slots.published(), strict=True
             ):
@@ -321,7 +350,7 @@ class Loader:
             return remote
         if remote is not None:
             self._forget(endpoints)
-        remote = connector.attach(endpoint, timeout=max(0.0, deadline - time.monotonic()))
+        remote = connector.attach(endpoint, timeout=max(0.0, deadline - self._clock()))
         with self._remotes_lock:
             known = self._remotes.setdefault(endpoint.address, remote)
         if known is not remote:  # another thread was quicker
@@ -343,15 +372,7 @@ def batches(runs: list[CopyRun], layout: SlotLayout) -> Iterator[tuple[CopyRun, 
         size = layout.group_bytes[run.group]
         step = max(1, BATCH_BYTES // size)
         for first in range(0, len(run.block_ids), step):
-            part = slice(first, first + step)
-            batch = CopyRun(
-                run.group,
-                run.block_ids[part],
-                run.slots[part],
-                run.generations[part],
-                run.keys[part],
-            )
-            yield batch, size
+            yield run.part(slice(first, first + step)), size
 
 
 def failure_kind(error: Exception, other: str) -> str:

@@ -31,6 +31,16 @@ class CopyRun:
     generations: list[int]
     keys: list[bytes]
 
+    def part(self, which: slice) -> "CopyRun":
+        """Some of the blocks, and their slots."""
+        return CopyRun(
+            self.group,
+            self.block_ids[which],
+            self.slots[which],
+            self.generations[which],
+            self.keys[which],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:

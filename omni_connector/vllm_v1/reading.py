@@ -6,7 +6,7 @@ steps ahead of the copies, so that network and copies work at the same time, and
 for a peer that does not answer.
 """
 
-import queue
+import math
 import threading
 import time
 from collections import deque
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from omni_connector.errors import PeerRefusedError, SlotPendingError
 from omni_connector.transports import RemoteArena, SlotHeader
+from omni_connector.turns import WOKEN, StartTurns, Turns
 
 FETCH_THREADS: Final = 4
 
@@ -100,32 +101,43 @@ Slots = MappedSlots | FetchedSlots
 
 
 class Fetchers:
-    """Threads that fetch; started by the first use."""
+    """Threads that fetch; started by the first use.
 
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+    Args:
+        start: starts one.
+    """
+
+    def __init__(self, start: StartTurns) -> None:
+        self._start = start
+        self._calls: deque[Callable[[], None]] = deque()
+        self._threads: list[Turns] = []
+        self._closing = False
 
     def submit(self, call: Callable[[], None]) -> None:
         """Have a thread make this call, which raises nothing."""
-        self._calls.put(call)
+        self._calls.append(call)
         if len(self._threads) < FETCH_THREADS:
-            thread = threading.Thread(target=self._run, name="omni-fetch", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            self._threads.append(self._start("omni-fetch", self._turn))
+        for thread in self._threads:
+            thread.wake()
 
     def close(self) -> None:
         """End the threads; one that waits for a peer ends with that. Idempotent."""
-        for _ in self._threads:
-            self._calls.put(None)
+        self._closing = True
+        for thread in self._threads:
+            thread.wake()
         deadline = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._threads = []
 
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
+    def _turn(self) -> float | None:
+        try:
+            call = self._calls.popleft()
+        except IndexError:
+            return None if self._closing else WOKEN
+        call()
+        return 0.0
 
 
 class FetchAhead(Generic[_Step]):
@@ -136,13 +148,20 @@ class FetchAhead(Generic[_Step]):
     Args:
         fetchers: make them.
         fetch: slots of one step, of each rank that it reads.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, fetchers: Fetchers, fetch: Callable[[_Step], list[FetchedSlots]]) -> None:
+    def __init__(
+        self,
+        fetchers: Fetchers,
+        fetch: Callable[[_Step], list[FetchedSlots]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._clock = clock
         self._fetchers = fetchers
         self._fetch = fetch
         self._under_way: deque[Future[list[FetchedSlots]]] = deque()
-        self._not_before = 0.0
+        self._not_before = -math.inf
         self._lock = threading.Lock()
         self._waiting: deque[tuple[_Step, Future[list[FetchedSlots]]]] = deque()
         self._running = False
@@ -153,7 +172,7 @@ class FetchAhead(Generic[_Step]):
         Raises:
             What `fetch` has raised, but `SlotPendingError`: the step is then fetched again.
         """
-        if time.monotonic() < self._not_before:
+        if self._clock() < self._not_before:
             return None
         for step in steps[len(self._under_way) : _AHEAD]:
             self._under_way.append(self._submit(step))
@@ -163,7 +182,7 @@ class FetchAhead(Generic[_Step]):
         try:
             return first.result()
         except SlotPendingError:
-            self._not_before = time.monotonic() + _PENDING_S
+            self._not_before = self._clock() + _PENDING_S
             self._under_way.appendleft(self._submit(steps[0]))
             return None
 

@@ -5,10 +5,8 @@ It decides; the workers copy. Nothing here waits: claims are answered on the con
 copies are reported by the workers with each step.
 """
 
-import secrets
-import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
@@ -45,6 +43,7 @@ from omni_connector.vllm_v1.sender import HandoffSender
 from omni_connector.vllm_v1.shared_prefix import SharedPrefix
 from omni_connector.vllm_v1.sharing import open_shared_prefix
 from omni_connector.vllm_v1.specs import fails_by_block, keeps_all, transferred_groups
+from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -69,7 +68,7 @@ class OmniScheduler:
         config: the connector's settings.
         vllm_config: vLLM's.
         kv_cache_config: what vLLM allocates.
-        clock: seconds, monotonic.
+        surroundings: clock, randomness and threads.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class OmniScheduler:
         config: OmniConfig,
         vllm_config: "VllmConfig",
         kv_cache_config: "KVCacheConfig",
-        clock: Callable[[], float] = time.monotonic,
+        surroundings: Surroundings = SURROUNDINGS,
     ) -> None:
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
@@ -85,7 +84,8 @@ class OmniScheduler:
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._clock = clock
+        self._surroundings = surroundings
+        self._clock = surroundings.clock
         self._engine_id: str = transfer.engine_id
         self._produces = transfer.is_kv_producer
         self._consumes = transfer.is_kv_consumer
@@ -95,7 +95,7 @@ class OmniScheduler:
         self._fails_by_block = fails_by_block(kv_cache_config)
         # Of what is kept for the last tokens only, a prefill must end where the decode begins.
         self._stops_early = not keeps_all(kv_cache_config)
-        self._epoch = secrets.token_bytes(TOKEN_BYTES)
+        self._epoch = surroundings.randbytes(TOKEN_BYTES)
         self._stats = OmniStats()
         self._manager: KVCacheManager | None = None
         self._directory: SlotDirectory | None = None
@@ -109,7 +109,7 @@ class OmniScheduler:
         self._key: ClusterKey | None = None
         if config.key_file is not None:
             self._key = load_key(config.key_file)
-        self._next_sweep = clock() + _SWEEP_S
+        self._next_sweep = self._clock() + _SWEEP_S
         # From the control thread; `OmniStats` belongs to the engine's.
         self._events: deque[str] = deque()
         self._gauges: tuple[int, int, int] | None = None
@@ -146,7 +146,9 @@ class OmniScheduler:
             if len(arenas) != ours.ranks:
                 raise ConfigError("a rank of this engine has no arena")
             num_slots = min(endpoints[0].n_slots for endpoints in arenas)
-            self._directory = SlotDirectory(num_slots, self._clock, self._config.handoff_ttl_s)
+            self._directory = SlotDirectory(
+                num_slots, self._clock, self._config.handoff_ttl_s, self._surroundings.randbytes
+            )
             server = ControlServer(
                 fingerprint=ours,
                 welcome=Welcome(self._epoch, hashing, ours, arenas),
@@ -164,6 +166,8 @@ class OmniScheduler:
             on_tick=self._tick,
             on_peer_gone=self._sweep,
             clock=self._clock,
+            start=self._surroundings.start,
+            sockets=self._surroundings.sockets(),
         )
         self._channel = channel
         if self._directory is not None:
@@ -199,7 +203,7 @@ class OmniScheduler:
             ledger=ledger,
             fingerprint=ours,
             group_ids=self._group_ids,
-            clock=self._clock,
+            surroundings=self._surroundings,
             stats=self._stats,
         )
 

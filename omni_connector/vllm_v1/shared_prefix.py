@@ -11,7 +11,6 @@ Blocks are copied as they fill, and held meanwhile (see `CopyLedger`).
 
 import itertools
 import math
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -76,6 +75,7 @@ class SharedPrefix:
         lookup_timeout: seconds a request waits for the store's answer.
         load_timeout: seconds for the bytes.
         clock: seconds, monotonic.
+        randbytes: so many bytes that nobody can guess.
         stats: where to count.
     """
 
@@ -92,8 +92,10 @@ class SharedPrefix:
         lookup_timeout: float,
         load_timeout: float,
         clock: Callable[[], float],
+        randbytes: Callable[[int], bytes],
         stats: OmniStats,
     ) -> None:
+        self._randbytes = randbytes
         self._lookups = lookups
         self._ledger = ledger
         self._engines_prefix = self._prefix = prefix
@@ -325,7 +327,7 @@ class SharedPrefix:
 
         Nor with other engines, of which nobody knows whether they have the same ones.
         """
-        self._prefix = f"{self._engines_prefix}/{secrets.token_hex(8)}"
+        self._prefix = f"{self._engines_prefix}/{self._randbytes(8).hex()}"
         self._sent = Recently(_RECENT_S, self._clock)
         for prompt in self._prompts.values():
             if prompt.job_id is None:

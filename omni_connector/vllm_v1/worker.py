@@ -2,7 +2,7 @@
 """The worker half: one rank's KV caches, its arena, and the copies between them and peers'."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -34,6 +34,7 @@ from omni_connector.vllm_v1.metadata import (
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.specs import fails_by_block, group_shapes, group_specs
 from omni_connector.vllm_v1.store_jobs import StoreJobs
+from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +58,7 @@ class OmniWorker:
         arena_name: unguessable to nobody, unique on this host: where peers find the arena.
         arena_bytes: size of this rank's arena; 0 where the engine hands nothing off.
         store: where prefixes are shared, closed with this; None shares none.
+        surroundings: clock, randomness and threads.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class OmniWorker:
         arena_name: str,
         arena_bytes: int,
         store: BlockStore | None = None,
+        surroundings: Surroundings = SURROUNDINGS,
     ) -> None:
         self._config = config
+        self._surroundings = surroundings
         self._kv_cache_config = kv_cache_config
         self._layers = layers
         self._transports = transports
@@ -89,8 +93,8 @@ class OmniWorker:
         self._handshake: OmniHandshakeMetadata | None = None
         self._loader: Loader | None = None
         self._store_jobs: StoreJobs | None = None
-        self._saves = CopyThread("omni-save", _PROCESS_CORES)
-        self._loads = CopyThread("omni-load", _PROCESS_CORES)
+        self._saves = CopyThread("omni-save", _PROCESS_CORES, surroundings.start)
+        self._loads = CopyThread("omni-load", _PROCESS_CORES, surroundings.start)
         self._metadata: OmniConnectorMetadata | None = None
         self._loads_started = self._saves_started = True
         self._loading: dict[int, str] = {}
@@ -139,7 +143,12 @@ class OmniWorker:
                     f"arena_gib is too small: one KV block takes {layout.slot_bytes} bytes, "
                     f"the arena has {self._arena_bytes}"
                 )
-            self._arena = Arena.create(num_slots, layout.slot_bytes, populate=True)
+            self._arena = Arena.create(
+                num_slots,
+                layout.slot_bytes,
+                populate=self._surroundings.populate,
+                randbytes=self._surroundings.randbytes,
+            )
             self._copier.pin(self._arena.slots)
             endpoints = self._transports.export(self._arena, self._arena_name)
             logger.info(
@@ -159,6 +168,8 @@ class OmniWorker:
                 groups=groups,
                 rank=self._rank,
                 affinity=_PROCESS_CORES,
+                clock=self._surroundings.clock,
+                start=self._surroundings.start,
             )
         self._loader = Loader(
             transports=self._transports,
@@ -168,6 +179,8 @@ class OmniWorker:
             rank=self._rank,
             ranks=self._ranks,
             checksum=self._checksum,
+            clock=self._surroundings.clock,
+            start=self._surroundings.start,
         )
         self._handshake = OmniHandshakeMetadata(endpoints, orders, attention)
 
@@ -206,7 +219,7 @@ class OmniWorker:
             fence = copier.fence()
             for job in metadata.loads:
                 self._loading[job.job_id] = job.request_id
-                self._loads.submit(job.job_id, loader.work(job, fence))
+                self._loads.submit(job.job_id, loader.work(job, fence), job.block_ids())
             for fetch in metadata.store_loads:
                 assert shared is not None
                 self._loading[fetch.job_id] = fetch.request_id
@@ -325,22 +338,26 @@ class OmniWorker:
         assert copier is not None
         assert layout is not None
 
-        def work(cancelled: Callable[[], bool]) -> Outcome:
+        def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
             outcome = Outcome(job.job_id)
+            complete = False
             try:
                 for batch, size in batches(job.runs, layout):
-                    if cancelled() or not self._save_batch(
-                        arena, copier, batch, size, fence, cancelled
+                    if cancelled() or not (
+                        yield from self._save_batch(arena, copier, batch, size, fence, cancelled)
                     ):
                         outcome.failure = "cancelled"
                         break
                     outcome.blocks += len(batch.block_ids)
                     outcome.size += len(batch.block_ids) * size
+                else:
+                    complete = True
             except Exception as error:  # whatever it is, the engine goes on without the hand-off
                 logger.exception("Saving KV blocks failed (job %d)", job.job_id)
                 outcome.failure = failure_kind(error, "save_failed")
-            if outcome.failure is not None:
-                _void(arena, job)
+            finally:
+                if not complete:
+                    _void(arena, job)
             return outcome
 
         return work
@@ -353,9 +370,10 @@ class OmniWorker:
         size: int,
         fence: object,
         cancelled: Callable[[], bool],
-    ) -> bool:
+    ) -> Generator[bool, None, bool]:
         for slot, generation in zip(run.slots, run.generations, strict=True):
             arena.begin_write(slot, generation)
+        yield True
         checksums = copier.save(
             run.group,
             np.asarray(run.block_ids, dtype=np.int64),
@@ -367,10 +385,12 @@ class OmniWorker:
         )
         if checksums is None:
             return False
+        yield True
         for slot, generation, key, checksum in zip(
             run.slots, run.generations, run.keys, checksums.tolist(), strict=True
         ):
             arena.publish(slot, generation, key, size, checksum)
+        yield True
         return True
 
 

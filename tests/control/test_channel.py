@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import zmq
 
-from omni_connector.control import channel as channel_module
+from omni_connector.control import sockets as control_sockets
 from omni_connector.control.channel import ControlChannel
 from omni_connector.control.client import ClaimDeniedError, Grant
 from omni_connector.control.messages import MAX_MESSAGE_BYTES, Fingerprint
@@ -248,7 +248,7 @@ def test_a_socket_accepts_before_it_can_be_seen(
             seen.append(probe.connect_ex(str(source)))
         rename(source, target)
 
-    monkeypatch.setattr(channel_module.os, "rename", renamed)
+    monkeypatch.setattr(control_sockets.os, "rename", renamed)
     engine = start_engine()
     assert seen == [0]
     assert [entry.name for entry in folder.iterdir()] == [engine.path.name]

@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from omni_connector.control import channel as channel_module
+from omni_connector.control import sockets as control_sockets
 from omni_connector.control.channel import ControlChannel
 from omni_connector.control.messages import (
     Claim,
@@ -614,8 +615,8 @@ def test_a_peer_that_is_not_there_is_not_looked_for_with_every_request(
     monkeypatch: pytest.MonkeyPatch, quick: None, start_engine: StartEngine, friend: Asker
 ) -> None:
     links = []
-    link = channel_module.Link
-    monkeypatch.setattr(channel_module, "Link", lambda *args: links.append(args) or link(*args))
+    link = control_sockets.Link
+    monkeypatch.setattr(control_sockets, "Link", lambda *args: links.append(args) or link(*args))
     port = unused_port()
     address = f"tcp://127.0.0.1:{port}"
     for _ in range(3):
@@ -686,7 +687,7 @@ def test_close_leaves_nothing(
 def test_addresses_that_name_no_host_are_not_connected_to(
     address: str, friend: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel_module, "Link", None)
+    monkeypatch.setattr(control_sockets, "Link", None)
     assert "cannot connect" in str(failure(ask(friend.channel, address, b"t" * 16, b"e" * 16)))
 
 
