@@ -124,6 +124,10 @@ class HandoffReceiver:
             future=future,
         )
 
+    def reject(self, remote: RemotePrefill) -> None:
+        """A request was refused before it reached this engine: nobody will claim its KV."""
+        self._channel.drop(self._address_of(remote), remote.token)
+
     def matched_tokens(self, request_id: str, num_computed: int) -> int | None:
         """Tokens that can be loaded beyond `num_computed`; None while the peer is asked."""
         load = self._loads.get(request_id)
@@ -207,7 +211,7 @@ class HandoffReceiver:
                 load.grant = load.future.result()
             load.future = None
         if load.grant is not None:
-            self._channel.release(load.grant.address, load.grant.token)
+            self._channel.release(load.grant)
             load.grant = None
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", num_external: int) -> None:

@@ -275,6 +275,10 @@ class OmniScheduler:
                 raise BadParamsError("prompt_embeds", "the prompt has no token ids")
             if prompt.num_tokens > 0:
                 self._receiver.add(request, remote, prompt)
+            else:
+                # No prompt of one token is handed off: it is that which vLLM puts in the place of
+                # one that its server has refused.
+                self._receiver.reject(remote)
         except BadParamsError as error:
             self._stats.fail(error.reason)
             logger.warning(
@@ -341,7 +345,7 @@ class OmniScheduler:
         meta = OmniConnectorMetadata()
         if self._sender is not None:
             assert self._manager is not None
-            self._sender.build(meta, scheduler_output, self._manager.get_block_ids)
+            self._sender.build(meta, scheduler_output, self._manager.get_blocks)
         if self._receiver is not None:
             self._receiver.build(meta)
         if self._shared is not None:
@@ -398,7 +402,7 @@ class OmniScheduler:
         if self._shared is not None:
             self._shared.forget()
         if self._directory is not None:
-            self._directory.forget()
+            self._directory.void()
         return True
 
     def take_stats(self) -> OmniStats | None:

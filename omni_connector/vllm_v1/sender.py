@@ -8,7 +8,8 @@ blocks that stay as they are (see `CopyLedger`), and is not made again.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,6 @@ from omni_connector.errors import ArenaFullError
 from omni_connector.network.peers import HostPort
 from omni_connector.vllm_v1.ledger import CANCELLED, CopyLedger
 from omni_connector.vllm_v1.metadata import (
-    NULL_BLOCK_ID,
     Block,
     CopyRun,
     OmniConnectorMetadata,
@@ -33,6 +33,7 @@ from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.params import handoff_answer, no_handoff_answer
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -49,11 +50,16 @@ class _Send:
     prompt: Prompt
     firsts: list[int]
     keys: list[list[SlotKey | None]]
+    copied: list[int]  # for each group the first block that is yet to be copied
     wait_until: float | None = None
     handoff: Handoff | None = None
     refusal: str | None = None
-    todo: set[Block] = field(default_factory=set)
-    jobs: set[int] = field(default_factory=set)
+    jobs: dict[int, list[Block]] = field(default_factory=dict)
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is neither room for it nor a reason to go without."""
+        return self.handoff is None and self.refusal is None
 
 
 class HandoffSender:
@@ -99,6 +105,8 @@ class HandoffSender:
         self._stats = stats
         self._on_complete = on_complete
         self._sends: dict[str, _Send] = {}
+        self._waiting: deque[_Send] = deque()
+        self._tried: tuple[_Send, int] | None = None  # in vain, at that count of releases
 
     def add(self, request: "Request", prompt: Prompt, refusal: str | None = None) -> None:
         """A request that asks for a hand-off has arrived.
@@ -112,33 +120,41 @@ class HandoffSender:
             request=request,
             prompt=prompt,
             firsts=[blocks.start for blocks in needed],
-            keys=[_keys(g, group, prompt) for g, group in enumerate(self._groups)],
+            keys=[_keys(group, prompt) for group in self._groups],
+            copied=[blocks.start for blocks in needed],
             refusal=refusal,
         )
 
     def may_schedule(self, request_id: str) -> bool:
         """False while the request should wait for room in the arena."""
         send = self._sends.get(request_id)
-        return send is None or self._open(send)
-
-    def _open(self, send: _Send) -> bool:
-        if send.handoff is not None or send.refusal is not None:
+        if send is None or not send.waits:
             return True
-        try:
-            send.handoff = self._directory.open(send.prompt, send.keys, send.firsts)
-        except ArenaFullError as error:
-            self._refuse(send, "prompt_too_long", str(error))
-            return True
-        if send.handoff is not None:
-            send.todo = set(send.handoff.missing)
-            return True
-        now = self._clock()
         if send.wait_until is None:
-            send.wait_until = now + self._arena_wait
-        if now < send.wait_until:
-            return False
-        self._refuse(send, "arena_full", f"no room in the arena for {self._arena_wait:g} s")
-        return True
+            send.wait_until = self._clock() + self._arena_wait
+            self._waiting.append(send)
+        self._admit()
+        return not send.waits
+
+    def _admit(self) -> None:
+        """Give room to those that wait for some, in their order, so that none is overtaken for
+        ever by smaller ones. Without new room it looks at nobody but the first."""
+        while self._waiting:
+            send = self._waiting[0]
+            if send.refusal is None and self._tried != (send, self._directory.releases):
+                self._tried = send, self._directory.releases
+                try:
+                    send.handoff = self._directory.open(send.prompt, send.keys, send.firsts)
+                except ArenaFullError as error:
+                    self._refuse(send, "prompt_too_long", str(error))
+            assert send.wait_until is not None
+            if send.waits:
+                if self._clock() < send.wait_until:
+                    return
+                text = f"no room in the arena for {self._arena_wait:g} s"
+                self._refuse(send, "arena_full", text)
+            self._waiting.popleft()
+        self._tried = None
 
     def _refuse(self, send: _Send, reason: str, text: str) -> None:
         send.refusal = reason
@@ -149,83 +165,86 @@ class HandoffSender:
         self,
         meta: OmniConnectorMetadata,
         scheduler_output: "SchedulerOutput",
-        block_ids_of: Callable[[str], BlockIds],
+        blocks_of: "Callable[[str], KVCacheBlocks]",
     ) -> None:
         """Add this step's copies to `meta`."""
         if not self._sends:
             return
+        self._admit()
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
             send = self._sends.get(request_id)
-            if send is None or not self._open(send) or not send.todo:
+            if send is None or send.handoff is None or send.refusal is not None:
                 continue
             ready = self._filled_blocks(send, send.request.num_computed_tokens + tokens)
-            if ready and (job := self._job(send, ready, block_ids_of(request_id))):
+            if ready and (job := self._job(send, send.handoff, ready, blocks_of(request_id))):
                 meta.saves.append(job)
 
     def _filled_blocks(self, send: _Send, computed: int) -> list[Block]:
-        total = send.prompt.num_tokens
-        if computed >= total:
-            return list(send.todo)
-        # A recurrent state is that of the last token, so it is not ready before.
-        return [
-            (g, i)
-            for g, i in send.todo
-            if self._groups[g].keeps != "last" and (i + 1) * self._groups[g].block_size <= computed
-        ]
+        """Blocks that this step fills, and are not being copied yet."""
+        ends = computed >= send.prompt.num_tokens
+        filled: list[Block] = []
+        for g, group in enumerate(self._groups):
+            end = send.firsts[g] + len(send.keys[g])
+            if not ends:
+                # A recurrent state is that of the last token, so it is not ready before.
+                end = 0 if group.keeps == "last" else min(end, computed // group.block_size)
+            filled += [(g, i) for i in range(send.copied[g], end)]
+            send.copied[g] = max(send.copied[g], end)
+        return filled
 
-    def _job(self, send: _Send, blocks: Iterable[Block], block_ids: BlockIds) -> SaveJob | None:
-        handoff = send.handoff
-        assert handoff is not None
-        chosen = sorted(blocks)
-        tables = [block_ids[group_id] for group_id in self._group_ids]
-        if any(i >= len(tables[g]) or tables[g][i] == NULL_BLOCK_ID for g, i in chosen):
+    def _job(
+        self, send: _Send, handoff: Handoff, filled: list[Block], blocks: "KVCacheBlocks"
+    ) -> SaveJob | None:
+        chosen = self._directory.copying(handoff, filled)
+        if chosen is None:  # given up by its peer, or expired, or void
+            self._abandon(send)
+            return None
+        tables = [blocks.blocks[group_id] for group_id in self._group_ids]
+        if any(i >= len(tables[g]) or tables[g][i].is_null for g, i in filled):
+            self._directory.unfilled(handoff, chosen)
             self._refuse(send, "not_computed", "vLLM has freed blocks that the next token reads")
             self._abandon(send)
             return None
-        if not self._directory.copying(handoff, chosen):  # given up by its peer, or expired
-            self._abandon(send)
+        if not chosen:  # all of them are, or were, copied for another hand-off
             return None
-        send.todo.difference_update(chosen)
-        job_id = self._ledger.start(
-            (tables[g][i] for g, i in chosen),
-            lambda failure: self._job_ended(send, job_id, chosen, failure),
-        )
-        send.jobs.add(job_id)
         runs = []
         for g, members in itertools.groupby(chosen, key=lambda block: block[0]):
             indices = [i for _, i in members]
             runs.append(
                 CopyRun(
                     group=g,
-                    block_ids=[tables[g][i] for i in indices],
+                    block_ids=[tables[g][i].block_id for i in indices],
                     slots=[handoff.slot((g, i)) for i in indices],
                     generations=[handoff.generation((g, i)) for i in indices],
-                    keys=[_key_bytes(send.keys[g][i - send.firsts[g]]) for i in indices],
+                    keys=[(send.keys[g][i - send.firsts[g]] or b"")[:32] for i in indices],
                 )
             )
+        job_id = self._ledger.start(
+            itertools.chain(*(run.block_ids for run in runs)),
+            lambda failure: self._job_ended(send, handoff, job_id, failure),
+        )
+        send.jobs[job_id] = chosen
         return SaveJob(job_id, runs)
 
-    def _job_ended(
-        self, send: _Send, job_id: int, blocks: list[Block], failure: str | None
-    ) -> None:
-        handoff = send.handoff
-        assert handoff is not None
-        send.jobs.discard(job_id)
+    def _job_ended(self, send: _Send, handoff: Handoff, job_id: int, failure: str | None) -> None:
+        blocks = send.jobs.pop(job_id)
         if failure is None:
             self._directory.filled(handoff, blocks)
         else:
-            self._directory.unfilled(handoff, blocks)
             if failure != CANCELLED:
                 self._refuse(send, failure, f"copying its blocks failed: {failure}")
+            self._directory.unfilled(handoff, blocks)
             self._abandon(send)
         self._on_complete()
 
     def _abandon(self, send: _Send) -> str:
         send.refusal = send.refusal or "not_computed"
-        send.todo.clear()
         if send.handoff is not None:
             self._directory.close(send.handoff.token)
-        self._ledger.revoke(send.jobs)
+            # Copies that other hand-offs wait for go on.
+            for job_id, blocks in send.jobs.items():
+                if not self._directory.wanted(send.handoff, blocks):
+                    self._ledger.revoke([job_id])
         return send.refusal
 
     def finish(self, request: "Request", block_ids: BlockIds) -> dict[str, Any] | None:
@@ -233,9 +252,13 @@ class HandoffSender:
         send = self._sends.pop(request.request_id, None)
         if send is None:
             return None
+        if send.waits and send.wait_until is not None:
+            self._waiting.remove(send)
+            self._tried = None
         handoff = send.handoff
         well = request.status in _FINISHED_WELL
-        if handoff is None or not well or send.todo or send.refusal is not None:
+        ends = [first + len(keys) for first, keys in zip(send.firsts, send.keys, strict=True)]
+        if send.copied != ends or not well or handoff is None or handoff.closed or send.refusal:
             refusal = self._abandon(send)
             return no_handoff_answer(refusal) if well else None
         self._stats.count("handoffs_offered")
@@ -253,14 +276,12 @@ class HandoffSender:
         )
 
 
-def _keys(group: int, shape: GroupShape, prompt: Prompt) -> list[SlotKey | None]:
+def _keys(shape: GroupShape, prompt: Prompt) -> list[SlotKey | None]:
     """Keys of the blocks that the next token reads; those that can have one."""
     needed = shape.needed(prompt.num_tokens)
     if shape.keeps == "last" or prompt.hash_block_size != shape.block_size:
         return [None] * len(needed)
-    full = min(prompt.num_tokens // shape.block_size, len(prompt.block_hashes))
-    return [(group, bytes(prompt.block_hashes[i])) if i < full else None for i in needed]
-
-
-def _key_bytes(key: SlotKey | None) -> bytes:
-    return b"" if key is None else key[1][:32]
+    full = max(needed.start, min(needed.stop, len(prompt.block_hashes)))
+    full = min(full, max(needed.start, prompt.num_tokens // shape.block_size))
+    hashed: list[SlotKey | None] = list(prompt.block_hashes[needed.start : full])
+    return hashed + [None] * (needed.stop - full)
