@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-PATIENCE: Final = 20.0  # seconds; stops a hang
+PATIENCE: Final = 60.0  # seconds; stops a hang
 
 
 class HeldCopier:
