@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import contextlib
 import os
 import signal
 import subprocess
@@ -111,12 +112,21 @@ class Peer:
 
 
 def leaked(before: set[str]) -> list[str]:
-    """New files of /dev/shm, but those that Python's multiprocessing makes for other programs.
+    """New files of /dev/shm that no living process has: what peers that have ended left there.
 
-    That a peer uses none of that kind, `Peer.endpoint` has seen.
+    Other programs of this user make files there as well, and hold them. Those of Python's
+    multiprocessing may be left by any; that a peer uses none of them, `Peer.endpoint` has seen.
     """
     new = set(os.listdir("/dev/shm")) - before
-    return sorted(name for name in new if not name.startswith(("psm_", "sem.mp-")))
+    new = {name for name in new if not name.startswith(("psm_", "sem.mp-"))}
+    for process in Path("/proc").glob("[0-9]*") if new else ():
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            held = (process / "maps").read_text(errors="replace")
+            held += "\n".join(os.readlink(fd) for fd in (process / "fd").iterdir())
+            new = {name for name in new if f"/dev/shm/{name}" not in held}
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(n for n in new if Path("/dev/shm", n).stat().st_uid == os.geteuid())
+    return leaked(before)  # one has gone meanwhile
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The runtime folder; short, as the paths of Unix sockets must be."""
-    folder = Path(tempfile.mkdtemp(prefix="omni-"))
+    folder = Path(tempfile.mkdtemp(prefix="omni-", dir="/tmp"))
     monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(folder))
     yield folder
     shutil.rmtree(folder)
