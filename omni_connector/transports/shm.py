@@ -145,7 +145,8 @@ class SharedMemoryConnector(OmniConnector):
         try:
             connection = Connection(address, deadline)
         except PeerUnreachableError:
-            self._sweep(address.parent)
+            if address.parent == self.folder:  # another one is not ours to tidy up
+                self._sweep()
             raise
         try:
             view = map_arena(connection, endpoint.epoch, deadline, endpoint)
@@ -274,7 +275,7 @@ class SharedMemoryConnector(OmniConnector):
             if self._listener is not None:
                 return self._listener
             self._listener = listener = Listener(self._answer, self._note)
-        self._sweep(self.folder)
+        self._sweep()
         return listener
 
     def _own_objects(self) -> tuple[ObjectStore, str]:
@@ -347,7 +348,7 @@ class SharedMemoryConnector(OmniConnector):
                 # One peer that is gone, or not well, must not hide what the others have.
                 logger.debug("asked %s for an object: %s", peer.address, error)
                 if isinstance(error, PeerUnreachableError):
-                    self._sweep(self.folder)
+                    self._sweep()
                 continue
             if stored is not None and (newest is None or stored.stamp > newest[0].stamp):
                 newest = stored, peer
@@ -377,12 +378,12 @@ class SharedMemoryConnector(OmniConnector):
             raise TransportError(f"cannot read the runtime folder: {error}") from error
         return [f"{self.folder}/{name}" for name in names if name.startswith(_OBJECT_SOCKET)]
 
-    def _sweep(self, folder: Path) -> None:
+    def _sweep(self) -> None:
         try:
-            runtime.sweep(folder, timeout=_SWEEP_TIMEOUT_S)
+            runtime.sweep(self.folder, timeout=_SWEEP_TIMEOUT_S)
         except TransportError as error:
             # It only tidies up, and another engine will.
-            logger.debug("did not sweep %s: %s", folder, error)
+            logger.debug("did not sweep %s: %s", self.folder, error)
 
     def _check_open(self) -> None:
         if self._closed:

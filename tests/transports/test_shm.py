@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -601,3 +603,31 @@ def test_no_descriptor_is_left(place: Path) -> None:
     assert os.listdir(place) == []
     assert len(os.listdir("/proc/self/fd")) == before
     assert threading.active_count() == threads
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as name:
+        yield Path(name)
+
+
+def test_a_folder_that_a_peer_names_is_not_swept(
+    reader: SharedMemoryConnector, place: Path, elsewhere: Path
+) -> None:
+    plain = Endpoint(transport="shm", address="x", epoch=b"e" * 16, n_slots=1, slot_bytes=4096)
+    for folder in (place, elsewhere):
+        dead = folder / f"a-{'0' * 24}.sock"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+            listening.bind(str(dead))
+        with pytest.raises(PeerUnreachableError):
+            reader.attach(msgspec.structs.replace(plain, address=str(dead)), timeout=WAIT_S)
+        assert dead.exists() is (folder == elsewhere)
+
+
+@pytest.mark.parametrize("character", ["\0", "\n", "\x1b", "\u2028"])
+def test_an_address_is_one_line(reader: SharedMemoryConnector, character: str) -> None:
+    address = f"/tmp/x{character}y/a-{'0' * 24}.sock"
+    with pytest.raises(ValueError, match="is no address"):
+        Endpoint(transport="shm", address=address, epoch=b"e" * 16, n_slots=1, slot_bytes=4096)
+    hint = {"transport": "shm", "address": address}
+    assert reader.get("0", "1", "key", hint) is None
