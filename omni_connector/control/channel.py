@@ -34,8 +34,9 @@ from omni_connector.control.messages import (
 )
 from omni_connector.control.prompt import Prompt
 from omni_connector.control.server import Connection, ControlServer
-from omni_connector.control.sockets import bind_unix
+from omni_connector.control.sockets import bind_unix, hidden_path
 from omni_connector.errors import ConfigError, OmniError, PeerUnreachableError, ProtocolError
+from omni_connector.network.forks import close_bound_to, forget_in_child
 from omni_connector.network.keys import ClusterKey
 from omni_connector.network.listener import TcpListener
 from omni_connector.network.peers import HostPort, parse_host, parse_host_port
@@ -123,8 +124,10 @@ class ControlChannel:
             self._context.destroy(linger=0)
             os.close(self._wake_fd)
             raise
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="omni-control", daemon=True)
         self._thread.start()
+        forget_in_child(self, ControlChannel._abandon)
 
     @property
     def tcp_address(self) -> HostPort | None:
@@ -197,6 +200,8 @@ class ControlChannel:
 
     def close(self) -> None:
         """Stop the thread and take the socket away. Idempotent, within `CLOSE_S` seconds."""
+        if os.getpid() != self._process:  # both are the parent's
+            return
         with self._close_lock:
             self._closing = True
             self._post(lambda: None)
@@ -204,6 +209,11 @@ class ControlChannel:
             if not self._thread.is_alive() and self._wake_fd >= 0:
                 os.close(self._wake_fd)
                 self._wake_fd = -1
+
+    def _abandon(self) -> None:
+        # In a process that was forked, whose ZeroMQ has no threads.
+        if self._listen is not None:
+            close_bound_to(str(hidden_path(self._listen)))
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._post_lock:

@@ -23,7 +23,7 @@ def bind_unix(context: Context, path: Path) -> Socket:
     prepare(router)
     # A socket is visible only once it accepts, so that a peer may take "refused" for dead;
     # under the lock nobody sweeps it before.
-    hidden = path.with_name(f".{path.name}")
+    hidden = hidden_path(path)
     with locked(path.parent):
         if _accepts(path):
             raise TransportError(
@@ -32,6 +32,11 @@ def bind_unix(context: Context, path: Path) -> Socket:
         router.bind(f"ipc://{hidden}")
         os.rename(hidden, path)
     return router
+
+
+def hidden_path(path: Path) -> Path:
+    """Where a socket is bound before it appears at `path`: its address to the kernel."""
+    return path.with_name(f".{path.name}")
 
 
 def _accepts(path: Path) -> bool:
