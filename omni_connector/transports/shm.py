@@ -48,6 +48,7 @@ from omni_connector.transports.unix import (
     Read,
     Refusal,
 )
+from omni_connector.transports.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class SharedMemoryConnector(OmniConnector):
         # Addresses of objects are plain strings: each `get` compares them all.
         self._object_address: str | None = None
         self._peers: dict[str, ObjectPeer] = {}
+        self._watch = Watch(self._let_go)
         self._buffers = Buffers()
         # Held while the object arena is made, so that it is made once.
         self._making_objects = threading.Lock()
@@ -206,6 +208,7 @@ class SharedMemoryConnector(OmniConnector):
             exports, self._exports = list(self._exports.values()), {}
             peers, self._peers = list(self._peers.values()), {}
             objects = self._objects
+        self._watch.close()
         if listener is not None:
             listener.close()
         for export in exports:
@@ -369,7 +372,22 @@ class SharedMemoryConnector(OmniConnector):
                     self._peers[address] = ObjectPeer(
                         Path(address), self._peer_timeout, self._buffers
                     )
-            return [self._peers[address] for address in wanted if address != own]
+            found = [self._peers[address] for address in wanted if address != own]
+        if found:
+            self._watch.start()
+        return found
+
+    def _let_go(self) -> bool:
+        # On the watch's thread: connections to peers that have gone, and mappings of their arenas.
+        with self._lock:
+            peers = list(self._peers.items())
+        for address, peer in peers:
+            if not peer.let_go() and not os.path.exists(address):
+                with self._lock:
+                    if self._peers.get(address) is peer:
+                        del self._peers[address]
+        with self._lock:
+            return bool(self._peers)
 
     def _object_sockets(self) -> list[str]:
         try:

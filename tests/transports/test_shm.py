@@ -631,3 +631,23 @@ def test_an_address_is_one_line(reader: SharedMemoryConnector, character: str) -
         Endpoint(transport="shm", address=address, epoch=b"e" * 16, n_slots=1, slot_bytes=4096)
     hint = {"transport": "shm", "address": address}
     assert reader.get("0", "1", "key", hint) is None
+
+
+def test_the_objects_of_a_sender_that_has_gone_are_let_go_of(
+    reader: SharedMemoryConnector, place: Path
+) -> None:
+    """Their arena, and the connection; nobody asks again."""
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("omni-connector-arena")
+
+    before = mapped()
+    for _ in range(3):
+        with SharedMemoryConnector(folder=place, object_gib=0.01) as sender:
+            assert sender.put("0", "1", "key", b"object")[0]
+            assert reader.get("0", "1", "key") == (b"object", 6)
+            assert mapped() > before
+    end = time.monotonic() + WAIT_S
+    while reader._peers or mapped() > before:
+        assert time.monotonic() < end
+        time.sleep(0.05)
