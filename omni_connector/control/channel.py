@@ -9,6 +9,7 @@ process has ended, by missing heartbeats when its host or the link to it has.
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -128,6 +129,7 @@ class ControlChannel:
             raise
         for socket in self._routers:
             self._poller.register(socket)
+        self._process = os.getpid()
         self._next_tick = clock()
         self._thread = start("omni-control", self._turn, sleep=self._poller)
 
@@ -212,6 +214,8 @@ class ControlChannel:
 
     def close(self) -> None:
         """Stop the thread and take the socket away. Idempotent, within `CLOSE_S` seconds."""
+        if os.getpid() != self._process:  # both are the parent's
+            return
         with self._close_lock:
             self._closing = True
             self._post(lambda: None)
