@@ -6,11 +6,11 @@ import time
 import numpy as np
 import pytest
 
+from omni_connector.testing.toy import BLOCK, FAMILIES
 from omni_connector.transports.mooncake import MooncakeConnector
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt, run
 from .test_failed_loads import FAILURES, PROMPT, copier_fails, granted, peer_is_gone
-from .toy import BLOCK, FAMILIES
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 

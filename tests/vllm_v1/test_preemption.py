@@ -5,8 +5,9 @@ import threading
 
 import pytest
 
+from omni_connector.testing.toy import BLOCK
+
 from .harness import HANDOFF, InProcessEngine, assert_clean, prompt, run, wait
-from .toy import BLOCK
 
 pytestmark = pytest.mark.vllm
 
