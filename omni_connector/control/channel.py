@@ -169,12 +169,22 @@ class ControlChannel:
         self._post(run)
         return future
 
-    def release(self, address: str, token: bytes) -> None:
-        """Tell the peer that the hand-off is done with; returns at once, lost if it is gone."""
+    def release(self, grant: Grant) -> None:
+        """Tell the peer that a lease is done with; returns at once, lost if it is gone."""
 
         def run() -> None:
-            peer = None if self._closing else self._peers.get(address)
+            peer = None if self._closing else self._peers.get(grant.address)
             if peer is not None and peer.session.failure is None:
+                self._send(peer, [Release(grant.token, grant.sequence)])
+
+        self._post(run)
+
+    def drop(self, address: str, token: bytes) -> None:
+        """Tell the peer that nobody will claim a hand-off; returns at once, lost if it is gone."""
+
+        def run() -> None:
+            peer = None if self._closing else self._peer(address)
+            if isinstance(peer, _Peer) and peer.session.failure is None:
                 self._send(peer, [Release(token)])
 
         self._post(run)

@@ -52,6 +52,7 @@ class Grant:
     Attributes:
         address: the peer's control address, to which the release goes.
         token: name of the hand-off.
+        sequence: of the claim, and so of the lease.
         welcome: what the peer told about itself; its `arenas` are where the slots are.
         granted: slots and generations.
         expires: seconds of our clock when the peer may reuse the slots.
@@ -59,6 +60,7 @@ class Grant:
 
     address: str
     token: bytes
+    sequence: int
     welcome: Welcome
     granted: Granted
     expires: float
@@ -172,6 +174,7 @@ class PeerSession:
         grant = Grant(
             address=self.address,
             token=waiting.token,
+            sequence=message.sequence,
             welcome=self._welcome,
             granted=message,
             expires=self._clock() + message.lease_s,
@@ -179,7 +182,9 @@ class PeerSession:
         if waiting.future.set_running_or_notify_cancel():
             waiting.future.set_result(grant)
             return []
-        return [Release(waiting.token)]  # nobody waits any more: give the slots back
+        return [
+            Release(waiting.token, message.sequence)
+        ]  # nobody waits any more: give the slots back
 
     def tick(self) -> list[ControlRequest]:
         """Fail what is past its deadline; what to send now."""
@@ -194,7 +199,7 @@ class PeerSession:
         for sequence in late:
             waiting = self._waiting.pop(sequence)
             _fail(waiting.future, PeerUnreachableError(f"no answer from {self.address} in time"))
-            out.append(Release(waiting.token))
+            out.append(Release(waiting.token, sequence))
         return out
 
     def deadline(self) -> float:

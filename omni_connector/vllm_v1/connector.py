@@ -163,8 +163,8 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.request_finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        # Blocks that are being copied to the shared store come back with a later step.
-        return self._scheduler.saving()
+        # Blocks that are being copied come back with a later step.
+        return self._scheduler.copying()
 
     def has_pending_block_frees(self) -> bool:
         return self._scheduler.frees_soon()
@@ -196,14 +196,11 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.handshake
 
     def handle_preemptions(self, kv_connector_metadata: "KVConnectorMetadata | set[str]") -> None:
-        # Older runners say which requests were preempted; `bind_connector_metadata` serves them.
-        if isinstance(kv_connector_metadata, OmniConnectorMetadata):
-            self._worker.fence(kv_connector_metadata)
+        """Blocks under a copy are given to nobody: there is nothing to wait for."""
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(connector_metadata, OmniConnectorMetadata)
         super().bind_connector_metadata(connector_metadata)
-        self._worker.fence(connector_metadata)
         self._worker.bind(connector_metadata)
         self._report_asked_for = False
 
@@ -243,7 +240,7 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.collect()
         finished, failed = self._worker.take_finished_loads()
         return KVConnectorTransferResults(
-            finished_sending=self._worker.take_finished_sending(),
+            finished_sending=set(),
             finished_recving=finished,
             failed_recving=failed,
         )

@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copy jobs on threads of their own: saves in one, loads in another.
 
-The engine's thread submits a job and later asks what has ended; it waits for nothing but, at a
-preemption, for the block that is being copied out of memory about to be reused.
+The engine's thread submits a job and later asks what has ended; it waits for nothing.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from vllm.logger import init_logger
+
 from omni_connector.turns import WOKEN, StartTurns, TurnThread
 
+logger = init_logger("vllm.omni_connector.worker")
+
 CLOSE_S: Final = 5.0
+
+THREAD_DIED: Final = "copy_thread_died"
 
 
 @dataclass(slots=True)
@@ -47,15 +52,16 @@ _NOT_YET_S: Final = 0.0003
 
 
 class _Job:
-    def __init__(self, job_id: int, work: Work) -> None:
+    def __init__(self, job_id: int, work: Work, writes: frozenset[int]) -> None:
         self.job_id = job_id
+        self.writes = writes
         self.cancelled = False
         self.seconds = 0.0
         self.pieces = work(lambda: self.cancelled)
 
 
 class CopyThread:
-    """Runs jobs one after the other.
+    """Runs jobs one after the other. Whatever a job raises is that job's failure.
 
     Args:
         name: of the thread.
@@ -76,35 +82,35 @@ class CopyThread:
         self._closing = False
         self._thread = start(name, self._turn, cores=affinity)
 
-    def submit(self, job_id: int, work: Work) -> None:
-        """Queue a job; returns at once."""
+    def submit(self, job_id: int, work: Work, writes: Iterable[int] = ()) -> None:
+        """Queue a job; returns at once.
+
+        Args:
+            writes: the KV blocks that it fills, of which none is good if it raises.
+        """
         with self._changed:
-            self._queue.append(_Job(job_id, work))
+            self._queue.append(_Job(job_id, work, frozenset(writes)))
         self._thread.wake()
 
     def take_ended(self) -> list[Outcome]:
-        """Outcomes since the last call, each once."""
+        """Outcomes since the last call, each once. Without its thread all jobs have failed."""
+        under_way = self._queue or self._running is not None
+        if under_way and not self._closing and not self._thread.is_alive():
+            self._fail_all()
         if not self._ended:
             return []
         with self._changed:
             ended, self._ended = self._ended, []
         return ended
 
-    def cancel(self, job_ids: set[int]) -> None:
-        """Stop these jobs: on return none of them reads or writes a block any more.
-
-        A queued one never starts; the running one stops at its next piece. Unknown and ended
-        ones are ignored.
-        """
+    def _fail_all(self) -> None:
         with self._changed:
-            self._mark(job_ids)
-            running = self._running
-            if running is None or running.job_id not in job_ids:
-                return
-            # Bounded by the copy of one piece; there is no peer in it to wait for.
-            self._changed.wait_for(lambda: self._running is not running)
+            jobs = [*self._queue, *([] if self._running is None else [self._running])]
+            self._queue.clear()
+            self._running = None
+            self._ended += [_failed(job, THREAD_DIED) for job in jobs]
 
-    def revoke(self, job_ids: set[int]) -> None:
+    def cancel(self, job_ids: set[int]) -> None:
         """Tell these jobs to stop, without waiting for it; unknown and ended ones are ignored."""
         with self._changed:
             self._mark(job_ids)
@@ -137,6 +143,9 @@ class CopyThread:
             goes_on = next(job.pieces)
         except StopIteration as end:
             outcome = end.value
+        except BaseException:  # it is this job's, and the others go on
+            logger.exception("Copy job %d failed; please report it", job.job_id)
+            outcome = _failed(job, "job_failed")
         job.seconds += time.perf_counter() - started
         with self._changed:
             self._running = None
@@ -149,3 +158,7 @@ class CopyThread:
                 self._queue.append(job)
             self._changed.notify_all()
         return 0.0 if goes_on or outcome is not None else _NOT_YET_S
+
+
+def _failed(job: _Job, kind: str) -> Outcome:
+    return Outcome(job.job_id, kind, bad_block_ids=job.writes)

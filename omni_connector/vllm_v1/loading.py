@@ -92,7 +92,7 @@ class Loader:
         """The body of a job; see `Work`. Blocks that it could not fill are zero when it ends."""
         deadline = self._clock() + job.timeout
         outcome = Outcome(job.job_id)
-        waiting = deque(self._steps(job))
+        waiting: deque[Step] = deque()
         zeros = deque(job.zeros)
         ahead: FetchAhead[Step] = FetchAhead(
             self._fetchers, lambda step: self._fetched(job, step, deadline), self._clock
@@ -100,6 +100,7 @@ class Loader:
 
         def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
             try:
+                waiting.extend(self._steps(job))
                 while zeros:
                     self._zero(*zeros.popleft(), fence)
                     yield True
@@ -110,18 +111,27 @@ class Loader:
                     if self._clock() >= deadline:
                         raise PeerUnreachableError("the bytes were not there in time")
                     step = waiting[0]
-                    slots = self._slots(job, step, list(waiting), ahead, deadline)
-                    if slots is None:
-                        yield False
-                        continue
                     try:
-                        if isinstance(step, CopyRun):
-                            yield from self._copy(step, slots[0], fence)
-                        else:
-                            yield from self._convert(step, job, slots, fence)
-                    finally:
-                        for each in slots:
-                            each.release()
+                        slots = self._slots(job, step, list(waiting), ahead, deadline)
+                        if slots is None:
+                            yield False
+                            continue
+                        try:
+                            if isinstance(step, CopyRun):
+                                yield from self._copy(step, slots[0], fence)
+                            else:
+                                yield from self._convert(step, job, slots, fence)
+                        finally:
+                            for each in slots:
+                                each.release()
+                    except (StaleSlotError, ChecksumError):
+                        if len(step.block_ids) == 1:
+                            raise
+                        # The blocks before the bad one are good: they are loaded one by one.
+                        ahead.close()
+                        waiting.popleft()
+                        waiting.extendleft(reversed(list(self._parts(job, step, 1))))
+                        continue
                     waiting.popleft()
                     outcome.blocks += len(step.block_ids)
                     outcome.size += len(step.block_ids) * self._layout.group_bytes[step.group]
@@ -140,7 +150,8 @@ class Loader:
                     logger.exception("This should not happen; please report it")
                 for endpoint in endpoints:
                     self._forget(endpoint)
-            ahead.close()
+            finally:
+                ahead.close()
             if outcome.failure is not None:
                 outcome.bad_block_ids = frozenset(
                     block_id for step in waiting for block_id in step.block_ids
@@ -162,23 +173,31 @@ class Loader:
         for run, _ in batches(job.runs, self._layout):
             yield run
         for conversion in job.conversions:
+            size = max(1, BATCH_BYTES // self._layout.group_bytes[conversion.group])
+            yield from self._parts(job, conversion, size)
+
+    def _parts(self, job: LoadJob, step: Step, size: int) -> Iterator[Step]:
+        """A step in parts of so many blocks."""
+        for at in range(0, len(step.block_ids), size):
+            part = slice(at, at + size)
+            if isinstance(step, CopyRun):
+                yield step.part(part)
+                continue
             assert job.source is not None
-            ours = self._groups[conversion.group].block_size
-            theirs = job.source.groups[conversion.group].block_size
-            step = max(1, BATCH_BYTES // self._layout.group_bytes[conversion.group])
-            for at in range(0, len(conversion.block_ids), step):
-                indices = conversion.indices[at : at + step]
-                first = max(conversion.first, indices[0] * ours // theirs)
-                end = -(-(indices[-1] + 1) * ours // theirs)
-                held = slice(first - conversion.first, max(0, end - conversion.first))
-                yield replace(
-                    conversion,
-                    block_ids=conversion.block_ids[at : at + step],
-                    indices=indices,
-                    first=first,
-                    slots=conversion.slots[held],
-                    generations=conversion.generations[held],
-                )
+            ours = self._groups[step.group].block_size
+            theirs = job.source.groups[step.group].block_size
+            indices = step.indices[part]
+            first = max(step.first, indices[0] * ours // theirs)
+            end = -(-(indices[-1] + 1) * ours // theirs)
+            held = slice(first - step.first, max(0, end - step.first))
+            yield replace(
+                step,
+                block_ids=step.block_ids[part],
+                indices=indices,
+                first=first,
+                slots=step.slots[held],
+                generations=step.generations[held],
+            )
 
     def _slots(
         self, job: LoadJob, step: Step, steps: list[Step], ahead: FetchAhead[Step], deadline: float
@@ -353,15 +372,7 @@ def batches(runs: list[CopyRun], layout: SlotLayout) -> Iterator[tuple[CopyRun, 
         size = layout.group_bytes[run.group]
         step = max(1, BATCH_BYTES // size)
         for first in range(0, len(run.block_ids), step):
-            part = slice(first, first + step)
-            batch = CopyRun(
-                run.group,
-                run.block_ids[part],
-                run.slots[part],
-                run.generations[part],
-                run.keys[part],
-            )
-            yield batch, size
+            yield run.part(slice(first, first + step)), size
 
 
 def failure_kind(error: Exception, other: str) -> str:

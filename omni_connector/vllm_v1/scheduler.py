@@ -22,6 +22,7 @@ from omni_connector.network.peers import Peers, parse_listen
 from omni_connector.transports.runtime import runtime_dir, socket_path, sweep
 from omni_connector.vllm_v1.compat import hash_block_size, recompute
 from omni_connector.vllm_v1.identity import fingerprint, hash_id, prompt_of
+from omni_connector.vllm_v1.ledger import CopyLedger
 from omni_connector.vllm_v1.metadata import (
     OmniConnectorMetadata,
     OmniHandshakeMetadata,
@@ -101,6 +102,7 @@ class OmniScheduler:
         self._channel: ControlChannel | None = None
         self._sender: HandoffSender | None = None
         self._receiver: HandoffReceiver | None = None
+        self._ledger: CopyLedger | None = None
         self._shared: SharedPrefix | None = None
         self._runtime_dir = runtime_dir(config.namespace)
         self._peers = Peers(config.peers)
@@ -136,6 +138,8 @@ class OmniScheduler:
         ours = fingerprint(self._config, self._vllm_config, self._kv_cache_config, ranks[0])
         hashing = hash_id(self._vllm_config, self._hash_block_size)
         arenas = tuple(rank.endpoints for rank in ranks if rank.endpoints)
+        assert self._manager is not None
+        self._ledger = ledger = CopyLedger(self._manager.block_pool, ours.ranks, self._clock)
         self._sweep()
         server = None
         if self._produces:
@@ -169,6 +173,7 @@ class OmniScheduler:
         if self._directory is not None:
             self._sender = HandoffSender(
                 directory=self._directory,
+                ledger=ledger,
                 fingerprint=ours,
                 group_ids=self._group_ids,
                 engine_id=self._engine_id,
@@ -182,6 +187,7 @@ class OmniScheduler:
         if self._consumes:
             self._receiver = HandoffReceiver(
                 channel=channel,
+                ledger=ledger,
                 address_of=self._address_of,
                 fingerprint=ours,
                 group_ids=self._group_ids,
@@ -194,6 +200,7 @@ class OmniScheduler:
             self._config,
             self._vllm_config,
             self._kv_cache_config,
+            ledger=ledger,
             fingerprint=ours,
             group_ids=self._group_ids,
             surroundings=self._surroundings,
@@ -268,6 +275,10 @@ class OmniScheduler:
                 raise BadParamsError("prompt_embeds", "the prompt has no token ids")
             if prompt.num_tokens > 0:
                 self._receiver.add(request, remote, prompt)
+            else:
+                # No prompt of one token is handed off: it is that which vLLM puts in the place of
+                # one that its server has refused.
+                self._receiver.reject(remote)
         except BadParamsError as error:
             self._stats.fail(error.reason)
             logger.warning(
@@ -292,13 +303,15 @@ class OmniScheduler:
             self._sender.add(request, prompt, refusal="nothing_to_hand_off")
             return
         refusal = None
-        if self._stops_early and not truncated:
+        if request.resumable:  # it goes on writing, and a state is overwritten in place
+            refusal = "resumable"
+        elif self._stops_early and not truncated:
             refusal = _truncation_refusal(request, num_tokens)
             if refusal is None:
                 _truncate(request, params)
-            else:
-                self._stats.fail(refusal)
-                logger.warning("Request %s is not handed off (%s)", request.request_id, refusal)
+        if refusal is not None:
+            self._stats.fail(refusal)
+            logger.warning("Request %s is not handed off (%s)", request.request_id, refusal)
         self._sender.add(request, prompt, refusal)
 
     def get_num_new_matched_tokens(
@@ -330,14 +343,16 @@ class OmniScheduler:
     def build_meta(self, scheduler_output: "SchedulerOutput") -> OmniConnectorMetadata:
         """This step's work for the workers."""
         meta = OmniConnectorMetadata()
-        if self._sender:
+        if self._sender is not None:
             assert self._manager is not None
-            self._sender.build(meta, scheduler_output, self._manager.get_block_ids)
+            self._sender.build(meta, scheduler_output, self._manager.get_blocks)
         if self._receiver is not None:
             self._receiver.build(meta)
         if self._shared is not None:
             assert self._manager is not None
             self._shared.build(meta, scheduler_output, self._manager)
+        if self._ledger is not None:
+            meta.cancel.extend(self._ledger.take_revoked())
         return meta
 
     def update_output(self, output: "KVConnectorOutput") -> None:
@@ -345,25 +360,20 @@ class OmniScheduler:
         report = output.kv_connector_worker_meta
         if not isinstance(report, OmniWorkerMetadata):
             return
-        if self._sender is not None:
-            self._sender.jobs_done(report.done, report.failed)
-            if output.finished_sending:
-                output.finished_sending -= self._sender.still_sending()
-        if self._receiver is not None:
-            for request in self._receiver.jobs_done(report.done, report.failed):
-                if not self._fails_by_block and request.request_id not in output.failed_recving:
-                    assert self._manager is not None
-                    logger.warning(
-                        "Request %s computes its prompt here: its load failed, and the model "
-                        "runner does not pass on failed loads",
-                        request.request_id,
-                    )
-                    recompute(request, self._manager)
-        if self._shared is not None:
-            assert self._manager is not None
-            for request in self._shared.jobs_done(report.done, report.failed, self._manager):
-                # Told to vLLM, a failed load could end the request: its policy is for hand-offs.
+        assert self._ledger is not None
+        assert self._manager is not None
+        self._ledger.report(report.done, report.failed)
+        for request in self._receiver.take_failed() if self._receiver is not None else ():
+            if not self._fails_by_block and request.request_id not in output.failed_recving:
+                logger.warning(
+                    "Request %s computes its prompt here: its load failed, and the model "
+                    "runner does not pass on failed loads",
+                    request.request_id,
+                )
                 recompute(request, self._manager)
+        for request in self._shared.take_failed() if self._shared is not None else ():
+            # Told to vLLM, a failed load could end the request: its policy is for hand-offs.
+            recompute(request, self._manager)
 
     def request_finished(
         self, request: "Request", block_ids: tuple[list[int], ...]
@@ -375,27 +385,24 @@ class OmniScheduler:
             return False, None
         if self._receiver is not None:
             self._receiver.finish(request.request_id)
-        if self._sender is not None:
-            return self._sender.finish(request, block_ids)
-        return False, None
+        if self._sender is None:
+            return False, None
+        return False, self._sender.finish(request, block_ids)
 
-    def saving(self) -> bool:
+    def copying(self) -> bool:
         """Whether blocks are held, until a later step, that no request need hold."""
-        return self._shared is not None and self._shared.saving()
+        return bool(self._ledger)
 
     def frees_soon(self) -> bool:
         """Whether blocks come free so soon that nobody should be preempted for some."""
-        if self._shared is None:
-            return False
-        assert self._manager is not None
-        return self._shared.frees_soon(self._manager)
+        return self._ledger is not None and self._ledger.frees_soon()
 
     def reset_cache(self) -> bool:
         """Forget every block that a later request could share, as after a change of weights."""
         if self._shared is not None:
             self._shared.forget()
         if self._directory is not None:
-            self._directory.forget()
+            self._directory.void()
         return True
 
     def take_stats(self) -> OmniStats | None:

@@ -10,6 +10,7 @@ from omni_connector.control.messages import Fingerprint
 from omni_connector.transports.block_store import BlockStore
 from omni_connector.vllm_v1.compat import hash_block_size
 from omni_connector.vllm_v1.identity import hash_id
+from omni_connector.vllm_v1.ledger import CopyLedger
 from omni_connector.vllm_v1.lookups import StoreLookups
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.shared_blocks import key_prefix
@@ -29,6 +30,7 @@ def open_shared_prefix(
     vllm_config: "VllmConfig",
     kv_cache_config: "KVCacheConfig",
     *,
+    ledger: CopyLedger,
     fingerprint: Fingerprint,
     group_ids: tuple[int, ...],
     surroundings: Surroundings,
@@ -37,6 +39,7 @@ def open_shared_prefix(
     """The scheduler half of sharing; None where it is not asked for, or cannot be.
 
     Args:
+        ledger: the copy jobs.
         fingerprint: of this engine.
         group_ids: index of each transferred group among vLLM's groups.
         surroundings: clock, randomness and threads.
@@ -60,12 +63,12 @@ def open_shared_prefix(
             surroundings.clock,
             surroundings.start,
         ),
+        ledger=ledger,
         prefix=key_prefix(
             config.namespace, fingerprint, hash_id(vllm_config, hash_size), vllm_config
         ),
         groups=fingerprint.groups,
         group_ids=group_ids,
-        ranks=fingerprint.ranks,
         hash_block_size=hash_size,
         num_blocks=kv_cache_config.num_blocks,
         lookup_timeout=config.store.lookup_timeout_s,

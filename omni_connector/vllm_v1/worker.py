@@ -97,9 +97,7 @@ class OmniWorker:
         self._metadata: OmniConnectorMetadata | None = None
         self._loads_started = self._saves_started = True
         self._loading: dict[int, str] = {}
-        self._unended_saves: set[int] = set()
         self._store_saves: set[int] = set()
-        self._finish_after: list[tuple[str, set[int]]] = []
         self._finished_loads: set[str] = set()
         self._failed_loads: set[str] = set()
         self._bad_block_ids: set[int] = set()
@@ -199,12 +197,13 @@ class OmniWorker:
         """End of a step: whatever the runner did not start by itself starts now."""
         self.start_loads()
         self.start_saves()
+        if self._metadata is not None and self._metadata.cancel:
+            threads = [self._saves, self._loads]
+            if self._store_jobs is not None:
+                threads.append(self._store_jobs.loads)
+            for thread in threads:
+                thread.cancel(set(self._metadata.cancel))
         self._metadata = None
-
-    def fence(self, metadata: OmniConnectorMetadata) -> None:
-        """Make sure that no save reads blocks that this step may overwrite."""
-        if metadata.fence:
-            self._saves.cancel(set(metadata.fence))
 
     def start_loads(self) -> None:
         """Start the step's loads; returns at once. Once a step, before or after the forward."""
@@ -219,15 +218,11 @@ class OmniWorker:
             fence = copier.fence()
             for job in metadata.loads:
                 self._loading[job.job_id] = job.request_id
-                self._loads.submit(job.job_id, loader.work(job, fence))
+                self._loads.submit(job.job_id, loader.work(job, fence), job.block_ids())
             for fetch in metadata.store_loads:
                 assert shared is not None
                 self._loading[fetch.job_id] = fetch.request_id
                 shared.loads.submit(fetch.job_id, shared.load_work(fetch, fence))
-        if metadata.cancel:
-            self._loads.revoke(set(metadata.cancel))
-            if self._store_jobs is not None:
-                self._store_jobs.loads.revoke(set(metadata.cancel))
 
     def start_saves(self) -> None:
         """Start the step's saves; returns at once. Call it when the forward has been launched."""
@@ -240,14 +235,11 @@ class OmniWorker:
             assert copier is not None
             fence = copier.fence()
             for job in metadata.saves:
-                self._unended_saves.add(job.job_id)
                 self._saves.submit(job.job_id, self._save_work(job, fence))
             for save in metadata.store_saves:
                 assert shared is not None
                 self._store_saves.add(save.job_id)
                 self._saves.submit(save.job_id, shared.save_work(save, fence))
-        for request_id, job_ids in metadata.finish_after:
-            self._finish_after.append((request_id, set(job_ids)))
 
     def collect(self) -> None:
         """Look at what has ended since the last step."""
@@ -258,7 +250,6 @@ class OmniWorker:
             if outcome.job_id in self._store_saves:
                 self._store_saves.discard(outcome.job_id)
                 continue
-            self._unended_saves.discard(outcome.job_id)
             if outcome.failure is not None:
                 self._report.failed[outcome.job_id] = outcome.failure
             else:
@@ -290,18 +281,6 @@ class OmniWorker:
         self._stats.time(kind, outcome.seconds)
         self._stats.count(f"bytes_{done}", outcome.size)
         self._stats.count(f"blocks_{done}", outcome.blocks)
-
-    def take_finished_sending(self) -> set[str]:
-        """Requests whose blocks no save reads any more."""
-        finished = set()
-        waiting = []
-        for request_id, job_ids in self._finish_after:
-            if job_ids & self._unended_saves:
-                waiting.append((request_id, job_ids))
-            else:
-                finished.add(request_id)
-        self._finish_after = waiting
-        return finished
 
     def take_finished_loads(self) -> tuple[set[str], set[str]]:
         """Requests whose loads ended, and those of them that failed as a whole."""
@@ -360,6 +339,7 @@ class OmniWorker:
 
         def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
             outcome = Outcome(job.job_id)
+            complete = False
             try:
                 for batch, size in batches(job.runs, layout):
                     if cancelled() or not (
@@ -369,11 +349,14 @@ class OmniWorker:
                         break
                     outcome.blocks += len(batch.block_ids)
                     outcome.size += len(batch.block_ids) * size
+                else:
+                    complete = True
             except Exception as error:  # whatever it is, the engine goes on without the hand-off
                 logger.exception("Saving KV blocks failed (job %d)", job.job_id)
                 outcome.failure = failure_kind(error, "save_failed")
-            if outcome.failure is not None:
-                _void(arena, job)
+            finally:
+                if not complete:
+                    _void(arena, job)
             return outcome
 
         return work

@@ -43,7 +43,7 @@ def test_a_release_reaches_the_owner(start_engine: StartEngine, asker: Asker) ->
     engine = start_engine()
     handoff = engine.handoff()
     grant = asker.claim(engine, handoff).result(LONG)
-    asker.channel.release(grant.address, grant.token)
+    asker.channel.release(grant)
     assert engine.directory.closed.get(timeout=LONG) == handoff.token
     assert engine.directory.usage() == (0, 0, 0)
 
@@ -331,12 +331,13 @@ def test_claims_after_close_fail_and_the_rest_is_ignored(
     engine = start_engine()
     channel = ControlChannel(fingerprint=fingerprint)
     token = engine.handoff().token
-    assert ask(channel, engine.address, token, engine.welcome.epoch).result(LONG)
+    grant = ask(channel, engine.address, token, engine.welcome.epoch).result(LONG)
     channel.close()
     future = ask(channel, engine.address, token, engine.welcome.epoch)
     assert future.done()
     assert "closed" in str(failure(future))
-    channel.release(engine.address, token)
+    channel.release(grant)
+    channel.drop(engine.address, token)
     engine.channel.close()
     engine.channel.recheck()
     cancelled = ask(channel, engine.address, token, engine.welcome.epoch)

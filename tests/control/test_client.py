@@ -135,6 +135,7 @@ def test_a_grant_says_where_the_slots_are_and_until_when(welcomed: Asking, clock
     assert future.result(0) == Grant(
         address=ADDRESS,
         token=claim.token,
+        sequence=claim.sequence,
         welcome=welcomed.welcome,
         granted=granted,
         expires=clock.now + 60.0,
@@ -227,7 +228,7 @@ def test_a_cancelled_claim_gives_its_grant_back(
     assert isinstance(claim, Claim)
     if when == "before the grant":
         assert future.cancel()
-    assert asking.hear(asking.granted(claim.sequence)) == [Release(claim.token)]
+    assert asking.hear(asking.granted(claim.sequence)) == [Release(claim.token, claim.sequence)]
     assert future.cancelled()
 
 
@@ -252,7 +253,7 @@ def test_a_claim_past_its_deadline_fails_and_is_released(welcomed: Asking, clock
     clock.now += 0.9
     assert welcomed.session.tick() == []
     clock.now += 0.1
-    assert welcomed.session.tick() == [Release(claim.token)]
+    assert welcomed.session.tick() == [Release(claim.token, claim.sequence)]
     error = error_of(early)
     assert isinstance(error, PeerUnreachableError)
     assert ADDRESS in str(error)

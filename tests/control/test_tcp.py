@@ -135,7 +135,7 @@ def test_engines_that_share_a_key_talk_over_tcp(engine: Engine, friend: Asker) -
     grant = friend.claim_tcp(engine, handoff).result(LONG)
     assert grant.address == engine.tcp == f"tcp://127.0.0.1:{port_of(engine)}"
     assert grant.token == handoff.token
-    friend.channel.release(grant.address, grant.token)
+    friend.channel.release(grant)
     assert engine.directory.closed.get(timeout=LONG) == handoff.token
 
 

@@ -241,7 +241,7 @@ def test_a_step_with_nothing_to_do_makes_no_work(engine):
     both.submit(prompt(20), max_tokens=3)
     scheduled = both.scheduler.schedule()
     metadata = scheduled.kv_connector_metadata
-    for work in (metadata.saves, metadata.loads, metadata.fence, metadata.finish_after):
+    for work in (metadata.saves, metadata.loads, metadata.cancel):
         assert work == []
     both.scheduler.update_from_output(scheduled, both._execute(scheduled))
     both.settle()
