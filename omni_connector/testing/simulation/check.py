@@ -21,7 +21,7 @@ _CONTAINERS: Final = (dict, list, set, deque, frozenset)
 _KEPT: Final = re.compile(
     r"\._slots\b|\._free\b|\._cached\b|\._by_key\b|\._plans\b|\._chosen\b|\._stats\b|_stats\b"
     r"|\._introduced\b|\._peers\b|\._remotes\b|\._untold\b|\._sent\b|\._distrusted\b|\._failures\b"
-    r"|\._events\b|\._report\.|\._gauges\b|\._copier\b|\._layout\b|\._commands\b|\._told\b|\._threads\b"
+    r"|\._events\b|\._report\.|\._gauges\b|\._copier\b|\._layout\b|\._commands\b|\._told\b|\._threads\b|\._batches\b"
     r"|\._manager\b|\._config\b|\._vllm_config\b|\._kv_cache_config\b"
 )
 _DEPTH: Final = 12

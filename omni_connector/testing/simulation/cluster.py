@@ -195,6 +195,16 @@ class Cluster:
         now = self.world.now - self.lag
         return next((each for each in self.sent.values() if now > each.deadline), None)
 
+    def give_up(self, sent: Sent) -> None:
+        """A client goes away because nothing comes."""
+        self.world.tell(f"vLLM at {sent.engine.name} stalls; the client of {sent.request_id} goes")
+        self._gone(sent)
+
+    def _gone(self, sent: Sent) -> None:
+        sent.aborted = True
+        del self.sent[sent.request_id]
+        sent.engine.abort(sent.request_id)
+
     # What happens; each is an event of a plan
 
     def serve(self, engine: str, prompt: tuple[int, int], tokens: int, priority: int) -> None:
@@ -251,9 +261,7 @@ class Cluster:
         if self.sent:
             sent = list(self.sent.values())[number % len(self.sent)]
             self.world.tell(f"the client of {sent.request_id} goes away")
-            sent.aborted = True
-            del self.sent[sent.request_id]
-            sent.engine.abort(sent.request_id)
+            self._gone(sent)
 
     def preempt(self, engine: str) -> None:
         """Whatever runs is preempted, and computed again."""
@@ -422,9 +430,10 @@ class Cluster:
         )
         everybody = list(self.engines.values())
         world.draw.shuffle(everybody)
+        paused: set[SimulatedEngine] = set()
         for engine in everybody:
-            self._pause(engine, mode, state)
-        while not all(engine.idle or not engine.alive for engine in everybody):
+            self._pause(engine, mode, state, paused)
+        while not all((e in paused and e.idle) or not e.alive for e in everybody):
             yield 0.01
         self._weights += 1
         for engine in everybody:
@@ -449,7 +458,13 @@ class Cluster:
             engine.pause(PauseState.UNPAUSED)
         world.tell("engines go on")
 
-    def _pause(self, engine: SimulatedEngine, mode: str, state: PauseState) -> None:
+    def _pause(
+        self,
+        engine: SimulatedEngine,
+        mode: str,
+        state: PauseState,
+        paused: set[SimulatedEngine],
+    ) -> None:
         def pause() -> None:
             if mode == "abort":
                 for sent in list(self.sent.values()):
@@ -458,6 +473,7 @@ class Cluster:
                         del self.sent[sent.request_id]
                 engine.abort_all()
             engine.pause(state)
+            paused.add(engine)
 
         engine.call(pause)
 

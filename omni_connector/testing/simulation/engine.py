@@ -258,6 +258,15 @@ class SimulatedEngine(Actor):
         """Whether a pause is complete, as `EngineCore` sees it."""
         return not (self.scheduler.has_requests() or self._scheduled or self._executed)
 
+    @property
+    def stalled(self) -> bool:
+        """Whether vLLM itself cannot go on: requests whose KV was loaded hold all blocks, none of
+        them runs, and it preempts only what runs."""
+        waiting = getattr(self.scheduler, "kv_holding_waiting", ())
+        return not self.scheduler.running and any(
+            request.status == RequestStatus.WAITING for request in waiting
+        )
+
     def shutdown(self) -> None:
         """End both halves, in vLLM's order."""
         self.alive = False

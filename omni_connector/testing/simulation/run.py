@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -30,7 +31,8 @@ _QUIET_S: Final = 700.0
 
 _TICKS_S: Final = 1.2
 
-_HANG_S: Final = 30
+_HANG_CPU_S: Final = 20
+_HANG_S: Final = 300
 _MOST_ACTS: Final = 400_000
 
 
@@ -84,7 +86,9 @@ def _run(cluster: Cluster, plan: Plan, errors: "_Errors") -> None:
             if engine not in before:
                 before[engine] = sizes(engine)
         late = cluster.overdue()
-        if late is not None:
+        if late is not None and late.engine.stalled:
+            cluster.give_up(late)
+        elif late is not None:
             raise Violation("never_ends", f"{late.request_id} at {late.engine.name} does not end")
         errors.look(cluster)
         if world.acts > _MOST_ACTS:
@@ -207,15 +211,18 @@ def _alarm() -> Iterator[None]:
         return
 
     def ring(*_: object) -> None:
-        raise Violation("hangs", f"nothing moves for {_HANG_S} s")
+        raise Violation("hangs", "an act does not end")
 
-    former = signal.signal(signal.SIGALRM, ring)
+    former = [signal.signal(number, ring) for number in (signal.SIGALRM, signal.SIGPROF)]
+    signal.setitimer(signal.ITIMER_PROF, _HANG_CPU_S)
     signal.alarm(_HANG_S)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, former)
+        for number, handler in zip((signal.SIGALRM, signal.SIGPROF), former, strict=True):
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -230,6 +237,8 @@ def laboratory() -> Iterator[None]:
         (store_jobs, "_TRAYS", 2),
         (time, "sleep", _no_sleep),
     ]
+    unraisable = sys.unraisablehook
+    sys.unraisablehook = lambda _: None  # of generators that ended with a killed engine
     kept = [(module, name, getattr(module, name)) for module, name, _ in patched]
     levels = []
     for name in ("vllm", "vllm.omni_connector", "omni_connector"):
@@ -248,6 +257,7 @@ def laboratory() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(torch_threads)
+        sys.unraisablehook = unraisable
         gc.enable()
         gc.unfreeze()
         for module, name, value in kept:

@@ -84,6 +84,7 @@ LOOKUP_TIMEOUT_S: Final = 0.25
 def extra_config(shape: EngineShape, slot_bytes: int) -> dict[str, Any]:
     """The connector's settings."""
     extra: dict[str, Any] = {
+        "model_id": "toy",
         "arena_gib": (shape.slots + 0.5) * slot_bytes * shape.ranks / (1 << 30),
         "arena_wait_s": ARENA_WAIT_S,
         "load_timeout_s": LOAD_TIMEOUT_S,
