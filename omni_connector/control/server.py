@@ -51,6 +51,7 @@ class ControlServer:
         fingerprint: what a peer must agree on.
         welcome: what an agreeing peer is told.
         directory: the hand-offs.
+        valid: whether what they hold is still of the engine's weights.
         clock: seconds, monotonic.
         patience: seconds a claim may wait for a hand-off that is still being copied.
         count: called with the name of each event worth counting.
@@ -62,6 +63,7 @@ class ControlServer:
         fingerprint: Fingerprint,
         welcome: Welcome,
         directory: SlotDirectory,
+        valid: Callable[[], bool] = lambda: True,
         clock: Callable[[], float],
         patience: float,
         count: Callable[[str], None],
@@ -69,6 +71,7 @@ class ControlServer:
         self._fingerprint = fingerprint
         self._welcome = welcome
         self._directory = directory
+        self._valid = valid
         self._clock = clock
         self._patience = patience
         self._count = count
@@ -140,6 +143,9 @@ class ControlServer:
         return self._welcome
 
     def _answer(self, connection: Connection, claim: Claim) -> Granted | Denied | None:
+        if not self._valid():  # and the engine's thread has yet to notice
+            self._count("denied_unknown_token")
+            return Denied(claim.sequence, "unknown_token")
         lease = connection, claim.sequence
         state, handoff = self._directory.claim(
             claim.token, claim.num_tokens, claim.digest, claim.digest_kind, lease

@@ -17,6 +17,9 @@ from omni_connector.transports.base import Endpoint
 NULL_BLOCK_ID: Final = 0
 """The block that vLLM puts in a table where there is none: never read, never written."""
 
+NO_JOB_ID: Final = 0
+"""Of work that no ledger has started, and nobody asks after."""
+
 Block = tuple[int, int]
 """(position of the group among the transferred ones, logical index in the request)."""
 
@@ -147,6 +150,7 @@ class OmniConnectorMetadata(KVConnectorMetadata):
         loads: started at once.
         store_saves, store_loads: the same with the shared store.
         cancel: jobs of whatever kind that nobody wants any more.
+        void: slots, and a generation for each, so that who reads them learns that they are void.
     """
 
     saves: list[SaveJob] = field(default_factory=list)
@@ -154,6 +158,7 @@ class OmniConnectorMetadata(KVConnectorMetadata):
     store_saves: list[StoreSave] = field(default_factory=list)
     store_loads: list[StoreLoad] = field(default_factory=list)
     cancel: list[int] = field(default_factory=list)
+    void: tuple[list[int], list[int]] = ([], [])
 
 
 @dataclass(slots=True)

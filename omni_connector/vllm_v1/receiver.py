@@ -61,6 +61,7 @@ class _Load:
     grant: Grant | None = None
     job_id: int | None = None
     ended: bool = False
+    void: bool = False  # of other weights than the engine has by now
 
 
 class HandoffReceiver:
@@ -103,6 +104,7 @@ class HandoffReceiver:
         self._loads: dict[str, _Load] = {}
         self._queued: list[LoadJob] = []
         self._failed: list[Request] = []
+        self._void: list[Request] = []
 
     def add(self, request: "Request", remote: RemotePrefill, prompt: Prompt) -> None:
         """A request whose prompt was prefilled elsewhere has arrived: ask there."""
@@ -286,6 +288,9 @@ class HandoffReceiver:
     def _job_ended(self, load: _Load, num_tokens: int, failure: str | None) -> None:
         load.job_id, load.ended = None, True
         self._release(load)
+        if load.void:
+            self._void.append(load.request)
+            return
         if failure is None:
             self._stats.count("handoffs_received")
             self._stats.count("tokens_loaded", num_tokens)
@@ -293,6 +298,22 @@ class HandoffReceiver:
         if failure != CANCELLED:  # the worker has said why, vLLM says what follows
             self._stats.fail(failure)
         self._failed.append(load.request)
+
+    def void(self) -> None:
+        """What was asked for, granted or is being loaded is of other weights than it would be
+        read with: the prompts are computed here."""
+        for load in self._loads.values():
+            if load.ended or load.void:
+                continue
+            load.void = True
+            if load.job_id is None:  # else it comes to its end, and to nothing
+                load.ended = True
+                self._give_up(load, "weights_changed", "the prefix cache was reset meanwhile")
+
+    def take_void(self) -> "list[Request]":
+        """Requests whose loads have ended since the last call, and are void."""
+        void, self._void = self._void, []
+        return void
 
     def take_failed(self) -> "list[Request]":
         """Requests whose loads have failed since the last call."""

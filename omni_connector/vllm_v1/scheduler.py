@@ -21,6 +21,7 @@ from omni_connector.network.keys import ClusterKey, load_key
 from omni_connector.network.peers import Peers, parse_listen
 from omni_connector.transports.runtime import runtime_dir, socket_path, sweep
 from omni_connector.vllm_v1.compat import hash_block_size, recompute
+from omni_connector.vllm_v1.epoch import WeightsEpoch
 from omni_connector.vllm_v1.identity import fingerprint, hash_id, prompt_of
 from omni_connector.vllm_v1.ledger import CopyLedger
 from omni_connector.vllm_v1.metadata import (
@@ -103,6 +104,8 @@ class OmniScheduler:
         self._sender: HandoffSender | None = None
         self._receiver: HandoffReceiver | None = None
         self._ledger: CopyLedger | None = None
+        self._weights: WeightsEpoch | None = None
+        self._void: tuple[list[int], list[int]] = [], []
         self._shared: SharedPrefix | None = None
         self._runtime_dir = runtime_dir(config.namespace)
         self._peers = Peers(config.peers)
@@ -139,6 +142,7 @@ class OmniScheduler:
         hashing = hash_id(self._vllm_config, self._hash_block_size)
         arenas = tuple(rank.endpoints for rank in ranks if rank.endpoints)
         assert self._manager is not None
+        self._weights = weights = WeightsEpoch(self._manager.block_pool)
         self._ledger = ledger = CopyLedger(self._manager.block_pool, ours.ranks, self._clock)
         self._sweep()
         server = None
@@ -153,6 +157,7 @@ class OmniScheduler:
                 fingerprint=ours,
                 welcome=Welcome(self._epoch, hashing, ours, arenas),
                 directory=self._directory,
+                valid=weights.holds,
                 clock=self._clock,
                 patience=self._config.handoff_ttl_s,
                 count=self._events.append,
@@ -240,8 +245,26 @@ class OmniScheduler:
             else:
                 self._stats.fail(event)
 
+    def _follow_weights(self) -> None:
+        if self._weights is not None and not self._weights.holds():
+            self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        """Whatever was computed so far is void, here and at those who are reading it."""
+        assert self._weights is not None
+        self._weights.begin()
+        if self._sender is not None and self._directory is not None:
+            slots, generations = self._sender.void()
+            self._void[0].extend(slots)
+            self._void[1].extend(generations)
+        if self._receiver is not None:
+            self._receiver.void()
+        if self._shared is not None:
+            self._shared.void()
+
     def on_new_request(self, request: "Request") -> None:
         """A request was added: ask for its KV elsewhere, or prepare to hand it off."""
+        self._follow_weights()
         self._follow_params(request)
         if self._shared is not None and not request.resumable:  # a session's tokens may change
             truncated = bool(request.kv_transfer_params) and self._stops_early
@@ -318,6 +341,7 @@ class OmniScheduler:
         self, request: "Request", num_computed: int
     ) -> tuple[int | None, bool]:
         """vLLM's question, answered at once; see `KVConnectorBase_V1`."""
+        self._follow_weights()
         matched: int | None = 0
         if request.kv_transfer_params:
             request_id = request.request_id
@@ -343,6 +367,9 @@ class OmniScheduler:
     def build_meta(self, scheduler_output: "SchedulerOutput") -> OmniConnectorMetadata:
         """This step's work for the workers."""
         meta = OmniConnectorMetadata()
+        self._follow_weights()
+        if self._void[0]:
+            meta.void, self._void = self._void, ([], [])
         if self._sender is not None:
             assert self._manager is not None
             self._sender.build(meta, scheduler_output, self._manager.get_blocks)
@@ -362,7 +389,11 @@ class OmniScheduler:
             return
         assert self._ledger is not None
         assert self._manager is not None
+        self._follow_weights()
         self._ledger.report(report.done, report.failed)
+        for request in self._receiver.take_void() if self._receiver is not None else ():
+            # It has come, but of other weights than it will be read with.
+            recompute(request, self._manager)
         for request in self._receiver.take_failed() if self._receiver is not None else ():
             if not self._fails_by_block and request.request_id not in output.failed_recving:
                 logger.warning(
@@ -379,6 +410,7 @@ class OmniScheduler:
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The request is over, in whatever way; see `SupportsHMA`."""
+        self._follow_weights()
         if self._shared is not None:
             self._shared.finish(request.request_id)
         if not request.kv_transfer_params:
@@ -398,11 +430,9 @@ class OmniScheduler:
         return self._ledger is not None and self._ledger.frees_soon()
 
     def reset_cache(self) -> bool:
-        """Forget every block that a later request could share, as after a change of weights."""
-        if self._shared is not None:
-            self._shared.forget()
-        if self._directory is not None:
-            self._directory.void()
+        """Void whatever was computed before, as after a change of weights."""
+        if self._weights is not None:
+            self._begin_epoch()
         return True
 
     def take_stats(self) -> OmniStats | None:

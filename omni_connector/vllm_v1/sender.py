@@ -221,21 +221,49 @@ class HandoffSender:
             )
         job_id = self._ledger.start(
             itertools.chain(*(run.block_ids for run in runs)),
-            lambda failure: self._job_ended(send, handoff, job_id, failure),
+            lambda failure: self._job_ended(send, handoff, job_id, chosen, failure),
         )
         send.jobs[job_id] = chosen
         return SaveJob(job_id, runs)
 
-    def _job_ended(self, send: _Send, handoff: Handoff, job_id: int, failure: str | None) -> None:
-        blocks = send.jobs.pop(job_id)
+    def _job_ended(
+        self,
+        send: _Send,
+        handoff: Handoff,
+        job_id: int,
+        blocks: list[Block],
+        failure: str | None,
+    ) -> None:
+        send.jobs.pop(job_id, None)
         if failure is None:
             self._directory.filled(handoff, blocks)
+        elif handoff is not send.handoff:  # void, and it is copied anew
+            self._directory.unfilled(handoff, blocks)
         else:
             if failure != CANCELLED:
                 self._refuse(send, failure, f"copying its blocks failed: {failure}")
             self._directory.unfilled(handoff, blocks)
             self._abandon(send)
         self._on_complete()
+
+    def void(self) -> tuple[list[int], list[int]]:
+        """What was copied so far is of other weights: see `SlotDirectory.void`.
+
+        Requests that vLLM computes anew from their first token are copied anew.
+        """
+        voided = self._directory.void()
+        for send in self._sends.values():
+            self._ledger.revoke(send.jobs)
+            if send.handoff is None:
+                continue
+            if send.request.num_computed_tokens:
+                self._refuse(send, "weights_changed", "the prefix cache was reset under it")
+                continue
+            send.handoff, send.wait_until, send.jobs = None, None, {}
+            send.copied = list(send.firsts)
+        self._tried = None
+        self._on_complete()
+        return voided
 
     def _abandon(self, send: _Send) -> str:
         send.refusal = send.refusal or "not_computed"

@@ -43,6 +43,8 @@ _HELD_PART: Final = 4
 # For so long a block that was sent to the store is not sent again.
 _RECENT_S: Final = 30.0
 
+_NEVER: Final = 1 << 62
+
 # A copy that began this long ago is one that waits for the store.
 _COPY_S: Final = 0.1
 
@@ -59,6 +61,7 @@ class _Prompt:
     missed: bool = False
     admitted: bool = False  # since the lookup
     job_id: int | None = None
+    void: bool = False  # what is loaded for it is of other weights
 
 
 class SharedPrefix:
@@ -300,6 +303,10 @@ class SharedPrefix:
         self, prompt: _Prompt, num_tokens: int, names: list[BlockName], failure: str | None
     ) -> None:
         prompt.job_id = None
+        if prompt.void:
+            prompt.void, prompt.lookup = False, None
+            self._failed.append(prompt.request)
+            return
         if failure is None:
             self._stats.count("tokens_shared", num_tokens)
             return
@@ -322,7 +329,7 @@ class SharedPrefix:
         if prompt is not None and prompt.job_id is not None:
             self._ledger.revoke([prompt.job_id])
 
-    def forget(self) -> None:
+    def void(self) -> None:
         """Share nothing with what is stored now: the model may have other weights from here on.
 
         Nor with other engines, of which nobody knows whether they have the same ones.
@@ -330,8 +337,14 @@ class SharedPrefix:
         self._prefix = f"{self._engines_prefix}/{self._randbytes(8).hex()}"
         self._sent = Recently(_RECENT_S, self._clock)
         for prompt in self._prompts.values():
+            # What vLLM computes anew is stored anew; what goes on upon old blocks is not stored.
+            goes_on = prompt.request.num_computed_tokens and prompt.job_id is None
+            prompt.sent = [_NEVER if goes_on else 0] * len(self._groups)
             if prompt.job_id is None:
                 prompt.lookup, prompt.offered = None, 0
+            else:
+                prompt.void = True
+                self._ledger.revoke([prompt.job_id])
 
     def count_failures(self) -> None:
         """Count what failed in the store since the last call."""

@@ -24,6 +24,7 @@ from omni_connector.vllm_v1.copies import CopyThread, Outcome, Work
 from omni_connector.vllm_v1.kernels import attention_of, kernel_orders
 from omni_connector.vllm_v1.loading import Loader, batches, failure_kind
 from omni_connector.vllm_v1.metadata import (
+    NO_JOB_ID,
     CopyRun,
     OmniConnectorMetadata,
     OmniHandshakeMetadata,
@@ -230,6 +231,9 @@ class OmniWorker:
         if metadata is None or self._saves_started:
             return
         self._saves_started = True
+        if metadata.void[0]:
+            # After the copies under way, before any into the same slots.
+            self._saves.submit(NO_JOB_ID, self._void_work(*metadata.void))
         if metadata.saves or metadata.store_saves:
             copier, shared = self._copier, self._store_jobs
             assert copier is not None
@@ -246,6 +250,8 @@ class OmniWorker:
         if self._store_jobs is not None:
             self._collect_shared(self._store_jobs)
         for outcome in self._saves.take_ended():
+            if outcome.job_id == NO_JOB_ID:
+                continue
             self._report.done[outcome.job_id] = 1
             if outcome.job_id in self._store_saves:
                 self._store_saves.discard(outcome.job_id)
@@ -358,6 +364,18 @@ class OmniWorker:
                 if not complete:
                     _void(arena, job)
             return outcome
+
+        return work
+
+    def _void_work(self, slots: list[int], generations: list[int]) -> Work:
+        arena = self._arena
+        assert arena is not None
+
+        def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
+            for slot, generation in zip(slots, generations, strict=True):
+                arena.begin_write(slot, generation)
+            yield True
+            return Outcome(NO_JOB_ID)
 
         return work
 
