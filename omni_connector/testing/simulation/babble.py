@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peers that say anything that decodes: strangers at a serving engine, and false engines."""
 
+import inspect
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -149,7 +150,7 @@ class Liar(Actor):
             num_tokens=num_tokens,
             tp_size=1,
             address=None,
-            **_older(),
+            **_more(),
         )
 
     def act(self) -> None:
@@ -229,6 +230,6 @@ def _short(message: Request | Reply) -> str:
     return f"{type(message).__name__} {msgspec.msgpack.decode(encode(message))}"[:240]
 
 
-def _older() -> dict[str, Any]:
-    """Arguments of `handoff_answer` that not every version has."""
-    return {"block_ids": [[]]}
+def _more() -> dict[str, Any]:
+    names = inspect.signature(handoff_answer).parameters
+    return {"block_ids": [[]]} if "block_ids" in names else {}
