@@ -13,6 +13,7 @@ from typing import Final
 
 from omni_connector.config import OmniConfig, StoreSettings
 from omni_connector.control.sockets import Sockets, ZmqSockets
+from omni_connector.kv import BlockCopier, CanonicalKVCaches, SlotLayout, make_copier
 from omni_connector.transports.block_store import BlockStore, MooncakeBlockStore
 from omni_connector.transports.choice import Transports, make_transports
 from omni_connector.turns import StartTurns, TurnThread
@@ -29,6 +30,7 @@ class Surroundings:
         sockets: opens those of the control channel.
         transports: opens those that a configuration asks for.
         block_store: opens a client of the shared store, which lends so many bytes of memory.
+        copier: makes what copies between KV blocks and slots.
         populate: whether the arena's memory is allocated ahead of its use, in a thread.
     """
 
@@ -38,6 +40,7 @@ class Surroundings:
     sockets: Callable[[], Sockets] = ZmqSockets
     transports: Callable[[OmniConfig], Transports] = make_transports
     block_store: Callable[[StoreSettings, int], BlockStore] = MooncakeBlockStore
+    copier: Callable[[CanonicalKVCaches, SlotLayout], BlockCopier] = make_copier
     populate: bool = True
 
 

@@ -16,7 +16,6 @@ from omni_connector.kv import (
     SlotLayout,
     canonicalize,
     canonicalize_cross_layers,
-    make_copier,
 )
 from omni_connector.transports import Arena, Endpoint
 from omni_connector.transports.block_store import BlockStore
@@ -135,7 +134,7 @@ class OmniWorker:
     def _open(self, canonical: CanonicalKVCaches) -> None:
         layout = SlotLayout.of(canonical)
         self._layout = layout
-        self._copier = make_copier(canonical, layout)
+        self._copier = self._surroundings.copier(canonical, layout)
         endpoints: tuple[Endpoint, ...] = ()
         if self._arena_bytes:
             num_slots = self._arena_bytes // layout.slot_bytes

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from omni_connector.testing.toy import write_model
 from omni_connector.vllm_v1 import connector
 from omni_connector.vllm_v1.surroundings import SURROUNDINGS
 
 from .harness import InProcessEngine, connector_threads, sockets, wait
 from .stores import MASTER, Shelf
-from .toy import write_model
 
 MakeEngine = Callable[..., InProcessEngine]
 

@@ -46,13 +46,14 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from omni_connector.plugin import CONNECTOR_NAME, register
 from omni_connector.testing import hollow
+from omni_connector.testing.toy import BLOCK, SLOT, kv_cache_config
+from omni_connector.testing.toy_runner import ToyRunner
 from omni_connector.vllm_v1.connector import OmniKVConnector
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.scheduler import OmniScheduler
 from omni_connector.vllm_v1.worker import OmniWorker
 
 from .held import HeldCopier
-from .toy import BLOCK, SLOT, ToyRunner, kv_cache_config
 
 GIB = 1 << 30
 DEADLINE = 60.0  # stops a hang, and is waited for by no test that passes

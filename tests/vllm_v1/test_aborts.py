@@ -3,8 +3,9 @@
 
 import pytest
 
+from omni_connector.testing.toy import BLOCK
+
 from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt, slots, wait
-from .toy import BLOCK
 
 pytestmark = pytest.mark.vllm
 

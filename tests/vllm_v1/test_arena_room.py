@@ -3,8 +3,9 @@
 
 import pytest
 
+from omni_connector.testing.toy import BLOCK
+
 from .harness import HANDOFF, assert_clean, hand_off, prompt, slots
-from .toy import BLOCK
 
 pytestmark = pytest.mark.vllm
 

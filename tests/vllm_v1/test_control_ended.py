@@ -5,8 +5,9 @@ import time
 
 import pytest
 
+from omni_connector.testing.toy import BLOCK
+
 from .harness import DEADLINE, HANDOFF, assert_clean, prompt, slots, wait
-from .toy import BLOCK
 
 pytestmark = pytest.mark.vllm
 

@@ -3,10 +3,10 @@
 
 import pytest
 
+from omni_connector.testing.toy import BLOCK
 from omni_connector.vllm_v1.copies import CopyThread, Outcome
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt, wait
-from .toy import BLOCK
 
 pytestmark = pytest.mark.vllm
 

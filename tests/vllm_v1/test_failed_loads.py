@@ -6,8 +6,9 @@ from collections.abc import Callable
 import pytest
 from vllm.v1.request import FinishReason
 
+from omni_connector.testing.toy import BLOCK
+
 from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt
-from .toy import BLOCK
 
 pytestmark = pytest.mark.vllm
 

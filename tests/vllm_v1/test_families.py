@@ -6,8 +6,9 @@ import random
 import pytest
 from vllm.v1.request import FinishReason
 
+from omni_connector.testing.toy import BLOCK, FAMILIES, LAYERS, PAGE, STATE_BYTES, WINDOW
+
 from .harness import HANDOFF, assert_clean, hand_off, prompt, run
-from .toy import BLOCK, FAMILIES, LAYERS, PAGE, STATE_BYTES, WINDOW
 
 pytestmark = pytest.mark.vllm
 

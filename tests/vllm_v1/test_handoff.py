@@ -5,8 +5,9 @@ import itertools
 
 import pytest
 
+from omni_connector.testing.toy import BLOCK, LAYERS, PAGE
+
 from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt, run, slots
-from .toy import BLOCK, LAYERS, PAGE
 
 pytestmark = pytest.mark.vllm
 

@@ -3,8 +3,9 @@
 
 import pytest
 
+from omni_connector.testing.toy import BLOCK
+
 from .harness import HANDOFF, assert_clean, prompt, run, slots, wait
-from .toy import BLOCK
 
 pytestmark = pytest.mark.vllm
 

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from omni_connector.errors import ConfigError
 from omni_connector.plugin import CONNECTOR_NAME, register
+from omni_connector.testing.toy import BLOCK
 from omni_connector.vllm_v1.compat import hash_block_size
 from omni_connector.vllm_v1.connector import OmniKVConnector
 from omni_connector.vllm_v1.identity import hash_id
@@ -25,7 +26,6 @@ from .harness import (
     sockets,
     wait,
 )
-from .toy import BLOCK
 
 pytestmark = pytest.mark.vllm
 

@@ -23,6 +23,8 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from omni_connector.errors import LayoutError
 from omni_connector.plugin import CONNECTOR_NAME
+from omni_connector.testing.toy import BLOCK
+from omni_connector.testing.toy_runner import ToyRunner
 from omni_connector.vllm_v1 import scheduler
 from omni_connector.vllm_v1.compat import ReportingStats, carried_report, cross_layer_dims
 from omni_connector.vllm_v1.metadata import OmniWorkerMetadata
@@ -40,7 +42,6 @@ from .harness import (
     wait,
 )
 from .test_shared_prefix import QUESTION, landed, publish
-from .toy import BLOCK, ToyRunner
 
 pytestmark = pytest.mark.vllm
 

@@ -3,9 +3,10 @@
 
 import pytest
 
+from omni_connector.testing.toy import BLOCK
+
 from .harness import HANDOFF, InProcessEngine, Mixin, assert_clean, prompt, wait
 from .held import without_references
-from .toy import BLOCK
 
 pytestmark = pytest.mark.vllm
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from omni_connector.testing.toy import BLOCK
+
 from .harness import HANDOFF, InProcessEngine, assert_clean, prompt
-from .toy import BLOCK
 
 pytestmark = pytest.mark.vllm
 

@@ -4,12 +4,12 @@
 import pytest
 from vllm.v1.request import FinishReason
 
+from omni_connector.testing.toy import BLOCK, WINDOW
 from omni_connector.vllm_v1 import store_jobs
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, prompt, run, wait
 from .held import without_references
 from .stores import Shelf
-from .toy import BLOCK, WINDOW
 
 pytestmark = pytest.mark.vllm
 

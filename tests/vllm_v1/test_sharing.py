@@ -8,10 +8,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from omni_connector.errors import ConfigError
+from omni_connector.testing.toy import BLOCK
 
 from .harness import InProcessEngine, assert_clean, prompt
 from .test_shared_prefix import PREFIX, QUESTION, landed, publish
-from .toy import BLOCK
 
 pytestmark = pytest.mark.vllm
 

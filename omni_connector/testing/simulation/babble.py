@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peers that say anything that decodes: strangers at a serving engine, and false engines."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from omni_connector.config import OmniConfig
+from omni_connector.control.messages import (
+    DIGEST_BYTES,
+    PROTOCOL_VERSION,
+    TOKEN_BYTES,
+    Claim,
+    Denied,
+    Fingerprint,
+    Granted,
+    Hello,
+    Refused,
+    Release,
+    Reply,
+    Request,
+    Welcome,
+    decode_request,
+    encode,
+)
+from omni_connector.errors import ProtocolError
+from omni_connector.testing.simulation.wires import STRANGER, Net, Router, SimulatedPoller
+from omni_connector.testing.simulation.world import NEVER, Actor
+from omni_connector.transports.arena_format import EPOCH_BYTES
+from omni_connector.transports.base import Endpoint
+from omni_connector.transports.runtime import runtime_dir, socket_path
+from omni_connector.vllm_v1.params import handoff_answer
+
+_FAR = 1 << 40
+
+
+def path_of(engine: str) -> str:
+    """Where an engine of this name serves."""
+    return str(socket_path(runtime_dir(OmniConfig().namespace), f"control:{engine}"))
+
+
+def babble(net: Net, engine: str, draw: random.Random) -> None:
+    """A stranger connects to an engine and says some things."""
+    link = net.link(STRANGER, path_of(engine), SimulatedPoller())
+    fingerprint = net.heard
+    for _ in range(draw.randrange(1, 12)):
+        message = _request(fingerprint, draw)
+        net.world.tell(f"a stranger says {_short(message)}")
+        link.send(encode(message))
+
+
+def _request(fingerprint: Fingerprint | None, draw: random.Random) -> Request:
+    kind = draw.randrange(4)
+    if kind == 0 and fingerprint is not None:
+        said = fingerprint if draw.random() < 0.3 else mutated(fingerprint, draw)
+        return Hello(
+            draw.choice((PROTOCOL_VERSION, PROTOCOL_VERSION, 0, _FAR - 1)),
+            msgspec.Raw(msgspec.msgpack.encode(said)),
+        )
+    if kind == 1:
+        return Hello(
+            PROTOCOL_VERSION, msgspec.Raw(msgspec.msgpack.encode(draw.choice((0, {}, []))))
+        )
+    if kind == 2:
+        return Release(draw.randbytes(TOKEN_BYTES))
+    return Claim(
+        draw.choice((0, 1, (1 << 62) - 1)),
+        draw.randbytes(TOKEN_BYTES),
+        draw.choice((0, 1, _FAR - 1)),
+        draw.randbytes(DIGEST_BYTES),
+        draw.choice(("blocks", "tokens")),
+    )
+
+
+def mutated(fingerprint: Fingerprint, draw: random.Random) -> Fingerprint:
+    """One that differs in something."""
+    groups = list(fingerprint.groups)
+    change = draw.randrange(8)
+    if change == 0:
+        return msgspec.structs.replace(fingerprint, ranks=draw.choice((1, 2, 3, 1024)))
+    if change == 1:
+        return msgspec.structs.replace(fingerprint, groups=())
+    if change == 2:
+        return msgspec.structs.replace(fingerprint, groups=(*groups, *groups))
+    if change == 3:
+        return msgspec.structs.replace(fingerprint, kv_heads=draw.choice((0, 1, 7, _FAR - 1)))
+    if not groups:
+        return fingerprint
+    at = draw.randrange(len(groups))
+    group = groups[at]
+    if change == 4:
+        pages: tuple[str, ...] = draw.choice(
+            ((), ("",) * len(group.pages), group.pages[:1], (*group.pages, "H0"), ("H0",))
+        )
+        groups[at] = msgspec.structs.replace(group, pages=pages)
+    elif change == 5:
+        size = draw.choice((1, 2, group.block_size * 2, _FAR - 1))
+        groups[at] = msgspec.structs.replace(group, block_size=size)
+    elif change == 6:
+        groups[at] = msgspec.structs.replace(group, replicated=not group.replicated)
+    else:
+        groups[at] = msgspec.structs.replace(group, kind=draw.choice(("", "mamba", "x" * 1000)))
+    return msgspec.structs.replace(fingerprint, groups=tuple(groups))
+
+
+class Liar(Actor):
+    """A serving peer that answers anything that decodes.
+
+    Args:
+        net: where it serves.
+        name: of the engine that it says it is.
+        draw: what it answers.
+        arenas: endpoints of others, which it may call its own.
+    """
+
+    def __init__(
+        self, net: Net, name: str, draw: random.Random, arenas: Sequence[Endpoint]
+    ) -> None:
+        super().__init__(f"liar {name}", f"liar {name}")
+        self._net = net
+        self._name = name
+        self._draw = draw
+        self._arenas = list(arenas)
+        self._epoch = draw.randbytes(TOKEN_BYTES)
+        self._fingerprint: Fingerprint | None = None
+        self._router = Router(SimulatedPoller())
+        self._router.poller.turns = self
+        net.routers[path_of(name)] = (f"liar {name}", self._router)
+        net.world.add(self)
+
+    def wake(self) -> None:
+        """A message has come."""
+        self.due = self._net.world.now
+
+    def close(self) -> None:
+        """Go away."""
+        self._net.kill(f"liar {self._name}")
+        self._net.world.remove(self)
+
+    def params(self, num_tokens: int) -> dict[str, Any]:
+        """`kv_transfer_params` that lead to it."""
+        return handoff_answer(
+            engine_id=self._name,
+            request_id="r",
+            epoch=self._epoch,
+            token=self._draw.randbytes(TOKEN_BYTES),
+            num_tokens=num_tokens,
+            tp_size=1,
+            address=None,
+        )
+
+    def act(self) -> None:
+        self.due = NEVER
+        while self._router.inbox:
+            name, frame = self._router.recv_multipart()
+            try:
+                message = decode_request(frame)
+            except ProtocolError:
+                continue
+            for reply in self._replies(message):
+                self._net.world.tell(f"{self._name} lies: {_short(reply)}")
+                self._router.send_multipart([name, encode(reply)])
+
+    def _replies(self, message: Request) -> list[Reply]:
+        draw = self._draw
+        if isinstance(message, Hello):
+            self._fingerprint = message.decode_fingerprint()
+            return [self._welcome() for _ in range(draw.choice((0, 1, 1, 1, 1, 2)))]
+        if isinstance(message, Claim):
+            return [self._answer(message) for _ in range(draw.choice((0, 1, 1, 1, 1, 2)))]
+        return []
+
+    def _welcome(self) -> Reply:
+        draw, fingerprint = self._draw, self._fingerprint
+        assert fingerprint is not None
+        if draw.random() < 0.1:
+            return Refused("model", "a", "b")
+        if draw.random() < 0.3:
+            fingerprint = mutated(fingerprint, draw)
+        return Welcome(
+            self._epoch,
+            draw.choice(("", "x")),
+            fingerprint,
+            tuple(self._endpoints() for _ in range(fingerprint.ranks)),
+        )
+
+    def _endpoints(self) -> tuple[Endpoint, ...]:
+        draw = self._draw
+        if draw.random() < 0.3:
+            return ()
+        if self._arenas and draw.random() < 0.5:
+            return (draw.choice(self._arenas),)
+        return (
+            Endpoint(
+                transport=draw.choice(("shm", "shm", "pigeon")),
+                address=draw.choice(("", "nowhere", "a/b\0c", "x" * 1000)),
+                epoch=draw.randbytes(EPOCH_BYTES),
+                n_slots=draw.choice((1, 9, _FAR - 1)),
+                slot_bytes=4096 * draw.choice((1, 2, 1 << 20)),
+            ),
+        )
+
+    def _answer(self, claim: Claim) -> Reply:
+        draw, fingerprint = self._draw, self._fingerprint
+        assert fingerprint is not None
+        sequence = claim.sequence if draw.random() < 0.9 else draw.randrange(9)
+        if draw.random() < 0.1:
+            return Denied(sequence, draw.choice(("", "unknown_token", "x" * 1000)))
+        num_tokens = claim.num_tokens if draw.random() < 0.8 else draw.choice((0, 1, _FAR - 1))
+        needed = [group.needed(min(num_tokens, 1 << 12)) for group in fingerprint.groups]
+        firsts = tuple(each.start for each in needed)
+        groups = tuple(
+            # Generations that no arena has: what it names is never what was published.
+            tuple((draw.choice((0, 1, _FAR - 1)), _FAR + i) for i in range(len(each)))
+            for each in needed
+        )
+        if draw.random() < 0.3:
+            groups = draw.choice(((), groups[:-1], (*groups, ()), tuple(() for _ in groups)))
+        if draw.random() < 0.1:
+            firsts = tuple(first + 1 for first in firsts)
+        return Granted(sequence, num_tokens, firsts, groups, draw.choice((0.0, 0.01, 5.0, 1e12)))
+
+
+def _short(message: Request | Reply) -> str:
+    return f"{type(message).__name__} {msgspec.msgpack.decode(encode(message))}"[:240]

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must be left of an engine when all is quiet: nothing that it did not have at its start.
+
+The walk goes through every object of the package that both halves reach, and counts the entries of
+each dict, list, set and queue, whatever its name.
+"""
+
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any, Final
+
+import numpy as np
+
+from omni_connector.testing.simulation.engine import SimulatedEngine
+
+_CONTAINERS: Final = (dict, list, set, deque, frozenset)
+
+# What is kept on purpose, and bounded: caches, what is counted, and what speaks of living peers.
+_KEPT: Final = re.compile(
+    r"\._slots\b|\._free\b|\._cached\b|\._by_key\b|\._plans\b|\._chosen\b|\._stats\b|_stats\b"
+    r"|\._introduced\b|\._peers\b|\._arenas\._known\b|\._untold\b|\._sent\b|\._distrusted\b|\._failures\b"
+    r"|\._events\b|\._report\.|\._gauges\b|\._copier\b|\._layout\b|\._commands\b|\._told\b|\._threads\b|\._batches\b"
+    r"|\._manager\b|\._config\b|\._vllm_config\b|\._kv_cache_config\b"
+)
+_DEPTH: Final = 12
+
+
+def sizes(engine: SimulatedEngine) -> dict[str, int]:
+    """Entries of each container that the halves of an engine reach, by where it is."""
+    found: dict[str, int] = {}
+    for number, half in enumerate(engine.halves):
+        seen: set[int] = set()
+        for path, size in _walk(half, f"{type(half).__name__}{number or ''}", seen, 0):
+            found[path] = found.get(path, 0) + size
+    return found
+
+
+def leftovers(engine: SimulatedEngine, before: Mapping[str, int]) -> list[str]:
+    """What an engine has that it had not at its start, in words."""
+    left = []
+    scheduler = engine.scheduler
+    if scheduler.requests:
+        left.append(f"requests {sorted(scheduler.requests)}")
+    if engine.free_blocks != engine.all_free:
+        left.append(f"{engine.all_free - engine.free_blocks} KV blocks")
+    if scheduler.connector is not None and engine.halves:
+        directory = engine.halves[0]._directory
+        if directory is not None:
+            held, _, leases = directory.usage()[:3]
+            if held or leases:
+                left.append(f"{held} slots held, {leases} leases")
+    for path, size in sizes(engine).items():
+        if size > before.get(path, 0) and not _KEPT.search(path):
+            left.append(f"{path}: {size - before.get(path, 0)} more entries")
+    return left
+
+
+def _walk(thing: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, int]]:
+    if id(thing) in seen or depth > _DEPTH:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, _CONTAINERS):
+        yield path, len(thing)
+        values = thing.values() if isinstance(thing, dict) else thing
+        for each in list(values):
+            yield from _walk(each, f"{path}[]", seen, depth + 1)
+        return
+    if isinstance(thing, (tuple, Future)):
+        for each in thing if isinstance(thing, tuple) else ():
+            yield from _walk(each, path, seen, depth + 1)
+        return
+    if not type(thing).__module__.startswith("omni_connector."):
+        return
+    if type(thing).__module__.startswith("omni_connector.testing"):
+        return
+    for name, value in _attributes(thing):
+        if not isinstance(value, (int, str, bytes, float, np.ndarray, type(None))):
+            yield from _walk(value, f"{path}.{name}", seen, depth + 1)
+
+
+def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
+    yield from list(getattr(thing, "__dict__", {}).items())
+    for cls in type(thing).__mro__:
+        for name in getattr(cls, "__slots__", ()):
+            if hasattr(thing, name):
+                yield name, getattr(thing, name)

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine of a simulation: vLLM's scheduler, both halves of the connector, the toy model.
+
+It does what `EngineCore` does: requests, aborts and calls that come in wait until a step has ended;
+a step is scheduled, executed and its output taken, and with async scheduling the next one is
+scheduled before that. Each of these is an act of its own: the seed draws what comes between.
+"""
+
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from omni_connector.testing.simulation.lifecycles import LIFECYCLES, alone
+from omni_connector.testing.simulation.settings import (
+    EngineShape,
+    cache_config,
+    extra_config,
+    vllm_config,
+)
+from omni_connector.testing.simulation.world import NEVER, Actor, Killed, Violation, World
+from omni_connector.testing.toy import Reference
+from omni_connector.testing.toy_runner import ToyRunner, WrongBytes
+from omni_connector.vllm_v1.connector import OmniKVConnector
+
+_IDLE_S = 1.0
+_SLOT_BYTES = 4096
+
+Output = Callable[[str, list[int], Any, Any], None]
+"""Called with request id, new tokens, finish reason and `kv_transfer_params`."""
+
+
+class SimulatedEngine(Actor):
+    """An engine's main thread.
+
+    Args:
+        world: that it lives in.
+        shape: of the engine.
+        weights: of its model.
+        output: takes what it answers.
+    """
+
+    on_engine_thread = True
+
+    def __init__(self, world: World, shape: EngineShape, weights: bytes, output: Output) -> None:
+        super().__init__(shape.name, shape.name)
+        self.world = world
+        self.shape = shape
+        self.alive = True
+        self._output = output
+        self._idle = 0
+        self._inputs: deque[Callable[[], object]] = deque()
+        self._aborts: list[str] = []
+        self._scheduled: deque[SchedulerOutput] = deque()
+        self._executed: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.config = vllm_config(shape, extra_config(shape, _SLOT_BYTES))
+        self.kv_config, block_size, hash_block_size = cache_config(shape, self.config)
+        sizes = [group.kv_cache_spec.block_size for group in self.kv_config.kv_cache_groups]
+        caches = [
+            allocate_kv_cache(self.kv_config, torch.device("cpu"), KVCacheLayout.LBHNC, sizes)
+            for _ in range(shape.ranks)
+        ]
+        self.runner = _CheckedRunner(self, caches, weights)
+        self.runner.spoil(list(range(shape.blocks + 1)), world.draw.randrange(1 << 30))
+        self.workers: list[KVConnectorBase_V1] = []
+        if shape.role is not None:
+            for rank in range(shape.ranks):
+                self.config.parallel_config.rank = rank
+                worker = KVConnectorFactory.create_connector(
+                    config=self.config,
+                    role=KVConnectorRole.WORKER,
+                    kv_cache_config=self.kv_config,
+                )
+                self.workers.append(worker)
+                worker.register_kv_caches(caches[rank])
+        scheduler: Any = self.config.scheduler_config.get_scheduler_cls()
+        self.scheduler = scheduler(
+            vllm_config=self.config,
+            kv_cache_config=self.kv_config,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=block_size,
+            hash_block_size=hash_block_size,
+            log_stats=True,
+        )
+        if shape.zeroes:
+            self.scheduler.needs_kv_cache_zeroing = True
+        if self.workers:
+            self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(
+                {(0, rank): each.get_handshake_metadata() for rank, each in enumerate(self.workers)}
+            )
+        self._lifecycle = LIFECYCLES[shape.runner] if self.workers else alone
+        self._aggregator = KVOutputAggregator(shape.ranks)
+        hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_fn)
+        self._hasher = get_request_block_hasher(hash_block_size, hash_fn)
+        self._batches = self.config.max_concurrent_batches
+        self.all_free = self.free_blocks
+        self.due = world.now
+        world.add(self)
+
+    # What comes in
+
+    def call(self, what: Callable[[], object]) -> None:
+        """Have something done on the engine's thread, between two steps."""
+        self._inputs.append(what)
+        self._wake()
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        params: Any = None,
+        salt: str | None = None,
+        priority: int = 0,
+    ) -> None:
+        """A request arrives."""
+
+        def add() -> None:
+            sampling = SamplingParams(
+                max_tokens=max_tokens,
+                temperature=0.0,
+                ignore_eos=True,
+                extra_args=None if params is None else {"kv_transfer_params": params},
+            )
+            request = Request(
+                request_id=request_id,
+                prompt_token_ids=list(prompt),
+                sampling_params=sampling,
+                pooling_params=None,
+                cache_salt=salt,
+                priority=priority,
+                arrival_time=self.world.now,
+                block_hasher=self._hasher if self.shape.caching else None,
+            )
+            self.scheduler.add_request(request)
+
+        self.call(add)
+
+    def abort(self, request_id: str) -> None:
+        """The client of a request is gone."""
+        self._aborts.append(request_id)
+        self._wake()
+
+    def abort_all(self) -> None:
+        """Every client is gone; called on the engine's thread."""
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+
+    def _wake(self) -> None:
+        self._idle = 0
+        self.due = min(self.due, self.world.now)
+
+    def look(self) -> None:
+        """Something has happened beside it. vLLM would not have waited to look."""
+        if self.due < NEVER:
+            self._wake()
+
+    # What it does
+
+    def act(self) -> None:
+        try:
+            busy = self._once()
+        except (Violation, Killed):
+            raise
+        except WrongBytes as error:
+            raise Violation("wrong_bytes", f"{self.name}: {error}") from error
+        except BaseException as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            raise Violation(
+                "engine_died",
+                f"{self.name}: {type(error).__name__}: {error} ({where.line})",
+            ) from error
+        now = self.world.now
+        if busy is None:
+            self.due = NEVER
+        elif busy:
+            self.due = now
+        else:
+            self._idle = min(self._idle + 1, 20)
+            self.due = now + min(_IDLE_S, 0.0005 * 2**self._idle)
+
+    def _once(self) -> bool | None:
+        """Whether something was done; None: there is nothing to do at all."""
+        if self._scheduled and (self._executed or self.world.chance(0.7)):
+            step = self._scheduled.popleft()
+            self._executed.append((step, self._execute(step)))
+            return True
+        between = not self._scheduled and (not self._executed or self.shape.overlap)
+        if between and self._inputs:
+            self._inputs.popleft()()
+            return True
+        if self._aborts and (between or self._executed):
+            aborted, self._aborts = self._aborts, []
+            self.scheduler.finish_requests(aborted, RequestStatus.FINISHED_ABORTED)
+            return True
+        in_flight = len(self._scheduled) + len(self._executed)
+        if in_flight < self._batches and self.scheduler.has_requests():
+            step = self.scheduler.schedule()
+            self._scheduled.append(step)
+            return True
+        if self._scheduled:
+            step = self._scheduled.popleft()
+            self._executed.append((step, self._execute(step)))
+            return True
+        if self._executed:
+            return self._update(*self._executed.popleft())
+        return None
+
+    def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        outputs = self._lifecycle(self.workers, self.runner, step, self._breathe)
+        if len(outputs) == 1:
+            return outputs[0]
+        output = self._aggregator.aggregate(list(outputs))
+        assert output is not None
+        return output
+
+    def _breathe(self) -> None:
+        self.world.breathe()
+        if not self.alive:
+            raise Killed
+
+    def _update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> bool:
+        for engine_output in self.scheduler.update_from_output(step, output).values():
+            for out in engine_output.outputs:
+                self._output(
+                    out.request_id, out.new_token_ids, out.finish_reason, out.kv_transfer_params
+                )
+        if step.total_num_scheduled_tokens == 0:
+            return False
+        self._idle = 0
+        return True
+
+    # What an operator does
+
+    def pause(self, state: PauseState) -> None:
+        """vLLM's pause; steps that were begun end first."""
+        self.scheduler.set_pause_state(state)
+        self._wake()
+
+    @property
+    def idle(self) -> bool:
+        """Whether a pause is complete, as `EngineCore` sees it."""
+        return not (self.scheduler.has_requests() or self._scheduled or self._executed)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether vLLM itself cannot go on: requests whose KV was loaded hold all blocks, none of
+        them runs, and it preempts only what runs."""
+        waiting = getattr(self.scheduler, "kv_holding_waiting", ())
+        return not self.scheduler.running and any(
+            request.status == RequestStatus.WAITING for request in waiting
+        )
+
+    def shutdown(self) -> None:
+        """End both halves, in vLLM's order."""
+        self.alive = False
+        self.world.remove(self)
+        self.scheduler.shutdown()
+        for worker in self.workers:
+            end: Any = worker.shutdown
+            end()
+
+    # What a check looks at
+
+    @property
+    def halves(self) -> list[Any]:
+        """The scheduler half and the worker halves."""
+        connector = self.scheduler.connector
+        if not isinstance(connector, OmniKVConnector):
+            return []
+        workers = [each for each in self.workers if isinstance(each, OmniKVConnector)]
+        return [connector._scheduler, *(each._worker for each in workers)]
+
+    @property
+    def free_blocks(self) -> int:
+        """KV blocks that nobody holds."""
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+class _CheckedRunner(ToyRunner):
+    """Compares each token with what the engine's weights answer at that moment."""
+
+    def __init__(self, engine: SimulatedEngine, caches: Any, weights: bytes) -> None:
+        super().__init__(caches, engine.kv_config, weights)
+        self._engine = engine
+        self._reference = Reference(engine.kv_config, engine.shape.ranks)
+
+    def sampled(self, request_id: str, token_ids: list[int], token: int) -> None:
+        right = self._reference.next_token(self.weights, token_ids)
+        if token != right:
+            raise Violation(
+                "wrong_answer",
+                f"{self._engine.name} answers {request_id} with another token than its weights "
+                f"give, after {len(token_ids)} tokens",
+            )

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arenas of peers and the shared store in a simulation: real memory, and what can go wrong."""
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.errors import PeerUnreachableError, TransportError
+from omni_connector.testing.simulation.world import World
+from omni_connector.transports.arena import Arena, ArenaView
+from omni_connector.transports.arena_format import SlotHeader
+from omni_connector.transports.base import Endpoint, ObjectKey, OmniConnector, RemoteArena
+from omni_connector.transports.block_store import BlockStore
+
+
+class Host:
+    """The memory that engines of a world let each other read.
+
+    Attributes:
+        mapped: whether arenas are read in place; else they are fetched.
+        silent: engines that do not answer who attaches.
+        failing: how often an attach or a fetch fails.
+        slow: seconds that a fetch takes at most.
+        views: mappings that readers have, by reader.
+    """
+
+    def __init__(self, world: World, *, mapped: bool) -> None:
+        self.world = world
+        self.mapped = mapped
+        self.silent: set[str] = set()
+        self.failing = 0.0
+        self.slow = 0.0
+        self.arenas: dict[str, tuple[str, Arena]] = {}
+        self.views: dict[str, list[View]] = {}
+
+    def kill(self, owner: str) -> None:
+        """The process of an engine has ended: its own mappings go, those of others stay."""
+        for address, (name, arena) in list(self.arenas.items()):
+            if name == owner:
+                del self.arenas[address]
+                arena.close()
+        for view in list(self.views.get(owner, ())):
+            view.close()
+        self.silent.discard(owner)
+
+
+class View(RemoteArena):
+    """An arena of a peer."""
+
+    def __init__(self, host: Host, reader: str, endpoint: Endpoint, view: ArenaView) -> None:
+        self.endpoint = endpoint
+        self._host = host
+        self._reader = reader
+        self._view = view
+        host.views.setdefault(reader, []).append(self)
+
+    @property
+    def slots(self) -> NDArray[np.uint8]:
+        return self._view.slots if self._host.mapped else super().slots
+
+    @property
+    def alive(self) -> bool:
+        found = self._host.arenas.get(self.endpoint.address)
+        return found is not None and found[1].epoch == self.endpoint.epoch
+
+    def verify(self, slot: int, generation: int) -> SlotHeader:
+        return self._view.verify(slot, generation)
+
+    def read_into(self, slot_ids: Sequence[int], dst: NDArray[np.uint8]) -> None:
+        host = self._host
+        host.world.forbid_waiting("a fetch")
+        if host.slow:
+            host.world.wait(host.slow * host.world.draw.random())
+        if not self.alive or host.world.chance(host.failing):
+            raise PeerUnreachableError("the fetch failed")
+        dst[:] = self._view.slots[np.asarray(slot_ids), : dst.shape[1]]
+
+    def close(self) -> None:
+        self._view.close()
+        views = self._host.views.get(self._reader, [])
+        if self in views:
+            views.remove(self)
+
+
+class SimulatedTransport(OmniConnector):
+    """Reads and exports arenas within a world; it carries no objects."""
+
+    def __init__(self, host: Host, owner: str) -> None:
+        self.transport = "shm"
+        self._host = host
+        self._owner = owner
+
+    @property
+    def supports_mapping(self) -> bool:
+        return self._host.mapped
+
+    def export(self, arena: Arena, name: str) -> Endpoint:
+        self._host.arenas[name] = (self._owner, arena)
+        return self.endpoint(name, arena)
+
+    @staticmethod
+    def endpoint(name: str, arena: Arena) -> Endpoint:
+        """Where an arena is."""
+        return Endpoint(
+            transport="shm",
+            address=name,
+            epoch=arena.epoch,
+            n_slots=arena.n_slots,
+            slot_bytes=arena.slot_bytes,
+        )
+
+    def withdraw(self, endpoint: Endpoint) -> None:
+        self._host.arenas.pop(endpoint.address, None)
+
+    def attach(self, endpoint: Endpoint, *, timeout: float) -> RemoteArena:
+        host, world = self._host, self._host.world
+        world.forbid_waiting("attach")
+        owner, arena = host.arenas.get(endpoint.address, ("", None))
+        if owner in host.silent:
+            world.wait(timeout)
+            raise PeerUnreachableError(f"{owner} does not answer")
+        if arena is None or arena.epoch != endpoint.epoch or world.chance(host.failing):
+            raise PeerUnreachableError(f"nobody has the arena at {endpoint.address}")
+        descriptor = os.dup(arena.fd)
+        try:
+            view = ArenaView.open(
+                descriptor,
+                epoch=endpoint.epoch,
+                n_slots=endpoint.n_slots,
+                slot_bytes=endpoint.slot_bytes,
+            )
+        finally:
+            os.close(descriptor)
+        return View(host, self._owner, endpoint, view)
+
+    def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
+        raise TransportError("a simulation carries no objects")
+
+    def load_object(
+        self, key: ObjectKey, metadata: Mapping[str, Any] | None, *, timeout: float
+    ) -> memoryview | None:
+        raise TransportError("a simulation carries no objects")
+
+    def drop_objects(self, request_id: str) -> int:
+        return 0
+
+    def close(self) -> None:
+        for address, (owner, _) in list(self._host.arenas.items()):
+            if owner == self._owner:
+                del self._host.arenas[address]
+
+
+class Shelf:
+    """The shared store: its entries, and what goes wrong with it.
+
+    Attributes:
+        absent: how often a call finds nobody.
+        slow: seconds that a call takes at most.
+        forgets: how often an entry is evicted when something is put.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.entries: dict[str, bytes] = {}
+        self.absent = 0.0
+        self.slow = 0.0
+        self.forgets = 0.0
+
+    def answers(self, timeout: float) -> bool:
+        """Whether a call finds the store, in time."""
+        world = self.world
+        world.forbid_waiting("the shared store")
+        if self.slow:
+            seconds = self.slow * world.draw.random()
+            world.wait(min(seconds, timeout))
+            if seconds > timeout:
+                return False
+        return not world.chance(self.absent)
+
+
+class SimulatedStore(BlockStore):
+    """One client of the shelf."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+
+    def exists(self, keys: Sequence[str], *, timeout: float) -> list[bool]:
+        there = self._shelf.answers(timeout)
+        return [there and key in self._shelf.entries for key in keys]
+
+    def buffer(self, rows: int, row_bytes: int) -> NDArray[np.uint8]:
+        return np.zeros((rows, row_bytes), np.uint8)
+
+    def put(
+        self,
+        keys: Sequence[str],
+        rows: NDArray[np.uint8],
+        lengths: Sequence[int],
+        *,
+        timeout: float,
+    ) -> list[bool]:
+        shelf = self._shelf
+        if not shelf.answers(timeout):
+            return [False] * len(keys)
+        for key, row, length in zip(keys, rows, lengths, strict=True):
+            shelf.entries.setdefault(key, row[:length].tobytes())
+        for key in list(shelf.entries):
+            if shelf.world.chance(shelf.forgets):
+                del shelf.entries[key]
+        return [True] * len(keys)
+
+    def get(
+        self,
+        keys: Sequence[str],
+        rows: NDArray[np.uint8],
+        lengths: Sequence[int],
+        *,
+        timeout: float,
+    ) -> list[bool]:
+        there = self._shelf.answers(timeout)
+        found = []
+        for key, row, length in zip(keys, rows, lengths, strict=True):
+            entry = self._shelf.entries.get(key) if there else None
+            found.append(entry is not None and len(entry) == length)
+            if entry is not None and found[-1]:
+                row[:length] = np.frombuffer(entry, np.uint8)
+        return found
+
+    @property
+    def failures(self) -> Mapping[str, int]:
+        return Counter()
+
+    def close(self) -> None:
+        """Nothing to let go of."""

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One schedule from its plan to its end, and what must hold there."""
+
+import contextlib
+import gc
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from omni_connector.testing.simulation.check import leftovers, sizes
+from omni_connector.testing.simulation.cluster import Cluster
+from omni_connector.testing.simulation.engine import SimulatedEngine
+from omni_connector.testing.simulation.plan import Plan
+from omni_connector.testing.simulation.settings import HANDOFF_TTL_S
+from omni_connector.testing.simulation.world import Violation
+from omni_connector.transports.runtime import RUNTIME_DIR_VARIABLE
+from omni_connector.vllm_v1 import loading, store_jobs
+
+_QUIET_S: Final = 700.0
+"""Seconds after which everything that is remembered for a while is forgotten too."""
+
+_TICKS_S: Final = 1.2
+
+_HANG_CPU_S: Final = 20
+_HANG_S: Final = 300
+_MOST_ACTS: Final = 400_000
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a schedule has shown.
+
+    Attributes:
+        kind: what should have held.
+        text: what did not.
+        story: what happened before, a line each.
+    """
+
+    kind: str
+    text: str
+    story: tuple[str, ...]
+
+
+def run(plan: Plan) -> Failure | None:
+    """Run a schedule; None when all held."""
+    cluster: Cluster | None = None
+    errors = _Errors()
+    threads, descriptors = threading.active_count(), _descriptors()
+    with _alarm(), errors:
+        try:
+            cluster = Cluster(plan)
+            _run(cluster, plan, errors)
+            cluster.close()
+            _nothing_of_the_process(cluster, threads, descriptors)
+        except Violation as violation:
+            story = _story(cluster, plan)
+            with contextlib.suppress(BaseException):
+                if cluster is not None:
+                    cluster.close()
+            return Failure(violation.kind, str(violation), story)
+        finally:
+            if cluster is not None:
+                for name in {owner for owner, _ in cluster.host.arenas.values()}:
+                    cluster.host.kill(name)
+                for owner in list(cluster.host.views):
+                    cluster.host.kill(owner)
+    return None
+
+
+def _run(cluster: Cluster, plan: Plan, errors: "_Errors") -> None:
+    world = cluster.world
+    before: dict[SimulatedEngine, dict[str, int]] = {}
+
+    def look() -> None:
+        for engine in cluster.engines.values():
+            if engine not in before:
+                before[engine] = sizes(engine)
+        late = cluster.overdue()
+        if late is not None and late.engine.stalled:
+            cluster.give_up(late)
+        elif late is not None:
+            raise Violation("never_ends", f"{late.request_id} at {late.engine.name} does not end")
+        errors.look(cluster)
+        if world.acts > _MOST_ACTS:
+            raise Violation("never_ends", f"nothing is quiet after {world.acts} acts")
+
+    look()
+    for event in plan.events:
+        last = world.acts + event.acts
+        world.run(lambda last=last: world.acts >= last, world.now + 5.0)  # type: ignore[misc]
+        getattr(cluster, event.what)(**event.how)
+        look()
+    _settle(cluster, look)
+    _nothing_is_left(cluster, before)
+
+
+def _settle(cluster: Cluster, look: Any) -> None:
+    world = cluster.world
+
+    def quiet() -> bool:
+        return not cluster.sent and not cluster.operating and not cluster.world.stopped
+
+    while not quiet():
+        world.run(quiet, world.now + 5.0)
+        look()
+    for liar in cluster.liars:
+        liar.close()
+    # Leases and whatever else has a time to live.
+    for seconds in (0.0, HANDOFF_TTL_S / 2, HANDOFF_TTL_S, HANDOFF_TTL_S, _QUIET_S):
+        world.advance(seconds)
+        end = world.now + _TICKS_S
+        cluster.lag += seconds + _TICKS_S
+        world.run(lambda end=end: world.now >= end, end)  # type: ignore[misc]
+        look()
+    while not quiet() or len(cluster.engines) < len(cluster.shapes):
+        world.run(quiet, world.now + 5.0)
+        look()
+
+
+def _nothing_is_left(cluster: Cluster, before: dict[SimulatedEngine, dict[str, int]]) -> None:
+    for engine in cluster.engines.values():
+        left = leftovers(engine, before.get(engine, {}))
+        if left:
+            raise Violation("left_behind", f"{engine.name} keeps {'; '.join(left[:6])}")
+        for view in cluster.host.views.get(str(engine.owner), ()):
+            if not view.alive:
+                raise Violation("left_behind", f"{engine.name} maps an arena whose owner is gone")
+
+
+def _nothing_of_the_process(cluster: Cluster, threads: int, descriptors: int) -> None:
+    alive = [
+        actor.name
+        for actor in cluster.world.actors
+        if actor.owner is not None and getattr(actor, "is_alive", lambda: False)()
+    ]
+    if alive:
+        raise Violation("left_behind", f"threads that do not end: {alive}")
+    views = {owner: len(views) for owner, views in cluster.host.views.items() if views}
+    if views:
+        raise Violation("left_behind", f"mappings after the end: {views}")
+    if cluster.net.routers or cluster.net.links:
+        raise Violation("left_behind", "sockets after the end")
+    if threading.active_count() > threads:
+        raise Violation("left_behind", "threads of the process")
+    for owner in {owner for owner, _ in cluster.host.arenas.values()}:
+        raise Violation("left_behind", f"the arena of {owner}")
+    if _descriptors() > descriptors:
+        gc.collect()  # what a killed engine was in the middle of
+    if _descriptors() > descriptors:
+        raise Violation("left_behind", f"{_descriptors() - descriptors} descriptors")
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _story(cluster: Cluster | None, plan: Plan) -> tuple[str, ...]:
+    if cluster is None:
+        return ()
+    start = cluster.world.story[0][0] if cluster.world.story else 0.0
+    return tuple(f"{when - start:9.4f}  {text}" for when, text in cluster.world.story)
+
+
+class _Errors(logging.Handler):
+    """What the connector itself calls an error."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self._lines: list[str] = []
+        self._loggers = [
+            logging.getLogger(name) for name in ("vllm.omni_connector", "omni_connector")
+        ]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text += f" ({type(record.exc_info[1]).__name__}: {record.exc_info[1]})"
+        self._lines.append(text)
+
+    def look(self, cluster: Cluster) -> None:
+        """Raise for what was not provoked."""
+        lines, self._lines = self._lines, []
+        if lines and not cluster.expected_errors:
+            raise Violation("exception", lines[0])
+
+    def __enter__(self) -> "_Errors":
+        for logger in self._loggers:
+            logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for logger in self._loggers:
+            logger.removeHandler(self)
+
+
+@contextlib.contextmanager
+def _alarm() -> Iterator[None]:
+    """End what hangs, where signals can be had."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_: object) -> None:
+        raise Violation("hangs", "an act does not end")
+
+    former = [signal.signal(number, ring) for number in (signal.SIGALRM, signal.SIGPROF)]
+    signal.setitimer(signal.ITIMER_PROF, _HANG_CPU_S)
+    signal.alarm(_HANG_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.alarm(0)
+        for number, handler in zip((signal.SIGALRM, signal.SIGPROF), former, strict=True):
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def laboratory() -> Iterator[None]:
+    """What holds while schedules run: a runtime folder of one's own, small pieces, no sleep."""
+    folder = tempfile.mkdtemp(prefix="omni-sim-")
+    former = os.environ.get(RUNTIME_DIR_VARIABLE)
+    os.environ[RUNTIME_DIR_VARIABLE] = folder
+    patched: list[tuple[Any, str, Any]] = [
+        (loading, "BATCH_BYTES", 1),
+        (store_jobs, "_MAX_ROWS", 2),
+        (store_jobs, "_TRAYS", 2),
+        (time, "sleep", _no_sleep),
+    ]
+    unraisable = sys.unraisablehook
+    sys.unraisablehook = lambda _: None  # of generators that ended with a killed engine
+    kept = [(module, name, getattr(module, name)) for module, name, _ in patched]
+    levels = []
+    for name in ("vllm", "vllm.omni_connector", "omni_connector"):
+        logger = logging.getLogger(name)
+        levels.append((logger, logger.level, logger.propagate))
+        logger.setLevel(logging.ERROR)
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)
+    for module, name, value in patched:
+        setattr(module, name, value)
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(torch_threads)
+        sys.unraisablehook = unraisable
+        gc.enable()
+        gc.unfreeze()
+        for module, name, value in kept:
+            setattr(module, name, value)
+        for logger, level, _ in levels:
+            logger.setLevel(level)
+        if former is None:
+            del os.environ[RUNTIME_DIR_VARIABLE]
+        else:
+            os.environ[RUNTIME_DIR_VARIABLE] = former
+        shutil.rmtree(folder)
+
+
+def _no_sleep(seconds: float) -> None:
+    raise Violation("engine_waits", f"something sleeps for {seconds} s")

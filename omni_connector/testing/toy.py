@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model whose every answer depends on every byte of the KV cache that it may read.
+
+What is stored for a position is drawn from the weights, its token and all that its layers read:
+the KV of all positions before it, that of a window, or a recurrent state. A sampled token is drawn
+from what was read and written last. So one wrong byte, wherever it came from, changes all tokens
+after it. There is no arithmetic: two engines agree exactly, or one of them has read something
+else. `ToyRunner` (in `toy_runner`) reads and writes a KV cache as vLLM's model runner does;
+`Reference` computes the same without one.
+"""
+
+import copy
+import hashlib
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+VOCAB: Final = 500
+BLOCK: Final = 16
+LAYERS, HEADS, HEAD_SIZE = 3, 2, 8
+PAGE: Final = BLOCK * HEADS * 2 * HEAD_SIZE * 2  # K and V, two bytes each
+SLOT: Final = 4096  # LAYERS pages, rounded up
+MAX_LENGTH: Final = 4096
+STATE_BYTES: Final = 3 * 7 * 2 + 5 * 5 * 4
+
+
+def write_model(folder: Path) -> Path:
+    """The configuration of a model of the toy's shape; there are no weights."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 2 * HEADS * HEAD_SIZE,
+        "intermediate_size": 64,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": HEAD_SIZE,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": "float16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+WINDOW: Final = 40
+
+FAMILIES: Final = {
+    "full": ("full",),
+    "window": ("window",),
+    "window and full": ("window", "full"),
+    "state and full": ("state", "full"),
+    "all three": ("full", "window", "state"),
+    "latent": ("latent",),
+}
+"""The kinds of the cache groups, in their order."""
+
+
+def kv_cache_config(
+    num_blocks: int,
+    block_size: int,
+    family: str = "full",
+    *,
+    ranks: int = 1,
+    caching: bool = True,
+    window: int = WINDOW,
+) -> KVCacheConfig:
+    """Groups of `LAYERS` layers each, overlaid on the same bytes, as vLLM lays out LBHNC."""
+    heads = max(1, HEADS // ranks)
+    specs: dict[str, KVCacheSpec] = {
+        "full": FullAttentionSpec(
+            block_size=block_size, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.float16
+        ),
+        "window": SlidingWindowSpec(
+            block_size=block_size,
+            num_kv_heads=heads,
+            head_size=HEAD_SIZE,
+            dtype=torch.float16,
+            sliding_window=window,
+        ),
+    }
+    # As MLA: no heads to share out, each rank keeps all of it.
+    specs["latent"] = MLAAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=4 * HEAD_SIZE, dtype=torch.float16
+    )
+    kinds = FAMILIES[family]
+    page = specs[kinds[0] if kinds[0] != "state" else "full"].page_size_bytes
+    specs["state"] = MambaSpec(
+        # Kept for every block where prefixes are cached, else one for a request.
+        block_size=block_size if caching else MAX_LENGTH,
+        shapes=((3, 7), (5, 5)),
+        dtypes=(torch.float16, torch.float32),
+        page_size_padded=page,
+        mamba_cache_mode="align" if caching else "none",
+    )
+    kinds = FAMILIES[family]
+    groups = [
+        KVCacheGroupSpec([f"model.layers.{g * LAYERS + i}.mixer" for i in range(LAYERS)], specs[k])
+        for g, k in enumerate(kinds)
+    ]
+    tensors = [
+        KVCacheTensor(
+            size=LAYERS * page * num_blocks,
+            layers=group.layer_names,
+            layer_stride=page * num_blocks,
+            block_stride=page,
+        )
+        for group in groups
+    ]
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=tensors,
+        kv_cache_groups=groups,
+        kv_cache_layout="LBHNC",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the model keeps in one cache group.
+
+    Attributes:
+        keeps: `all` positions, a `window` of them, or a `state`.
+        window: positions, the own one among them.
+        size: bytes of a position, or of the state.
+    """
+
+    keeps: str
+    window: int
+    size: int
+
+
+class Mind:
+    """The model after some positions: what it has read so far, and what it drew last."""
+
+    __slots__ = ("_full", "_kinds", "_last", "_seed", "_seen", "_weights")
+
+    def __init__(self, weights: bytes, kinds: Sequence[Kind]) -> None:
+        self._weights = weights
+        self._kinds = kinds
+        self._full: Any = hashlib.blake2b(weights, digest_size=16)
+        self._seen: list[Any] = []
+        for kind in kinds:
+            self._seen.append(
+                bytes(kind.size) if kind.keeps == "state" else deque(maxlen=kind.window - 1)
+            )
+        self._last: list[bytes] = []
+        self._seed = b""
+
+    def copy(self) -> "Mind":
+        other = copy.copy(self)
+        other._full = self._full.copy()
+        other._seen = [each if isinstance(each, bytes) else each.copy() for each in self._seen]
+        return other
+
+    def read(self, group: int, content: bytes) -> None:
+        """Take in what the cache holds: for a `window` the positions in order, else all of it.
+
+        The groups that keep `all` are read position by position of all of them.
+        """
+        kind = self._kinds[group]
+        if kind.keeps == "state":
+            self._seen[group] = content
+        else:
+            size = kind.size
+            self._seen[group].extend(content[i : i + size] for i in range(0, len(content), size))
+
+    def read_full(self, content: bytes | memoryview) -> None:
+        """Take in the KV of those groups that keep all positions."""
+        self._full.update(content)
+
+    def step(self, token_id: int) -> list[bytes]:
+        """One position: what is to be stored for it, by group."""
+        hasher = self._full.copy()
+        for seen in self._seen:
+            hasher.update(seen if isinstance(seen, bytes) else b"".join(seen))
+        hasher.update(token_id.to_bytes(4, "little"))
+        seed = self._seed = hasher.digest()
+        drawn = []
+        for group, kind in enumerate(self._kinds):
+            content = hashlib.shake_128(seed + bytes([group])).digest(kind.size)
+            drawn.append(content)
+            if kind.keeps == "all":
+                self._full.update(content)
+            elif kind.keeps == "window":
+                self._seen[group].append(content)
+            else:
+                self._seen[group] = content
+        self._last = drawn
+        return drawn
+
+    def token(self, stored: Sequence[bytes] | None = None) -> int:
+        """What is sampled after the last position, given what the cache holds of that."""
+        hasher = hashlib.blake2b(self._seed, digest_size=4)
+        for content in self._last if stored is None else stored:
+            hasher.update(content)
+        return 3 + int.from_bytes(hasher.digest(), "little") % (VOCAB - 3)
+
+
+class Reference:
+    """What the model answers, computed without a cache.
+
+    Args:
+        config: cache groups of one rank of an engine.
+        ranks: tensor-parallel size of that engine; each keeps states of its own.
+    """
+
+    def __init__(self, config: KVCacheConfig, ranks: int = 1) -> None:
+        self._kinds = kinds_of(config, ranks)
+        self._minds: dict[tuple[bytes, tuple[int, ...]], Mind] = {}
+
+    def next_token(self, weights: bytes, token_ids: Sequence[int]) -> int:
+        """The token after these."""
+        known = tuple(token_ids)
+        mind = self._minds.get((weights, known))
+        if mind is None:
+            before = self._minds.get((weights, known[:-1]))
+            mind = Mind(weights, self._kinds) if before is None else before.copy()
+            for token_id in known if before is None else known[-1:]:
+                mind.step(token_id)
+            self._minds[weights, known] = mind
+        return mind.token()
+
+
+def kinds_of(config: KVCacheConfig, ranks: int) -> list[Kind]:
+    found = []
+    for group in config.kv_cache_groups:
+        spec, layers = group.kv_cache_spec, len(group.layer_names)
+        if isinstance(spec, MambaSpec):
+            found.append(Kind("state", 1, layers * ranks * spec.state_content_size_bytes))
+            continue
+        heads = 1 if isinstance(spec, MLAAttentionSpec) else HEADS
+        content = spec.page_size_bytes // spec.block_size // spec.num_heads
+        window = getattr(spec, "sliding_window", None)
+        keeps = "all" if window is None else "window"
+        found.append(Kind(keeps, window or 1, layers * heads * content))
+    return found

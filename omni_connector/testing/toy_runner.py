@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The toy model in an engine: it follows a scheduler's output and keeps its KV in vLLM's blocks."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, MLAAttentionSpec
+
+from omni_connector.testing.toy import HEADS, Mind, kinds_of
+
+
+@dataclass(slots=True)
+class _Row:
+    token_ids: list[int]
+    tables: list[list[int]]
+
+
+class ToyRunner:
+    """Follows a scheduler's output as vLLM's model runner does, and computes.
+
+    Args:
+        kv_caches: for each rank the layers as vLLM registers them, `[B, H, N, C]`.
+        config: their groups.
+        weights: of the model; other weights, other KV.
+    """
+
+    def __init__(
+        self,
+        kv_caches: list[dict[str, torch.Tensor]],
+        config: KVCacheConfig,
+        weights: bytes = b"",
+    ) -> None:
+        self.weights = weights
+        self._kinds = kinds_of(config, len(kv_caches))
+        self._groups: list[_Attention | _State] = []
+        layers = {
+            name: [rank[name].view(torch.uint8).numpy() for rank in kv_caches]
+            for name in kv_caches[0]
+        }
+        self._layers = [rank for ranks in layers.values() for rank in ranks]
+        for kind, group in zip(self._kinds, config.kv_cache_groups, strict=True):
+            caches = [layers[name] for name in group.layer_names]
+            if kind.keeps == "state":
+                spec = group.kv_cache_spec
+                assert isinstance(spec, MambaSpec)
+                self._groups.append(_State(caches, spec.block_size, spec.state_content_size_bytes))
+            else:
+                heads = 1 if isinstance(group.kv_cache_spec, MLAAttentionSpec) else HEADS
+                self._groups.append(_Attention(caches, heads))
+        self._rows: dict[str, _Row] = {}
+
+    def execute(self, step: SchedulerOutput) -> tuple[list[str], list[list[int]]]:
+        """Compute one step: the request ids of the batch and what each has sampled."""
+        self.prepare(step)
+        return self.forward(step)
+
+    def prepare(self, step: SchedulerOutput) -> None:
+        """What happens to blocks before the forward pass: new ones are zeroed, shared ones
+        copied."""
+        if step.new_block_ids_to_zero:
+            blocks = np.asarray(step.new_block_ids_to_zero)
+            for cache in self._layers:
+                cache[blocks] = 0
+        for each in step.kv_cache_block_copies or ():
+            for cache in self._layers:
+                cache[each.dst_block_id] = cache[each.src_block_id]
+
+    def forward(self, step: SchedulerOutput) -> tuple[list[str], list[list[int]]]:
+        """The forward pass of a step that was prepared."""
+        self._follow(step)
+        computed = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        cached = step.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        sampled = []
+        for request_id, num_tokens in step.num_scheduled_tokens.items():
+            row = self._rows[request_id]
+            end = computed[request_id] + num_tokens
+            token = self._compute(row, computed[request_id], end)
+            if end == len(row.token_ids):
+                self.sampled(request_id, row.token_ids, token)
+                row.token_ids.append(token)
+                sampled.append([token])
+            else:
+                sampled.append([])  # a chunk of the prompt
+        return list(step.num_scheduled_tokens), sampled
+
+    def sampled(self, request_id: str, token_ids: list[int], token: int) -> None:
+        """Called with each token sampled and those before it; to be overridden."""
+
+    def _follow(self, step: SchedulerOutput) -> None:
+        for request_id in step.finished_req_ids:
+            self._rows.pop(request_id, None)
+        for new in step.scheduled_new_reqs:
+            tables = [list(ids) for ids in new.block_ids]
+            self._rows[new.req_id] = _Row(list(new.prompt_token_ids or ()), tables)
+        cached = step.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            row = self._rows[request_id]
+            if request_id in cached.resumed_req_ids:
+                row.token_ids = list(cached.all_token_ids[request_id])
+                row.tables = [[] for _ in self._groups]
+            for table, ids in zip(row.tables, block_ids or (), strict=False):
+                table += ids
+
+    def _compute(self, row: _Row, start: int, end: int) -> int:
+        mind = Mind(self.weights, self._kinds)
+        full = []
+        for g, (kind, group) in enumerate(zip(self._kinds, self._groups, strict=True)):
+            if kind.keeps == "all":
+                full.append(group.read(row.tables[g], 0, start))
+            elif kind.keeps == "window":
+                first = max(0, start - kind.window + 1)
+                mind.read(g, group.read(row.tables[g], first, start).tobytes())
+            else:
+                mind.read(g, group.read(row.tables[g], start - 1, start).tobytes())
+        if full:  # by position, as they were drawn
+            mind.read_full(np.concatenate(full, axis=1).tobytes())
+        drawn = [mind.step(token_id) for token_id in row.token_ids[start:end]]
+        stored = []
+        for g, group in enumerate(self._groups):
+            group.write(row.tables[g], start, end, [each[g] for each in drawn])
+        # What was written is read once more: it, too, has to be where it belongs.
+        for g, group in enumerate(self._groups):
+            stored.append(group.read(row.tables[g], end - 1, end).tobytes())
+        return mind.token(stored)
+
+    def spoil(self, block_ids: list[int], seed: int) -> None:
+        """Fill whole blocks with noise, which no correct answer can come from."""
+        draw = np.random.default_rng(seed)
+        blocks = np.asarray(block_ids)
+        for cache in self._layers:
+            noise = draw.bytes(len(blocks) * math.prod(cache.shape[1:]))
+            cache[blocks] = np.frombuffer(noise, np.uint8).reshape(-1, *cache.shape[1:])
+
+
+class WrongBytes(AssertionError):
+    """Ranks that keep the same bytes keep different ones."""
+
+
+Layers = list[list[NDArray[np.uint8]]]
+"""For each layer the caches of all ranks."""
+
+
+class _Attention:
+    """The layers of a group that store something for every position."""
+
+    def __init__(self, layers: Layers, heads: int) -> None:
+        _, kept, self._block_size, content = layers[0][0].shape
+        self._content = content
+        self._heads = heads
+        # Ranks that share a head keep a copy each.
+        self._copies = max(1, len(layers[0]) * kept // heads)
+        self._kept = kept
+        self._size = len(layers) * heads * content
+        self._layers = layers
+
+    def read(self, table: list[int], start: int, end: int) -> NDArray[np.uint8]:
+        """KV of these positions: (positions, bytes)."""
+        blocks, offsets = self._places(table, start, end)
+        found = np.stack(
+            [
+                np.concatenate([rank[blocks, :, offsets] for rank in layer], axis=1)
+                for layer in self._layers
+            ],
+            axis=1,
+        )
+        first = found[:, :, :: self._copies]
+        for number in range(1, self._copies):
+            if (found[:, :, number :: self._copies] != first).any():
+                raise WrongBytes("two ranks keep different bytes of one head")
+        return first.reshape(end - start, self._size)
+
+    def write(self, table: list[int], start: int, end: int, content: list[bytes]) -> None:
+        """Put KV at positions."""
+        blocks, offsets = self._places(table, start, end)
+        rows = np.frombuffer(b"".join(content), np.uint8).reshape(
+            end - start, len(self._layers), self._heads, self._content
+        )
+        for number, layer in enumerate(self._layers):
+            for place, rank in enumerate(layer):
+                first = place * self._heads // len(layer)
+                rank[blocks, :, offsets] = rows[:, number, first : first + self._kept]
+
+    def _places(
+        self, table: list[int], start: int, end: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        positions = np.arange(start, end)
+        blocks = np.asarray(table, np.int64)[positions // self._block_size]
+        assert blocks.all(), "vLLM has taken a block away that is still used"
+        return blocks, positions % self._block_size
+
+
+class _State:
+    """The layers of a group that keep one state, in the block of the last position."""
+
+    def __init__(self, layers: Layers, block_size: int, size: int) -> None:
+        self._layers = [[rank.reshape(len(rank), -1)[:, :size] for rank in each] for each in layers]
+        self._block_size = block_size
+        self._size = size
+
+    def read(self, table: list[int], start: int, end: int) -> NDArray[np.uint8]:
+        """State after `end` positions: its bytes."""
+        if end == 0:
+            return np.zeros(len(self._layers) * len(self._layers[0]) * self._size, np.uint8)
+        block = self._block(table, end)
+        return np.concatenate([rank[block] for layer in self._layers for rank in layer])
+
+    def write(self, table: list[int], start: int, end: int, content: list[bytes]) -> None:
+        """Put the state after `end` positions."""
+        block, rows = (
+            self._block(table, end),
+            iter(np.frombuffer(content[-1], np.uint8).reshape(-1, self._size)),
+        )
+        for layer in self._layers:
+            for rank in layer:
+                rank[block] = next(rows)
+
+    def _block(self, table: list[int], end: int) -> int:
+        block = table[(end - 1) // self._block_size]
+        assert block != 0, "vLLM has taken a block away that holds a state"
+        return block
