@@ -135,6 +135,9 @@ class _Reach:
     def give_back(self, buffer: NDArray[np.uint8]) -> None:
         """As `Engine.give_back`."""
 
+    def give_back_later(self, buffer: NDArray[np.uint8]) -> None:
+        """As `Engine.give_back_later`."""
+
 
 def _hostile_header(owner: _Owner, rng: random.Random) -> tuple[int, bytes, int, int]:
     slot = rng.choice((0, 1, 2, 3, 4, 5, 6, 7))

@@ -195,7 +195,7 @@ class Liar(Actor):
         return (
             Endpoint(
                 transport=draw.choice(("shm", "shm", "pigeon")),
-                address=draw.choice(("", "nowhere", "a/b\0c", "x" * 1000)),
+                address=draw.choice(("", "nowhere", "a/../b", "x" * 1000)),
                 epoch=draw.randbytes(EPOCH_BYTES),
                 n_slots=draw.choice((1, 9, _FAR - 1)),
                 slot_bytes=4096 * draw.choice((1, 2, 1 << 20)),
@@ -218,6 +218,7 @@ class Liar(Actor):
         )
         if draw.random() < 0.3:
             groups = draw.choice(((), groups[:-1], (*groups, ()), tuple(() for _ in groups)))
+            firsts = (*firsts, 0)[: len(groups)]
         if draw.random() < 0.1:
             firsts = tuple(first + 1 for first in firsts)
         return Granted(sequence, num_tokens, firsts, groups, draw.choice((0.0, 0.01, 5.0, 1e12)))

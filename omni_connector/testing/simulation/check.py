@@ -21,7 +21,7 @@ _CONTAINERS: Final = (dict, list, set, deque, frozenset)
 _KEPT: Final = re.compile(
     r"\._slots\b|\._free\b|\._cached\b|\._by_key\b|\._plans\b|\._chosen\b|\._stats\b|_stats\b"
     r"|\._introduced\b|\._peers\b|\._arenas\._known\b|\._untold\b|\._sent\b|\._distrusted\b|\._failures\b"
-    r"|\._events\b|\._report\.|\._gauges\b|\._copier\b|\._layout\b|\._commands\b|\._told\b|\._threads\b|\._batches\b"
+    r"|\._events\b|\._report\.|\._gauges\b|\._copier\b|\._layout\b|\._commands\b|\._told\b|\._threads\b|\._batches\b|\._void\b"
     r"|\._manager\b|\._config\b|\._vllm_config\b|\._kv_cache_config\b"
 )
 _DEPTH: Final = 12
@@ -35,6 +35,12 @@ def sizes(engine: SimulatedEngine) -> dict[str, int]:
         for path, size in _walk(half, f"{type(half).__name__}{number or ''}", seen, 0):
             found[path] = found.get(path, 0) + size
     return found
+
+
+def leases_of(engine: SimulatedEngine) -> int:
+    """How many peers may read slots of an engine."""
+    directory = engine.halves[0]._directory if engine.halves else None
+    return 0 if directory is None else int(directory.usage()[2])
 
 
 def leftovers(engine: SimulatedEngine, before: Mapping[str, int]) -> list[str]:

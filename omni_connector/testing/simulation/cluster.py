@@ -34,6 +34,8 @@ HANDOFF: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 PATIENCE_S: Final = 90.0
 """Seconds after which a request must have ended: all waits of the connector, and a queue."""
 
+_FAST: Final = 0.0005
+
 _OPERATOR_S: Final = 60.0
 _SETTLE_S: Final = 1.0
 
@@ -83,8 +85,8 @@ class Cluster:
             "save": trouble.get("raising_saves", 0.0),
             "load": trouble.get("raising_loads", 0.0),
         }
-        # What may make a request fail where vLLM is told to let it.
-        self.excuses = bool(trouble)
+        # What may make a request fail where vLLM is told to let it; a slow engine is late, too.
+        self.excuses = bool(trouble) or plan.pace > _FAST
         self.expected_errors = any(self.raising.values())
         self.plan = plan
         self.shapes = {shape.name: shape for shape in plan.engines}
@@ -92,6 +94,7 @@ class Cluster:
         self.sent: dict[str, Sent] = {}
         self.liars: list[Liar] = []
         self.operating = 0
+        self.intents = 0  # what clients are about to do
         self.lag = 0.0  # seconds that passed without anybody's fault
         self._weights = 0
         self._numbers = itertools.count()
@@ -190,6 +193,11 @@ class Cluster:
             )
         sent.done(params, well)
 
+    @property
+    def quiet(self) -> bool:
+        """Whether nobody wants anything."""
+        return not (self.sent or self.operating or self.intents or self.world.stopped)
+
     def overdue(self) -> Sent | None:
         """A request that should have ended by now."""
         now = self.world.now - self.lag
@@ -222,6 +230,7 @@ class Cluster:
         prefills: int,
         pause: float,
         priority: int,
+        mixed_up: bool,
     ) -> None:
         """A prompt is prefilled here and decoded there.
 
@@ -230,13 +239,15 @@ class Cluster:
             again: how often the decode request is sent again after it has ended.
             prefills: how often the same prefill is asked for at once.
             pause: seconds between the two.
+            mixed_up: the decode request is of another text.
         """
+        asked = ((prompt[0] + 1) % 3, prompt[1]) if mixed_up else prompt
 
         def decoded(left: int, params: Any) -> None:
             if left > 0:
                 self._send(
                     decode,
-                    prompt,
+                    asked,
                     tokens,
                     lambda *_: decoded(left - 1, params),
                     params=dict(params),
@@ -244,7 +255,10 @@ class Cluster:
                 )
 
         def prefilled(params: Any, well: bool) -> None:
+            self.intents += 1
+
             def go_on() -> None:
+                self.intents -= 1
                 if not well or params is None:
                     self._send(decode, prompt, tokens, priority=priority)
                     return
@@ -362,8 +376,10 @@ class Cluster:
         self.lag += seconds
 
     def spoil(self, engine: str) -> None:
-        """Bytes in an arena change."""
+        """Bytes in an arena change, and in the shared store."""
         self.excuses = True
+        for key, entry in self.shelf.entries.items():
+            self.shelf.entries[key] = bytes([entry[0] ^ 0x10]) + entry[1:]
         for name, (owner, arena) in self.host.arenas.items():
             if owner.split(".")[0] == engine and not arena.closed:
                 if self.shapes[engine].integrity != "full":

@@ -54,6 +54,7 @@ class Plan:
         events: in order.
         pace: seconds of the clock that an act takes, at most.
         mapped: whether peers' arenas are read in place.
+        piece_bytes: that are copied in one go, at least a block.
         trouble: settings of what goes wrong at any time; see `Cluster`.
     """
 
@@ -62,6 +63,7 @@ class Plan:
     events: tuple[Event, ...]
     pace: float
     mapped: bool
+    piece_bytes: int
     trouble: dict[str, float] = field(default_factory=dict)
 
     def only(self, numbers: set[int]) -> "Plan":
@@ -80,6 +82,7 @@ def plan_of(seed: int) -> Plan:
         events=_events(draw, engines, bool(trouble)),
         pace=draw.choice((0.0, 0.0002, 0.002, 0.02)),
         mapped=draw.random() < 0.6,
+        piece_bytes=draw.choice((1, 1, 1600)),
         trouble=trouble,
     )
 
@@ -190,6 +193,7 @@ def _events(
                 "prefills": draw.choice((1, 1, 1, 2, 4)),
                 "pause": draw.choice((0.0, 0.0, 0.01, 1.0)),
                 "priority": draw.randrange(3),
+                "mixed_up": draw.random() < 0.05,
             }
         elif kind == "serve":
             how = {

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from omni_connector.testing.simulation.check import leftovers, sizes
+from omni_connector.testing.simulation.check import leases_of, leftovers, sizes
 from omni_connector.testing.simulation.cluster import Cluster
 from omni_connector.testing.simulation.engine import SimulatedEngine
 from omni_connector.testing.simulation.plan import Plan
@@ -58,6 +58,7 @@ def run(plan: Plan) -> Failure | None:
     threads, descriptors = threading.active_count(), _descriptors()
     with _alarm(), errors:
         try:
+            loading.BATCH_BYTES = plan.piece_bytes  # type: ignore[misc]
             cluster = Cluster(plan)
             _run(cluster, plan, errors)
             cluster.close()
@@ -107,11 +108,8 @@ def _run(cluster: Cluster, plan: Plan, errors: "_Errors") -> None:
 def _settle(cluster: Cluster, look: Any) -> None:
     world = cluster.world
 
-    def quiet() -> bool:
-        return not cluster.sent and not cluster.operating and not cluster.world.stopped
-
-    while not quiet():
-        world.run(quiet, world.now + 5.0)
+    while not cluster.quiet:
+        world.run(lambda: cluster.quiet, world.now + 5.0)
         look()
     for liar in cluster.liars:
         liar.close()
@@ -122,9 +120,19 @@ def _settle(cluster: Cluster, look: Any) -> None:
         cluster.lag += seconds + _TICKS_S
         world.run(lambda end=end: world.now >= end, end)  # type: ignore[misc]
         look()
-    while not quiet() or len(cluster.engines) < len(cluster.shapes):
-        world.run(quiet, world.now + 5.0)
+        if not seconds and not cluster.excuses:
+            _no_lease_is_left(cluster)
+    while len(cluster.engines) < len(cluster.shapes):
+        world.run(lambda: len(cluster.engines) == len(cluster.shapes), world.now + 5.0)
         look()
+
+
+def _no_lease_is_left(cluster: Cluster) -> None:
+    """Where nothing went wrong, leases end with their requests, not with their time to live."""
+    for engine in cluster.engines.values():
+        leases = leases_of(engine)
+        if leases:
+            raise Violation("left_behind", f"{engine.name} has {leases} leases, and no requests")
 
 
 def _nothing_is_left(cluster: Cluster, before: dict[SimulatedEngine, dict[str, int]]) -> None:

@@ -82,6 +82,7 @@ class World:
         self.acting: list[Actor] = []
         self.actors: list[Actor] = []
         self.story: list[tuple[float, str]] = []
+        self.violation: Violation | None = None
         self.dead: set[str] = set()
         self.stopped: set[str] = set()
         self._bytes = random.Random(f"{seed}/bytes")
@@ -134,6 +135,8 @@ class World:
         while not until():
             if not self._act(deadline):
                 return False
+            if self.violation is not None:  # whoever has caught it
+                raise self.violation
         return True
 
     def breathe(self, most: int = 3) -> None:
@@ -193,6 +196,9 @@ class World:
             actor.act()
         except Killed:
             self.remove(actor)
+        except Violation as violation:
+            self.violation = self.violation or violation
+            raise
         finally:
             self.acting.pop()
             actor.waits = False
