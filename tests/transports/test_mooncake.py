@@ -429,7 +429,7 @@ def test_nothing_beyond_the_arena_can_be_read(open_connector: Connect) -> None:
         "http://127.0.0.1:80/7f00",
         "tcp://127.0.0.1;tcp:80/7f00",
         "tcp://a b:80/7f00",
-        "tcp://127.0.0.1:80/7f00\n",
+        "tcp://127.0.0.1:80/7f00 ",
         "tcp://0.0.0.0:80/7f00",
         "tcp://127.1:80/7f00",
     ],
