@@ -5,8 +5,9 @@ Each prompt is answered three times. Through the router: the prefill engine comp
 decode engine takes over its KV. Again by the decode engine, which now holds the KV itself. And
 by the decode engine without any KV, as the reference: its answer never came through the
 connector, and is computed along the same numeric path (see `omni_connector.testing.reference`),
-so that its tokens must be the same. The decode engine sees a prompt first by hand-off: nothing
-in its cache could stand in for the bytes that should arrive.
+so that its tokens must be the same, with the same log-probabilities to rounding. The engines use
+float32, in which rounding is the same small thing on every CPU. The decode engine sees a prompt
+first by hand-off: nothing in its cache could stand in for the bytes that should arrive.
 """
 
 import logging
@@ -40,7 +41,7 @@ KV_TRANSFER_CONFIG: Final[Mapping[str, Any]] = {
 
 _ARGUMENTS: Final = (
     *("--logits-processors", "omni_connector.testing.reference:ForcedFirstToken"),
-    *("--max-model-len", "8192"),
+    *("--dtype", "float32", "--max-model-len", "8192"),
 )
 _NEW_TOKENS: Final = 16
 _WARM_UP: Final = 300
@@ -66,7 +67,8 @@ class Result:
         bytes_moved: bytes it counts as loaded.
         handoff_s: seconds from asking the prefill engine until the KV was in place.
         ttft_s: seconds to the first token at the decode engine: handed off, local, recomputed.
-        same_tokens: whether all answers equal the reference.
+        same_tokens: whether the answer after the hand-off is the reference: the same tokens, or
+            equally likely ones, with the same log-probabilities.
     """
 
     prompt_tokens: int
@@ -124,18 +126,18 @@ def measure(deployment: Deployment, prompt: Sequence[int], salt: str) -> Result:
     Raises:
         EngineError: an engine or the router answered with an error.
     """
-    from omni_connector.testing.reference import same_path
+    from omni_connector.testing.reference import LOGPROBS, ROUNDING, Answer, same_path
 
     decode = deployment.decode
     fields = {"max_tokens": _NEW_TOKENS, "cache_salt": salt}
     start = Metrics.of(decode)
     with Client(deployment.router.port) as client:
-        handed = _tokens(client.post("/v1/completions", completion(prompt, **fields)))
+        handed = Answer.of(client.post("/v1/completions", completion(prompt, **LOGPROBS, **fields)))
     after_handoff = _settled(decode, start, tokens_loaded=len(prompt) - 1)
     with decode.client() as client:
-        client.complete(prompt, **fields)
+        client.complete(prompt, **LOGPROBS, **fields)
         after_local = _settled(decode, after_handoff)
-        reference = same_path(client, prompt, max_tokens=_NEW_TOKENS).tokens
+        reference = same_path(client, prompt, max_tokens=_NEW_TOKENS)
         end = _settled(decode, after_local)
     ttft = f"{_TTFT}_sum"
     return Result(
@@ -148,12 +150,8 @@ def measure(deployment: Deployment, prompt: Sequence[int], salt: str) -> Result:
             after_local.since(after_handoff, ttft),
             end.since(after_local, ttft),
         ),
-        same_tokens=handed == reference,
+        same_tokens=handed.agrees(reference, tolerance=ROUNDING),
     )
-
-
-def _tokens(answer: Mapping[str, Any]) -> tuple[int, ...]:
-    return tuple(answer["choices"][0]["token_ids"])
 
 
 def _settled(engine: Engine, before: Metrics, *, tokens_loaded: int = 0) -> Metrics:
@@ -207,7 +205,7 @@ _LEGEND = """\
 TTFT: time to the first token, from the request's arrival at the decode engine.
 KV local: the same prompt again; only whole blocks are cached, the rest is computed.
 recomputed: without any KV. same tokens: the answers after the hand-off and after the
-recomputation are the same, token by token."""
+recomputation are the same, token by token and in their log-probabilities."""
 
 
 def _make_model(cache: Path) -> Path:

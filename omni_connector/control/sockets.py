@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import zmq
 
 from omni_connector.errors import TransportError
+from omni_connector.network.forks import close_bound_to, forget_in_child
 from omni_connector.network.keys import ClusterKey
 from omni_connector.network.listener import TcpListener
 from omni_connector.network.peers import HostPort
@@ -56,7 +57,7 @@ class Sockets(Protocol):
         """
 
     def serve_tcp(
-        self, address: HostPort, key: ClusterKey | None, clock: Callable[[], float]
+        self, address: HostPort, key: ClusterKey, clock: Callable[[], float]
     ) -> TcpListener:
         """A listener at a TCP address.
 
@@ -89,10 +90,16 @@ class ZmqSockets:
     def serve(self, path: Path) -> Socket:
         router = bind_unix(self._context, path)
         self._path = path
+        forget_in_child(self, ZmqSockets._abandon)
         return router
 
+    def _abandon(self) -> None:
+        # In a process that was forked, whose ZeroMQ has no threads.
+        if self._path is not None:
+            close_bound_to(str(hidden_path(self._path)))
+
     def serve_tcp(
-        self, address: HostPort, key: ClusterKey | None, clock: Callable[[], float]
+        self, address: HostPort, key: ClusterKey, clock: Callable[[], float]
     ) -> TcpListener:
         return TcpListener(self._context, address, key, clock)
 
@@ -151,7 +158,7 @@ def bind_unix(context: Context, path: Path) -> Socket:
     prepare(router)
     # A socket is visible only once it accepts, so that a peer may take "refused" for dead;
     # under the lock nobody sweeps it before.
-    hidden = path.with_name(f".{path.name}")
+    hidden = hidden_path(path)
     with locked(path.parent):
         if _accepts(path):
             raise TransportError(
@@ -160,6 +167,11 @@ def bind_unix(context: Context, path: Path) -> Socket:
         router.bind(f"ipc://{hidden}")
         os.rename(hidden, path)
     return router
+
+
+def hidden_path(path: Path) -> Path:
+    """Where a socket is bound before it appears at `path`: its address to the kernel."""
+    return path.with_name(f".{path.name}")
 
 
 def _accepts(path: Path) -> bool:

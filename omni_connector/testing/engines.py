@@ -2,23 +2,29 @@
 """Real vLLM engines as child processes: OpenAI servers on loopback, started, asked and stopped.
 
 Every engine runs in a process group of its own, so that stopping it, or killing it, takes its
-engine core and workers along. Nothing here imports vllm.
+engine core and workers along. vLLM's processes that are killed leave files in /dev/shm and in the
+temporary folder; those of an engine are removed when it is stopped or killed. Nothing here imports
+vllm.
 """
 
 import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Final, Protocol, Self
+
+from omni_connector.transports.runtime import RUNTIME_DIR_VARIABLE, runtime_root
 
 PREFILL_PARAMS: Mapping[str, Any] = {
     "do_remote_decode": True,
@@ -31,6 +37,9 @@ PREFILL_PARAMS: Mapping[str, Any] = {
 """What a router of the NIXL shape sends to the prefill engine."""
 
 MODEL_NAME = "model"
+SERVER: Final = "vllm.entrypoints.openai.api_server"
+_SHARED_MEMORY: Final = Path("/dev/shm")
+_KILL_S: Final = 30.0
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{.*\})?\s+(\S+)$")
 
@@ -45,6 +54,23 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
+
+
+class Process(Protocol):
+    """What an engine needs of the process that it is: `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int:
+        """Id of the process, and of its group."""
+
+    def poll(self) -> int | None:
+        """Its exit status; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its exit status; raises `subprocess.TimeoutExpired`."""
+
+    def send_signal(self, sig: int, /) -> None:
+        """Send it a signal, unless it has ended."""
 
 
 @dataclass(slots=True)
@@ -77,14 +103,39 @@ class Engine:
     launcher: Sequence[str] = ()
     unix_socket: Path | None = None
     port: int = field(default_factory=free_port)
-    process: subprocess.Popen[bytes] | None = None
+    process: Process | None = None
+    _temporary: Path | None = None
+    _shared_memory: set[Path] = field(default_factory=set)
 
     def start(self) -> None:
         """Start the server, without waiting for it; a started engine is left as it is."""
         if self.process is not None:
             return
-        command = [*self.launcher, sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(self.model), "--served-model-name", MODEL_NAME]
+        # The engines of this process meet in its runtime folder, not in their temporary ones.
+        environment = {RUNTIME_DIR_VARIABLE: str(runtime_root()), **os.environ}
+        environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        if self.core is not None:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = str(self.core)
+        self._temporary = Path(tempfile.mkdtemp(prefix="omni-engine-"))
+        environment |= {"TMPDIR": str(self._temporary), **self.environment}
+        with self.log.open("wb") as output:
+            self.process = self._launch(self.server_arguments(), environment, output)
+
+    def _launch(
+        self, arguments: list[str], environment: Mapping[str, str], output: IO[bytes]
+    ) -> Process:
+        return subprocess.Popen(
+            [*self.launcher, sys.executable, "-m", SERVER, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def server_arguments(self) -> list[str]:
+        """The command line of the server, without the program."""
+        command = ["--model", str(self.model), "--served-model-name", MODEL_NAME]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"]
         command += ["--uvicorn-log-level", "warning"]
         if self.unix_socket is not None:
@@ -93,20 +144,7 @@ class Engine:
             command += ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)]
         if self.kv_transfer_config is not None:
             command += ["--kv-transfer-config", json.dumps(self.kv_transfer_config)]
-        command += self.arguments
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        if self.core is not None:
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = str(self.core)
-        environment |= self.environment
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+        return [*command, *self.arguments]
 
     def wait_ready(self, timeout: float = 180.0) -> None:
         """Wait until the server answers.
@@ -120,8 +158,9 @@ class Engine:
             if not self.alive:
                 raise EngineError(f"engine died while starting:\n{self.log_tail()}")
             if self.healthy():
+                self._note_shared_memory()
                 return
-            time.sleep(0.2)
+            time.sleep(0.1)
         raise EngineError(f"engine not ready within {timeout:.0f} s:\n{self.log_tail()}")
 
     @property
@@ -170,9 +209,22 @@ class Engine:
 
     def kill(self) -> None:
         """Kill the whole process group with SIGKILL, as an out-of-memory killer would."""
-        self._signal(signal.SIGKILL)
-        if self.process is not None:
-            self.process.wait(timeout=30)
+        if self.process is None:
+            return
+        self._note_shared_memory()
+        try:
+            # The server leads its group; children that outlive it keep the group's id in use.
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait(timeout=_KILL_S)
+        deadline = time.monotonic() + _KILL_S
+        while any(self._group()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for path in self._shared_memory:
+            path.unlink(missing_ok=True)
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
     def stop(self, timeout: float = 30.0) -> None:
         """Stop the server: SIGTERM, then SIGKILL for what is left after `timeout` seconds.
@@ -182,17 +234,19 @@ class Engine:
         """
         if self.process is None:
             return
+        self._note_shared_memory()
         if self.alive:
             self.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + timeout
-        while self._group_runs() and time.monotonic() < deadline:
+        while any(self._group()) and time.monotonic() < deadline:
             time.sleep(0.05)
         self.kill()
 
-    def _group_runs(self) -> bool:
-        """Whether a process of the group is running; the dead that nobody reaped are not."""
+    def _group(self) -> Iterator[Path]:
+        """Folders in /proc of the group's running processes, without the dead ones that nobody
+        has reaped."""
         if self.process is None:
-            return False
+            return
         self.process.poll()
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
@@ -201,17 +255,24 @@ class Engine:
             except (OSError, ValueError):  # it ended meanwhile
                 continue
             if int(group) == self.process.pid and state not in "ZX":
-                return True
-        return False
+                yield stat.parent
 
-    def _signal(self, number: signal.Signals) -> None:
-        if self.process is None:
-            return
-        try:
-            # The server leads its group; children that outlive it keep the group's id in use.
-            os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            pass
+    def left_behind(self) -> set[Path]:
+        """What vLLM would leave in /dev/shm and in the temporary folder if it were killed now."""
+        self._note_shared_memory()
+        temporary = self._temporary.iterdir() if self._temporary is not None else ()
+        return self._shared_memory | set(temporary)
+
+    def _note_shared_memory(self) -> None:
+        """Remember the files in /dev/shm that the engine maps, as who is killed leaves them."""
+        for process in self._group():
+            try:
+                maps = (process / "maps").read_text()
+            except OSError:  # it ended meanwhile
+                continue
+            found = (line.split(maxsplit=5)[5:] for line in maps.splitlines())
+            paths = (Path(path) for (path,) in filter(None, found))
+            self._shared_memory |= {path for path in paths if path.parent == _SHARED_MEMORY}
 
     def __enter__(self) -> Self:
         self.start()

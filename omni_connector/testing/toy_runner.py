@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The toy model in an engine: it follows a scheduler's output and keeps its KV in vLLM's blocks."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -132,7 +133,8 @@ class ToyRunner:
         draw = np.random.default_rng(seed)
         blocks = np.asarray(block_ids)
         for cache in self._layers:
-            cache[blocks] = draw.integers(0, 256, (len(blocks), *cache.shape[1:]), np.uint8)
+            noise = draw.bytes(len(blocks) * math.prod(cache.shape[1:]))
+            cache[blocks] = np.frombuffer(noise, np.uint8).reshape(-1, *cache.shape[1:])
 
 
 class WrongBytes(AssertionError):

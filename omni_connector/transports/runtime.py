@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from omni_connector.errors import ConfigError, TransportError
+from omni_connector.network.keys import ClusterKey, own_key
 
 logger = logging.getLogger(__name__)
 
@@ -31,17 +32,38 @@ RUNTIME_DIR_VARIABLE: Final = "OMNI_CONNECTOR_RUNTIME_DIR"
 LOCK_TIMEOUT_S: Final = 5.0
 
 _FOLDER: Final = "omni-connector"
+_KEY: Final = ".loopback.key"  # no namespace begins with a dot
 _SUN_PATH_BYTES: Final = 108
 _PLAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _POLL_S: Final = 0.005
 
 
-def runtime_dir(namespace: str = "default", environ: Mapping[str, str] | None = None) -> Path:
-    """The folder of a namespace, made if need be: private to this user.
+def runtime_root(environ: Mapping[str, str] | None = None) -> Path:
+    """Where the folders of all namespaces lie, made or not.
 
-    It lies in `$OMNI_CONNECTOR_RUNTIME_DIR` if that is set, else in
-    `$XDG_RUNTIME_DIR/omni-connector` if that is a folder of this user, else in
-    `omni-connector-<uid>` of the temporary folder.
+    It is `$OMNI_CONNECTOR_RUNTIME_DIR` if that is set, else `$XDG_RUNTIME_DIR/omni-connector` if
+    that is a folder of this user, else `omni-connector-<uid>` of the temporary folder.
+
+    Args:
+        environ: the environment to read, `os.environ` by default.
+
+    Raises:
+        ConfigError: the variable holds no absolute path.
+    """
+    environ = os.environ if environ is None else environ
+    override = environ.get(RUNTIME_DIR_VARIABLE, "")
+    xdg = environ.get("XDG_RUNTIME_DIR", "")
+    if override:
+        if not os.path.isabs(override):
+            raise ConfigError(f"{RUNTIME_DIR_VARIABLE} must be an absolute path, not {override!r}")
+        return Path(override)
+    if _is_own_folder(xdg):
+        return Path(xdg) / _FOLDER
+    return Path(tempfile.gettempdir()) / f"{_FOLDER}-{os.geteuid()}"
+
+
+def runtime_dir(namespace: str = "default", environ: Mapping[str, str] | None = None) -> Path:
+    """The folder of a namespace in `runtime_root`, made if need be: private to this user.
 
     Args:
         namespace: any name; engines that share it find each other.
@@ -51,17 +73,7 @@ def runtime_dir(namespace: str = "default", environ: Mapping[str, str] | None = 
         ConfigError: the folder belongs to somebody else, others may enter it, it is a symbolic
             link or no folder at all, or it cannot be made.
     """
-    environ = os.environ if environ is None else environ
-    override = environ.get(RUNTIME_DIR_VARIABLE, "")
-    xdg = environ.get("XDG_RUNTIME_DIR", "")
-    if override:
-        if not os.path.isabs(override):
-            raise ConfigError(f"{RUNTIME_DIR_VARIABLE} must be an absolute path, not {override!r}")
-        base = Path(override)
-    elif _is_own_folder(xdg):
-        base = Path(xdg) / _FOLDER
-    else:
-        base = Path(tempfile.gettempdir()) / f"{_FOLDER}-{os.geteuid()}"
+    base = runtime_root(environ)
     folder = base / _short(namespace)
     for path in (base, folder):
         try:
@@ -71,6 +83,16 @@ def runtime_dir(namespace: str = "default", environ: Mapping[str, str] | None = 
             raise ConfigError(f"cannot make the runtime folder {path}: {error}") from error
         check_private(path)
     return folder
+
+
+def loopback_key(environ: Mapping[str, str] | None = None) -> ClusterKey:
+    """The key of this user's engines for each other's ports on loopback, where they have no
+    `key_file`: whatever their namespaces, who has the same runtime folder has it.
+
+    Raises:
+        ConfigError: as `runtime_dir`; or the file is not as it must be, or cannot be made.
+    """
+    return own_key(runtime_dir(environ=environ).parent / _KEY)
 
 
 def check_private(folder: Path) -> None:

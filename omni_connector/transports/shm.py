@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,10 +27,17 @@ from omni_connector.errors import (
 )
 from omni_connector.transports import runtime
 from omni_connector.transports.arena import Arena
-from omni_connector.transports.base import Endpoint, ObjectKey, OmniConnector, RemoteArena
+from omni_connector.transports.base import (
+    Endpoint,
+    ObjectKey,
+    OmniConnector,
+    RemoteArena,
+    check_times,
+)
 from omni_connector.transports.buffers import Buffers
 from omni_connector.transports.mapped import MappedArena, ObjectPeer, map_arena
 from omni_connector.transports.objects import (
+    DEFAULT_TTL_S,
     ObjectStore,
     StoredObject,
     object_geometry,
@@ -48,6 +55,7 @@ from omni_connector.transports.unix import (
     Read,
     Refusal,
 )
+from omni_connector.transports.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +73,8 @@ class SharedMemoryConnector(OmniConnector):
 
     Objects live in an arena of the connector's own, made at the first `put`; its memory is
     taken as it is used, used again, and kept until `close`. Who has got an object tells its
-    owner, whose next `put` may then take its room if there is no other.
+    owner, whose next `put` may then take its room if there is no other; so it may that of one
+    that nobody has got for `buffer_ttl_seconds`.
 
     Args:
         namespace: connectors find the objects of those that share it.
@@ -78,6 +87,9 @@ class SharedMemoryConnector(OmniConnector):
         object_timeout: seconds that a `get` waits for peers to answer.
         peer_timeout: seconds that it waits for one of them, which is then left alone for
             ten times as long.
+        buffer_ttl_seconds: how long an object that nobody gets keeps others from its room; zero,
+            or less, is for ever.
+        clock: seconds, monotonic, by which that is told.
 
     Raises:
         ConfigError: the runtime folder cannot be had, or is not private.
@@ -96,9 +108,10 @@ class SharedMemoryConnector(OmniConnector):
         object_slots: int | None = None,
         object_timeout: float = 5.0,
         peer_timeout: float = 1.0,
+        buffer_ttl_seconds: float = DEFAULT_TTL_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if object_timeout <= 0 or peer_timeout <= 0:
-            raise ValueError("timeouts must be positive")
+        check_times(buffer_ttl_seconds, object_timeout, peer_timeout)
         self.folder: Final = runtime.runtime_dir(namespace) if folder is None else folder
         runtime.check_private(self.folder)
         if object_slot_bytes is not None and object_slots is not None:
@@ -107,6 +120,8 @@ class SharedMemoryConnector(OmniConnector):
             self._object_geometry = object_geometry(object_gib)
         self._object_timeout = object_timeout
         self._peer_timeout = peer_timeout
+        self._ttl_s = buffer_ttl_seconds
+        self._clock = clock
         # Guards what follows; never held while waiting for anybody.
         self._lock = threading.Lock()
         self._closed = False
@@ -116,6 +131,7 @@ class SharedMemoryConnector(OmniConnector):
         # Addresses of objects are plain strings: each `get` compares them all.
         self._object_address: str | None = None
         self._peers: dict[str, ObjectPeer] = {}
+        self._watch = Watch(self._let_go)
         self._buffers = Buffers()
         # Held while the object arena is made, so that it is made once.
         self._making_objects = threading.Lock()
@@ -145,7 +161,8 @@ class SharedMemoryConnector(OmniConnector):
         try:
             connection = Connection(address, deadline)
         except PeerUnreachableError:
-            self._sweep(address.parent)
+            if address.parent == self.folder:  # another one is not ours to tidy up
+                self._sweep()
             raise
         try:
             view = map_arena(connection, endpoint.epoch, deadline, endpoint)
@@ -205,6 +222,7 @@ class SharedMemoryConnector(OmniConnector):
             exports, self._exports = list(self._exports.values()), {}
             peers, self._peers = list(self._peers.values()), {}
             objects = self._objects
+        self._watch.close()
         if listener is not None:
             listener.close()
         for export in exports:
@@ -274,7 +292,7 @@ class SharedMemoryConnector(OmniConnector):
             if self._listener is not None:
                 return self._listener
             self._listener = listener = Listener(self._answer, self._note)
-        self._sweep(self.folder)
+        self._sweep()
         return listener
 
     def _own_objects(self) -> tuple[ObjectStore, str]:
@@ -284,7 +302,9 @@ class SharedMemoryConnector(OmniConnector):
                 if self._objects is not None and self._object_address is not None:
                     return self._objects, self._object_address
             arena = Arena.create(*self._object_geometry)
-            objects = ObjectStore(arena, catch_up=self._catch_up)
+            objects = ObjectStore(
+                arena, catch_up=self._catch_up, ttl_s=self._ttl_s, clock=self._clock
+            )
             try:
                 name = arena.epoch.hex()
                 address = runtime.socket_path(self.folder, name, kind=_OBJECT_SOCKET)
@@ -347,7 +367,7 @@ class SharedMemoryConnector(OmniConnector):
                 # One peer that is gone, or not well, must not hide what the others have.
                 logger.debug("asked %s for an object: %s", peer.address, error)
                 if isinstance(error, PeerUnreachableError):
-                    self._sweep(self.folder)
+                    self._sweep()
                 continue
             if stored is not None and (newest is None or stored.stamp > newest[0].stamp):
                 newest = stored, peer
@@ -368,7 +388,22 @@ class SharedMemoryConnector(OmniConnector):
                     self._peers[address] = ObjectPeer(
                         Path(address), self._peer_timeout, self._buffers
                     )
-            return [self._peers[address] for address in wanted if address != own]
+            found = [self._peers[address] for address in wanted if address != own]
+        if found:
+            self._watch.start()
+        return found
+
+    def _let_go(self) -> bool:
+        # On the watch's thread: connections to peers that have gone, and mappings of their arenas.
+        with self._lock:
+            peers = list(self._peers.items())
+        for address, peer in peers:
+            if not peer.let_go() and not os.path.exists(address):
+                with self._lock:
+                    if self._peers.get(address) is peer:
+                        del self._peers[address]
+        with self._lock:
+            return bool(self._peers)
 
     def _object_sockets(self) -> list[str]:
         try:
@@ -377,12 +412,12 @@ class SharedMemoryConnector(OmniConnector):
             raise TransportError(f"cannot read the runtime folder: {error}") from error
         return [f"{self.folder}/{name}" for name in names if name.startswith(_OBJECT_SOCKET)]
 
-    def _sweep(self, folder: Path) -> None:
+    def _sweep(self) -> None:
         try:
-            runtime.sweep(folder, timeout=_SWEEP_TIMEOUT_S)
+            runtime.sweep(self.folder, timeout=_SWEEP_TIMEOUT_S)
         except TransportError as error:
             # It only tidies up, and another engine will.
-            logger.debug("did not sweep %s: %s", folder, error)
+            logger.debug("did not sweep %s: %s", self.folder, error)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -408,8 +443,9 @@ class _Hint(msgspec.Struct, frozen=True):
     address: str | None = None
 
 
-def _read_hint(metadata: Mapping[str, Any] | None) -> str | None:
-    if not metadata:
+def _read_hint(metadata: object) -> str | None:
+    # Pipelines pass on whatever came along, and what is no mapping says nothing.
+    if not isinstance(metadata, Mapping):
         return None
     try:
         hint = msgspec.convert(dict(metadata), _Hint)

@@ -155,12 +155,12 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.request_finished(request, (block_ids,))
+        return self._scheduler.request_finished(request)
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.request_finished(request, block_ids)
+        return self._scheduler.request_finished(request)
 
     def has_pending_push_work(self) -> bool:
         # Blocks that are being copied come back with a later step.

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Filling this rank's KV blocks with the slots of a peer's ranks."""
 
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,9 +25,10 @@ from omni_connector.kv import BlockCopier, HeadSlice, SlotConverter, SlotLayout,
 from omni_connector.transports import Endpoint, RemoteArena
 from omni_connector.transports.choice import Transports
 from omni_connector.turns import StartTurns
+from omni_connector.vllm_v1.arenas import OpenArenas, PeerArenas
 from omni_connector.vllm_v1.copies import Outcome, Work
 from omni_connector.vllm_v1.metadata import Conversion, CopyRun, LoadJob
-from omni_connector.vllm_v1.reading import FetchAhead, FetchedSlots, Fetchers, MappedSlots, Slots
+from omni_connector.vllm_v1.reading import FetchAhead, FetchedSlots, MappedSlots, PeerThreads, Slots
 
 logger = init_logger("vllm.omni_connector.worker")
 
@@ -38,6 +38,8 @@ BATCH_BYTES: Final = 8 << 20
 _MAX_PLANS: Final = 64
 
 Step = CopyRun | Conversion
+
+_Remotes = dict[tuple[Endpoint, ...], RemoteArena]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +77,15 @@ class Loader:
         clock: Callable[[], float],
         start: StartTurns,
     ) -> None:
-        self._transports = transports
         self._clock = clock
-        self._fetchers = Fetchers(start)
+        self._threads = PeerThreads(start)
+        self._arenas = PeerArenas(transports, self._threads, clock, start=start)
         self._copier = copier
         self._layout = layout
         self._groups = groups
         self._rank = rank
         self._ranks = ranks
         self._checksum = checksum
-        self._remotes: dict[str, RemoteArena] = {}
-        self._remotes_lock = threading.Lock()
         self._plans: dict[tuple[Fingerprint, int], _Plan] = {}
 
     def work(self, job: LoadJob, fence: object) -> Work:
@@ -94,8 +94,13 @@ class Loader:
         outcome = Outcome(job.job_id)
         waiting: deque[Step] = deque()
         zeros = deque(job.zeros)
+        arenas = self._arenas.open()
+        remotes: _Remotes = {}
         ahead: FetchAhead[Step] = FetchAhead(
-            self._fetchers, lambda step: self._fetched(job, step, deadline), self._clock
+            self._threads,
+            str(job.arenas[:1]),
+            lambda step: self._fetched(job, step, remotes, deadline),
+            self._clock,
         )
 
         def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
@@ -111,8 +116,11 @@ class Loader:
                     if self._clock() >= deadline:
                         raise PeerUnreachableError("the bytes were not there in time")
                     step = waiting[0]
+                    if not self._attached(job, arenas, remotes):
+                        yield False
+                        continue
                     try:
-                        slots = self._slots(job, step, list(waiting), ahead, deadline)
+                        slots = self._slots(job, step, list(waiting), ahead, arenas, remotes)
                         if slots is None:
                             yield False
                             continue
@@ -138,20 +146,18 @@ class Loader:
                     yield True
             except Exception as error:  # whatever it is, the request must not wait for ever
                 outcome.failure = failure_kind(error, "load_failed")
-                endpoints = self._endpoints(job, waiting[0]) if waiting else []
                 logger.warning(
                     "Loading KV of request %s from %s failed (%s): %s",
                     job.request_id,
-                    ", ".join(endpoint[0].address for endpoint in endpoints) or "a peer",
+                    ", ".join(arenas.addresses) or "a peer",
                     outcome.failure,
                     error,
                 )
                 if not isinstance(error, OmniError):
                     logger.exception("This should not happen; please report it")
-                for endpoint in endpoints:
-                    self._forget(endpoint)
             finally:
                 ahead.close()
+                arenas.close(failed=outcome.failure not in (None, "cancelled"))
             if outcome.failure is not None:
                 outcome.bad_block_ids = frozenset(
                     block_id for step in waiting for block_id in step.block_ids
@@ -163,11 +169,8 @@ class Loader:
 
     def close(self) -> None:
         """Let go of the peers' arenas. No work may be under way."""
-        self._fetchers.close()
-        with self._remotes_lock:
-            remotes, self._remotes = list(self._remotes.values()), {}
-        for remote in remotes:
-            remote.close()
+        self._threads.close()
+        self._arenas.close()
 
     def _steps(self, job: LoadJob) -> Iterator[Step]:
         for run, _ in batches(job.runs, self._layout):
@@ -199,33 +202,47 @@ class Loader:
                 generations=step.generations[held],
             )
 
+    def _attached(self, job: LoadJob, arenas: OpenArenas, remotes: _Remotes) -> bool:
+        """Whether all arenas that a job reads are there; begins to attach those that are not."""
+        steps: list[Step] = [*job.runs, *job.conversions]
+        for step in steps:
+            for endpoints in self._endpoints(job, step):
+                if endpoints not in remotes and (found := arenas.get(endpoints)) is not None:
+                    remotes[endpoints] = found
+        return len(remotes) == len(arenas.addresses)
+
     def _slots(
-        self, job: LoadJob, step: Step, steps: list[Step], ahead: FetchAhead[Step], deadline: float
+        self,
+        job: LoadJob,
+        step: Step,
+        steps: list[Step],
+        ahead: FetchAhead[Step],
+        arenas: OpenArenas,
+        remotes: _Remotes,
     ) -> Sequence[Slots] | None:
         """What a step reads, of each rank that it reads; None: not there yet."""
-        endpoints = self._endpoints(job, step)
-        readers = [self._transports.choose(each) for each in endpoints]
-        if not all(connector.supports_mapping for connector, _ in readers):
+        sources = [remotes[each] for each in self._endpoints(job, step)]
+        if not arenas.mapped:
             return ahead.take(steps)
         length = self._length(job, step)
-        remotes = [self._remote(each, deadline) for each in endpoints]
         try:
-            return [MappedSlots(remote, step.slots, step.generations, length) for remote in remotes]
+            return [MappedSlots(remote, step.slots, step.generations, length) for remote in sources]
         except SlotPendingError as pending:
-            if not all(remote.alive for remote in remotes):
+            if not all(remote.alive for remote in sources):
                 raise PeerUnreachableError("the peer died while copying") from pending
             return None
 
-    def _fetched(self, job: LoadJob, step: Step, deadline: float) -> list[FetchedSlots]:
+    def _fetched(
+        self, job: LoadJob, step: Step, remotes: _Remotes, deadline: float
+    ) -> list[FetchedSlots]:
         """The same, fetched; on another thread."""
         length = self._length(job, step)
         fetched: list[FetchedSlots] = []
         try:
             for each in self._endpoints(job, step):
-                remote = self._remote(each, deadline)
                 left = deadline - self._clock()
                 fetched.append(
-                    FetchedSlots(remote, step.slots, step.generations, length, timeout=left)
+                    FetchedSlots(remotes[each], step.slots, step.generations, length, timeout=left)
                 )
         except BaseException:
             for slots in fetched:
@@ -260,7 +277,7 @@ class Loader:
         by_rank: dict[int, list[HeadSlice]] = {}
         for layer in range(len(ours.pages)):
             parts = head_sources(
-                total=1 if ours.replicated else source.kv_heads,
+                total=1 if ours.replicated else source.kv_heads or None,
                 source_heads=theirs.heads[layer],
                 source_ranks=source.ranks,
                 target_heads=ours.heads[layer],
@@ -282,14 +299,11 @@ class Loader:
             np.asarray(run.block_ids, dtype=np.int64),
             slots.rows,
             slots.index,
-            checksum=self._checksum,
+            checksum=self._checksum or not slots.in_place,
             fence=fence,
         )
         yield True
-        for slot, checksum, published in zip(
-            run.slots, checksums.tolist(), slots.published(), strict=True
-        ):
-            self._compare(slot, checksum, published)
+        self._compare(run, checksums.tolist(), slots)
 
     def _convert(
         self, step: Conversion, job: LoadJob, sources: Sequence[Slots], fence: object
@@ -313,12 +327,10 @@ class Loader:
                         plan.converter.copy(
                             content, number, row, index, heads, end_token=(index + 1) * ours
                         )
-                checksums.append(xxhash.xxh3_64_intdigest(content.data) if self._checksum else 0)
+                checked = self._checksum or not slots.in_place
+                checksums.append(xxhash.xxh3_64_intdigest(content.data) if checked else 0)
             yield True
-            for slot, checksum, published in zip(
-                step.slots, checksums, slots.published(), strict=True
-            ):
-                self._compare(slot, checksum, published)
+            self._compare(step, checksums, slots)
         self._copier.load(
             step.group,
             np.asarray(step.block_ids, dtype=np.int64),
@@ -328,9 +340,12 @@ class Loader:
             fence=fence,
         )
 
-    def _compare(self, slot: int, checksum: int, published: int) -> None:
-        if self._checksum and checksum != published:
-            raise ChecksumError(f"slot {slot}: checksum {checksum:#x}, published {published:#x}")
+    def _compare(self, step: Step, checksums: list[int], slots: Slots) -> None:
+        for slot, checksum, published in zip(step.slots, checksums, slots.published(), strict=True):
+            if checksum != published and (self._checksum or not slots.in_place):
+                raise ChecksumError(
+                    f"slot {slot}: checksum {checksum:#x}, published {published:#x}"
+                )
 
     def _wipe(self, steps: deque[Step], fence: object) -> None:
         try:
@@ -341,28 +356,6 @@ class Loader:
 
     def _zero(self, group: int, block_ids: list[int], fence: object) -> None:
         self._copier.zero(group, np.asarray(block_ids, dtype=np.int64), fence=fence)
-
-    def _remote(self, endpoints: tuple[Endpoint, ...], deadline: float) -> RemoteArena:
-        connector, endpoint = self._transports.choose(endpoints)
-        with self._remotes_lock:
-            remote = self._remotes.get(endpoint.address)
-        if remote is not None and remote.endpoint == endpoint:
-            return remote
-        if remote is not None:
-            self._forget(endpoints)
-        remote = connector.attach(endpoint, timeout=max(0.0, deadline - self._clock()))
-        with self._remotes_lock:
-            known = self._remotes.setdefault(endpoint.address, remote)
-        if known is not remote:  # another thread was quicker
-            remote.close()
-        return known
-
-    def _forget(self, endpoints: tuple[Endpoint, ...]) -> None:
-        for endpoint in endpoints:
-            with self._remotes_lock:
-                remote = self._remotes.pop(endpoint.address, None)
-            if remote is not None:
-                remote.close()
 
 
 def batches(runs: list[CopyRun], layout: SlotLayout) -> Iterator[tuple[CopyRun, int]]:

@@ -9,7 +9,7 @@ for a peer that does not answer.
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Final, Generic, TypeVar
@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from omni_connector.errors import PeerRefusedError, SlotPendingError
 from omni_connector.transports import RemoteArena, SlotHeader
-from omni_connector.turns import WOKEN, StartTurns, Turns
+from omni_connector.turns import WOKEN, StartTurns, Turns, TurnThread
 
-FETCH_THREADS: Final = 4
+THREADS_A_PEER: Final = 4
+MAX_THREADS: Final = 64
 
 _AHEAD: Final = 3
 _PENDING_S: Final = 0.002
@@ -36,11 +37,15 @@ class MappedSlots:
     Attributes:
         rows: (slots of the arena, bytes) uint8.
         index: the row of each slot.
+        in_place: the bytes are read where the owner has checked in their generation; of a copy
+            that travelled, only the checksum tells that they are these slots'.
 
     Raises:
         SlotPendingError, StaleSlotError, PeerRefusedError: one is not published, or not with
             `length` bytes.
     """
+
+    in_place: Final = True
 
     def __init__(
         self, remote: RemoteArena, slots: Sequence[int], generations: Sequence[int], length: int
@@ -69,6 +74,8 @@ class MappedSlots:
 
 class FetchedSlots:
     """The same of a peer whose arena is not mapped: copies, which nobody changes any more."""
+
+    in_place: Final = False
 
     def __init__(
         self,
@@ -100,44 +107,73 @@ class FetchedSlots:
 Slots = MappedSlots | FetchedSlots
 
 
-class Fetchers:
-    """Threads that fetch; started by the first use.
+class PeerThreads:
+    """Threads that wait for peers; a peer that does not answer holds up its own calls only.
 
     Args:
         start: starts one.
     """
 
-    def __init__(self, start: StartTurns) -> None:
+    def __init__(self, start: StartTurns = TurnThread) -> None:
         self._start = start
-        self._calls: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+        self._calls: dict[str, deque[Callable[[], None]]] = {}
+        self._running: Counter[str] = Counter()
         self._threads: list[Turns] = []
-        self._closing = False
+        self._closed = False
 
-    def submit(self, call: Callable[[], None]) -> None:
+    def submit(self, peer: str, call: Callable[[], None]) -> None:
         """Have a thread make this call, which raises nothing."""
-        self._calls.append(call)
-        if len(self._threads) < FETCH_THREADS:
-            self._threads.append(self._start("omni-fetch", self._turn))
+        with self._lock:
+            self._calls.setdefault(peer, deque()).append(call)
+            wanted = sum(self._running.values()) + sum(
+                min(len(calls), THREADS_A_PEER - self._running[p])
+                for p, calls in self._calls.items()
+            )
+            if wanted > len(self._threads) < MAX_THREADS:
+                self._threads.append(self._start("omni-fetch", self._turn))
         for thread in self._threads:
             thread.wake()
 
     def close(self) -> None:
         """End the threads; one that waits for a peer ends with that. Idempotent."""
-        self._closing = True
+        with self._lock:
+            self._closed = True
         for thread in self._threads:
             thread.wake()
         deadline = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self._threads = []
 
     def _turn(self) -> float | None:
+        with self._lock:
+            if self._closed:
+                return None
+            peer = self._next()
+            if peer is None:
+                return WOKEN
+            call = self._calls[peer].popleft()
+            self._running[peer] += 1
         try:
-            call = self._calls.popleft()
-        except IndexError:
-            return None if self._closing else WOKEN
-        call()
+            call()
+        finally:
+            with self._lock:
+                self._ended(peer)
         return 0.0
+
+    def _next(self) -> str | None:
+        """A peer with a call that may begin."""
+        return next(
+            (p for p, calls in self._calls.items() if calls and self._running[p] < THREADS_A_PEER),
+            None,
+        )
+
+    def _ended(self, peer: str) -> None:
+        self._running[peer] -= 1
+        if not self._running[peer]:
+            del self._running[peer]
+            if not self._calls[peer]:
+                del self._calls[peer]
 
 
 class FetchAhead(Generic[_Step]):
@@ -146,19 +182,22 @@ class FetchAhead(Generic[_Step]):
     Several at a time from one peer would only share its line, and cost both hosts more.
 
     Args:
-        fetchers: make them.
+        threads: make them.
+        peer: whose they are.
         fetch: slots of one step, of each rank that it reads.
         clock: seconds, monotonic.
     """
 
     def __init__(
         self,
-        fetchers: Fetchers,
+        threads: PeerThreads,
+        peer: str,
         fetch: Callable[[_Step], list[FetchedSlots]],
         clock: Callable[[], float],
     ) -> None:
+        self._threads = threads
+        self._peer = peer
         self._clock = clock
-        self._fetchers = fetchers
         self._fetch = fetch
         self._under_way: deque[Future[list[FetchedSlots]]] = deque()
         self._not_before = -math.inf
@@ -199,7 +238,7 @@ class FetchAhead(Generic[_Step]):
             self._waiting.append((step, future))
             idle, self._running = not self._running, True
         if idle:
-            self._fetchers.submit(self._run)
+            self._threads.submit(self._peer, self._run)
         return future
 
     def _run(self) -> None:

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.omni_connector.sender")
 
-BlockIds = tuple[list[int], ...]
-
 _FINISHED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -275,7 +273,7 @@ class HandoffSender:
                     self._ledger.revoke([job_id])
         return send.refusal
 
-    def finish(self, request: "Request", block_ids: BlockIds) -> dict[str, Any] | None:
+    def finish(self, request: "Request") -> dict[str, Any] | None:
         """The request is over; the answer for the router."""
         send = self._sends.pop(request.request_id, None)
         if send is None:
@@ -298,7 +296,6 @@ class HandoffSender:
             epoch=self._epoch,
             token=handoff.token,
             num_tokens=handoff.prompt.num_tokens,
-            block_ids=[list(block_ids[g]) for g in self._group_ids],
             tp_size=self._ranks,
             address=self._address,
         )

@@ -1,37 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hand-offs between two real engines, and what these tests ask of them."""
 
-import os
-import random
-import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
-from omni_connector.testing import hollow, reference
-from omni_connector.testing.engines import Engine, free_port, prefill
+from omni_connector.testing import reference
+from omni_connector.testing.engines import Engine, EngineError, prefill
+from omni_connector.testing.reference import ROUNDING, Answer
 
-StartEngine = Callable[..., Engine]
-"""Starts an engine; see the fixture `start_engine`."""
+from . import kv
+from .configurations import BLOCK
+from .pool import Member, Pool, require_idle
+from .prompts import MAX_TOKENS, new_salt, random_prompt
 
-BLOCK = 128
 # 4 layers x 2 heads x 64 x (K, V) x 4 bytes
 BLOCK_BYTES = BLOCK * 4 * 2 * 64 * 2 * 4
-MAX_TOKENS = 8
-# Requests that share a batch, or a prompt computed in other pieces, round differently.
-ROUNDING = 1e-3
-# Another vLLM connector in place of ours, to tell a fault of this harness from one of ours.
-CONNECTOR = os.environ.get("OMNI_E2E_CONNECTOR", "OmniKVConnector")
-# In float32 a tolerance can be far smaller than what a wrong byte does. 512 tokens a step is small
-# enough that long prompts are prefilled in chunks; chunks are part of the numeric path, so the
-# reference engine has the same.
-ENGINE_ARGUMENTS = (
-    *("--dtype", "float32"),
-    *("--max-model-len", "4096"),
-    *("--max-num-batched-tokens", "512"),
-)
 LENGTHS = {
     "within-a-block": 57,
     "one-block": BLOCK,
@@ -42,56 +27,67 @@ LENGTHS = {
     "two-thousand": 2049,
     "two-thousand-not-aligned": 2100,
 }
-
-
-def random_prompt(seed: int, length: int) -> list[int]:
-    """Token ids of a prompt that shares no block with one of another seed."""
-    draw = random.Random(seed)
-    return [draw.randrange(3, 512) for _ in range(length)]
-
-
 PROMPTS = {name: random_prompt(seed, length) for seed, (name, length) in enumerate(LENGTHS.items())}
 PROMPTS["shares-a-prefix"] = PROMPTS["two-thousand"][:1024] + random_prompt(99, 700)
 
 
-def engine_environment(runtime: Path) -> dict[str, str]:
-    folders = [Path(__file__).parent / "site", Path(__file__).parents[2]]
-    path = os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
-    return {"PYTHONPATH": path, "OMNI_CONNECTOR_RUNTIME_DIR": str(runtime)}
+class References:
+    """What engines answer that move nothing, one engine a family; each is asked once."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._answers: dict[tuple[str, str, tuple[int, ...]], reference.Answer | None] = {}
+
+    def same_path(self, recipe: str, prompt: list[int]) -> reference.Answer:
+        """What every correct decode engine answers after a hand-off, bit for bit."""
+
+        def ask(member: Member) -> reference.Answer:
+            with member.engine.client() as client:
+                return reference.same_path(client, prompt, max_tokens=MAX_TOKENS)
+
+        return self._once("same path", recipe, prompt, ask)
+
+    def plain(self, recipe: str, prompt: list[int]) -> reference.Answer:
+        """What every engine answers that computes the whole prompt."""
+        return self._once("plain", recipe, prompt, lambda member: ask(member.engine, prompt))
+
+    def hollow(self, recipe: str, prompt: list[int]) -> reference.Answer | None:
+        """What is answered when nothing was handed off, and said to have been.
+
+        None where that was no number at all, so that the answer could not be written as JSON.
+        """
+
+        def ask_hollow(member: Member) -> reference.Answer | None:
+            member.probe.spoil()
+            try:
+                return ask(member.engine, prompt, kv_transfer_params={"do_remote_prefill": True})
+            except EngineError as error:
+                if "not JSON compliant" not in str(error):
+                    raise
+                return None
+
+        return self._once("hollow", recipe, prompt, ask_hollow)
+
+    def _once(
+        self,
+        kind: str,
+        recipe: str,
+        prompt: list[int],
+        ask: Callable[[Member], reference.Answer | None],
+    ) -> Any:
+        key = (kind, recipe, tuple(prompt))
+        if key not in self._answers:
+            [member] = self._pool.take(("reference", recipe, ""))
+            self._answers[key] = ask(member)
+        return self._answers[key]
 
 
-HOLLOW_CONFIG = {
-    "kv_connector": "HollowConnector",
-    "kv_connector_module_path": hollow.MODULE,
-    "kv_role": "kv_both",
-}
-"""The `--kv-transfer-config` of the negative control."""
-
-
-def connector_config(role: str, **extra: Any) -> dict[str, Any]:
-    """The `--kv-transfer-config` of an engine under test."""
-    config: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_role": role}
-    if CONNECTOR == "OmniKVConnector":
-        config["kv_connector_extra_config"] = {"arena_gib": 0.25, **extra}
-    if CONNECTOR == "NixlConnector":
-        config["kv_buffer_device"] = "cpu"
-    return config
-
-
-def new_engine(
-    model: Path, log: Path, config: dict[str, Any] | None, runtime: Path, **settings: Any
-) -> Engine:
-    """An engine of these tests, not started; `settings` are those of `Engine`."""
-    environment = engine_environment(runtime) | dict(settings.pop("environment", {}))
-    if config and config["kv_connector"] == "NixlConnector":
-        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
-    return Engine(
-        model,
-        log,
-        kv_transfer_config=config,
-        environment=environment,
-        **{"kv_cache_bytes": 64 << 20, **settings},
-    )
+def ask(
+    engine: Engine, prompt: list[int], salt: str | None = None, **fields: Any
+) -> reference.Answer:
+    """Let an engine complete a prompt that its caches do not know, unless they know the salt."""
+    settings = {"max_tokens": MAX_TOKENS, "cache_salt": salt or new_salt(), **fields}
+    return reference.ask(engine, prompt, **settings)
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,16 @@ class Case:
 
     name: str
     prompt: list[int]
-    reference: reference.Answer
+    references: References
+
+    @cached_property
+    def reference(self) -> Answer:
+        """The answer."""
+        return self.references.same_path("llama", self.prompt)
+
+    def check(self, answer: Answer) -> None:
+        """Raise AssertionError unless it is the right answer."""
+        answer.require_same(self.reference, tolerance=ROUNDING)
 
 
 @dataclass
@@ -109,57 +114,57 @@ class Pair:
 
     prefill_engine: Engine
     decode_engine: Engine
-    runtime: Path
+    prefill_probe: kv.Probe
+    decode_probe: kv.Probe
+
+    @classmethod
+    def of(cls, prefill: Member, decode: Member) -> "Pair":
+        """Hand-offs from one to the other."""
+        return cls(prefill.engine, decode.engine, prefill.probe, decode.probe)
 
     def prefill(self, prompt: list[int], salt: str, **fields: Any) -> dict[str, Any]:
+        """The `kv_transfer_params` that the prefill engine answers."""
         return prefill(self.prefill_engine, prompt, cache_salt=salt, **fields)
 
     def decode(
         self, prompt: list[int], salt: str, params: Any = None, **fields: Any
     ) -> reference.Answer:
-        settings = {"max_tokens": MAX_TOKENS, "cache_salt": salt, **fields}
+        """What the decode engine answers, to params if there are any."""
         if params is not None:
-            settings["kv_transfer_params"] = params
-        return reference.ask(self.decode_engine, prompt, **settings)
+            fields["kv_transfer_params"] = params
+        return ask(self.decode_engine, prompt, salt, **fields)
 
     def hand_off(self, prompt: list[int], salt: str | None = None) -> reference.Answer:
-        """Prefill, then decode into blocks that hold another request's bytes."""
+        """Prefill, then decode into blocks that hold nobody's bytes, or a prefix of the salt's."""
+        fresh = salt is None
         salt = salt or new_salt()
         params = self.prefill(prompt, salt)
-        other = random_prompt(random.getrandbits(32), len(prompt))
-        self.decode(other, new_salt(), max_tokens=1)
+        if fresh:
+            self.decode_probe.spoil()
         return self.decode(prompt, salt, params)
 
+    def require_same_kv(
+        self, prompt: list[int], *, start: int = 0, kv_heads: int | None = None
+    ) -> None:
+        """The latest request found, at its first step, what the prefill engine had computed."""
+        sent, found = self.prefill_probe.read("prefilled"), self.decode_probe.read("first")
+        assert found[0].prompt == prompt
+        assert found[0].computed == len(prompt) - 1
+        kv.require_same_kv(sent, found, len(prompt) - 1, start=start, kv_heads=kv_heads)
+
     def count(self, engine: Engine, counter: str, **labels: str) -> float:
+        """What an engine has counted of something."""
         return engine.metric(f"vllm:omni_connector_{counter}_total", **labels)
 
-    def wait_until_idle(self, *engines: Engine, timeout: float = 40.0) -> None:
-        """Wait until no request, block, slot or lease is held; AssertionError names what is."""
+    def received(self) -> float:
+        """Hand-offs that the decode engine has received."""
+        return self.count(self.decode_engine, "handoffs_received")
+
+    def failures(self, **labels: str) -> float:
+        """What the decode engine counts as failed."""
+        return self.count(self.decode_engine, "failures", **labels)
+
+    def wait_until_idle(self, *engines: Engine) -> None:
+        """Wait until neither of them, or of `engines`, holds anything."""
         for engine in engines or (self.prefill_engine, self.decode_engine):
-            deadline = time.monotonic() + timeout
-            while held := held_resources(engine):
-                if time.monotonic() > deadline:
-                    raise AssertionError(f"still held after {timeout:.0f} s: {held}")
-                time.sleep(0.5)
-
-
-def held_resources(engine: Engine) -> dict[str, float]:
-    """What the engine still holds, by metric. An idle engine reports with its next step only."""
-    engine.complete(random_prompt(7, 3), max_tokens=1)
-    gauges = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
-    gauges += ["omni_connector_slots_in_use", "omni_connector_leases"]
-    values = {gauge: engine.metric(f"vllm:{gauge}") for gauge in gauges}
-    return {gauge: value for gauge, value in values.items() if value}
-
-
-def new_salt() -> str:
-    return uuid.uuid4().hex
-
-
-def fill_with_other_bytes(engine: Engine) -> None:
-    """Leave the KV of other requests in every block of the engine's cache."""
-    [(cache, _)] = engine.samples("vllm:cache_config_info")
-    blocks = int(cache["num_gpu_blocks"])
-    with engine.client() as client:
-        for seed in range(-(-blocks * BLOCK // 2048) + 1):
-            client.complete(random_prompt(1000 + seed, 2048), max_tokens=1, cache_salt=new_salt())
+            require_idle(engine)

@@ -20,7 +20,7 @@ def main() -> None:
         temperature=0.0,
         max_tokens=task["max_tokens"],
         ignore_eos=True,
-        logprobs=0,
+        logprobs=2,
         extra_args={"kv_transfer_params": task["params"]},
     )
     [answer] = llm.generate([{"prompt_token_ids": task["prompt"]}], sampling)
@@ -28,12 +28,18 @@ def main() -> None:
     logprobs = [
         rows[token].logprob for token, rows in zip(out.token_ids, out.logprobs, strict=True)
     ]
+    likeliest = [[(token, one.logprob) for token, one in rows.items()] for rows in out.logprobs]
     received = [
         metric.value
         for metric in llm.get_metrics()
         if metric.name == "vllm:omni_connector_handoffs_received"
     ]
-    result = {"tokens": list(out.token_ids), "logprobs": logprobs, "received": received}
+    result = {
+        "tokens": list(out.token_ids),
+        "logprobs": logprobs,
+        "likeliest": likeliest,
+        "received": received,
+    }
     print("\nRESULT " + json.dumps(result), flush=True)
 
 

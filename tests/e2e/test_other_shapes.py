@@ -5,37 +5,21 @@ Ranks add up in another order than one rank does, so the answers agree to roundi
 KV is the sender's, cut to the receiver's heads and blocks, is compared byte for byte.
 """
 
-import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from omni_connector.testing.engines import Engine
-from omni_connector.testing.models import make_model
+from omni_connector.testing.reference import ROUNDING
 
-from . import kv
-from .harness import ENGINE_ARGUMENTS, ROUNDING, Pair, connector_config, new_engine, new_salt
-from .harness import random_prompt as prompt_of
+from .harness import Pair
+from .pool import Member, Pool
+from .prompts import new_salt
+from .prompts import random_prompt as prompt_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 PROMPTS = [prompt_of(300 + length, length) for length in (2, 57, 128, 129, 300, 1200)]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """An engine of these tests."""
-
-    ranks: int = 1
-    block: int = 128
-    caches_prefixes: bool = True
-
-
-TWO_RANKS, ONE_RANK = Shape(ranks=2), Shape()
-SMALL_BLOCKS = Shape(block=32, caches_prefixes=False)
 
 STATES = ("LFM2",)
 OTHER_STATES = (
@@ -48,92 +32,52 @@ OTHER_STATES = (
 class Engines:
     """Engines of one model, each prefilling and decoding."""
 
-    recipe: str
     kv_heads: int
-    folder: Path
-    runtime: Path
-    engines: dict[str, Engine]
-    probes: dict[str, kv.Probe]
+    members: dict[str, Member]
+
+    def pair(self, sender: str, receiver: str) -> Pair:
+        """Hand-offs from one to another."""
+        return Pair.of(self.members[sender], self.members[receiver])
 
     def hand_off(
         self, sender: str, receiver: str, prompt: list[int], *, compare_answers: bool = True
     ) -> None:
         """Hand a prompt off; compare the KV, and the answer with the receiver's own."""
-        pair = Pair(self.engines[sender], self.engines[receiver], self.runtime)
-        own = pair.decode(prompt, new_salt())
-        received = pair.count(pair.decode_engine, "handoffs_received")
-        params = pair.prefill(prompt, salt := new_salt())
-        self.probes[receiver].spoil()
-        answer = pair.decode(prompt, salt, params)
-        assert pair.count(pair.decode_engine, "handoffs_received") == received + 1
-        sent = self.probes[sender].read("prefilled")
-        found = self.probes[receiver].read("first")
-        kv.require_same_kv(sent, found, len(prompt) - 1, kv_heads=self.kv_heads)
+        pair = self.pair(sender, receiver)
+        own, received = pair.decode(prompt, new_salt()), pair.received()
+        answer = pair.hand_off(prompt)
+        assert pair.received() == received + 1
+        pair.require_same_kv(prompt, kv_heads=self.kv_heads)
         if compare_answers:
             answer.require_same(own, tolerance=ROUNDING)
 
 
-def start(
-    recipe: str,
-    kv_heads: int,
-    shapes: dict[str, Shape],
-    factory: pytest.TempPathFactory,
-    started: list[Engine],
-) -> Engines:
-    """Start engines side by side, and add them to `started`."""
-    model = make_model(recipe, factory.getbasetemp() / recipe)
-    folder, runtime = factory.mktemp(recipe), factory.mktemp("run")
-    engines = {}
-    for number, (name, shape) in enumerate(shapes.items()):
-        arguments = [*ENGINE_ARGUMENTS, *kv.ARGUMENTS]
-        arguments += ["--block-size", str(shape.block)]
-        arguments += ["--tensor-parallel-size", str(shape.ranks)]
-        if not shape.caches_prefixes:
-            arguments.append("--no-enable-prefix-caching")
-        bind = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(shape.ranks)))}
-        engines[name] = new_engine(
-            model,
-            folder / f"{name}.log",
-            connector_config("kv_both", handoff_ttl_s=30.0),
-            runtime,
-            arguments=arguments,
-            environment=kv.ENVIRONMENT | (bind if shape.ranks > 1 else {}),
-            core=number % (os.cpu_count() or 1),
-        )
-        started.append(engines[name])
-        engines[name].start()
-    probes = {}
-    for name, engine in engines.items():
-        engine.wait_ready()
-        (folder / name).mkdir()
-        probes[name] = kv.Probe(engine, folder / name)
-        probes[name].watch()
-    return Engines(recipe, kv_heads, folder, runtime, engines, probes)
-
-
 SETS = {
     # Two KV heads: one a rank of two.
-    "llama": ("llama", 2, {"two": TWO_RANKS, "one": ONE_RANK, "small": SMALL_BLOCKS}),
-    "ranks": ("llama", 2, {"two": TWO_RANKS, "others": TWO_RANKS}),
+    "llama": (2, {"two": "two-ranks", "one": "both", "small": "unlike"}),
+    "ranks": (2, {"two": "two-ranks", "others": "two-ranks"}),
     # One KV head, which both ranks of two hold.
-    "replicated": ("llama-one-kv-head", 1, {"two": TWO_RANKS, "one": ONE_RANK}),
+    "replicated": (1, {"two": "two-ranks", "one": "both"}),
     # Every rank keeps all of the latent.
-    "latent": ("deepseek_v2-two-heads", 1, {"two": TWO_RANKS, "one": ONE_RANK}),
-    "states": ("lfm2", 2, {"two": TWO_RANKS, "one": ONE_RANK}),
+    "latent": (1, {"two": "two-ranks", "one": "both"}),
+    "states": (2, {"two": "two-ranks", "one": "both"}),
 }
+RECIPES = {
+    "replicated": "llama-one-kv-head",
+    "latent": "deepseek_v2-two-heads",
+    "states": "lfm2",
+}
+# The engines that other files use have these names.
+NAMES = {"one": "a", "two": "a", "others": "b", "small": ""}
 
 
-@pytest.fixture(scope="module")
-def engines(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engines]:
-    """The engines of one of SETS; those of another are stopped first."""
-    started: list[Engine] = []
-    try:
-        yield start(*SETS[request.param], tmp_path_factory, started)
-    finally:
-        for engine in started:
-            engine.stop()
+@pytest.fixture
+def engines(request: pytest.FixtureRequest, pool: Pool) -> Engines:
+    """The engines of one of SETS."""
+    kv_heads, members = SETS[request.param]
+    recipe = RECIPES.get(request.param, "llama")
+    keys = [(configuration, recipe, NAMES[name]) for name, configuration in members.items()]
+    return Engines(kv_heads, dict(zip(members, pool.take(*keys), strict=True)))
 
 
 def of(name: str) -> pytest.MarkDecorator:
@@ -177,27 +121,19 @@ def test_two_ranks_to_one_with_smaller_blocks(engines: Engines) -> None:
 
 @of("llama")
 def test_many_at_once_between_all(engines: Engines) -> None:
-    names = list(engines.engines)
-    ways = [(a, b) for a in names for b in names if a != b]
+    ways = [(a, b) for a in engines.members for b in engines.members if a != b]
 
     def hand_off(number: int) -> None:
-        sender, receiver = ways[number % len(ways)]
-        pair = Pair(engines.engines[sender], engines.engines[receiver], engines.runtime)
+        pair = engines.pair(*ways[number % len(ways)])
         prompt, salt = PROMPTS[number % len(PROMPTS)], new_salt()
         answer = pair.decode(prompt, salt, pair.prefill(prompt, salt))
         answer.require_same(pair.decode(prompt, new_salt()), tolerance=ROUNDING)
 
-    before = sum(
-        engine.metric("vllm:omni_connector_handoffs_received_total")
-        for engine in engines.engines.values()
-    )
-    with ThreadPoolExecutor(12) as pool:
-        list(pool.map(hand_off, range(36)))
-    received = sum(
-        engine.metric("vllm:omni_connector_handoffs_received_total")
-        for engine in engines.engines.values()
-    )
-    assert received - before == 36
+    pairs = [engines.pair(name, name) for name in engines.members]
+    before = sum(pair.received() for pair in pairs)
+    with ThreadPoolExecutor(12) as threads:
+        list(threads.map(hand_off, range(36)))
+    assert sum(pair.received() for pair in pairs) - before == 36
 
 
 @of("ranks")
@@ -232,11 +168,9 @@ def test_latents_that_every_rank_holds(engines: Engines, sender: str, receiver: 
 def test_states_of_another_number_of_ranks_are_refused(
     engines: Engines, sender: str, receiver: str
 ) -> None:
-    pair = Pair(engines.engines[sender], engines.engines[receiver], engines.runtime)
-    prompt = PROMPTS[-1]
+    pair, prompt = engines.pair(sender, receiver), PROMPTS[-1]
     own = pair.decode(prompt, new_salt())
-    before = pair.count(pair.decode_engine, "failures", kind="incompatible_peer")
+    before = pair.failures(kind="incompatible_peer")
     params = pair.prefill(prompt, salt := new_salt())
-    pair.decode(prompt, salt, params).require_same(own)
-    after = pair.count(pair.decode_engine, "failures", kind="incompatible_peer")
-    assert after == before + 1
+    pair.decode(prompt, salt, params).require_same(own, tolerance=ROUNDING)
+    assert pair.failures(kind="incompatible_peer") == before + 1

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from .harness import engine_environment
+from .pool import Pool, engine_environment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ar_to_diffusion.py"
 
 
 @pytest.mark.e2e
-def test_ar_to_diffusion_transfer(model: Path, tmp_path: Path) -> None:
+def test_ar_to_diffusion_transfer(engine_pool: Pool, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--model", str(model)],
+        [sys.executable, str(EXAMPLE), "--model", str(engine_pool.model("llama"))],
         env={
             **os.environ,
             **engine_environment(tmp_path),

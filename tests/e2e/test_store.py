@@ -20,28 +20,17 @@ from omni_connector.testing import reference
 from omni_connector.testing.engines import Engine, free_port
 
 from . import kv
-from .harness import (
-    BLOCK,
-    MAX_TOKENS,
-    PROMPTS,
-    ROUNDING,
-    Case,
-    StartEngine,
-    connector_config,
-    new_salt,
-    random_prompt,
-)
-from .store_probe import EXTENSION
+from .configurations import BLOCK
+from .harness import PROMPTS, Case, ask
+from .pool import Member, Pool
+from .prompts import new_salt, random_prompt
 
 pytest.importorskip("mooncake.store", exc_type=ImportError)
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
-# A lookup waits for 0.25 s, a load for 2 s, and each prompt is computed within 2 s here.
-ANSWER_S = 10.0
-
-# A prompt that ends with a block and a token leaves one token to compute, as the reference does.
-SAME_PATH = ("one-block-and-a-token", "two-thousand")
+# A lookup waits for 0.25 s and a load for 2 s. This stops a hang.
+ANSWER_S = 60.0
 
 
 class Master:
@@ -87,13 +76,19 @@ class Sharers:
     """An engine that stores prefixes, one that finds them, and their store."""
 
     master: Master
-    writer: Engine
-    reader: Engine
-    writer_probe: kv.Probe
-    reader_probe: kv.Probe
+    writing: Member
+    reading: Member
+
+    @property
+    def writer(self) -> Engine:
+        return self.writing.engine
+
+    @property
+    def reader(self) -> Engine:
+        return self.reading.engine
 
     def ask(self, engine: Engine, prompt: list[int], salt: str) -> reference.Answer:
-        return reference.ask(engine, prompt, max_tokens=MAX_TOKENS, cache_salt=salt)
+        return ask(engine, prompt, salt)
 
     def count(self, counter: str, **labels: str) -> float:
         """What the reader has counted."""
@@ -116,38 +111,23 @@ class Sharers:
         """Let the writer compute it, then ask the reader, whose blocks hold nobody's bytes."""
         salt = salt or new_salt()
         self.publish(prompt, salt)
-        self.reader_probe.spoil()
+        self.reading.probe.spoil()
         return self.ask(self.reader, prompt, salt)
 
 
 @pytest.fixture(scope="module")
-def sharers(
-    start_engine: StartEngine, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Sharers]:
-    folder = tmp_path_factory.mktemp("store")
-    master = Master(folder / "master.log")
+def sharers(engine_pool: Pool) -> Iterator[Sharers]:
+    master = Master(engine_pool.folder / "master.log")
     master.start()
+    store = {"master": f"127.0.0.1:{master.port}", "segment_gib": 0.125}
+    engines = [engine_pool.new("store", connector={"store": store}) for _ in range(2)]
     try:
-        store = {"master": f"127.0.0.1:{master.port}", "segment_gib": 0.125}
-        # Under vLLM's policy "fail": what goes wrong with a cache must not end a request.
-        config = {
-            **connector_config("kv_both", store=store),
-            "kv_load_failure_policy": "fail",
-        }
-        options = {
-            "arguments": ("--worker-extension-cls", EXTENSION),
-            "environment": kv.ENVIRONMENT,
-        }
-        writer, reader = (start_engine(name, config, **options) for name in ("writer", "reader"))
-        probes = []
-        for engine in (writer, reader):
-            engine.wait_ready()
-            own = folder / f"probe-{len(probes)}"
-            own.mkdir()
-            probes.append(kv.Probe(engine, own))
-            probes[-1].watch()
-        yield Sharers(master, writer, reader, *probes)
+        for engine in engines:
+            engine.start()
+        yield Sharers(master, *(engine_pool.adopt(engine) for engine in engines))
     finally:
+        for engine in engines:
+            engine.stop()
         master.kill()
 
 
@@ -159,8 +139,7 @@ def shareable(prompt: list[int]) -> int:
 def test_a_prefix_is_found_by_another_engine(sharers: Sharers, case: Case) -> None:
     before, failures = sharers.count("tokens_shared"), sharers.count("failures")
     answer = sharers.share(case.prompt)
-    tolerance = 0.0 if case.name in SAME_PATH else ROUNDING
-    answer.require_same(case.reference, tolerance=tolerance)
+    case.check(answer)
     assert sharers.count("tokens_shared") - before == shareable(case.prompt)
     assert sharers.count("failures") == failures
 
@@ -169,8 +148,8 @@ def test_the_very_bytes_arrive(sharers: Sharers, cases: dict[str, Case]) -> None
     prompt = cases["two-thousand-not-aligned"].prompt
     sharers.share(prompt)
     (sent,), (found,) = (
-        sharers.writer_probe.read("prefilled"),
-        sharers.reader_probe.read("first"),
+        sharers.writing.probe.read("prefilled"),
+        sharers.reading.probe.read("first"),
     )
     assert found.prompt == sent.prompt == prompt
     assert found.computed == shareable(prompt)
@@ -181,9 +160,9 @@ def test_prompts_share_what_they_have_in_common(sharers: Sharers, cases: dict[st
     salt, before = new_salt(), sharers.count("tokens_shared")
     sharers.publish(cases["two-thousand"].prompt, salt)
     case = cases["shares-a-prefix"]
-    sharers.reader_probe.spoil()
+    sharers.reading.probe.spoil()
     answer = sharers.ask(sharers.reader, case.prompt, salt)
-    answer.require_same(case.reference, tolerance=ROUNDING)
+    case.check(answer)
     assert sharers.count("tokens_shared") - before == 1024
 
 
@@ -191,25 +170,25 @@ def test_prompts_share_what_they_have_in_common(sharers: Sharers, cases: dict[st
 def test_a_store_that_delivers_nothing_is_noticed(
     sharers: Sharers, cases: dict[str, Case], name: str
 ) -> None:
-    sharers.reader_probe.call("store_delivers", "nothing")
+    sharers.reading.probe.call("store_delivers", "nothing")
     try:
         answer = sharers.share(cases[name].prompt)
     finally:
-        sharers.reader_probe.call("store_delivers", "all")
+        sharers.reading.probe.call("store_delivers", "all")
     with pytest.raises(AssertionError, match=r"token \d+"):
-        answer.require_same(cases[name].reference, tolerance=ROUNDING)
+        cases[name].check(answer)
 
 
 def test_wrong_bytes_are_computed_anew(sharers: Sharers, cases: dict[str, Case]) -> None:
     kind = "store_checksum_mismatch"
     before, failed = sharers.count("tokens_shared"), sharers.failed(kind)
     case = cases["not-aligned"]
-    sharers.reader_probe.call("store_delivers", "wrong")
+    sharers.reading.probe.call("store_delivers", "wrong")
     try:
         answer = sharers.share(case.prompt)
     finally:
-        sharers.reader_probe.call("store_delivers", "all")
-    answer.require_same(case.reference, tolerance=ROUNDING)
+        sharers.reading.probe.call("store_delivers", "all")
+    case.check(answer)
     assert sharers.count("tokens_shared") == before
     assert sharers.failed(kind) == failed + 1
 
@@ -221,11 +200,8 @@ def many(cases: dict[str, Case]) -> list[Case]:
 
 
 def require_answer(sharers: Sharers, case: Case, salt: str) -> None:
-    """The right answer, soon."""
-    started = time.monotonic()
-    answer = sharers.ask(sharers.reader, case.prompt, salt)
-    answer.require_same(case.reference, tolerance=ROUNDING)
-    assert time.monotonic() - started < ANSWER_S
+    """The right answer, whatever the store does."""
+    case.check(ask(sharers.reader, case.prompt, salt, timeout=ANSWER_S))
 
 
 def wait_until_shared(sharers: Sharers, case: Case, timeout: float = 60.0) -> None:
@@ -257,7 +233,7 @@ def test_a_store_that_is_killed_while_it_is_read(sharers: Sharers, many: list[Ca
     for case, salt in zip(many, salts, strict=True):
         sharers.publish(case.prompt, salt)
     shared, failures = sharers.count("tokens_shared"), sharers.count("failures")
-    sharers.reader_probe.spoil()
+    sharers.reading.probe.spoil()
     with ThreadPoolExecutor(3) as pool:
         asked = [
             pool.submit(require_answer, sharers, *each) for each in zip(many, salts, strict=True)

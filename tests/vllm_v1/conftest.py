@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The runtime folder; short, as the paths of Unix sockets must be."""
-    folder = Path(tempfile.mkdtemp(prefix="omni-"))
+    folder = Path(tempfile.mkdtemp(prefix="omni-", dir="/tmp"))
     monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(folder))
     yield folder
     shutil.rmtree(folder)
@@ -52,13 +52,17 @@ def engine(model: Path, runtime: Path) -> Iterator[MakeEngine]:
     assert not sockets(runtime)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tokens(model: Path) -> Callable[[list[int], int], list[int]]:
     """What an engine without connector generates for a prompt."""
     reference = InProcessEngine(model)
+    known: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def generate(prompt: list[int], count: int) -> list[int]:
-        return reference.generate(prompt, count).tokens
+        asked = (tuple(prompt), count)
+        if asked not in known:
+            known[asked] = reference.generate(prompt, count).tokens
+        return list(known[asked])
 
     return generate
 

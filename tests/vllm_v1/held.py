@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Final
 
-PATIENCE: Final = 20.0  # seconds; stops a hang
+PATIENCE: Final = 60.0  # seconds; stops a hang
 
 
 class HeldCopier:

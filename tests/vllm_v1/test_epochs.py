@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New weights: nothing that was computed before is handed off, loaded or kept.
-
-The toy model's weights are changed by what is drawn from: `new_weights`.
-"""
+"""New weights: nothing that was computed before is handed off, loaded or kept."""
 
 import pytest
 
+from omni_connector.testing.toy import BLOCK
+
 from .harness import HANDOFF, InProcessEngine, assert_clean, prompt, wait
-from .toy import BLOCK
 
 pytestmark = pytest.mark.vllm
 
@@ -17,17 +15,7 @@ PROMPT = prompt(6 * BLOCK - 3)
 def new_weights(*engines: InProcessEngine) -> None:
     """Have engines compute other KV from now on, all of them the same."""
     for engine in engines:
-        forward = engine.runner._forward
-
-        def shifted(row, start, end, forward=forward):
-            tokens = row.token_ids
-            row.token_ids = [(each + 7) % 500 for each in tokens]
-            try:
-                return forward(row, start, end)
-            finally:
-                row.token_ids = tokens
-
-        engine.runner._forward = shifted
+        engine.runner.weights = b"new"
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ def landed(*engines: InProcessEngine) -> None:
     """Wait until nothing is on its way to the store."""
     for engine in engines:
         for half in engine.worker_halves:
+            # A save that waits has yet to take its tray.
+            wait(lambda saves=half._saves: not (saves._queue or saves._running))
             wait(lambda trays=half._store_jobs._trays: trays.qsize() == store_jobs._TRAYS)
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peers that say anything that decodes: strangers at a serving engine, and false engines."""
 
-import inspect
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -150,7 +149,6 @@ class Liar(Actor):
             num_tokens=num_tokens,
             tp_size=1,
             address=None,
-            **_more(),
         )
 
     def act(self) -> None:
@@ -181,12 +179,11 @@ class Liar(Actor):
             return Refused("model", "a", "b")
         if draw.random() < 0.3:
             fingerprint = mutated(fingerprint, draw)
-        ranks = fingerprint.ranks if draw.random() < 0.8 else draw.choice((0, 1, 2, 5))
         return Welcome(
             self._epoch,
             draw.choice(("", "x")),
             fingerprint,
-            tuple(self._endpoints() for _ in range(min(ranks, 8))),
+            tuple(self._endpoints() for _ in range(fingerprint.ranks)),
         )
 
     def _endpoints(self) -> tuple[Endpoint, ...]:
@@ -228,8 +225,3 @@ class Liar(Actor):
 
 def _short(message: Request | Reply) -> str:
     return f"{type(message).__name__} {msgspec.msgpack.decode(encode(message))}"[:240]
-
-
-def _more() -> dict[str, Any]:
-    names = inspect.signature(handoff_answer).parameters
-    return {"block_ids": [[]]} if "block_ids" in names else {}

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A thread that looks after what peers may leave behind while nobody asks for anything."""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from omni_connector.turns import StartTurns, Turns, TurnThread
+
+logger = logging.getLogger(__name__)
+
+WATCH_S: Final = 1.0
+
+_CLOSE_S: Final = 1.0
+
+
+class Watch:
+    """Looks again and again, on a thread of its own, while there is something to look at.
+
+    Args:
+        look: called every `period` seconds, must not block; False when there is nothing (more).
+        period: seconds.
+        start: starts the thread.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], bool],
+        period: float = WATCH_S,
+        start: StartTurns = TurnThread,
+    ) -> None:
+        self._look = look
+        self._period = period
+        self._start = start
+        self._lock = threading.Lock()
+        self._wanted = False
+        self._fresh = False
+        self._thread: Turns | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """There is something to look at (again). Cheap."""
+        with self._lock:
+            self._wanted = True
+            if self._thread is None and not self._closed:
+                self._fresh = True
+                self._thread = self._start("omni-watch", self._turn)
+
+    def close(self) -> None:
+        """Look no more. Idempotent; bounded."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        if thread is not None:
+            thread.wake()
+            thread.join(_CLOSE_S)
+
+    def _turn(self) -> float | None:
+        with self._lock:
+            if self._closed:
+                return None
+            if self._fresh:
+                self._fresh = False
+                return self._period
+            self._wanted = False
+        try:
+            more = self._look()
+        except Exception:  # the next look may do better
+            logger.exception("Looking after what peers left behind failed")
+            more = True
+        with self._lock:
+            if not more and not self._wanted:
+                self._thread = None
+                return None
+        return self._period

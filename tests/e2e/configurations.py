@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings that engines of these tests run with, by name; each serves with several models.
+
+Every configuration costs every model that is tried with it one start or two, so there are few.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from omni_connector.testing import hollow, reference
+
+from .probe import EXTENSION as PROBE
+from .store_probe import EXTENSION as STORE_PROBE
+
+BLOCK = 128
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Settings of an engine, its model aside.
+
+    Attributes:
+        connector: the `--kv-transfer-config`.
+        arguments: of the server, beside those of the model's family.
+        environment: variables on top of those that all engines have.
+        kv_cache_bytes: size of the KV cache.
+        ranks: tensor-parallel size.
+        probe: the `--worker-extension-cls`.
+        forked: started by the fork server; else as users start engines.
+    """
+
+    connector: Mapping[str, Any]
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    kv_cache_bytes: int = 64 << 20
+    ranks: int = 1
+    probe: str = PROBE
+    forked: bool = True
+
+
+def ours(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
+    """The `--kv-transfer-config` of an engine under test, that computes what cannot be loaded."""
+    # Longer than a slow machine takes for all that a test does at once.
+    settings = {"arena_gib": 0.25, "handoff_ttl_s": 30.0, "load_timeout_s": 30.0}
+    return {
+        "kv_connector": "OmniKVConnector",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {**settings, **extra},
+    }
+
+
+CONFIGURATIONS = {
+    # Answers of an engine that moves nothing, and claims to where it is asked to: with no
+    # kv_transfer_params it is the reference, with them the negative control.
+    "reference": Configuration(
+        {
+            "kv_connector": "HollowConnector",
+            "kv_connector_module_path": hollow.MODULE,
+            "kv_role": "kv_both",
+        },
+        arguments=("--logits-processors", reference.PROCESSOR),
+    ),
+    "both": Configuration(ours()),
+    # Its cache is made small when it is started, so that requests are preempted.
+    "scarce": Configuration(ours()),
+    # For a peer that takes half a minute to start.
+    "patient": Configuration(ours("kv_producer", handoff_ttl_s=120.0)),
+    # For peers that end, or time out.
+    "hasty-prefill": Configuration(ours("kv_producer", handoff_ttl_s=8.0, load_timeout_s=5.0)),
+    "hasty-decode": Configuration(ours("kv_consumer", handoff_ttl_s=8.0, load_timeout_s=5.0)),
+    "two-ranks": Configuration(ours(), arguments=("--tensor-parallel-size", "2"), ranks=2),
+    # All that is unlike the others: blocks, no cache of prefixes, drafts, and an engine that knows
+    # the connector by its module and not by the plugin.
+    "unlike": Configuration(
+        {**ours(), "kv_connector_module_path": "omni_connector.vllm_v1.connector"},
+        arguments=(
+            *("--block-size", "32", "--no-enable-prefix-caching"),
+            *("--speculative-config", json.dumps(NGRAM)),
+        ),
+        environment={"VLLM_PLUGINS": ""},
+        forked=False,
+    ),
+    # Under vLLM's policy "fail": what goes wrong with a cache must not end a request.
+    "store": Configuration({**ours(), "kv_load_failure_policy": "fail"}, probe=STORE_PROBE),
+    # On hosts of their own.
+    "far-prefill": Configuration(ours("kv_producer", handoff_ttl_s=20.0, load_timeout_s=5.0)),
+    "far-decode": Configuration(ours("kv_consumer", handoff_ttl_s=20.0, load_timeout_s=5.0)),
+}
+"""Addresses of peers and stores, which differ from run to run, are told when one is started."""

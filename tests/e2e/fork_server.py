@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts engines in a few seconds: vLLM is imported once, and each engine is a fork of that.
+
+A vLLM server imports vLLM three times, one process after the other (server, engine core, worker),
+which is most of the time that it takes to start. Here a process that has imported it forks the
+server, and vLLM's own processes are forked too in place of spawned. From there on all is vLLM's
+own. Engines of users are spawned; those that the demo and the other ways in start are as well.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+_MESSAGE_BYTES = 1 << 20
+
+
+class Forked:
+    """A process that the fork server has made, with what `Engine` needs of `subprocess.Popen`."""
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        self.pid = pid
+        self._pidfd = pidfd
+        self._ended = False
+
+    def poll(self) -> int | None:
+        """-1 once it has ended, as nobody here is told its status; None while it runs."""
+        try:
+            return self.wait(timeout=0.0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; raises `subprocess.TimeoutExpired`."""
+        if not self._ended:
+            readable, _, _ = select.select([self._pidfd], [], [], timeout)
+            if not readable:
+                raise subprocess.TimeoutExpired("a forked engine", timeout or 0.0)
+            self._ended = True
+            os.close(self._pidfd)
+        return -1
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+
+class ForkServer:
+    """The process that has imported vLLM; it ends with this one, or with `close`."""
+
+    def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.e2e.fork_server", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                pass_fds=[theirs.fileno()],
+            )
+        theirs.close()
+
+    def start(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]
+    ) -> Forked:
+        """Start `python -m module arguments` in a session of its own."""
+        request = {"argv": [module, *arguments], "environment": dict(environment)}
+        socket.send_fds(self._socket, [json.dumps(request).encode()], [log.fileno()])
+        answer, fds, _, _ = socket.recv_fds(self._socket, _MESSAGE_BYTES, 1)
+        if not answer:
+            raise RuntimeError(f"the fork server ended with status {self._process.wait(10.0)}")
+        return Forked(int(answer), fds[0])
+
+    def close(self) -> None:
+        """End it; what it has started goes on. Idempotent."""
+        self._socket.close()
+        self._process.wait(30.0)
+
+
+def _serve(connection: socket.socket) -> None:
+    signal.signal(signal.SIGCHLD, lambda number, frame: _reap())
+    while True:
+        message, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 1)
+        if not message:
+            return
+        request = json.loads(message)
+        # Not reaped before its pidfd is open.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            connection.close()
+            _become(request["argv"], request["environment"], fds[0])
+        pidfd = os.pidfd_open(pid)
+        socket.send_fds(connection, [str(pid).encode()], [pidfd])
+        os.close(pidfd)
+        os.close(fds[0])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _become(argv: list[str], environment: dict[str, str], log: int) -> None:
+    """Be `python -m` of what was asked for, to the end of this process."""
+    import runpy
+
+    os.setsid()
+    for fd in (1, 2):
+        os.dup2(log, fd)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = argv
+    status = 1
+    try:
+        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - as the interpreter does at the end of a program
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    import gc
+    import multiprocessing
+
+    get_context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: get_context("fork")
+    gc.freeze()
+    _serve(connection)
+
+
+if __name__ == "__main__":
+    main()

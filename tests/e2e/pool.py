@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that tests share: started when a test first asks for one, checked when it is done."""
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from omni_connector.testing.engines import SERVER, Engine, Process
+from omni_connector.testing.models import make_model
+
+from . import kv
+from .configurations import CONFIGURATIONS, Configuration
+from .families import BY_RECIPE
+from .fork_server import ForkServer
+
+ROOT = Path(__file__).parents[2]
+# More would only take memory: no test needs more at a time.
+MOST_ENGINES = 6
+
+
+@dataclass(slots=True)
+class PooledEngine(Engine):
+    """An engine that the fork server starts, if it is given one."""
+
+    fork_server: ForkServer | None = None
+
+    def _launch(
+        self, arguments: list[str], environment: Mapping[str, str], output: IO[bytes]
+    ) -> Process:
+        if self.fork_server is None:
+            return Engine._launch(self, arguments, environment, output)
+        return self.fork_server.start(SERVER, arguments, environment, output)
+
+
+@dataclass
+class Member:
+    """A running engine, and the probe in it.
+
+    Attributes:
+        groups: its cache groups, as vLLM has made them.
+    """
+
+    engine: Engine
+    probe: kv.Probe
+    groups: list[dict[str, Any]]
+
+    @property
+    def block(self) -> int:
+        """Tokens of its largest blocks."""
+        return max(int(group["block_size"]) for group in self.groups)
+
+    def require_quiet(self) -> None:
+        """Raise AssertionError unless it runs, and has no request."""
+        assert self.engine.alive, f"an engine has died:\n{self.engine.log_tail()}"
+        for gauge in ("num_requests_running", "num_requests_waiting"):
+            deadline = time.monotonic() + 30.0
+            while left := self.engine.metric(f"vllm:{gauge}"):
+                assert time.monotonic() < deadline, f"{gauge} of an engine is still {left}"
+                time.sleep(0.1)
+
+
+class Pool:
+    """All engines of these tests.
+
+    Args:
+        folder: takes models and logs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        # Not below the folder: paths of sockets are short.
+        self._short = tempfile.TemporaryDirectory(prefix="omni-e2e-")
+        self.runtime = Path(self._short.name) / "run"
+        self.runtime.mkdir(mode=0o700)
+        self._members: dict[tuple[str, str, str], Member] = {}
+        self._fork_server: ForkServer | None = None
+        self._count = 0
+        self.started: set[tuple[str, str]] = set()
+
+    def model(self, recipe: str) -> Path:
+        """The model of a recipe, made at the first use."""
+        return make_model(recipe, self.folder / recipe)
+
+    def new(
+        self,
+        configuration: str,
+        recipe: str = "llama",
+        *,
+        connector: Mapping[str, Any] | None = None,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> Engine:
+        """An engine that is not the pool's, not started yet.
+
+        Args:
+            configuration: one of CONFIGURATIONS.
+            recipe: of the model.
+            connector: what its `kv_connector_extra_config` has besides, such as addresses.
+            arguments: of the server, besides.
+            environment: on top of the configuration's.
+            settings: of `Engine`.
+
+        """
+        chosen: Configuration = CONFIGURATIONS[configuration]
+        self.started.add((configuration, recipe))
+        self._count += 1
+        transfer = dict(chosen.connector)
+        if connector:
+            extra = transfer.get("kv_connector_extra_config", {})
+            transfer["kv_connector_extra_config"] = {**extra, **connector}
+        cores = sorted(os.sched_getaffinity(0))
+        # Engines take turns; the ranks of one have a core each where there are enough.
+        first = self._count if chosen.ranks == 1 else 0
+        bind = "|".join(str(cores[(first + rank) % len(cores)]) for rank in range(chosen.ranks))
+        forked = chosen.forked and not settings.get("launcher")
+        return PooledEngine(
+            self.model(recipe),
+            self.folder / f"{self._count}-{configuration}-{recipe}.log",
+            transfer,
+            arguments=[
+                *BY_RECIPE[recipe].arguments,
+                *("--worker-extension-cls", chosen.probe),
+                *chosen.arguments,
+                *arguments,
+            ],
+            environment={
+                **engine_environment(self.runtime),
+                "VLLM_CPU_OMP_THREADS_BIND": bind,
+                **chosen.environment,
+                **(environment or {}),
+            },
+            kv_cache_bytes=settings.pop("kv_cache_bytes", chosen.kv_cache_bytes),
+            fork_server=self._forks() if forked else None,
+            **settings,
+        )
+
+    def _forks(self) -> ForkServer:
+        if self._fork_server is None:
+            self._fork_server = ForkServer(
+                self.folder / "fork-server.log", engine_environment(self.runtime)
+            )
+        return self._fork_server
+
+    def adopt(self, engine: Engine) -> Member:
+        """Wait until it is ready, and put its probe to work; what its blocks hold is noise."""
+        engine.wait_ready()
+        folder = engine.log.with_suffix("")
+        folder.mkdir()
+        probe = kv.Probe(engine, folder)
+        groups = probe.watch()
+        probe.spoil()
+        return Member(engine, probe, groups)
+
+    def take(self, *wanted: tuple[str, str, str], **settings: Any) -> list[Member]:
+        """Running engines by (configuration, recipe, name); those of other names are others.
+
+        They are started together where they are not running yet.
+        """
+        starting = {}
+        for key in wanted:
+            member = self._members.get(key)
+            if member is not None and member.engine.alive:
+                self._members[key] = self._members.pop(key)  # the latest used are kept
+                continue
+            self._members.pop(key, None)
+            self._make_room(len(wanted), keep=wanted)
+            configuration, recipe, _ = key
+            starting[key] = self.new(configuration, recipe, **settings)
+            starting[key].start()
+        try:
+            for key, engine in starting.items():
+                self._members[key] = self.adopt(engine)
+        except BaseException:
+            for engine in starting.values():
+                engine.stop()
+            raise
+        return [self._members[key] for key in wanted]
+
+    def _make_room(self, count: int, keep: Sequence[tuple[str, str, str]]) -> None:
+        while len(self._members) > MOST_ENGINES - count:
+            oldest = next((key for key in self._members if key not in keep), None)
+            if oldest is None:
+                return
+            self._leave(oldest)
+
+    def _leave(self, key: tuple[str, str, str]) -> None:
+        member = self._members.pop(key)
+        try:
+            if member.engine.alive:
+                require_idle(member.engine)
+        finally:
+            member.engine.stop()
+
+    def require_quiet(self) -> None:
+        """Raise AssertionError unless all engines could serve another test."""
+        for key, member in list(self._members.items()):
+            try:
+                member.require_quiet()
+            except BaseException:
+                del self._members[key]
+                member.engine.stop()
+                raise
+
+    @contextmanager
+    def engines(self) -> Iterator["Pool"]:
+        """Stop all of them in the end."""
+        try:
+            yield self
+            for key in list(self._members):
+                self._leave(key)
+        finally:
+            for member in self._members.values():
+                member.engine.stop()
+            if self._fork_server is not None:
+                self._fork_server.close()
+            self._short.cleanup()
+
+
+def engine_environment(runtime: Path) -> dict[str, str]:
+    """For every engine: finds these tests and its peers, and may be looked into."""
+    folders = [Path(__file__).parent / "site", ROOT]
+    path = os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
+    return {
+        "PYTHONPATH": path,
+        "OMNI_CONNECTOR_RUNTIME_DIR": str(runtime),
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
+
+
+def held_resources(engine: Engine) -> dict[str, float]:
+    """What the engine still holds, by metric. An idle engine reports with its next step only."""
+    engine.complete([5, 6, 7], max_tokens=1)
+    gauges = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
+    gauges += ["omni_connector_slots_in_use", "omni_connector_leases"]
+    values = {gauge: engine.metric(f"vllm:{gauge}") for gauge in gauges}
+    return {gauge: value for gauge, value in values.items() if value}
+
+
+def require_idle(engine: Engine, timeout: float = 60.0) -> None:
+    """Wait until no request, block, slot or lease is held; AssertionError names what is."""
+    deadline = time.monotonic() + timeout
+    while held := held_resources(engine):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"still held after {timeout:.0f} s: {held}")
+        time.sleep(0.3)
