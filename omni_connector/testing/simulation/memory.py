@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.errors import PeerUnreachableError, TransportError
+from omni_connector.errors import PeerUnreachableError, ProtocolError, TransportError
 from omni_connector.testing.simulation.world import World
 from omni_connector.transports.arena import Arena, ArenaView
 from omni_connector.transports.arena_format import SlotHeader
@@ -68,7 +68,10 @@ class View(RemoteArena):
         return found is not None and found[1].epoch == self.endpoint.epoch
 
     def verify(self, slot: int, generation: int) -> SlotHeader:
-        return self._view.verify(slot, generation)
+        try:
+            return self._view.verify(slot, generation)
+        except IndexError as error:
+            raise ProtocolError(str(error)) from None
 
     def read_into(self, slot_ids: Sequence[int], dst: NDArray[np.uint8]) -> None:
         host = self._host

@@ -89,11 +89,25 @@ MUTANTS: Final = (
         "",
     ),
     _mutant(
+        "defect 3: a group of no pages",
+        "a Hello with a group that has no pages is taken for one",
+        f"{_CONTROL}.shapes",
+        "tuple[_Page, ...], Meta(min_length=1, max_length=1 << 14)]",
+        "tuple[_Page, ...], Meta(max_length=1 << 14)]",
+    ),
+    _mutant(
         "defect 4: a job ends its thread",
         "what a job raises ends the thread, and its requests wait",
         f"{_V1}.copies",
         "        except BaseException:  # it is this job's, and the others go on\n",
         "        except StopAsyncIteration:\n",
+    ),
+    _mutant(
+        "defect 7: arenas stay mapped",
+        "an arena whose owner has gone is kept",
+        f"{_V1}.arenas",
+        "        return not self.arena.result().alive if self.mapped else",
+        "        return False if self.mapped else",
     ),
     _mutant(
         "defect 6: the first release ends all",
@@ -127,8 +141,8 @@ MUTANTS: Final = (
         "checksums are not compared",
         "bytes that changed on their way are served",
         f"{_V1}.loading",
-        "        if self._checksum and checksum != published:\n",
-        "        if False:\n",
+        "            if checksum != published and (self._checksum or not slots.in_place):\n",
+        "            if False:\n",
     ),
     _mutant(
         "generations are not compared",
@@ -274,9 +288,9 @@ MUTANTS: Final = (
     _mutant(
         "a restarted peer is the old one",
         "an arena is read although its owner has another by now",
-        f"{_V1}.loading",
-        "        if remote is not None and remote.endpoint == endpoint:\n",
-        "        if remote is not None:\n",
+        f"{_V1}.arenas",
+        "            if known is None or known.endpoint != endpoint or known.failed:\n",
+        "            if known is None or known.failed:\n",
     ),
     _mutant(
         "windows are those of all tokens",
