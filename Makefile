@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-matrix lint bench clean
+.PHONY: help setup demo test test-unit test-matrix lint simulate mutants bench clean
 
 help:
 	@echo "make demo       two engines, a router, and KV cache handed from one to the other"
@@ -15,6 +15,8 @@ help:
 	@echo "make test-matrix  the tests that need vLLM, with every supported version of it"
 	@echo "scripts/as_cpu.sh avx2 make test  the same as on a CPU without AVX-512 and AMX"
 	@echo "make lint       ruff, mypy, import-linter"
+	@echo "make simulate SEEDS=0:10000  explore orders; the result goes to benchmarks/results"
+	@echo "make mutants    how soon the simulation finds small faults"
 	@echo "make bench      benchmarks; tables and plots go to benchmarks/results"
 	@echo "make setup      only make or update $(VENV)"
 	@echo "make clean      remove caches, made models and $(VENV)"
@@ -40,6 +42,14 @@ test-unit: setup
 
 test-matrix: setup
 	@scripts/test_matrix.sh $(ARGS)
+
+SEEDS ?= 0:10000
+simulate: setup
+	$(BIN)/python -m omni_connector.testing.simulation --seeds $(SEEDS) --jobs 2 \
+		--keep benchmarks/results/simulation.md $(ARGS)
+
+mutants: setup
+	$(BIN)/python -m omni_connector.testing.simulation.mutants --jobs 2 $(ARGS)
 
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)

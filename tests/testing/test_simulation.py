@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulation: a seed is the same schedule each time, and it sees what it is there to see."""
 
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from omni_connector.testing.simulation.campaign import replayed
+from omni_connector.control.directory import SlotDirectory
+from omni_connector.testing.simulation.campaign import campaign, replayed
+from omni_connector.testing.simulation.mutations import MUTANTS
 from omni_connector.testing.simulation.plan import plan_of
 from omni_connector.testing.simulation.run import laboratory, run
 
@@ -29,3 +35,37 @@ def test_the_plans_of_seeds_differ_and_hold_all_kinds_of_engines_and_events():
 def test_the_time_that_passes_is_virtual():
     with laboratory():
         assert run(plan_of(1).only({0})) is None
+
+
+def test_a_fault_is_found_and_told_with_few_events(monkeypatch):
+    """What it is for: here leases go with the first child of n > 1."""
+
+    def release(self, token, lease):
+        self.close(token)
+
+    monkeypatch.setattr(SlotDirectory, "release", release)
+    verdict = next(campaign(range(300)))
+    assert verdict.failure is not None
+    assert len(verdict.plan.events) <= len(plan_of(verdict.seed).events)
+    numbers = {event.number for event in verdict.plan.events}
+    assert replayed(verdict.seed, numbers, verdict.order).failure == verdict.failure
+    assert f"--seeds {verdict.seed} " in verdict.lines(story=True)[-1]
+
+
+def test_mutants_fit_the_sources():
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(set(names)) == len(names)
+    for mutant in MUTANTS:
+        for change in mutant.changes:
+            spec = importlib.util.find_spec(change.module)
+            assert Path(spec.origin).read_text().count(change.old) == 1, mutant.name
+
+
+def test_reference_and_runner_agree():
+    """Without a connector nothing is compared but these two: in every family, with preemptions."""
+    with laboratory():
+        for seed in range(40):
+            plan = plan_of(seed)
+            alone = [replace(engine, role=None) for engine in plan.engines]
+            events = [event for event in plan.events if event.what in ("serve", "preempt")]
+            assert run(replace(plan, engines=tuple(alone), events=tuple(events))) is None

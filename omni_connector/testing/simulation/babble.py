@@ -2,7 +2,7 @@
 """Peers that say anything that decodes: strangers at a serving engine, and false engines."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from omni_connector.control.messages import (
     Reply,
     Request,
     Welcome,
+    decode_reply,
     decode_request,
     encode,
 )
@@ -54,7 +55,7 @@ def babble(net: Net, engine: str, draw: random.Random) -> None:
 def _request(fingerprint: Fingerprint | None, draw: random.Random) -> Request:
     kind = draw.randrange(4)
     if kind == 0 and fingerprint is not None:
-        said = fingerprint if draw.random() < 0.3 else mutated(fingerprint, draw)
+        said = fingerprint if draw.random() < 0.3 else _mutated(fingerprint, draw)
         return Hello(
             draw.choice((PROTOCOL_VERSION, PROTOCOL_VERSION, 0, _FAR - 1)),
             msgspec.Raw(msgspec.msgpack.encode(said)),
@@ -74,8 +75,15 @@ def _request(fingerprint: Fingerprint | None, draw: random.Random) -> Request:
     )
 
 
-def mutated(fingerprint: Fingerprint, draw: random.Random) -> Fingerprint:
-    """One that differs in something."""
+def _mutated(fingerprint: Fingerprint, draw: random.Random) -> Fingerprint:
+    """One that differs in something, if that is one."""
+    try:
+        return _changed(fingerprint, draw)
+    except ValueError:
+        return fingerprint
+
+
+def _changed(fingerprint: Fingerprint, draw: random.Random) -> Fingerprint:
     groups = list(fingerprint.groups)
     change = draw.randrange(8)
     if change == 0:
@@ -167,9 +175,9 @@ class Liar(Actor):
         draw = self._draw
         if isinstance(message, Hello):
             self._fingerprint = message.decode_fingerprint()
-            return [self._welcome() for _ in range(draw.choice((0, 1, 1, 1, 1, 2)))]
+            return _sayable(self._welcome, draw)
         if isinstance(message, Claim):
-            return [self._answer(message) for _ in range(draw.choice((0, 1, 1, 1, 1, 2)))]
+            return _sayable(lambda: self._answer(message), draw)
         return []
 
     def _welcome(self) -> Reply:
@@ -178,7 +186,7 @@ class Liar(Actor):
         if draw.random() < 0.1:
             return Refused("model", "a", "b")
         if draw.random() < 0.3:
-            fingerprint = mutated(fingerprint, draw)
+            fingerprint = _mutated(fingerprint, draw)
         return Welcome(
             self._epoch,
             draw.choice(("", "x")),
@@ -222,6 +230,17 @@ class Liar(Actor):
         if draw.random() < 0.1:
             firsts = tuple(first + 1 for first in firsts)
         return Granted(sequence, num_tokens, firsts, groups, draw.choice((0.0, 0.01, 5.0, 1e12)))
+
+
+def _sayable(make: Callable[[], Reply], draw: random.Random) -> list[Reply]:
+    """What would decode of some replies."""
+    replies = []
+    for _ in range(draw.choice((0, 1, 1, 1, 1, 2))):
+        try:
+            replies.append(decode_reply(encode(make())))
+        except (ValueError, ProtocolError):
+            continue
+    return replies
 
 
 def _short(message: Request | Reply) -> str:

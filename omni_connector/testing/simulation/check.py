@@ -19,9 +19,10 @@ _CONTAINERS: Final = (dict, list, set, deque, frozenset)
 
 # What is kept on purpose, and bounded: caches, what is counted, and what speaks of living peers.
 _KEPT: Final = re.compile(
-    r"\._slots\b|\._free\b|\._cached\b|\._by_key\b|\._plans\b|\._chosen\b|\._stats\b|_stats\b"
-    r"|\._introduced\b|\._peers\b|\._arenas\._known\b|\._untold\b|\._sent\b|\._distrusted\b|\._failures\b"
-    r"|\._events\b|\._report\.|\._gauges\b|\._copier\b|\._layout\b|\._commands\b|\._told\b|\._threads\b|\._batches\b|\._void\b"
+    r"\._slots\b|\._free\b|\._cached\b|\._by_key\b|\._batches\b|\._plans\b|\._chosen\b"
+    r"|\._stats\b|_stats\b|\._introduced\b|\._peers\b|\._arenas\._known\b|\._untold\b"
+    r"|\._sent\b|\._distrusted\b|\._failures\b|\._events\b|\._report\.|\._gauges\b"
+    r"|\._copier\b|\._layout\b|\._commands\b|\._told\b|\._threads\b|\._void\b"
     r"|\._manager\b|\._config\b|\._vllm_config\b|\._kv_cache_config\b"
 )
 _DEPTH: Final = 12
