@@ -55,7 +55,11 @@ class Forked:
 
 
 class ForkServer:
-    """The process that has imported vLLM; it ends with this one, or with `close`."""
+    """The process that has imported vLLM.
+
+    It ends with `close`, or with this process however that ends, and takes along what it has
+    started and still runs.
+    """
 
     def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -82,16 +86,20 @@ class ForkServer:
         return Forked(int(answer), fds[0])
 
     def close(self) -> None:
-        """End it; what it has started goes on. Idempotent."""
+        """End it, and what it has started. Idempotent."""
         self._socket.close()
         self._process.wait(30.0)
 
 
 def _serve(connection: socket.socket) -> None:
-    signal.signal(signal.SIGCHLD, lambda number, frame: _reap())
+    started: set[int] = set()
+    signal.signal(signal.SIGCHLD, lambda number, frame: _reap(started))
     while True:
         message, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 1)
         if not message:
+            for group in started.copy():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
             return
         request = json.loads(message)
         # Not reaped before its pidfd is open.
@@ -102,6 +110,7 @@ def _serve(connection: socket.socket) -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             connection.close()
             _become(request["argv"], request["environment"], fds[0])
+        started.add(pid)
         pidfd = os.pidfd_open(pid)
         socket.send_fds(connection, [str(pid).encode()], [pidfd])
         os.close(pidfd)
@@ -109,10 +118,10 @@ def _serve(connection: socket.socket) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
 
 
-def _reap() -> None:
+def _reap(started: set[int]) -> None:
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while pid := os.waitpid(-1, os.WNOHANG)[0]:
+            started.discard(pid)
 
 
 def _become(argv: list[str], environment: dict[str, str], log: int) -> None:
