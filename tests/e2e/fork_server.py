@@ -8,6 +8,7 @@ own. Engines of users are spawned; those that the demo and the other ways in sta
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 _MESSAGE_BYTES = 1 << 20
+_CLONE_NEWNET = 0x40000000
 
 
 class Forked:
@@ -75,10 +77,20 @@ class ForkServer:
         theirs.close()
 
     def start(
-        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: IO[bytes],
+        *,
+        host: str | None = None,
     ) -> Forked:
-        """Start `python -m module arguments` in a session of its own."""
-        request = {"argv": [module, *arguments], "environment": dict(environment)}
+        """Start `python -m module arguments` in a session of its own.
+
+        Args:
+            host: the network namespace that it lives in; None for this process's.
+        """
+        request = {"argv": [module, *arguments], "environment": dict(environment), "host": host}
         socket.send_fds(self._socket, [json.dumps(request).encode()], [log.fileno()])
         answer, fds, _, _ = socket.recv_fds(self._socket, _MESSAGE_BYTES, 1)
         if not answer:
@@ -109,6 +121,8 @@ def _serve(connection: socket.socket) -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             connection.close()
+            if request["host"] is not None:
+                _move_to(request["host"])
             _become(request["argv"], request["environment"], fds[0])
         started.add(pid)
         pidfd = os.pidfd_open(pid)
@@ -122,6 +136,13 @@ def _reap(started: set[int]) -> None:
     with contextlib.suppress(ChildProcessError):
         while pid := os.waitpid(-1, os.WNOHANG)[0]:
             started.discard(pid)
+
+
+def _move_to(host: str) -> None:
+    """Enter a network namespace, as `ip netns exec` does."""
+    with open(f"/run/netns/{host}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {host}")
 
 
 def _become(argv: list[str], environment: dict[str, str], log: int) -> None:

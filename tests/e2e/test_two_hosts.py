@@ -86,7 +86,7 @@ def pair(
         starting[name] = engine_pool.new(
             name,
             connector=extra,
-            launcher=own.launcher,
+            host=own.name,
             unix_socket=folder / "http",
             environment={"OMNI_CONNECTOR_RUNTIME_DIR": str(folder)},
         )
