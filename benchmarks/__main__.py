@@ -5,7 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("data_plane", "scheduler_step", "objects", "store", "transfer_engine", "handoff")
+BENCHMARKS = (
+    "data_plane",
+    "scheduler_step",
+    "objects",
+    "store",
+    "transfer_engine",
+    "handoff",
+    "hostile_bytes",
+)
 
 
 def main() -> int:

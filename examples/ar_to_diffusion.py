@@ -98,13 +98,13 @@ def autoregressive_stage(model: Path, prompt: list[int], peer: subprocess.Popen[
     [blocks] = core.scheduler.kv_cache_manager.get_block_ids(request.request_id)
     layers = [layer.attn for layer in attention_layers(runner.model)]
     with manager(need_send_cache=True, **cache_layout(layers[0])) as kv:
-        sent = kv.handle_finished_requests_kv_transfer(
+        kv.handle_finished_requests_kv_transfer(
             {REQUEST: {"block_ids": blocks, "seq_len": len(prompt)}},
             [layer.kv_cache for layer in layers],
             block_size=core.scheduler.block_size,
             cache_dtype="float32",
         )
-        assert sent == [REQUEST], kv.last_failures
+        assert not kv.last_failures, kv.last_failures
         said, _ = peer.communicate(timeout=120)  # the KV stays until this manager is closed
     return said
 

@@ -28,6 +28,7 @@ _NOT_KEYS = frozenset({ENV_PREFIX + "RUNTIME_DIR"})
 _FOREIGN_KEYS = frozenset({"engine_id"})
 
 _GIB = 1 << 30
+_SHOWN_CHARS = 200
 
 
 class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +74,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         host, _, port = self.master.rpartition(":")
         if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
             raise ConfigError(f"store.master must be host:port, not {self.master!r}")
-        if not (math.isfinite(self.segment_gib) and self.segment_gib >= 0):
+        if not (math.isfinite(self.segment_gib * _GIB) and self.segment_gib >= 0):
             raise ConfigError(f"store.segment_gib must not be negative, {self.segment_gib!r}")
         if not (math.isfinite(self.lookup_timeout_s) and self.lookup_timeout_s > 0):
             raise ConfigError(
@@ -151,7 +152,10 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             where = f"environment variable {variable}"
             value = _from_text(where, known[key], text)
             values[key] = _check(where, known[key], value, strict=False)
-        for key, value in (extra_config or {}).items():
+        given: object = {} if extra_config is None else extra_config
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"kv_connector_extra_config must be an object, not {_shown(given)}")
+        for key, value in given.items():
             if key in _FOREIGN_KEYS:
                 continue
             if key not in known:
@@ -164,7 +168,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def _check_ranges(self) -> None:
         for key in ("arena_gib", "handoff_ttl_s", "arena_wait_s", "load_timeout_s"):
             value = getattr(self, key)
-            if value is not None and not (math.isfinite(value) and value > 0):
+            if value is not None and not (math.isfinite(value * _GIB) and value > 0):
                 raise ConfigError(f"{key} must be a positive number, not {value!r}")
         timeout_s = self.mooncake.timeout_s
         if not (math.isfinite(timeout_s) and timeout_s > 0):
@@ -207,8 +211,17 @@ def memory_limit_bytes() -> int:
 
 
 def _unknown(key: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    return f"unknown key {key!r}; did you mean {near[0]!r}? Known keys: {', '.join(sorted(known))}"
+    near = difflib.get_close_matches(str(key)[:_SHOWN_CHARS], known, n=1, cutoff=0.0)
+    known_keys = ", ".join(sorted(known))
+    return f"unknown key {_shown(key)}; did you mean {near[0]!r}? Known keys: {known_keys}"
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deeply"
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 def _from_text(where: str, kind: Any, text: str) -> Any:
@@ -218,7 +231,7 @@ def _from_text(where: str, kind: Any, text: str) -> Any:
         return text
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise ConfigError(f"{where} must be a JSON object: {error}") from None
 
 
@@ -246,9 +259,12 @@ def _check(where: str, kind: Any, value: Any, *, strict: bool = True) -> Any:
         except TypeError as error:  # a field without a default is missing
             raise ConfigError(f"{where}: {error}") from None
     try:
-        return msgspec.convert(value, kind, strict=strict)
-    except msgspec.ValidationError:
-        raise ConfigError(f"{where} must be {_describe(kind)}, not {value!r}") from None
+        converted = msgspec.convert(value, kind, strict=strict)
+        if isinstance(converted, str):
+            converted.encode()  # JSON and the environment can say what no message can
+        return converted
+    except (msgspec.ValidationError, UnicodeError):
+        raise ConfigError(f"{where} must be {_describe(kind)}, not {_shown(value)}") from None
 
 
 def _describe(kind: Any) -> str:

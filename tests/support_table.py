@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+END_TO_END = ROOT / "tests" / "e2e"
 PAGE = ROOT / "docs" / "models.md"
 HEAD = """\
 # Models and features
@@ -27,19 +28,27 @@ compared with what the decode engine answers when it computes the prompt itself.
 """
 
 
+NAME = "support table"
+
+
 class Table:
     """A pytest plugin that gathers the marks of what is collected.
 
     Attributes:
         families: name to what it caches, in the order of the page.
         cells: by feature and family, "yes" or the reason of the refusal.
+        files: those whose tests were collected.
     """
 
     def __init__(self) -> None:
         self.families: dict[str, str] = {}
         self.cells: dict[str, dict[str, str]] = {}
+        self.files: set[Path] = set()
 
+    @pytest.hookimpl(tryfirst=True)  # before options leave some out
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items = [item for item in items if END_TO_END in item.path.parents]
+        self.files |= {item.path for item in items}
         for item in items:
             callspec = getattr(item, "callspec", None)
             family = callspec.params.get("family") if callspec else None
@@ -81,10 +90,20 @@ class Table:
         return HEAD + "\n".join(lines) + "\n"
 
 
+def page_of(config: pytest.Config) -> str | None:
+    """The page that this run's own tests make, if all end-to-end tests were collected for it."""
+    table = config.pluginmanager.get_plugin(NAME)
+    if any("::" in argument for argument in config.args):
+        return None
+    if not isinstance(table, Table) or table.files != set(END_TO_END.rglob("test_*.py")):
+        return None
+    return table.page()
+
+
 def collect() -> str:
     """Collect the end-to-end tests and return the page that they make."""
     table = Table()
-    arguments = ["--collect-only", "-qq", "--no-summary", str(ROOT / "tests" / "e2e")]
+    arguments = ["--collect-only", "-qq", "--no-summary", str(END_TO_END)]
     status = pytest.main(arguments, plugins=[table])
     if status != pytest.ExitCode.OK:
         raise SystemExit(f"the tests could not be collected: {status}")

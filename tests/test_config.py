@@ -182,6 +182,33 @@ def test_a_namespace_that_is_no_plain_name_is_refused(value: str) -> None:
         load({"namespace": value})
 
 
+@pytest.mark.parametrize("extra", [[], "transport", 3, [("transport", "shm")]])
+def test_a_configuration_that_is_no_object_is_refused(extra: Any) -> None:
+    with pytest.raises(ConfigError, match="kv_connector_extra_config must be an object"):
+        OmniConfig.load(extra, {})
+
+
+def test_values_that_cannot_be_shown_or_encoded_are_refused_by_their_key() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ConfigError, match="transport must be a string, not a list that is nested"):
+        OmniConfig.load({"transport": deep}, {})
+    with pytest.raises(ConfigError, match="model_id must be"):
+        OmniConfig.load({"model_id": "\ud800"}, {})
+    with pytest.raises(ConfigError, match="OMNI_CONNECTOR_MODEL_ID must be"):
+        OmniConfig.load({}, {"OMNI_CONNECTOR_MODEL_ID": "caf\udce9"})  # bytes that are no UTF-8
+    with pytest.raises(ConfigError, match="unknown key 7"):
+        OmniConfig.load({7: 1}, {})  # type: ignore[dict-item]
+    with pytest.raises(ConfigError) as error:
+        OmniConfig.load({"integrity": "x" * 100_000}, {})
+    assert len(str(error.value)) < 500
+    with pytest.raises(ConfigError, match="arena_gib must be a positive number"):
+        OmniConfig.load({"arena_gib": 1e308}, {})
+    with pytest.raises(ConfigError, match="segment_gib"):
+        OmniConfig.load({"store": {"master": "a:1", "segment_gib": 1e308}}, {})
+
+
 def test_config_errors_are_value_errors() -> None:
     with pytest.raises(ValueError, match="integrity"):
         load({"integrity": "x"})

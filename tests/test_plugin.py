@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point, and the versions of vLLM that it accepts."""
 
+import json
 import logging
 import re
 import subprocess
@@ -156,48 +157,78 @@ def test_a_vllm_without_a_factory_is_logged_and_stops_nobody(
     assert "not registered" in message
 
 
-def _run(code: str) -> str:
+LOADED = """
+before = set(sys.modules)
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+plugin.register()
+rooms = tuple("omni_connector." + room for room in ("vllm_v1", "control", "transports", "kv"))
+print([name for name in set(sys.modules) - before if name.startswith(rooms)])
+print(KVConnectorFactory.get_connector_class_by_name("OmniKVConnector").__name__)
+"""
+
+REFUSED = """
+from omni_connector.errors import UnsupportedVersionError
+plugin.version = lambda name: "0.29.1"
+plugin.register()
+try:
+    {ask}
+except UnsupportedVersionError as error:
+    print("told:", error)
+"""
+
+SCRIPTS = {
+    "loaded": LOADED,
+    "asked of vLLM": REFUSED.format(
+        ask="KVConnectorFactory.get_connector_class_by_name('OmniKVConnector')"
+    ),
+    "imported": REFUSED.format(ask="importlib.import_module('omni_connector.vllm_v1.connector')"),
+}
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, list[str]]:
+    """What each script says in a process of its own: forked where vLLM is loaded, which takes
+    longer than all that they do.
+    """
+    code = (
+        f"import importlib, json, os, sys\nfrom {FACTORY} import KVConnectorFactory\n"
+        "from omni_connector import plugin\n"
+        "sys.stdout.flush()\n"
+        "for name, script in json.loads(sys.argv[1]).items():\n"
+        "    if os.fork() == 0:\n"
+        "        print('script', name)\n"
+        "        exec(script)\n"
+        "        sys.stdout.flush()\n"
+        "        os._exit(0)\n"
+        "    assert os.wait()[1] == 0, name\n"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", code, json.dumps(SCRIPTS)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("script "):
+            found[line.removeprefix("script ")] = lines = []
+        elif found:
+            lines.append(line)
+    return found
 
 
 @pytest.mark.vllm
-def test_vllm_loads_the_plugin_without_the_connector() -> None:
-    out = _run(
-        f"import sys\nfrom {FACTORY} import KVConnectorFactory\n"
-        "before = set(sys.modules)\n"
-        "from vllm.plugins import load_general_plugins\n"
-        "load_general_plugins()\n"
-        "from omni_connector.plugin import register\n"
-        "register()\n"
-        "rooms = tuple('omni_connector.' + r for r in ('vllm_v1', 'control', 'transports', 'kv'))\n"
-        "new = set(sys.modules) - before\n"
-        "print(sorted(name for name in new if name.startswith(rooms)))\n"
-        "print(KVConnectorFactory.get_connector_class_by_name('OmniKVConnector').__name__)\n"
-    )
-    assert out.splitlines()[-2:] == ["[]", "OmniKVConnector"]
+def test_vllm_loads_the_plugin_without_the_connector(said: dict[str, list[str]]) -> None:
+    assert said["loaded"][-2:] == ["[]", "OmniKVConnector"]
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize(
-    "load",
-    [
-        "KVConnectorFactory.get_connector_class_by_name('OmniKVConnector')",
-        "importlib.import_module('omni_connector.vllm_v1.connector')",
-    ],
-)
-def test_whoever_asks_for_the_connector_on_a_wrong_vllm_is_told(load: str) -> None:
-    out = _run(
-        f"import importlib\nfrom {FACTORY} import KVConnectorFactory\n"
-        "from omni_connector import plugin\n"
-        "from omni_connector.errors import UnsupportedVersionError\n"
-        "plugin.version = lambda name: '0.29.1'\n"
-        "plugin.register()\n"
-        f"try:\n    {load}\n"
-        "except UnsupportedVersionError as error:\n    print('told:', error)\n"
-    )
-    assert out.splitlines()[-1].startswith("told: ")
-    assert ">=0.30,<0.33" in out
+@pytest.mark.parametrize("load", ["asked of vLLM", "imported"])
+def test_whoever_asks_for_the_connector_on_a_wrong_vllm_is_told(
+    said: dict[str, list[str]], load: str
+) -> None:
+    assert said[load][-1].startswith("told: ")
+    assert ">=0.30,<0.33" in said[load][-1]

@@ -22,10 +22,11 @@ from typing import Any, Final
 
 import zmq
 
-from omni_connector.control.client import Grant, PeerSession
+from omni_connector.control.client import Grant, PeerSession, fail_claim
 from omni_connector.control.messages import (
     Fingerprint,
     Release,
+    Reply,
     encode,
 )
 from omni_connector.control.messages import (
@@ -34,7 +35,7 @@ from omni_connector.control.messages import (
 from omni_connector.control.prompt import Prompt
 from omni_connector.control.server import Connection, ControlServer
 from omni_connector.control.sockets import bind_unix
-from omni_connector.errors import OmniError, PeerUnreachableError
+from omni_connector.errors import ConfigError, OmniError, PeerUnreachableError, ProtocolError
 from omni_connector.network.keys import ClusterKey
 from omni_connector.network.listener import TcpListener
 from omni_connector.network.peers import HostPort, parse_host, parse_host_port
@@ -57,6 +58,7 @@ class _Peer:
     session: PeerSession
     link: Link | None = None  # none while its name is looked up, and after its end
     failed_at: float = 0.0
+    asked_at: float = 0.0
 
 
 class ControlChannel:
@@ -67,7 +69,7 @@ class ControlChannel:
         server: answers peers that ask us; None where this engine hands nothing off.
         listen: path of the Unix socket to serve on; None where `server` is.
         listen_tcp: where to serve on TCP too; None opens no port.
-        key: what peers on TCP must hold, and we show them; None trusts whoever is there.
+        key: what peers on TCP must hold, and we show them; without one there is no TCP.
         on_tick: called about twice a second on the channel's thread.
         on_peer_gone: called on the channel's thread when a peer turns out dead.
         clock: seconds, monotonic.
@@ -104,12 +106,15 @@ class ControlChannel:
         self._post_lock = threading.Lock()
         self._close_lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
+        self._told: set[tuple[str, str]] = set()
         self._resolver = Resolver()
         self._context = make_context()
         self._routers: list[Socket] = []
         self._listener: TcpListener | None = None
         try:
             if server is not None and listen_tcp is not None:
+                if key is None:
+                    raise ConfigError("listen: a port is opened only with a key")
                 self._listener = TcpListener(self._context, listen_tcp, key, clock)
                 self._routers.append(self._listener.router)
             if server is not None and listen is not None:
@@ -125,6 +130,11 @@ class ControlChannel:
     def tcp_address(self) -> HostPort | None:
         """Where it serves on TCP, with the port that it has; None where no port is open."""
         return None if self._listener is None else self._listener.address
+
+    @property
+    def alive(self) -> bool:
+        """Whether peers are answered and asked; once False, it stays so."""
+        return self._thread.is_alive() and not self._closing
 
     def claim(
         self,
@@ -145,11 +155,17 @@ class ControlChannel:
         deadline = self._clock() + timeout
 
         def run() -> None:
+            try:
+                ask()
+            except Exception:
+                fail_claim(future, ProtocolError("the claim could not be made"))
+                raise
+
+        def ask() -> None:
             closed = PeerUnreachableError("the control channel is closed")
             peer = closed if self._closing else self._peer(address)
             if isinstance(peer, OmniError):
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(peer)
+                fail_claim(future, peer)
                 return
             if future.cancelled():  # nobody else will come for these slots
                 self._send(peer, [Release(token)])
@@ -170,7 +186,7 @@ class ControlChannel:
         def run() -> None:
             peer = None if self._closing else self._peers.get(address)
             if peer is not None and peer.session.failure is None:
-                self._send(peer, [Release(token)])
+                self._send(peer, [peer.session.release(token)])
 
         self._post(run)
 
@@ -195,7 +211,7 @@ class ControlChannel:
                 self._commands.append(command)
                 os.eventfd_write(self._wake_fd, 1)
                 return
-        command()  # without the thread all that a command does is fail its future
+        self._guarded(command)  # without the thread all that it does is fail its future
 
     def _run(self) -> None:
         try:
@@ -209,8 +225,7 @@ class ControlChannel:
             self._end()
 
     def _end(self) -> None:
-        while self._commands:
-            self._commands.popleft()()
+        self._run_commands()
         for peer in self._peers.values():
             peer.session.fail(PeerUnreachableError("the control channel is closed"))
         try:
@@ -234,49 +249,71 @@ class ControlChannel:
             ready = dict(poller.poll(math.ceil(max(0.0, wait - self._clock()) * 1000)))
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
-            while self._commands:
-                self._commands.popleft()()
+            self._run_commands()
             if self._listener is not None:
-                self._listener.attend(ready)
+                self._guarded(self._listener.attend, ready)
             for door, router in enumerate(self._routers):
                 if router in ready:
                     self._serve(door, router)
             for peer in list(self._peers.values()):
-                self._attend(peer, ready)
+                if not self._guarded(self._attend, peer, ready):
+                    self._fail(peer, ProtocolError("what the peer says cannot be handled"))
+                    self._disconnect(peer)
             if self._clock() >= next_tick:
                 next_tick = self._clock() + TICK_S
                 self._forget_failed()
-                _call(self._on_tick)
+                self._guarded(self._on_tick)
             self._recheck()
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            self._guarded(self._commands.popleft())
+
+    def _guarded(self, call: Callable[..., object], *args: object) -> bool:
+        """Make a call whose failure must not end the channel; whether it went well."""
+        try:
+            call(*args)
+        except Exception as error:
+            known = type(error).__name__, getattr(call, "__qualname__", "")
+            if known not in self._told:  # a peer may choose how often it happens
+                self._told.add(known)
+                logger.exception("The control channel could not do one thing, and goes on")
+            return False
+        return True
 
     def _serve(self, door: int, router: Socket) -> None:
         assert self._server is not None
         for _ in range(256):  # then give the other sockets a turn
             try:
-                frames = router.recv_multipart(zmq.NOBLOCK)
+                if self._listener is not None and router is self._listener.router:
+                    frames = self._listener.receive()
+                else:
+                    frames = router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if len(frames) != 2:
-                continue
-            name, frame = frames
-            for connection, reply in self._server.receive(Connection(door, name), frame):
-                self._reply(connection, encode(reply))
+            if len(frames) == 2:
+                name, frame = frames
+                for answer in self._server.receive(Connection(door, name), frame):
+                    self._guarded(self._reply, *answer)
 
     def _recheck(self) -> None:
         if self._server is not None and self._server.has_parked:
-            for connection, reply in self._server.recheck():
-                self._reply(connection, encode(reply))
+            for answer in self._server.recheck():
+                self._guarded(self._reply, *answer)
 
-    def _reply(self, connection: Connection, frame: bytes) -> None:
+    def _reply(self, connection: Connection, reply: Reply) -> None:
         # A peer that does not read its answers loses them; it has a deadline of its own.
         with contextlib.suppress(zmq.Again):
-            self._routers[connection.door].send_multipart([connection.name, frame], zmq.NOBLOCK)
+            self._routers[connection.door].send_multipart(
+                [connection.name, encode(reply)], zmq.NOBLOCK
+            )
 
     def _peer(self, address: str) -> "_Peer | OmniError":
         peer = self._peers.get(address)
         if peer is not None:
             failure = peer.session.failure
             if failure is None:
+                peer.asked_at = self._clock()
                 return peer
             if self._clock() - peer.failed_at < FORGET_REFUSAL_S:
                 return failure
@@ -284,8 +321,13 @@ class ControlChannel:
         if address.startswith(_IPC) and not os.path.exists(address.removeprefix(_IPC)):
             return PeerUnreachableError(f"no engine listens at {address}")
         if len(self._peers) >= MAX_PEERS:
-            return PeerUnreachableError(f"{MAX_PEERS} engines are being talked to already")
-        peer = _Peer(PeerSession(address, self._fingerprint, self._clock))
+            # One that has failed stays for a while, so that it is not asked for every request.
+            idle = [p for p in self._peers.values() if p.session.idle and not p.session.failure]
+            if not idle:
+                return PeerUnreachableError(f"{MAX_PEERS} engines are being talked to already")
+            self._drop(min(idle, key=lambda each: each.asked_at))
+        session = PeerSession(address, self._fingerprint, self._clock)
+        peer = _Peer(session, asked_at=self._clock())
         try:
             self._reach(peer)
         except (ValueError, zmq.ZMQError) as error:
@@ -318,7 +360,7 @@ class ControlChannel:
             return
         try:
             self._connect(peer, found)
-        except zmq.ZMQError as error:
+        except (ValueError, zmq.ZMQError) as error:
             self._fail(peer, PeerUnreachableError(f"cannot connect to {found}: {error}"))
 
     def _connect(self, peer: _Peer, target: str | HostPort) -> None:
@@ -374,7 +416,7 @@ class ControlChannel:
             self._disconnect(peer)
         else:
             self._drop(peer)
-        _call(self._on_peer_gone)
+        self._guarded(self._on_peer_gone)
 
     def _send(self, peer: _Peer, messages: "list[ControlRequest]") -> None:
         for message in messages:
@@ -385,10 +427,3 @@ class ControlChannel:
             except zmq.Again:
                 peer.session.fail(PeerUnreachableError(f"{peer.session.address} does not read"))
                 return
-
-
-def _call(callback: Callable[[], object]) -> None:
-    try:
-        callback()
-    except Exception:  # what the owner does with the news must not end the channel
-        logger.exception("A callback of the control channel failed")

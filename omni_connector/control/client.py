@@ -72,6 +72,7 @@ class _Waiting:
     hash_id: str
     deadline: float
     future: "Future[Grant]"
+    asked_again: bool = False
 
 
 class PeerSession:
@@ -92,7 +93,20 @@ class PeerSession:
         self._next_sequence = 0
         self._unsent: deque[_Waiting] = deque()
         self._waiting: dict[int, _Waiting] = {}
+        self._leases = 0
+        self._leased_until = 0.0
         self.failure: OmniError | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no claim waits, and no lease of ours is left at the peer."""
+        leased = self._leases > 0 and self._clock() < self._leased_until
+        return not (self._unsent or self._waiting or leased)
+
+    def release(self, token: bytes) -> Release:
+        """What to send when a grant is done with."""
+        self._leases = max(0, self._leases - 1)
+        return Release(token)
 
     def hello(self) -> Hello:
         """What to send first."""
@@ -116,7 +130,7 @@ class PeerSession:
         """
         waiting = _Waiting(token, prompt, epoch, hash_id, deadline, future)
         if self.failure is not None:
-            _fail(future, self.failure)
+            fail_claim(future, self.failure)
             return []
         if self._welcome is None:
             self._unsent.append(waiting)
@@ -125,16 +139,19 @@ class PeerSession:
 
     def _send(self, waiting: _Waiting, welcome: Welcome) -> list[ControlRequest]:
         if waiting.epoch != welcome.epoch:
-            _fail(waiting.future, ClaimDeniedError("other_epoch"))
+            fail_claim(waiting.future, ClaimDeniedError("other_epoch"))
             return []
         same_hashes = bool(waiting.hash_id) and waiting.hash_id == welcome.hash_id
         kind: DigestKind = "blocks" if same_hashes else "tokens"
+        prompt = waiting.prompt
+        try:
+            digest = prompt.digest(kind)
+        except (ValueError, TypeError, OverflowError) as error:
+            fail_claim(waiting.future, ProtocolError(f"the prompt has no digest: {error}"))
+            return []
         self._next_sequence += 1
         self._waiting[self._next_sequence] = waiting
-        prompt = waiting.prompt
-        return [
-            Claim(self._next_sequence, waiting.token, prompt.num_tokens, prompt.digest(kind), kind)
-        ]
+        return [Claim(self._next_sequence, waiting.token, prompt.num_tokens, digest, kind)]
 
     def receive(self, frame: bytes) -> list[ControlRequest]:
         """Handle one frame from the peer; what to send now. A malformed one fails the session."""
@@ -160,10 +177,23 @@ class PeerSession:
             case Granted():
                 return self._granted(message)
             case Denied():
-                denied = self._waiting.pop(message.sequence, None)
-                if denied is not None:
-                    _fail(denied.future, ClaimDeniedError(message.reason))
+                return self._denied(message)
         return []
+
+    def _denied(self, message: Denied) -> list[ControlRequest]:
+        waiting = self._waiting.pop(message.sequence, None)
+        if waiting is None:
+            return []
+        if message.reason != "not_introduced" or waiting.asked_again:
+            fail_claim(waiting.future, ClaimDeniedError(message.reason))
+            return []
+        waiting.asked_again = True  # it keeps so many peers, and has forgotten us meanwhile
+        self._unsent.append(waiting)
+        if self._welcome is None:  # said already, for another claim
+            return []
+        self._welcome = None
+        self._introduction_ends = self._clock() + INTRODUCTION_S
+        return [self.hello()]
 
     def _granted(self, message: Granted) -> list[ControlRequest]:
         waiting = self._waiting.pop(message.sequence, None)
@@ -177,6 +207,8 @@ class PeerSession:
             expires=self._clock() + message.lease_s,
         )
         if waiting.future.set_running_or_notify_cancel():
+            self._leases += 1
+            self._leased_until = max(self._leased_until, grant.expires)
             waiting.future.set_result(grant)
             return []
         return [Release(waiting.token)]  # nobody waits any more: give the slots back
@@ -188,12 +220,16 @@ class PeerSession:
             self.fail(PeerUnreachableError(f"no introduction from {self.address} in time"))
         for waiting in [waiting for waiting in self._unsent if waiting.deadline <= now]:
             self._unsent.remove(waiting)
-            _fail(waiting.future, PeerUnreachableError(f"no answer from {self.address} in time"))
+            fail_claim(
+                waiting.future, PeerUnreachableError(f"no answer from {self.address} in time")
+            )
         out: list[ControlRequest] = []
         late = [n for n, waiting in self._waiting.items() if waiting.deadline <= now]
         for sequence in late:
             waiting = self._waiting.pop(sequence)
-            _fail(waiting.future, PeerUnreachableError(f"no answer from {self.address} in time"))
+            fail_claim(
+                waiting.future, PeerUnreachableError(f"no answer from {self.address} in time")
+            )
             out.append(Release(waiting.token))
         return out
 
@@ -208,11 +244,12 @@ class PeerSession:
         """End the session: every claim, also later ones, gets `error`."""
         self.failure = error
         for waiting in [*self._unsent, *self._waiting.values()]:
-            _fail(waiting.future, error)
+            fail_claim(waiting.future, error)
         self._unsent.clear()
         self._waiting.clear()
 
 
-def _fail(future: "Future[Grant]", error: OmniError) -> None:
+def fail_claim(future: "Future[Grant]", error: OmniError) -> None:
+    """End a claim, unless who made it has given it up."""
     if future.set_running_or_notify_cancel():
         future.set_exception(error)

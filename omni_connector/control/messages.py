@@ -22,11 +22,13 @@ TOKEN_BYTES: Final = 16
 DIGEST_BYTES: Final = 32
 MAX_RANKS: Final = 1024
 MAX_TRANSPORTS: Final = 8
+MAX_GROUPS: Final = 256
 
 Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Text = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
+Positive = Annotated[int, Meta(ge=1, lt=1 << 40)]
 Sequence = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Generation = Annotated[int, Meta(ge=0, lt=1 << 62)]
 SlotRef = tuple[Count, Generation]
@@ -42,7 +44,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
         dtype: dtype of the weights and activations.
         kv_dtype: dtype of the KV cache.
         integrity: whether slots carry checksums.
-        kv_heads: KV heads of the whole model.
+        kv_heads: KV heads of the whole model; 0 where it has no attention.
         ranks: tensor-parallel size; each rank has an arena.
         groups: the cache groups, in the order of the slots that are granted.
     """
@@ -53,7 +55,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     integrity: Text
     kv_heads: Count
     ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
-    groups: Annotated[tuple[GroupShape, ...], Meta(max_length=256)]
+    groups: Annotated[tuple[GroupShape, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
 
     def difference(self, reader: "Fingerprint") -> tuple[str, object, object] | None:
         """Why `reader` cannot read our slots: what differs, with both values; None if it can."""
@@ -107,9 +109,13 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     hash_id: Text
     fingerprint: Fingerprint
     arenas: Annotated[
-        tuple[Annotated[tuple[Endpoint, ...], Meta(max_length=MAX_TRANSPORTS)], ...],
-        Meta(max_length=MAX_RANKS),
+        tuple[Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=MAX_TRANSPORTS)], ...],
+        Meta(min_length=1, max_length=MAX_RANKS),
     ]
+
+    def __post_init__(self) -> None:
+        if len(self.arenas) != self.fingerprint.ranks:
+            raise ValueError(f"{len(self.arenas)} arenas of {self.fingerprint.ranks} ranks")
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -131,7 +137,7 @@ class Claim(msgspec.Struct, frozen=True, tag=True):
 
     sequence: Sequence
     token: Token
-    num_tokens: Count
+    num_tokens: Positive
     digest: Digest
     digest_kind: DigestKind
 
@@ -148,12 +154,17 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
     """
 
     sequence: Sequence
-    num_tokens: Count
-    firsts: Annotated[tuple[Count, ...], Meta(max_length=256)]
+    num_tokens: Positive
+    firsts: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
     groups: Annotated[
-        tuple[Annotated[tuple[SlotRef, ...], Meta(max_length=1 << 20)], ...], Meta(max_length=256)
+        tuple[Annotated[tuple[SlotRef, ...], Meta(max_length=1 << 20)], ...],
+        Meta(min_length=1, max_length=MAX_GROUPS),
     ]
     lease_s: Seconds
+
+    def __post_init__(self) -> None:
+        if len(self.firsts) != len(self.groups):
+            raise ValueError(f"{len(self.firsts)} first blocks of {len(self.groups)} groups")
 
 
 class Denied(msgspec.Struct, frozen=True, tag=True):

@@ -6,6 +6,7 @@ connection it came from, and sends what it returns. That makes it the same over 
 TCP, and lets a test drive it without either.
 """
 
+import logging
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
@@ -21,10 +22,13 @@ from omni_connector.control.messages import (
     Refused,
     Release,
     Reply,
+    Request,
     Welcome,
     decode_request,
 )
 from omni_connector.errors import ProtocolError
+
+logger = logging.getLogger(__name__)
 
 MAX_SESSIONS: Final = 4096
 MAX_PARKED: Final = 1 << 16
@@ -75,6 +79,7 @@ class ControlServer:
         # By door: who crowds one of them puts nobody out at the others.
         self._introduced: defaultdict[int, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
         self._parked: deque[tuple[Connection, Claim, float]] = deque()
+        self._told = False
 
     @property
     def has_parked(self) -> bool:
@@ -82,12 +87,23 @@ class ControlServer:
         return bool(self._parked)
 
     def receive(self, connection: Connection, frame: bytes) -> list[Answer]:
-        """Handle one frame from `connection`; malformed ones are counted and ignored."""
+        """Handle one frame from `connection`; malformed ones are counted and ignored.
+
+        Who sends one that cannot be handled is refused; nobody else is told or held up.
+        """
         try:
             message = decode_request(frame)
         except ProtocolError:
             self._count("malformed_message")
             return []
+        try:
+            return self._handle(connection, message)
+        except Exception:  # noqa: BLE001 - it is logged, once
+            self._failed("A message of a peer could not be handled: the peer is refused")
+            self._introduced[connection.door].pop(connection.name, None)
+            return [(connection, Refused("message", "", "it could not be handled"))]
+
+    def _handle(self, connection: Connection, message: Request) -> list[Answer]:
         match message:
             case Hello():
                 return [(connection, self._introduce(connection, message))]
@@ -146,6 +162,12 @@ class ControlServer:
             claim.sequence, handoff.prompt.num_tokens, tuple(handoff.firsts), groups, lease_s
         )
 
+    def _failed(self, text: str) -> None:
+        self._count("message_failed")
+        if not self._told:  # who sends such messages may send many
+            self._told = True
+            logger.exception("%s (told once); please report it", text)
+
     def recheck(self) -> list[Answer]:
         """Answer the parked claims that can be answered now, or have waited long enough."""
         answers: list[Answer] = []
@@ -153,8 +175,13 @@ class ControlServer:
         for _ in range(len(self._parked)):
             connection, claim, deadline = self._parked.popleft()
             # The digest was compared when the claim came, and is again before it is granted.
-            waits = self._directory.pending(claim.token)
-            answer: Reply | None = None if waits else self._answer(claim)
+            answer: Reply | None
+            try:
+                waits = self._directory.pending(claim.token)
+                answer = None if waits else self._answer(claim)
+            except Exception:  # noqa: BLE001 - it is logged, once
+                self._failed("A claim that had to wait could not be answered: it is denied")
+                answer = Denied(claim.sequence, "not_ready")
             if answer is None and deadline <= now:
                 answer = Denied(claim.sequence, "not_ready")
             if answer is None:

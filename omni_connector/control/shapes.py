@@ -16,6 +16,7 @@ from omni_connector.kv.convert import SlotConverter
 from omni_connector.kv.heads import head_sources
 
 _Text = Annotated[str, Meta(max_length=1024)]
+_Page = Annotated[str, Meta(min_length=1, max_length=1024)]
 _HEADS = re.compile(r"\bH([0-9]{1,12})\b")
 _Size = Annotated[int, Meta(ge=1, lt=1 << 40)]
 
@@ -43,11 +44,13 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     layers: _Text
     replicated: bool = False
     attention: _Text = ""
-    pages: Annotated[tuple[_Text, ...], Meta(max_length=1 << 14)]
+    pages: Annotated[tuple[_Page, ...], Meta(min_length=1, max_length=1 << 14)]
 
     def __post_init__(self) -> None:
         if (self.span > 0) != (self.keeps in ("window", "chunk")):
             raise ValueError(f"a {self.keeps} group with a span of {self.span} tokens")
+        if 0 in self.heads:
+            raise ValueError(f"a page of no heads: {self.pages[self.heads.index(0)]}")
 
     @property
     def heads(self) -> tuple[int, ...]:
@@ -115,7 +118,7 @@ def difference(
             for source_heads, target_heads in set(zip(ours.heads, theirs.heads, strict=True)):
                 for rank in range(target_ranks):
                     head_sources(
-                        total=1 if ours.replicated else kv_heads,
+                        total=1 if ours.replicated else kv_heads or None,
                         source_heads=source_heads,
                         source_ranks=source_ranks,
                         target_heads=target_heads,

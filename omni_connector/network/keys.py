@@ -8,6 +8,7 @@ writes and reads them, with the public and the secret key.
 
 import contextlib
 import os
+import secrets
 import stat
 import struct
 from dataclasses import dataclass, field
@@ -104,6 +105,26 @@ def _is_key(text: bytes) -> bool:
         return len(z85.decode(text)) == 32
     except (KeyError, struct.error):  # a character, or a number, that Z85 has not
         return False
+
+
+def own_key(path: Path) -> ClusterKey:
+    """The key in a file of this user's, which is made if there is none; several may come at once.
+
+    Raises:
+        ConfigError: as `load_key`, or it cannot be made.
+    """
+    if not path.exists():
+        mine = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+        write_new_key(mine)
+        try:
+            os.link(mine, path)  # whole, or not at all; who comes second takes the first one's
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise ConfigError(f"cannot make the key file {path}: {error}") from error
+        finally:
+            mine.unlink(missing_ok=True)
+    return load_key(path)
 
 
 def write_new_key(path: str | Path) -> ClusterKey:

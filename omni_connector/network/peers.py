@@ -16,6 +16,7 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 MAX_HOST_CHARS: Final = 253
+MAX_PORT: Final = 65535
 
 _LABEL: Final = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 # A name that ends in a number is an address to the C library: "127.1", "0x7f000001", even "0".
@@ -119,19 +120,27 @@ def parse_host_port(text: str) -> HostPort:
         host = host[1:-1]
     if not colon or (":" in host) != bracketed:
         raise ValueError("it is neither 'host:port' nor '[IPv6 address]:port'")
-    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535):
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= MAX_PORT):
         raise ValueError(f"{port!r} is no port")
     return HostPort(str(parse_host(host)), int(port))
 
 
-def parse_listen(text: str) -> HostPort:
+def parse_listen(text: str, rank: int = 0) -> HostPort:
     """The address to listen at that the setting `listen` names.
+
+    Args:
+        text: the setting.
+        rank: data-parallel rank of the engine; each has the port after that of the one before it,
+            but where the system chooses (0).
 
     Raises:
         ConfigError: it is none, or a wildcard, which peers could not be told.
     """
     try:
-        return parse_host_port(text)
+        host, port = parse_host_port(text)
+        if port and port + rank > MAX_PORT:
+            raise ValueError(f"data-parallel rank {rank} would listen at port {port + rank}")
+        return HostPort(host, port + rank if port else 0)
     except ValueError as error:
         raise ConfigError(
             f"listen: {text!r} is no address to listen at ({error}); name the address that peers "

@@ -48,16 +48,15 @@ def prepare(socket: Socket) -> None:
     socket.setsockopt(zmq.AFFINITY, _UNIX_IO)
 
 
-def prepare_tcp(socket: Socket, address: HostPort, key: ClusterKey | None) -> None:
+def prepare_tcp(socket: Socket, address: HostPort, key: ClusterKey) -> None:
     """Set, beyond that, what a TCP socket needs to notice dead peers, and our half of CURVE."""
     socket.setsockopt(zmq.AFFINITY, _TCP_IO)
     socket.setsockopt(zmq.IPV6, ":" in address.host)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-    if key is not None:
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
 
 
 class Link:
@@ -69,19 +68,20 @@ class Link:
         key: what the peer must hold, and we show; of no use on Unix sockets.
 
     Raises:
+        ValueError: there is no key for TCP.
         zmq.ZMQError: the target is no address, or there are no more sockets.
     """
 
     def __init__(self, context: Context, target: str | HostPort, key: ClusterKey | None) -> None:
-        self._keyed = key is not None
         self.socket = context.socket(zmq.DEALER)
         try:
             prepare(self.socket)
             if isinstance(target, HostPort):
+                if key is None:
+                    raise ValueError("over TCP nobody is asked without a key")
                 prepare_tcp(self.socket, target, key)
                 self.socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
-                if key is not None:
-                    self.socket.setsockopt(zmq.CURVE_SERVERKEY, key.public)
+                self.socket.setsockopt(zmq.CURVE_SERVERKEY, key.public)
                 address, events = f"tcp://{target}", _GONE | _REFUSED
             else:
                 address, events = f"ipc://{target}", _GONE
@@ -104,9 +104,7 @@ class Link:
             return None
         if not event & _REFUSED:
             return "is gone"
-        if self._keyed:
-            return "does not show that it has the key of our key_file"
-        return "is no engine, or one that demands the key of its key_file"
+        return "does not show that it has our key (of key_file, else of the runtime folder)"
 
     def close(self) -> None:
         """Let go of it; what was not sent yet is lost."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OmniKVCacheConfig`: what a transfer manager is told, and where engines keep it."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -144,8 +145,12 @@ def _read_settings(settings: object) -> OmniKVCacheConfig:
         return OmniKVCacheConfig()
     try:
         given = msgspec.convert(dict(settings), _Settings)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeError) as error:
         raise ConfigError(f"omni_kv_config: {error}") from error
+    if not 0 <= given.recv_timeout < math.inf:  # else a receiver would wait for ever
+        raise ConfigError(
+            f"omni_kv_config: {given.recv_timeout} is no number of seconds - at `$.recv_timeout`"
+        )
     ranks = given.rank_mapping or _RankMapping()
     return OmniKVCacheConfig(
         connector_config=given.connector_config,

@@ -143,14 +143,13 @@ class OmniKVTransferManager:
             request_id_resolver: request id -> the id by which the next stage knows it.
 
         Returns:
-            The ids of the requests that were sent; of all, if this stage does not send. The
-            others stand in `last_failures`, with the reason. The blocks of neither are needed
-            any more.
+            The ids of all the requests, as vLLM-Omni frees blocks by this list, and those of no
+            request are needed any more. Those that were not sent stand in `last_failures`, with
+            the reason.
         """
         self.last_failures = {}
         if not self.config.need_send_cache:
             return list(finished_reqs)
-        sent = []
         for request_id, request in finished_reqs.items():
             try:
                 kv_data = extract_kv_cache(
@@ -180,9 +179,8 @@ class OmniKVTransferManager:
                 self.last_failures[request_id] = f"{type(error).__name__}: {error}"
                 self._link.count(send_failures=1)
             else:
-                sent.append(request_id)
                 self._link.count(sent=1, sent_bytes=size)
-        return sent
+        return list(finished_reqs)
 
     def receive_kv_cache_for_request(
         self, request_id: str, target_device: torch.device | None = None

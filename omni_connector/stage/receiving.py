@@ -167,7 +167,9 @@ def _check_fields(payload: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"a KV payload without {', '.join(missing)}")
     # Packing checks names and types, and copies nothing.
     try:
-        KVCacheTransferData(**{name: payload[name] for name in _FIELDS}).to_pieces()
+        data = KVCacheTransferData(**{name: payload[name] for name in _FIELDS})
+        data.to_pieces()
+        data.layer_blocks = {name: list(each or ()) for name, each in data.layer_blocks.items()}
     except (TypeError, AttributeError) as error:
         raise ValueError(f"a malformed KV payload: {error}") from error
-    return {name: payload[name] for name in _FIELDS}
+    return data.to_dict()

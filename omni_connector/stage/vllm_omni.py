@@ -5,6 +5,7 @@ vLLM-Omni loads this through its entry-point group `vllm_omni.general_plugins`, 
 processes; a pipeline then says `{"name": "OmniSharedMemoryConnector", "extra": {...}}`.
 """
 
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any, Final
@@ -15,9 +16,13 @@ from vllm_omni.distributed.omni_connectors.factory import OmniConnectorFactory
 from omni_connector.transports.factory import SHARED_MEMORY, ConnectorSpec
 from omni_connector.transports.factory import OmniConnectorFactory as OurFactory
 
+logger = logging.getLogger(__name__)
+
 NAME: Final = "OmniSharedMemoryConnector"
 
-_OURS: Final = frozenset({"namespace", "object_gib", "object_timeout", "peer_timeout"})
+_OURS: Final = frozenset(
+    {"namespace", "object_gib", "object_timeout", "peer_timeout", "buffer_ttl_seconds"}
+)
 _SERIALIZED: Final = "vllm_omni"
 _FIRST_PAUSE_S: Final = 0.001
 _LAST_PAUSE_S: Final = 0.05
@@ -27,7 +32,8 @@ class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
     """`SharedMemoryConnector` of this package behind vLLM-Omni's interface.
 
     Bytes travel as they are; every other object through vLLM-Omni's serializer, which knows its
-    types, and without pickle.
+    types, and without pickle. What a stage outside vLLM-Omni has put arrives as that put it, but
+    for packed KV, which arrives as the bytes that vLLM-Omni's manager reads.
 
     Args:
         config: `extra` of the pipeline's configuration. The settings of `SharedMemoryConnector`
@@ -62,9 +68,16 @@ class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
         if found is None:
             return None
         data, size = found
-        if isinstance(data, dict):
-            data = self.deserialize_obj(bytes(data[_SERIALIZED]))
-        return data, size
+        if isinstance(data, memoryview):
+            return bytes(data), size
+        if not _is_serialized(data):
+            return data, size
+        try:
+            return self.deserialize_obj(data[_SERIALIZED]), size
+        except Exception:
+            # The serializer is vLLM-Omni's, and the bytes anybody's.
+            logger.warning("what was put under %r cannot be deserialized", get_key, exc_info=True)
+            return None
 
     def get_with_deadline(
         self,
@@ -99,6 +112,14 @@ class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
         """Free what was put. Idempotent."""
         if self._inner is not None:
             self._inner.close()
+
+
+def _is_serialized(data: object) -> bool:
+    return (
+        isinstance(data, dict)
+        and data.keys() == {_SERIALIZED}
+        and isinstance(data[_SERIALIZED], bytes)
+    )
 
 
 def register() -> None:

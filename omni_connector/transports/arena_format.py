@@ -155,6 +155,8 @@ class ArenaGeometry:
             ProtocolError: it is no arena, or not as announced.
             IncompatiblePeerError: another format or epoch.
         """
+        if len(epoch) != EPOCH_BYTES:
+            raise ProtocolError(f"an epoch of {len(epoch)} bytes names no arena")
         if found == self.superblock(epoch):
             return
         magic, version, _, n_slots, slot_bytes, *_, their_epoch = _SUPERBLOCK.unpack_from(found)

@@ -9,6 +9,7 @@ owns (`export`, `withdraw`, `attach`), and it passes whole objects under keys (`
 
 import hashlib
 import logging
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,14 @@ from omni_connector.transports.arena_format import EPOCH_BYTES, PAGE_BYTES, Slot
 logger = logging.getLogger(__name__)
 
 MAX_ADDRESS_BYTES: Final = 1024
+
+
+def check_times(ttl_s: float, *timeouts: float) -> None:
+    """Raise ValueError unless these can be a time to live, and seconds to wait."""
+    if math.isnan(ttl_s):
+        raise ValueError("buffer_ttl_seconds must be a number, not nan")
+    if not all(0 < each < math.inf for each in timeouts):
+        raise ValueError("timeouts must be positive, and not infinite")
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

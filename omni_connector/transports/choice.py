@@ -62,6 +62,12 @@ class Transports:
             raise
         return tuple(endpoints)
 
+    @property
+    def needs_checksums(self) -> bool:
+        """Whether our arena is read otherwise than in place: what says then that bytes are those
+        of their slot is nothing but their checksum."""
+        return not all(connector.supports_mapping for connector in self._exporters)
+
     def choose(self, endpoints: tuple[Endpoint, ...]) -> tuple[OmniConnector, Endpoint]:
         """How to read an arena that its owner exports in these ways; stays as it is once chosen.
 

@@ -13,6 +13,7 @@ from omni_connector.config import MooncakeSettings
 from omni_connector.errors import ConfigError
 from omni_connector.network.peers import HostPort, Peers, is_loopback, parse_host
 from omni_connector.transports.base import OmniConnector
+from omni_connector.transports.objects import DEFAULT_TTL_S
 from omni_connector.transports.registry import transport_class, transport_names
 
 SHARED_MEMORY: Final = "SharedMemoryConnector"
@@ -51,6 +52,7 @@ class _SharedMemorySettings(msgspec.Struct, frozen=True):
     object_gib: float | None = None
     object_timeout: float = 5.0
     peer_timeout: float = 1.0
+    buffer_ttl_seconds: float = DEFAULT_TTL_S
 
 
 class _MooncakeStoreSettings(msgspec.Struct, frozen=True):
@@ -86,6 +88,7 @@ class _MooncakeEngineSettings(msgspec.Struct, frozen=True):
     peers: tuple[str, ...] = ()
     object_timeout: float = 5.0
     transfer_timeout: float = 10.0
+    buffer_ttl_seconds: float = DEFAULT_TTL_S
 
 
 # vLLM-Omni's names of settings: what they are here, and how many of theirs are one of ours.
@@ -105,17 +108,18 @@ _Settings = TypeVar("_Settings", bound=msgspec.Struct)
 
 def _read(connector: str, extra: dict[str, Any], settings: type[_Settings]) -> _Settings:
     known = settings.__struct_fields__
-    own = {key: value for key, value in extra.items() if key not in _FOREIGN_SETTINGS}
+    foreign = _FOREIGN_SETTINGS.difference(known)
+    own = {key: value for key, value in extra.items() if key not in foreign}
     for key in own:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            near = difflib.get_close_matches(str(key)[:80], known, n=1, cutoff=0.0)[0]
             raise ConfigError(
                 f"{connector}: unknown setting {key!r}; did you mean {near!r}? "
                 f"Known are {', '.join(known)}"
             )
     try:
         return msgspec.convert(own, settings)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeError) as error:
         raise ConfigError(f"{connector}: {error}") from error
 
 
@@ -170,6 +174,7 @@ def _mooncake_engine(extra: dict[str, Any]) -> OmniConnector:
             key_file=settings.key_file,
             object_gib=settings.memory_pool_size and settings.memory_pool_size / (1 << 30),
             object_timeout=settings.object_timeout,
+            buffer_ttl_seconds=settings.buffer_ttl_seconds,
         )
         try:
             if settings.sender_host is not None and settings.sender_zmq_port is not None:

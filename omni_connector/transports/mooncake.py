@@ -43,11 +43,13 @@ from omni_connector.transports.base import (
     ObjectKey,
     OmniConnector,
     RemoteArena,
+    check_times,
 )
 from omni_connector.transports.buffers import share_out
 from omni_connector.transports.mooncake_engine import Engine, Span
 from omni_connector.transports.mooncake_objects import MooncakeObjects
 from omni_connector.transports.objects import (
+    DEFAULT_TTL_S,
     StoredObject,
     check_header,
     object_geometry,
@@ -76,6 +78,7 @@ class MooncakeConnector(OmniConnector):
             pass beyond loopback with one only.
         object_gib: size of the arena for objects; see `SharedMemoryConnector`.
         object_timeout: seconds that a `get` waits for peers to answer.
+        buffer_ttl_seconds, clock: as of `SharedMemoryConnector`.
 
     Raises:
         ConfigError: the key file is none.
@@ -95,9 +98,10 @@ class MooncakeConnector(OmniConnector):
         key_file: str | None = None,
         object_gib: float | None = None,
         object_timeout: float = 5.0,
+        buffer_ttl_seconds: float = DEFAULT_TTL_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if object_timeout <= 0:
-            raise ValueError("timeouts must be positive")
+        check_times(buffer_ttl_seconds, object_timeout)
         self._settings = settings or MooncakeSettings()
         host = self._settings.host or host
         self._engine = Engine(self._settings, host)
@@ -112,6 +116,8 @@ class MooncakeConnector(OmniConnector):
             listen=lambda: HostPort(host or self._engine.host, port),
             key=None if key_file is None else load_key(key_file),
             geometry=object_geometry(object_gib),
+            ttl_s=buffer_ttl_seconds,
+            clock=clock,
             timeout=object_timeout,
             sources=self._sources,
             allowed=self._may_ask,
@@ -443,8 +449,9 @@ class _Hint(msgspec.Struct, frozen=True):
     source_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
 
 
-def _read_hint(metadata: Mapping[str, Any] | None) -> HostPort | None:
-    if not metadata:
+def _read_hint(metadata: object) -> HostPort | None:
+    # Pipelines pass on whatever came along, and what is no mapping says nothing.
+    if not isinstance(metadata, Mapping):
         return None
     try:
         hint = msgspec.convert(dict(metadata), _Hint)

@@ -30,6 +30,7 @@ from omni_connector.transports.object_lookup import (
     Read,
 )
 from omni_connector.transports.objects import ObjectStore, StoredObject, read_object
+from omni_connector.transports.runtime import loopback_key
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,9 @@ class MooncakeObjects:
         export, withdraw: let peers read an arena, and no longer.
         attach: gets at a peer's, until a deadline.
         listen: where peers ask for what was put; with port 0 the system chooses one.
-        key: what they must show, and show us; None admits everybody.
+        key: what they must show, and show us; None leaves it to loopback, and `loopback_key`.
         geometry: slots, and bytes of each, of the arena for what is put.
+        ttl_s, clock: of what is put; see `ObjectStore`.
         timeout: seconds to wait for one peer's answer.
         sources: peers to ask where metadata names none; asked each time.
         allowed: whether a host may be connected to.
@@ -62,6 +64,8 @@ class MooncakeObjects:
         listen: Callable[[], HostPort],
         key: ClusterKey | None,
         geometry: tuple[int, int],
+        ttl_s: float,
+        clock: Callable[[], float],
         timeout: float,
         sources: Callable[[], Sequence[HostPort]],
         allowed: Callable[[str], bool],
@@ -72,6 +76,8 @@ class MooncakeObjects:
         self._listen = listen
         self._key = key
         self._geometry = geometry
+        self._ttl_s = ttl_s
+        self._clock = clock
         self._timeout = timeout
         self._sources = sources
         self._allowed = allowed
@@ -100,17 +106,20 @@ class MooncakeObjects:
             if server is not None:
                 return server.address
             address = self._listen()
-            if self._key is None and not is_loopback(address.host):
-                raise ConfigError(_needs_key(address.host))
+            key = self._key_for(address.host)
             n_slots, slot_bytes = self._geometry
             with ExitStack() as undo:
                 objects = ObjectStore(
-                    Arena.create(n_slots, slot_bytes), time.time_ns, self._catch_up
+                    Arena.create(n_slots, slot_bytes),
+                    time.time_ns,
+                    self._catch_up,
+                    ttl_s=self._ttl_s,
+                    clock=self._clock,
                 )
                 undo.callback(objects.close)
                 endpoint = self._export(objects.arena)
                 undo.callback(self._withdraw, endpoint)
-                server = ObjectServer(address, self._key, self._find, self._note)
+                server = ObjectServer(address, key, self._find, self._note)
                 undo.callback(server.close)
                 with self._lock:
                     self._check_open()
@@ -232,17 +241,22 @@ class MooncakeObjects:
                         raise TransportError(
                             f"{address.host} is none of the hosts in `peers`, nor `sender_host`"
                         )
-                    if self._key is None and not is_loopback(address.host):
-                        raise TransportError(_needs_key(address.host))
                     self._peers[address] = ObjectSource(
                         address,
                         context=self._context,
                         resolver=self._resolver,
-                        key=self._key,
+                        key=self._key_for(address.host),
                         attach=self._attach,
                         timeout=self._timeout,
                     )
             return [self._peers[address] for address in wanted if address != own]
+
+    def _key_for(self, host: str) -> ClusterKey:
+        if self._key is not None:
+            return self._key
+        if not is_loopback(host):
+            raise ConfigError(_needs_key(host))
+        return loopback_key()
 
     def _find(self, digest: bytes) -> Held | Missing:
         with self._lock:

@@ -94,7 +94,7 @@ class ObjectServer:
 
     Args:
         address: where to listen; with port 0 the system chooses one.
-        key: what askers must show; None admits everybody.
+        key: what askers must show.
         find: tells where an object is; must not block.
         note: is told what was read; must not block.
 
@@ -108,7 +108,7 @@ class ObjectServer:
     def __init__(
         self,
         address: HostPort,
-        key: ClusterKey | None,
+        key: ClusterKey,
         find: Callable[[bytes], Held | Missing],
         note: Callable[[Read], None],
     ) -> None:
@@ -162,7 +162,7 @@ class ObjectServer:
         router = self._listener.router
         for _ in range(_AT_ONCE):
             try:
-                sender, *frames = router.recv_multipart(zmq.NOBLOCK)
+                sender, *frames = self._listener.receive()
             except zmq.Again:
                 return
             try:
@@ -202,7 +202,7 @@ class ObjectSource:
         *,
         context: Context,
         resolver: Resolver,
-        key: ClusterKey | None,
+        key: ClusterKey,
         attach: Callable[[Endpoint, float], ObjectArena],
         timeout: float,
     ) -> None:

@@ -6,7 +6,8 @@ the object be written again, so that a reader who finds the first slot published
 generation, before the copy and after it, has copied all of the object. The header's checksum is
 that of the checksums of the slots' contents, which can so be had by several threads.
 
-An object that was read whole may be evicted when another needs its room; one that was not, never.
+An object that was read whole may be evicted when another needs its room. One that was not is kept
+until its time to live is over, as its reader may have died or never come.
 """
 
 import itertools
@@ -33,7 +34,7 @@ from omni_connector.errors import (
 )
 from omni_connector.transports.arena import Arena, ArenaView
 from omni_connector.transports.arena_format import SlotHeader
-from omni_connector.transports.base import ObjectKey
+from omni_connector.transports.base import ObjectKey, check_times
 from omni_connector.transports.buffers import Buffers, share_out
 
 # An object in as many pieces as can be must still be described by one bounded message.
@@ -41,6 +42,8 @@ MAX_OBJECT_SLOTS: Final = 4096
 
 _SLOT_BYTES: Final = 1 << 20
 _MAX_DEFAULT_BYTES: Final = 4 << 30
+# What vLLM-Omni waits by default.
+DEFAULT_TTL_S: Final = 300.0
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -56,7 +59,7 @@ def object_geometry(gib: float | None) -> tuple[int, int]:
     """
     if gib is None:
         total = min(memory_limit_bytes() // 10, _MAX_DEFAULT_BYTES)
-    elif math.isfinite(gib) and gib > 0:
+    elif math.isfinite(gib * (1 << 30)) and gib > 0:
         total = int(gib * (1 << 30))
     else:
         raise ConfigError(f"object_gib must be a positive number, not {gib!r}")
@@ -91,9 +94,12 @@ class ObjectStore:
         clock_ns: a clock that all processes of the host share.
         catch_up: called without a lock when there is no room, before that is final: marks what
             peers have said that they read.
+        ttl_s: seconds after which an object may be evicted though nobody has read it; zero, or
+            less, is never.
+        clock: seconds, monotonic, for `ttl_s`.
 
     Raises:
-        ValueError: the arena has more than `MAX_OBJECT_SLOTS` slots.
+        ValueError: the arena has more than `MAX_OBJECT_SLOTS` slots, or `ttl_s` is no number.
     """
 
     def __init__(
@@ -101,17 +107,25 @@ class ObjectStore:
         arena: Arena,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         catch_up: Callable[[], None] | None = None,
+        *,
+        ttl_s: float = DEFAULT_TTL_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        check_times(ttl_s)
         if arena.n_slots > MAX_OBJECT_SLOTS:
             raise ValueError(f"at most {MAX_OBJECT_SLOTS} slots of objects, not {arena.n_slots}")
         self.arena: Final = arena
         self._clock_ns = clock_ns
         self._catch_up = catch_up
+        self._ttl_s = ttl_s
+        self._clock = clock
         self._lock = threading.Lock()
         self._objects: dict[bytes, tuple[ObjectKey, StoredObject]] = {}
-        # Digests of those that were read, the one read longest ago first, and their slots in all.
-        self._read: OrderedDict[bytes, None] = OrderedDict()
-        self._read_slots = 0
+        # Digests of those that nobody has read, with the time when they may go: the earliest first.
+        self._unread: OrderedDict[bytes, float] = OrderedDict()
+        # Of the others, in the order in which they go, and their slots in all.
+        self._evictable: OrderedDict[bytes, None] = OrderedDict()
+        self._evictable_slots = 0
         self._free = np.ones(arena.n_slots, np.bool_)
         # Bytes of each slot that have memory: it comes with the first use and stays.
         self._populated = np.zeros(arena.n_slots, np.int64)
@@ -127,14 +141,17 @@ class ObjectStore:
 
     @property
     def evictable_slots(self) -> int:
-        """Slots of objects that were read, which others may take."""
-        return self._read_slots
+        """Slots of objects that were read, or whose time is over, which others may take."""
+        with self._lock:
+            self._expire()
+            return self._evictable_slots
 
     def store(self, key: ObjectKey, parts: Sequence[memoryview]) -> StoredObject:
         """Keep the concatenated parts under a key, in place of what was there.
 
         What was there stays until the new object is complete, unless there is only room for
-        one of them. Where room is short, objects that were read go, those read longest ago first.
+        one of them. Where room is short, objects go that were read, or whose time to live is over:
+        those first of which this is so for longest.
 
         Raises:
             ArenaFullError: there is no room; what was there is still there.
@@ -163,6 +180,7 @@ class ObjectStore:
             if digest in self._objects:
                 self._remove(digest)
             self._objects[digest] = key, stored
+            self._unread[digest] = self._clock() + self._ttl_s if self._ttl_s > 0 else math.inf
         return stored
 
     def mark_read(self, digest: bytes, generation: int) -> None:
@@ -171,10 +189,8 @@ class ObjectStore:
             entry = self._objects.get(digest)
             if entry is None or entry[1].generation != generation:
                 return
-            if digest not in self._read:
-                self._read_slots += _count(entry[1].runs)
-            self._read[digest] = None
-            self._read.move_to_end(digest)
+            self._let_go(digest)
+            self._evictable.move_to_end(digest)
 
     def find(self, digest: bytes) -> StoredObject | None:
         """The object whose key has this digest."""
@@ -194,8 +210,9 @@ class ObjectStore:
         """Free everything. Idempotent."""
         with self._lock:
             self._objects.clear()
-            self._read.clear()
-            self._read_slots = 0
+            self._unread.clear()
+            self._evictable.clear()
+            self._evictable_slots = 0
             self.arena.close()
 
     def _slots_for(self, length: int) -> int:
@@ -209,6 +226,7 @@ class ObjectStore:
 
     def _allocate(self, digest: bytes, needed: int) -> Runs | None:
         with self._lock:
+            self._expire()
             own, others = self._replaceable(digest)
             free = self.free_slots
             if needed > free + own + others:
@@ -218,7 +236,7 @@ class ObjectStore:
                 self._remove(digest)
                 free += own
             while needed > free:
-                oldest = next(each for each in self._read if each != digest)
+                oldest = next(each for each in self._evictable if each != digest)
                 free += self._remove(oldest)
             runs = _choose(self._free, needed)
             for start, count in runs:
@@ -226,10 +244,10 @@ class ObjectStore:
         return runs
 
     def _replaceable(self, digest: bytes) -> tuple[int, int]:
-        # Holds the lock. Slots of the object under this key, and of all others that were read.
+        # Holds the lock. Slots of the object under this key, and of all others that may go.
         entry = self._objects.get(digest)
         own = 0 if entry is None else _count(entry[1].runs)
-        return own, self._read_slots - (own if digest in self._read else 0)
+        return own, self._evictable_slots - (own if digest in self._evictable else 0)
 
     def _full(self, digest: bytes, length: int, needed: int) -> ArenaFullError:
         with self._lock:
@@ -237,16 +255,32 @@ class ObjectStore:
         return ArenaFullError(
             f"an object of {length} bytes needs {needed} slots, {room} of {self.arena.n_slots} are "
             "free or hold what was received; the others hold what nobody has received yet: "
-            "receive it, clean up requests that are done, or raise object_gib"
+            "receive it, clean up requests that are done, raise object_gib, or lower "
+            "buffer_ttl_seconds"
         )
+
+    def _expire(self) -> None:
+        # Holds the lock. All have the same time to live, so the first is the next to go.
+        now = self._clock()
+        while self._unread:
+            digest, until = next(iter(self._unread.items()))
+            if until > now:
+                return
+            self._let_go(digest)
+
+    def _let_go(self, digest: bytes) -> None:
+        # Holds the lock. Makes an object evictable.
+        if self._unread.pop(digest, None) is not None:
+            self._evictable[digest] = None
+            self._evictable_slots += _count(self._objects[digest][1].runs)
 
     def _remove(self, digest: bytes) -> int:
         # Holds the lock. Returns how many slots become free.
         _, stored = self._objects.pop(digest)
         count = _count(stored.runs)
-        if digest in self._read:
-            del self._read[digest]
-            self._read_slots -= count
+        if self._unread.pop(digest, None) is None:
+            del self._evictable[digest]
+            self._evictable_slots -= count
         self._release(stored.runs)
         return count
 

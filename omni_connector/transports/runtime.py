@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from omni_connector.errors import ConfigError, TransportError
+from omni_connector.network.keys import ClusterKey, own_key
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ RUNTIME_DIR_VARIABLE: Final = "OMNI_CONNECTOR_RUNTIME_DIR"
 LOCK_TIMEOUT_S: Final = 5.0
 
 _FOLDER: Final = "omni-connector"
+_KEY: Final = ".loopback.key"  # no namespace begins with a dot
 _SUN_PATH_BYTES: Final = 108
 _PLAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _POLL_S: Final = 0.005
@@ -81,6 +83,16 @@ def runtime_dir(namespace: str = "default", environ: Mapping[str, str] | None = 
             raise ConfigError(f"cannot make the runtime folder {path}: {error}") from error
         check_private(path)
     return folder
+
+
+def loopback_key(environ: Mapping[str, str] | None = None) -> ClusterKey:
+    """The key of this user's engines for each other's ports on loopback, where they have no
+    `key_file`: whatever their namespaces, who has the same runtime folder has it.
+
+    Raises:
+        ConfigError: as `runtime_dir`; or the file is not as it must be, or cannot be made.
+    """
+    return own_key(runtime_dir(environ=environ).parent / _KEY)
 
 
 def check_private(folder: Path) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,10 +27,17 @@ from omni_connector.errors import (
 )
 from omni_connector.transports import runtime
 from omni_connector.transports.arena import Arena
-from omni_connector.transports.base import Endpoint, ObjectKey, OmniConnector, RemoteArena
+from omni_connector.transports.base import (
+    Endpoint,
+    ObjectKey,
+    OmniConnector,
+    RemoteArena,
+    check_times,
+)
 from omni_connector.transports.buffers import Buffers
 from omni_connector.transports.mapped import MappedArena, ObjectPeer, map_arena
 from omni_connector.transports.objects import (
+    DEFAULT_TTL_S,
     ObjectStore,
     StoredObject,
     object_geometry,
@@ -65,7 +72,8 @@ class SharedMemoryConnector(OmniConnector):
 
     Objects live in an arena of the connector's own, made at the first `put`; its memory is
     taken as it is used, used again, and kept until `close`. Who has got an object tells its
-    owner, whose next `put` may then take its room if there is no other.
+    owner, whose next `put` may then take its room if there is no other; so it may that of one
+    that nobody has got for `buffer_ttl_seconds`.
 
     Args:
         namespace: connectors find the objects of those that share it.
@@ -78,6 +86,9 @@ class SharedMemoryConnector(OmniConnector):
         object_timeout: seconds that a `get` waits for peers to answer.
         peer_timeout: seconds that it waits for one of them, which is then left alone for
             ten times as long.
+        buffer_ttl_seconds: how long an object that nobody gets keeps others from its room; zero,
+            or less, is for ever.
+        clock: seconds, monotonic, by which that is told.
 
     Raises:
         ConfigError: the runtime folder cannot be had, or is not private.
@@ -96,9 +107,10 @@ class SharedMemoryConnector(OmniConnector):
         object_slots: int | None = None,
         object_timeout: float = 5.0,
         peer_timeout: float = 1.0,
+        buffer_ttl_seconds: float = DEFAULT_TTL_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if object_timeout <= 0 or peer_timeout <= 0:
-            raise ValueError("timeouts must be positive")
+        check_times(buffer_ttl_seconds, object_timeout, peer_timeout)
         self.folder: Final = runtime.runtime_dir(namespace) if folder is None else folder
         runtime.check_private(self.folder)
         if object_slot_bytes is not None and object_slots is not None:
@@ -107,6 +119,8 @@ class SharedMemoryConnector(OmniConnector):
             self._object_geometry = object_geometry(object_gib)
         self._object_timeout = object_timeout
         self._peer_timeout = peer_timeout
+        self._ttl_s = buffer_ttl_seconds
+        self._clock = clock
         # Guards what follows; never held while waiting for anybody.
         self._lock = threading.Lock()
         self._closed = False
@@ -284,7 +298,9 @@ class SharedMemoryConnector(OmniConnector):
                 if self._objects is not None and self._object_address is not None:
                     return self._objects, self._object_address
             arena = Arena.create(*self._object_geometry)
-            objects = ObjectStore(arena, catch_up=self._catch_up)
+            objects = ObjectStore(
+                arena, catch_up=self._catch_up, ttl_s=self._ttl_s, clock=self._clock
+            )
             try:
                 name = arena.epoch.hex()
                 address = runtime.socket_path(self.folder, name, kind=_OBJECT_SOCKET)
@@ -408,8 +424,9 @@ class _Hint(msgspec.Struct, frozen=True):
     address: str | None = None
 
 
-def _read_hint(metadata: Mapping[str, Any] | None) -> str | None:
-    if not metadata:
+def _read_hint(metadata: object) -> str | None:
+    # Pipelines pass on whatever came along, and what is no mapping says nothing.
+    if not isinstance(metadata, Mapping):
         return None
     try:
         hint = msgspec.convert(dict(metadata), _Hint)

@@ -110,7 +110,7 @@ def load_omni_transfer_config(
         return None
     try:
         pipeline = msgspec.convert(config_dict, _Pipeline)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeError) as error:
         raise ConfigError(f"the transfer configuration is malformed: {error}") from error
     runtime = pipeline.runtime or _Runtime()
     defined = dict(runtime.connectors or {}) | dict(pipeline.connectors or {})
@@ -130,11 +130,14 @@ def _read(path: Path) -> Mapping[str, Any]:
     kind = path.suffix.lower()
     if kind not in (".json", ".yaml", ".yml"):
         raise ConfigError(f"{path} must be a .json, .yaml or .yml file")
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text: {error}") from error
     if kind == ".json":
         try:
             found = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not JSON: {error}") from error
     else:
         try:
@@ -145,7 +148,7 @@ def _read(path: Path) -> Mapping[str, Any]:
             ) from error
         try:
             found = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path} must hold a mapping, not {type(found).__name__}")

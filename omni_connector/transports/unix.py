@@ -214,8 +214,8 @@ class Connection:
 
 def _check_address(path: Path) -> None:
     # An address comes from a peer: it must not make us talk to any other socket of this host.
-    if not path.is_absolute() or not _ADDRESS.fullmatch(path.name):
-        raise PeerRefusedError(f"{path} is not the address of an engine's socket")
+    if not (path.is_absolute() and _ADDRESS.fullmatch(path.name) and str(path).isprintable()):
+        raise PeerRefusedError(f"{str(path)!r} is not the address of an engine's socket")
     if not os.path.lexists(path.parent):
         raise PeerUnreachableError(f"there is no folder {path.parent} on this host")
     try:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Filling this rank's KV blocks with the slots of a peer's ranks."""
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +25,10 @@ from omni_connector.errors import (
 from omni_connector.kv import BlockCopier, HeadSlice, SlotConverter, SlotLayout, head_sources
 from omni_connector.transports import Endpoint, RemoteArena
 from omni_connector.transports.choice import Transports
+from omni_connector.vllm_v1.arenas import OpenArenas, PeerArenas
 from omni_connector.vllm_v1.copies import Outcome, Work
 from omni_connector.vllm_v1.metadata import Conversion, CopyRun, LoadJob
-from omni_connector.vllm_v1.reading import FetchAhead, FetchedSlots, Fetchers, MappedSlots, Slots
+from omni_connector.vllm_v1.reading import FetchAhead, FetchedSlots, MappedSlots, PeerThreads, Slots
 
 logger = init_logger("vllm.omni_connector.worker")
 
@@ -38,6 +38,8 @@ BATCH_BYTES: Final = 8 << 20
 _MAX_PLANS: Final = 64
 
 Step = CopyRun | Conversion
+
+_Remotes = dict[tuple[Endpoint, ...], RemoteArena]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +73,14 @@ class Loader:
         ranks: int,
         checksum: bool,
     ) -> None:
-        self._transports = transports
-        self._fetchers = Fetchers()
+        self._threads = PeerThreads()
+        self._arenas = PeerArenas(transports, self._threads)
         self._copier = copier
         self._layout = layout
         self._groups = groups
         self._rank = rank
         self._ranks = ranks
         self._checksum = checksum
-        self._remotes: dict[str, RemoteArena] = {}
-        self._remotes_lock = threading.Lock()
         self._plans: dict[tuple[Fingerprint, int], _Plan] = {}
 
     def work(self, job: LoadJob, fence: object) -> Work:
@@ -89,8 +89,12 @@ class Loader:
         outcome = Outcome(job.job_id)
         waiting = deque(self._steps(job))
         zeros = deque(job.zeros)
+        arenas = self._arenas.open()
+        remotes: _Remotes = {}
         ahead: FetchAhead[Step] = FetchAhead(
-            self._fetchers, lambda step: self._fetched(job, step, deadline)
+            self._threads,
+            str(job.arenas[:1]),
+            lambda step: self._fetched(job, step, remotes, deadline),
         )
 
         def work(cancelled: Callable[[], bool]) -> Outcome | None:
@@ -104,7 +108,9 @@ class Loader:
                     if time.monotonic() >= deadline:
                         raise PeerUnreachableError("the bytes were not there in time")
                     step = waiting[0]
-                    slots = self._slots(job, step, list(waiting), ahead, deadline)
+                    if not self._attached(job, arenas, remotes):
+                        return None
+                    slots = self._slots(job, step, list(waiting), ahead, arenas, remotes)
                     if slots is None:
                         return None
                     try:
@@ -120,19 +126,17 @@ class Loader:
                     outcome.size += len(step.block_ids) * self._layout.group_bytes[step.group]
             except Exception as error:  # whatever it is, the request must not wait for ever
                 outcome.failure = failure_kind(error, "load_failed")
-                endpoints = self._endpoints(job, waiting[0]) if waiting else []
                 logger.warning(
                     "Loading KV of request %s from %s failed (%s): %s",
                     job.request_id,
-                    ", ".join(endpoint[0].address for endpoint in endpoints) or "a peer",
+                    ", ".join(arenas.addresses) or "a peer",
                     outcome.failure,
                     error,
                 )
                 if not isinstance(error, OmniError):
                     logger.exception("This should not happen; please report it")
-                for endpoint in endpoints:
-                    self._forget(endpoint)
             ahead.close()
+            arenas.close(failed=outcome.failure not in (None, "cancelled"))
             if outcome.failure is not None:
                 outcome.bad_block_ids = frozenset(
                     block_id for step in waiting for block_id in step.block_ids
@@ -144,11 +148,8 @@ class Loader:
 
     def close(self) -> None:
         """Let go of the peers' arenas. No work may be under way."""
-        self._fetchers.close()
-        with self._remotes_lock:
-            remotes, self._remotes = list(self._remotes.values()), {}
-        for remote in remotes:
-            remote.close()
+        self._threads.close()
+        self._arenas.close()
 
     def _steps(self, job: LoadJob) -> Iterator[Step]:
         for run, _ in batches(job.runs, self._layout):
@@ -172,33 +173,47 @@ class Loader:
                     generations=conversion.generations[held],
                 )
 
+    def _attached(self, job: LoadJob, arenas: OpenArenas, remotes: _Remotes) -> bool:
+        """Whether all arenas that a job reads are there; begins to attach those that are not."""
+        steps: list[Step] = [*job.runs, *job.conversions]
+        for step in steps:
+            for endpoints in self._endpoints(job, step):
+                if endpoints not in remotes and (found := arenas.get(endpoints)) is not None:
+                    remotes[endpoints] = found
+        return len(remotes) == len(arenas.addresses)
+
     def _slots(
-        self, job: LoadJob, step: Step, steps: list[Step], ahead: FetchAhead[Step], deadline: float
+        self,
+        job: LoadJob,
+        step: Step,
+        steps: list[Step],
+        ahead: FetchAhead[Step],
+        arenas: OpenArenas,
+        remotes: _Remotes,
     ) -> Sequence[Slots] | None:
         """What a step reads, of each rank that it reads; None: not there yet."""
-        endpoints = self._endpoints(job, step)
-        readers = [self._transports.choose(each) for each in endpoints]
-        if not all(connector.supports_mapping for connector, _ in readers):
+        sources = [remotes[each] for each in self._endpoints(job, step)]
+        if not arenas.mapped:
             return ahead.take(steps)
         length = self._length(job, step)
-        remotes = [self._remote(each, deadline) for each in endpoints]
         try:
-            return [MappedSlots(remote, step.slots, step.generations, length) for remote in remotes]
+            return [MappedSlots(remote, step.slots, step.generations, length) for remote in sources]
         except SlotPendingError as pending:
-            if not all(remote.alive for remote in remotes):
+            if not all(remote.alive for remote in sources):
                 raise PeerUnreachableError("the peer died while copying") from pending
             return None
 
-    def _fetched(self, job: LoadJob, step: Step, deadline: float) -> list[FetchedSlots]:
+    def _fetched(
+        self, job: LoadJob, step: Step, remotes: _Remotes, deadline: float
+    ) -> list[FetchedSlots]:
         """The same, fetched; on another thread."""
         length = self._length(job, step)
         fetched: list[FetchedSlots] = []
         try:
             for each in self._endpoints(job, step):
-                remote = self._remote(each, deadline)
                 left = deadline - time.monotonic()
                 fetched.append(
-                    FetchedSlots(remote, step.slots, step.generations, length, timeout=left)
+                    FetchedSlots(remotes[each], step.slots, step.generations, length, timeout=left)
                 )
         except BaseException:
             for slots in fetched:
@@ -233,7 +248,7 @@ class Loader:
         by_rank: dict[int, list[HeadSlice]] = {}
         for layer in range(len(ours.pages)):
             parts = head_sources(
-                total=1 if ours.replicated else source.kv_heads,
+                total=1 if ours.replicated else source.kv_heads or None,
                 source_heads=theirs.heads[layer],
                 source_ranks=source.ranks,
                 target_heads=ours.heads[layer],
@@ -255,13 +270,10 @@ class Loader:
             np.asarray(run.block_ids, dtype=np.int64),
             slots.rows,
             slots.index,
-            checksum=self._checksum,
+            checksum=self._checksum or not slots.in_place,
             fence=fence,
         )
-        for slot, checksum, published in zip(
-            run.slots, checksums.tolist(), slots.published(), strict=True
-        ):
-            self._compare(slot, checksum, published)
+        self._compare(run, checksums.tolist(), slots)
 
     def _convert(
         self, step: Conversion, job: LoadJob, sources: Sequence[Slots], fence: object
@@ -285,11 +297,9 @@ class Loader:
                         plan.converter.copy(
                             content, number, row, index, heads, end_token=(index + 1) * ours
                         )
-                checksums.append(xxhash.xxh3_64_intdigest(content.data) if self._checksum else 0)
-            for slot, checksum, published in zip(
-                step.slots, checksums, slots.published(), strict=True
-            ):
-                self._compare(slot, checksum, published)
+                checked = self._checksum or not slots.in_place
+                checksums.append(xxhash.xxh3_64_intdigest(content.data) if checked else 0)
+            self._compare(step, checksums, slots)
         self._copier.load(
             step.group,
             np.asarray(step.block_ids, dtype=np.int64),
@@ -299,9 +309,12 @@ class Loader:
             fence=fence,
         )
 
-    def _compare(self, slot: int, checksum: int, published: int) -> None:
-        if self._checksum and checksum != published:
-            raise ChecksumError(f"slot {slot}: checksum {checksum:#x}, published {published:#x}")
+    def _compare(self, step: Step, checksums: list[int], slots: Slots) -> None:
+        for slot, checksum, published in zip(step.slots, checksums, slots.published(), strict=True):
+            if checksum != published and (self._checksum or not slots.in_place):
+                raise ChecksumError(
+                    f"slot {slot}: checksum {checksum:#x}, published {published:#x}"
+                )
 
     def _wipe(self, steps: deque[Step], fence: object) -> None:
         try:
@@ -312,28 +325,6 @@ class Loader:
 
     def _zero(self, group: int, block_ids: list[int], fence: object) -> None:
         self._copier.zero(group, np.asarray(block_ids, dtype=np.int64), fence=fence)
-
-    def _remote(self, endpoints: tuple[Endpoint, ...], deadline: float) -> RemoteArena:
-        connector, endpoint = self._transports.choose(endpoints)
-        with self._remotes_lock:
-            remote = self._remotes.get(endpoint.address)
-        if remote is not None and remote.endpoint == endpoint:
-            return remote
-        if remote is not None:
-            self._forget(endpoints)
-        remote = connector.attach(endpoint, timeout=max(0.0, deadline - time.monotonic()))
-        with self._remotes_lock:
-            known = self._remotes.setdefault(endpoint.address, remote)
-        if known is not remote:  # another thread was quicker
-            remote.close()
-        return known
-
-    def _forget(self, endpoints: tuple[Endpoint, ...]) -> None:
-        for endpoint in endpoints:
-            with self._remotes_lock:
-                remote = self._remotes.pop(endpoint.address, None)
-            if remote is not None:
-                remote.close()
 
 
 def batches(runs: list[CopyRun], layout: SlotLayout) -> Iterator[tuple[CopyRun, int]]:

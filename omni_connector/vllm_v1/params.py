@@ -89,7 +89,8 @@ def parse_remote_prefill(params: Mapping[str, Any]) -> RemotePrefill:
         )
     try:
         remote = msgspec.convert(dict(params), RemotePrefill)
-    except (msgspec.ValidationError, TypeError) as error:
+    except (msgspec.ValidationError, TypeError, UnicodeError) as error:
+        # JSON can say half a surrogate pair, which no text can.
         raise BadParamsError("malformed_params", str(error)) from None
     if remote.omni_version != PARAMS_VERSION:
         raise BadParamsError(
@@ -142,7 +143,6 @@ def handoff_answer(
     epoch: bytes,
     token: bytes,
     num_tokens: int,
-    block_ids: list[list[int]],
     tp_size: int,
     address: HostPort | None,
 ) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def handoff_answer(
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "remote_block_ids": block_ids,
+        "remote_block_ids": [],  # as routers know the key; slots are told with a lease
         "remote_engine_id": engine_id,
         "remote_request_id": request_id,
         "remote_host": None if address is None else address.host,

@@ -6,10 +6,9 @@ steps ahead of the copies, so that network and copies work at the same time, and
 for a peer that does not answer.
 """
 
-import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Final, Generic, TypeVar
@@ -20,7 +19,8 @@ from numpy.typing import NDArray
 from omni_connector.errors import PeerRefusedError, SlotPendingError
 from omni_connector.transports import RemoteArena, SlotHeader
 
-FETCH_THREADS: Final = 4
+THREADS_A_PEER: Final = 4
+MAX_THREADS: Final = 64
 
 _AHEAD: Final = 3
 _PENDING_S: Final = 0.002
@@ -35,11 +35,15 @@ class MappedSlots:
     Attributes:
         rows: (slots of the arena, bytes) uint8.
         index: the row of each slot.
+        in_place: the bytes are read where the owner has checked in their generation; of a copy
+            that travelled, only the checksum tells that they are these slots'.
 
     Raises:
         SlotPendingError, StaleSlotError, PeerRefusedError: one is not published, or not with
             `length` bytes.
     """
+
+    in_place: Final = True
 
     def __init__(
         self, remote: RemoteArena, slots: Sequence[int], generations: Sequence[int], length: int
@@ -68,6 +72,8 @@ class MappedSlots:
 
 class FetchedSlots:
     """The same of a peer whose arena is not mapped: copies, which nobody changes any more."""
+
+    in_place: Final = False
 
     def __init__(
         self,
@@ -99,33 +105,72 @@ class FetchedSlots:
 Slots = MappedSlots | FetchedSlots
 
 
-class Fetchers:
-    """Threads that fetch; started by the first use."""
+class PeerThreads:
+    """Threads that wait for peers; a peer that does not answer holds up its own calls only."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._calls: dict[str, deque[Callable[[], None]]] = {}
+        self._running: Counter[str] = Counter()
         self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._closed = False
 
-    def submit(self, call: Callable[[], None]) -> None:
+    def submit(self, peer: str, call: Callable[[], None]) -> None:
         """Have a thread make this call, which raises nothing."""
-        self._calls.put(call)
-        if len(self._threads) < FETCH_THREADS:
-            thread = threading.Thread(target=self._run, name="omni-fetch", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        with self._changed:
+            self._calls.setdefault(peer, deque()).append(call)
+            begin = sum(
+                min(len(calls), THREADS_A_PEER - self._running[p])
+                for p, calls in self._calls.items()
+            )
+            if begin > self._idle and len(self._threads) < MAX_THREADS:
+                thread = threading.Thread(target=self._run, name="omni-fetch", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify()
 
     def close(self) -> None:
         """End the threads; one that waits for a peer ends with that. Idempotent."""
-        for _ in self._threads:
-            self._calls.put(None)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         deadline = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self._threads = []
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
+        with self._changed:
+            while not self._closed:
+                peer = self._next()
+                if peer is None:
+                    self._idle += 1
+                    self._changed.wait()
+                    self._idle -= 1
+                    continue
+                call = self._calls[peer].popleft()
+                self._running[peer] += 1
+                self._changed.release()
+                try:
+                    call()
+                finally:
+                    del call
+                    self._changed.acquire()
+                    self._ended(peer)
+
+    def _next(self) -> str | None:
+        """A peer with a call that may begin."""
+        return next(
+            (p for p, calls in self._calls.items() if calls and self._running[p] < THREADS_A_PEER),
+            None,
+        )
+
+    def _ended(self, peer: str) -> None:
+        self._running[peer] -= 1
+        if not self._running[peer]:
+            del self._running[peer]
+            if not self._calls[peer]:
+                del self._calls[peer]
 
 
 class FetchAhead(Generic[_Step]):
@@ -134,12 +179,16 @@ class FetchAhead(Generic[_Step]):
     Several at a time from one peer would only share its line, and cost both hosts more.
 
     Args:
-        fetchers: make them.
+        threads: make them.
+        peer: whose they are.
         fetch: slots of one step, of each rank that it reads.
     """
 
-    def __init__(self, fetchers: Fetchers, fetch: Callable[[_Step], list[FetchedSlots]]) -> None:
-        self._fetchers = fetchers
+    def __init__(
+        self, threads: PeerThreads, peer: str, fetch: Callable[[_Step], list[FetchedSlots]]
+    ) -> None:
+        self._threads = threads
+        self._peer = peer
         self._fetch = fetch
         self._under_way: deque[Future[list[FetchedSlots]]] = deque()
         self._not_before = 0.0
@@ -180,7 +229,7 @@ class FetchAhead(Generic[_Step]):
             self._waiting.append((step, future))
             idle, self._running = not self._running, True
         if idle:
-            self._fetchers.submit(self._run)
+            self._threads.submit(self._peer, self._run)
         return future
 
     def _run(self) -> None:

@@ -7,7 +7,6 @@ copies are reported by the workers with each step.
 
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,10 +17,10 @@ from omni_connector.control.channel import ControlChannel
 from omni_connector.control.directory import SlotDirectory
 from omni_connector.control.messages import TOKEN_BYTES, Welcome
 from omni_connector.control.server import ControlServer
-from omni_connector.errors import ConfigError, TransportError
+from omni_connector.errors import ConfigError
 from omni_connector.network.keys import ClusterKey, load_key
 from omni_connector.network.peers import Peers, parse_listen
-from omni_connector.transports.runtime import runtime_dir, socket_path, sweep
+from omni_connector.transports.runtime import loopback_key, runtime_dir, socket_path
 from omni_connector.vllm_v1.compat import hash_block_size, recompute
 from omni_connector.vllm_v1.identity import fingerprint, hash_id, prompt_of
 from omni_connector.vllm_v1.metadata import (
@@ -44,6 +43,7 @@ from omni_connector.vllm_v1.sender import HandoffSender
 from omni_connector.vllm_v1.shared_prefix import SharedPrefix
 from omni_connector.vllm_v1.sharing import open_shared_prefix
 from omni_connector.vllm_v1.specs import fails_by_block, keeps_all, transferred_groups
+from omni_connector.vllm_v1.upkeep import Upkeep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.omni_connector.scheduler")
-
-_SWEEP_S: Final = 10.0
 
 # NixlConnector's mark of a prompt that it has shortened, which beside it must happen once.
 _TRUNCATED: Final = "_p_side_truncated"
@@ -107,9 +105,7 @@ class OmniScheduler:
         self._key: ClusterKey | None = None
         if config.key_file is not None:
             self._key = load_key(config.key_file)
-        self._next_sweep = clock() + _SWEEP_S
-        # From the control thread; `OmniStats` belongs to the engine's.
-        self._events: deque[str] = deque()
+        self._upkeep = Upkeep(self._runtime_dir, clock)
         self._gauges: tuple[int, int, int] | None = None
 
     def bind_kv_cache_manager(self, manager: "KVCacheManager") -> None:
@@ -136,32 +132,34 @@ class OmniScheduler:
         ours = fingerprint(self._config, self._vllm_config, self._kv_cache_config, ranks[0])
         hashing = hash_id(self._vllm_config, self._hash_block_size)
         arenas = tuple(rank.endpoints for rank in ranks if rank.endpoints)
-        self._sweep()
+        self._upkeep.sweep()
         server = None
         if self._produces:
             if len(arenas) != ours.ranks:
                 raise ConfigError("a rank of this engine has no arena")
             num_slots = min(endpoints[0].n_slots for endpoints in arenas)
             self._directory = SlotDirectory(num_slots, self._clock, self._config.handoff_ttl_s)
+            self._upkeep.directory = self._directory
             server = ControlServer(
                 fingerprint=ours,
                 welcome=Welcome(self._epoch, hashing, ours, arenas),
                 directory=self._directory,
                 clock=self._clock,
                 patience=self._config.handoff_ttl_s,
-                count=self._events.append,
+                count=self._upkeep.count,
             )
+        config, rank = self._config, self._vllm_config.parallel_config.data_parallel_index
         channel = ControlChannel(
             fingerprint=ours,
             server=server,
             listen=self._control_path(self._engine_id) if server is not None else None,
-            listen_tcp=None if self._config.listen is None else parse_listen(self._config.listen),
-            key=self._key,
-            on_tick=self._tick,
-            on_peer_gone=self._sweep,
+            listen_tcp=None if config.listen is None else parse_listen(config.listen, rank),
+            key=self._key or (loopback_key() if config.listen or config.peers else None),
+            on_tick=self._upkeep.tick,
+            on_peer_gone=self._upkeep.sweep,
             clock=self._clock,
         )
-        self._channel = channel
+        self._channel = self._upkeep.channel = channel
         if self._directory is not None:
             self._sender = HandoffSender(
                 directory=self._directory,
@@ -206,28 +204,12 @@ class OmniScheduler:
             return f"ipc://{path}"
         return f"tcp://{tcp_address(remote, self._peers, has_key=self._key is not None)}"
 
-    def _sweep(self) -> None:
-        try:
-            sweep(self._runtime_dir)
-        except TransportError as error:  # the next engine to start, or to miss a peer, does it
-            logger.warning("Sockets of dead engines were not removed: %s", error)
-
-    def _tick(self) -> None:
-        # On the control thread. The sockets of a killed engine are dead only once the last of its
-        # processes is, and nobody may have been connected to it.
-        if self._clock() >= self._next_sweep:
-            self._next_sweep = self._clock() + _SWEEP_S
-            self._sweep()
-        if self._directory is not None:
-            self._events.extend(["handoffs_expired"] * self._directory.expire())
-
     def _take_events(self) -> None:
-        while self._events:
-            event = self._events.popleft()
+        for event, number in self._upkeep.take().items():
             if event in COUNTERS:
-                self._stats.count(event)
+                self._stats.count(event, number)
             else:
-                self._stats.fail(event)
+                self._stats.fail(event, number)
 
     def on_new_request(self, request: "Request") -> None:
         """A request was added: ask for its KV elsewhere, or prepare to hand it off."""
@@ -287,14 +269,14 @@ class OmniScheduler:
         if num_tokens < 1:
             self._sender.add(request, prompt, refusal="nothing_to_hand_off")
             return
-        refusal = None
-        if self._stops_early and not truncated:
+        refusal = "control_ended" if self._upkeep.ended() else None
+        if refusal is None and self._stops_early and not truncated:
             refusal = _truncation_refusal(request, num_tokens)
             if refusal is None:
                 _truncate(request, params)
-            else:
-                self._stats.fail(refusal)
-                logger.warning("Request %s is not handed off (%s)", request.request_id, refusal)
+        if refusal is not None:
+            self._stats.fail(refusal)
+            logger.warning("Request %s is not handed off (%s)", request.request_id, refusal)
         self._sender.add(request, prompt, refusal)
 
     def get_num_new_matched_tokens(
@@ -304,7 +286,11 @@ class OmniScheduler:
         matched: int | None = 0
         if request.kv_transfer_params:
             request_id = request.request_id
-            if self._sender is not None and not self._sender.may_schedule(request_id):
+            if (
+                self._sender is not None
+                and not self._sender.may_schedule(request_id)
+                and not self._upkeep.ended()
+            ):
                 return None, False
             if self._receiver is not None:
                 matched = self._receiver.matched_tokens(request_id, num_computed)
@@ -326,6 +312,7 @@ class OmniScheduler:
     def build_meta(self, scheduler_output: "SchedulerOutput") -> OmniConnectorMetadata:
         """This step's work for the workers."""
         meta = OmniConnectorMetadata()
+        self._upkeep.ended()
         if self._sender:
             assert self._manager is not None
             self._sender.build(meta, scheduler_output, self._manager.get_block_ids)

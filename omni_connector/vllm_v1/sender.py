@@ -310,7 +310,6 @@ class HandoffSender:
                 epoch=self._epoch,
                 token=handoff.token,
                 num_tokens=handoff.prompt.num_tokens,
-                block_ids=[list(block_ids[g]) for g in self._group_ids],
                 tp_size=self._ranks,
                 address=self._address,
             )

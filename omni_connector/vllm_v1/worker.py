@@ -382,7 +382,7 @@ class OmniWorker:
             np.asarray(run.block_ids, dtype=np.int64),
             arena.slots,
             np.asarray(run.slots, dtype=np.int64),
-            checksum=self._checksum,
+            checksum=self._checksum or self._transports.needs_checksums,
             fence=fence,
             cancelled=cancelled,
         )

@@ -46,11 +46,25 @@ def test_what_needs_vllm_is_in_order_here(what: str) -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.parametrize(("allowed", "there"), [("another", False), ("a,omni_connector", True)])
+def test_vllm_leaves_out_a_plugin_that_it_was_not_told_to_load(
+    allowed: str, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the next test takes for granted, asked of vLLM itself."""
+    from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
+
+    monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    assert ("omni_connector" in load_plugins_by_group(DEFAULT_PLUGINS_GROUP)) is there
+
+
 def test_a_plugin_that_vllm_was_told_to_leave_out_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "another")
+    left_out = "raise ValueError({name!r} ' is no connector that vLLM knows')"
+    monkeypatch.setattr(module, "_LOOK_FOR_PLUGIN", left_out)
     finding = _find("plugin")
+    assert "OmniKVConnector is no connector that vLLM knows" in finding.text
     assert not finding.ok
     assert "VLLM_PLUGINS='another'" in finding.text
 

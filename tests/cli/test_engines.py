@@ -58,7 +58,7 @@ def _group_is_gone(leader: int) -> bool:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "Router", SleepingRouter)
-    monkeypatch.setattr(module, "_STOP_S", 0.5)
+    monkeypatch.setattr(module, "_STOP_S", 0.1)
 
 
 def _sleepers(folder: Path) -> tuple[Sleeper, Sleeper]:
@@ -106,7 +106,7 @@ def test_a_signal_stops_everything_first(
     script = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import time, test_engines as t\nfrom pathlib import Path\n"
-        "t.module.Router, t.module._STOP_S = t.SleepingRouter, 0.5\n"
+        "t.module.Router, t.module._STOP_S = t.SleepingRouter, 0.1\n"
         f"folder = Path({str(tmp_path)!r})\n"
         "with t.running(*t._sleepers(folder), folder) as up:\n"
         "    print(*(x.process.pid for x in (up.prefill, up.decode, up.router)), flush=True)\n"

@@ -20,12 +20,16 @@ from omni_connector.control.prompt import Prompt
 from omni_connector.control.server import ControlServer
 from omni_connector.network.keys import load_key
 from omni_connector.network.peers import HostPort
+from omni_connector.transports.base import Endpoint
 
 fingerprint = msgspec.json.decode(sys.argv[2], type=Fingerprint)
 directory = SlotDirectory(8, time.monotonic, 600.0)
+endpoint = Endpoint(
+    transport="shm", address="somewhere", epoch=b"a" * 16, n_slots=8, slot_bytes=4096
+)
 server = ControlServer(
     fingerprint=fingerprint,
-    welcome=Welcome(b"k" * 16, "", fingerprint, ()),
+    welcome=Welcome(b"k" * 16, "", fingerprint, ((endpoint,),)),
     directory=directory,
     clock=time.monotonic,
     patience=600.0,

@@ -19,10 +19,23 @@ import zmq
 
 from omni_connector.control import channel as channel_module
 from omni_connector.control.channel import ControlChannel
-from omni_connector.control.client import ClaimDeniedError, Grant
-from omni_connector.control.messages import MAX_MESSAGE_BYTES, Fingerprint
+from omni_connector.control.client import ClaimDeniedError, Grant, PeerSession
+from omni_connector.control.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    Fingerprint,
+    Hello,
+    Refused,
+    decode_reply,
+    encode,
+)
 from omni_connector.control.prompt import Prompt
-from omni_connector.errors import IncompatiblePeerError, PeerUnreachableError, TransportError
+from omni_connector.errors import (
+    IncompatiblePeerError,
+    PeerUnreachableError,
+    ProtocolError,
+    TransportError,
+)
 
 from .engine import LONG, PROMPT, Asker, StartEngine, ask, failure, start_peer
 
@@ -413,12 +426,15 @@ def test_a_channel_that_breaks_fails_its_claims_instead_of_losing_them(
 ) -> None:
     engine = start_engine()
 
-    def receive(*_: object) -> Any:
+    def forget(*_: object) -> Any:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(engine.server, "receive", receive)
-    assert isinstance(failure(asker.claim(engine, engine.handoff())), PeerUnreachableError)
+    future = asker.claim(engine, engine.handoff(filled=False))
+    assert engine.channel.alive
+    monkeypatch.setattr(engine.channel, "_forget_failed", forget)
+    assert isinstance(failure(future), PeerUnreachableError)
     engine.channel._thread.join(LONG)
+    assert not engine.channel.alive
     assert not engine.path.exists()
     assert "a bug" in caplog.text
     own = ask(engine.channel, engine.address, b"t" * 16, b"e" * 16)
@@ -437,8 +453,44 @@ def test_a_prompt_that_cannot_be_digested_loses_no_claim(
         )
         for prompt in (PROMPT, bad, PROMPT)
     ]
-    for future in futures:
-        failure(future)
+    kinds = [type(failure(future)) for future in futures]
+    assert kinds == [ClaimDeniedError, ProtocolError, ClaimDeniedError]
+    assert asker.channel.alive
+
+
+def test_an_answer_that_cannot_be_handled_fails_that_peer_only(
+    start_engine: StartEngine, asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = start_engine("one.sock"), start_engine("two.sock", epoch=b"2" * 16)
+    receive = PeerSession.receive
+
+    def fail(session: PeerSession, frame: bytes) -> Any:
+        assert session.address != one.address
+        return receive(session, frame)
+
+    monkeypatch.setattr(PeerSession, "receive", fail)
+    assert isinstance(failure(asker.claim(one, one.handoff())), ProtocolError)
+    assert isinstance(failure(asker.claim(one, one.handoff())), ProtocolError)  # is not asked
+    assert asker.claim(two, two.handoff()).result(LONG)
+    assert asker.channel.alive
+
+
+def test_a_hello_of_nothing_leaves_the_thread_alive(
+    start_engine: StartEngine, asker: Asker, fingerprint: Fingerprint
+) -> None:
+    engine = start_engine()
+    plain = msgspec.to_builtins(fingerprint)
+    for changes in ({"pages": []}, {"pages": ["H0"]}, {"pages": ["x"]}, {"pages": ["H9"] * 2}):
+        groups = [group | changes for group in plain["groups"]]
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.linger = 0
+            stranger.connect(engine.address)
+            raw = msgspec.msgpack.encode(plain | {"groups": groups})
+            stranger.send(encode(Hello(PROTOCOL_VERSION, msgspec.Raw(raw))))
+            assert stranger.poll(LONG * 1000)
+            assert isinstance(decode_reply(stranger.recv()), Refused)
+    assert engine.counts["message_failed"] == 0
+    assert asker.claim(engine, engine.handoff()).result(LONG)
 
 
 def test_a_folder_that_is_gone_is_an_error_at_start(
@@ -446,3 +498,24 @@ def test_a_folder_that_is_gone_is_an_error_at_start(
 ) -> None:
     with pytest.raises(TransportError, match="runtime folder"):
         start_engine("missing/p.sock")
+
+
+def test_the_peer_that_was_idle_longest_makes_room(
+    start_engine: StartEngine, asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "MAX_PEERS", 2)
+    engines = [start_engine(f"{n}.sock", epoch=bytes([n]) * 16) for n in range(3)]
+    for engine in engines:
+        grant = asker.claim(engine, engine.handoff()).result(LONG)
+        asker.channel.release(grant.address, grant.token)
+        assert engine.directory.closed.get(timeout=LONG) == grant.token
+    assert list(asker.channel._peers) == [engine.address for engine in engines[1:]]
+    # One that is in use stays, and with it the way for its release.
+    kept = asker.claim(engines[1], engines[1].handoff()).result(LONG)
+    parked = asker.claim(engines[2], engines[2].handoff(filled=False))
+    error = failure(asker.claim(engines[0], engines[0].handoff()))
+    assert "2 engines are being talked to already" in str(error)
+    asker.channel.release(kept.address, kept.token)
+    assert engines[1].directory.closed.get(timeout=LONG) == kept.token
+    assert asker.claim(engines[0], engines[0].handoff()).result(LONG)
+    assert not parked.done()

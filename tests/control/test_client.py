@@ -35,7 +35,7 @@ from omni_connector.errors import (
 )
 
 ADDRESS = "ipc:///nowhere"
-GROUPS = (((0, 1), (1, 1)),)
+GROUPS = (((0, 1), (1, 1)), ((2, 1),))
 
 
 class Clock:
@@ -340,12 +340,52 @@ def test_a_digest_that_fails_loses_no_other_claim(
     asking: Asking, welcome: Welcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     futures = [asking.claim()[0] for _ in range(3)]
+    digests = iter([b"d" * 32, TypeError("no prompt"), b"d" * 32])
 
     def digest(*_: object) -> bytes:
-        raise TypeError("no prompt")
+        found = next(digests)
+        if isinstance(found, bytes):
+            return found
+        raise found
 
     monkeypatch.setattr(Prompt, "digest", digest)
-    with pytest.raises(TypeError, match="no prompt"):
-        asking.hear(welcome)
-    asking.session.fail(PeerUnreachableError("the channel ended"))
-    assert all(isinstance(error_of(future), PeerUnreachableError) for future in futures)
+    sent = asking.hear(welcome)
+    assert [message.token[0] for message in sent if isinstance(message, Claim)] == [1, 3]
+    assert [future.done() for future in futures] == [False, True, False]
+    assert isinstance(error_of(futures[1]), ProtocolError)
+
+
+def test_a_peer_that_has_forgotten_us_is_introduced_to_again(
+    welcomed: Asking, welcome: Welcome
+) -> None:
+    (one, (first,)), (two, (second,)) = welcomed.claim(), welcomed.claim()
+    assert isinstance(first, Claim)
+    assert isinstance(second, Claim)
+    assert welcomed.hear(Denied(first.sequence, "not_introduced")) == [welcomed.session.hello()]
+    assert welcomed.hear(Denied(second.sequence, "not_introduced")) == []
+    third, fourth = welcomed.hear(welcome)
+    assert isinstance(third, Claim)
+    assert isinstance(fourth, Claim)
+    assert [third.token, fourth.token] == [first.token, second.token]
+    welcomed.hear(welcomed.granted(third.sequence))
+    assert one.result(0).token == first.token
+    assert welcomed.hear(Denied(fourth.sequence, "not_introduced")) == []  # once is enough
+    assert isinstance(error_of(two), ClaimDeniedError)
+
+
+def test_a_session_is_idle_without_claims_and_leases(welcomed: Asking, clock: Clock) -> None:
+    assert welcomed.session.idle
+    (_, (first,)), (_, (second,)) = welcomed.claim(), welcomed.claim()
+    assert isinstance(first, Claim)
+    assert isinstance(second, Claim)
+    assert not welcomed.session.idle
+    welcomed.hear(welcomed.granted(first.sequence, lease_s=60.0))
+    welcomed.hear(welcomed.granted(second.sequence, lease_s=60.0))
+    assert not welcomed.session.idle
+    assert welcomed.session.release(first.token) == Release(first.token)
+    assert not welcomed.session.idle
+    clock.now += 60.0
+    assert welcomed.session.idle  # there is nothing left to be released
+    clock.now -= 60.0
+    assert welcomed.session.release(second.token) == Release(second.token)
+    assert welcomed.session.idle

@@ -43,13 +43,14 @@ PRINT = Fingerprint(
     ranks=1,
     groups=(group_shape(),),
 )
+OF_TWO = msgspec.structs.replace(PRINT, ranks=2)
 ENDPOINT = Endpoint(transport="shm", address="x", epoch=b"a" * 16, n_slots=8, slot_bytes=4096)
 TOKEN = b"t" * TOKEN_BYTES
 DIGEST = b"d" * DIGEST_BYTES
 
 REQUESTS: list[Request] = [Hello.of(PRINT), Claim(3, TOKEN, 40, DIGEST, "blocks"), Release(TOKEN)]
 REPLIES: list[Reply] = [
-    Welcome(TOKEN, "sha256", PRINT, ((ENDPOINT,), (ENDPOINT, ENDPOINT))),
+    Welcome(TOKEN, "sha256", OF_TWO, ((ENDPOINT,), (ENDPOINT, ENDPOINT))),
     Refused("dtype", "a", "b"),
     Granted(3, 40, (0, 2), (((0, 1), (5, 2)), ((7, 9),)), 12.5),
     Denied(3, "unknown_token"),
@@ -146,6 +147,7 @@ def edited(message: Any, **changes: Any) -> bytes:
         (REQUESTS[1], {"digest": DIGEST + b"x"}),
         (REQUESTS[1], {"digest_kind": "pages"}),
         (REQUESTS[1], {"num_tokens": -1}),
+        (REQUESTS[1], {"num_tokens": 0}),
         (REQUESTS[1], {"num_tokens": 1 << 40}),
         (REQUESTS[1], {"num_tokens": 1.5}),
         (REQUESTS[1], {"sequence": -1}),
@@ -168,18 +170,25 @@ PLAIN_ENDPOINT = msgspec.to_builtins(ENDPOINT, builtin_types=(bytes,))
     [
         (REPLIES[0], {"epoch": b"e"}),
         (REPLIES[0], {"hash_id": "h" * 1025}),
+        (REPLIES[0], {"arenas": []}),
+        (REPLIES[0], {"arenas": [[PLAIN_ENDPOINT]]}),
+        (REPLIES[0], {"arenas": [[PLAIN_ENDPOINT]] * 3}),
+        (REPLIES[0], {"arenas": [[PLAIN_ENDPOINT], []]}),
         (REPLIES[0], {"arenas": [[PLAIN_ENDPOINT]] * (MAX_RANKS + 1)}),
-        (REPLIES[0], {"arenas": [[PLAIN_ENDPOINT] * (MAX_TRANSPORTS + 1)]}),
-        (REPLIES[0], {"arenas": [[PLAIN_ENDPOINT | {"n_slots": 0}]]}),
-        (REPLIES[0], {"arenas": [[PLAIN_ENDPOINT | {"slot_bytes": 5}]]}),
-        (REPLIES[0], {"arenas": [[PLAIN_ENDPOINT | {"epoch": b""}]]}),
+        (REPLIES[0], {"arenas": [[PLAIN_ENDPOINT] * (MAX_TRANSPORTS + 1)] * 2}),
+        (REPLIES[0], {"arenas": [[PLAIN_ENDPOINT | {"n_slots": 0}]] * 2}),
+        (REPLIES[0], {"arenas": [[PLAIN_ENDPOINT | {"slot_bytes": 5}]] * 2}),
+        (REPLIES[0], {"arenas": [[PLAIN_ENDPOINT | {"epoch": b""}]] * 2}),
         (REPLIES[1], {"ours": "x" * 1025}),
         (REPLIES[2], {"groups": [[[-1, 0]]]}),
         (REPLIES[2], {"groups": [[[1 << 40, 0]]]}),
         (REPLIES[2], {"groups": [[[0, -1]]]}),
         (REPLIES[2], {"groups": [[[0, 1 << 63]]]}),
         (REPLIES[2], {"groups": [[[0, 1, 2]]]}),
-        (REPLIES[2], {"groups": [[]] * 257}),
+        (REPLIES[2], {"groups": [[]] * 257, "firsts": [0] * 257}),
+        (REPLIES[2], {"groups": [], "firsts": []}),
+        (REPLIES[2], {"firsts": [0]}),
+        (REPLIES[2], {"num_tokens": 0}),
         (REPLIES[2], {"lease_s": -0.5}),
         (REPLIES[2], {"lease_s": math.nan}),
         (REPLIES[2], {"lease_s": math.inf}),
@@ -198,6 +207,10 @@ def test_replies_out_of_bounds_are_refused(message: Any, changes: dict[str, Any]
         {"ranks": MAX_RANKS + 1},
         {"kv_heads": -1},
         {"model": "m" * 1025},
+        {"groups": []},
+        {"groups": [msgspec.to_builtins(group_shape()) | {"pages": []}]},
+        {"groups": [msgspec.to_builtins(group_shape()) | {"pages": [""]}]},
+        {"groups": [msgspec.to_builtins(group_shape()) | {"pages": ["H0.N16.C64"]}]},
         {"groups": [msgspec.to_builtins(group_shape())] * 257},
         {"groups": [msgspec.to_builtins(group_shape()) | {"block_size": 0}]},
         {"groups": [msgspec.to_builtins(group_shape()) | {"keeps": "some"}]},

@@ -295,3 +295,51 @@ def test_malformed_frames_are_counted_and_ignored(frame: bytes, introduced: Serv
     assert introduced.counts == {"malformed_message": 1}
     answer = introduced.say(ALICE, introduced.claim_of(introduced.handoff()))
     assert isinstance(answer[0], Granted)
+
+
+def test_a_peer_without_a_page_is_refused(served: Served, fingerprint: Fingerprint) -> None:
+    shape = msgspec.to_builtins(group_shape()) | {"pages": []}
+    plain = msgspec.to_builtins(fingerprint) | {"groups": [shape]}
+    hello = Hello(PROTOCOL_VERSION, msgspec.Raw(msgspec.msgpack.encode(plain)))
+    assert served.say(ALICE, hello) == [Refused("fingerprint", "", "malformed")]
+    assert served.counts == {"malformed_message": 1}
+
+
+def test_a_message_that_cannot_be_handled_costs_its_sender_only(
+    introduced: Served,
+    fingerprint: Fingerprint,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    introduced.say(BOB, Hello.of(fingerprint))
+    claim = introduced.claim_of(introduced.handoff())
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotDirectory, "claim", lambda *_: 1 // 0)
+        for _ in range(3):
+            (answer,) = introduced.say(ALICE, claim)
+            assert isinstance(answer, Refused | Denied)
+    assert introduced.counts == {"message_failed": 1}  # after it she is a stranger
+    assert introduced.say(ALICE, claim) == [Denied(1, "not_introduced")]
+    assert isinstance(introduced.say(BOB, claim)[0], Granted)
+    assert len([r for r in caplog.records if r.exc_info]) == 1
+
+
+def test_a_parked_claim_that_cannot_be_answered_is_denied_and_the_others_are_not(
+    introduced: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, good = introduced.handoff(filled=False), introduced.handoff(filled=False)
+    introduced.say(ALICE, introduced.claim_of(bad, 1))
+    introduced.say(ALICE, introduced.claim_of(good, 2))
+    introduced.fill(bad)
+    introduced.fill(good)
+    claim = introduced.directory.claim
+
+    def fail(token: bytes, *others: object) -> object:
+        assert token != bad.token
+        return claim(token, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(introduced.directory, "claim", fail)
+    first, second = (answer for _, answer in introduced.server.recheck())
+    assert first == Denied(1, "not_ready")
+    assert isinstance(second, Granted)
+    assert introduced.counts == {"message_failed": 1}

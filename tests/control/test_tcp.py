@@ -31,10 +31,15 @@ from omni_connector.network import listener as listener_module
 from omni_connector.network import resolver as resolver_module
 from omni_connector.network import sockets as sockets_module
 from omni_connector.network.keys import ClusterKey, write_new_key
-from omni_connector.network.listener import MAX_REQUEST_BYTES, TcpListener
+from omni_connector.network.listener import (
+    MAX_REQUEST_BYTES,
+    MAX_UNFINISHED_BYTES,
+    TcpListener,
+)
 from omni_connector.network.peers import HostPort, parse_host_port
 from omni_connector.network.sockets import make_context
 
+from . import curve
 from .engine import LONG, PROMPT, Asker, Engine, StartAsker, StartEngine, ask, failure, start_peer
 
 LOOPBACK = HostPort("127.0.0.1", 0)
@@ -138,11 +143,14 @@ def test_engines_that_share_a_key_talk_over_tcp(engine: Engine, friend: Asker) -
     assert engine.directory.closed.get(timeout=LONG) == handoff.token
 
 
-def test_on_loopback_they_may_do_without_a_key(
-    start_engine: StartEngine, start_asker: StartAsker
+def test_without_a_key_no_port_is_opened_and_nobody_asked(
+    engine: Engine, start_engine: StartEngine, start_asker: StartAsker
 ) -> None:
-    engine = start_engine(listen_tcp=LOOPBACK)
-    assert start_asker().claim_tcp(engine, engine.handoff()).result(LONG)
+    with pytest.raises(ConfigError, match="only with a key"):
+        start_engine("keyless.sock", listen_tcp=LOOPBACK)
+    error = failure(start_asker().claim_tcp(engine, engine.handoff()))
+    assert isinstance(error, PeerUnreachableError)
+    assert "without a key" in str(error)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
@@ -196,12 +204,10 @@ def test_who_does_not_serve_opens_no_port(fingerprint: Fingerprint) -> None:
 @pytest.mark.parametrize(
     ("held", "shown", "said"),
     [
-        (KEY, OTHER, "does not show that it has the key"),
-        (KEY, None, "demands the key"),
-        (None, KEY, "does not show that it has the key"),
-        (KEY, ClusterKey(KEY.public, OTHER.secret), "does not show that it has the key"),
+        (KEY, OTHER, "does not show that it has our key"),
+        (KEY, ClusterKey(KEY.public, OTHER.secret), "does not show that it has our key"),
     ],
-    ids=["another key", "no key", "a server without", "a public key only"],
+    ids=["another key", "a public key only"],
 )
 def test_who_does_not_share_the_key_is_told_so_and_heard_by_nobody(
     held: ClusterKey | None,
@@ -248,7 +254,7 @@ def test_a_server_that_lets_in_everybody_is_told_nothing(friend: Asker) -> None:
         rogue.setsockopt(zmq.CURVE_SECRETKEY, OTHER.secret)
         port = rogue.bind_to_random_port("tcp://127.0.0.1")
         error = failure(ask(friend.channel, f"tcp://127.0.0.1:{port}", b"t" * 16, b"e" * 16))
-        assert "does not show that it has the key" in str(error)
+        assert "does not show that it has our key" in str(error)
         assert not rogue.poll(100)
 
 
@@ -302,11 +308,16 @@ def test_who_connects_and_says_nothing_is_hung_up_on(quick: None, engine: Engine
 def test_a_name_of_one_socket_means_nothing_at_the_other(
     doors: str, start_engine: StartEngine, fingerprint: Fingerprint
 ) -> None:
-    engine = start_engine(listen_tcp=LOOPBACK)
+    engine = start_engine(listen_tcp=LOOPBACK, key=KEY)
     first, second = engine.address, engine.tcp
+    keys = [None, KEY]
     if doors == "the other":
         first, second = second, first
-    with dealer(engine, ROUTING_ID=b"me") as real, dealer(engine, ROUTING_ID=b"me") as impostor:
+        keys.reverse()
+    with (
+        dealer(engine, key=keys[0], ROUTING_ID=b"me") as real,
+        dealer(engine, key=keys[1], ROUTING_ID=b"me") as impostor,
+    ):
         real.connect(first)
         impostor.connect(second)
         real.send(encode(Hello.of(fingerprint)))
@@ -331,11 +342,8 @@ def test_a_request_longer_than_any_ends_the_connection(engine: Engine, friend: A
     assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
 
 
-def test_a_message_of_many_frames_is_ignored(
-    start_engine: StartEngine, fingerprint: Fingerprint
-) -> None:
-    engine = start_engine(listen_tcp=LOOPBACK)
-    with dealer(engine) as client:
+def test_a_message_of_many_frames_is_ignored(engine: Engine, fingerprint: Fingerprint) -> None:
+    with dealer(engine, key=KEY) as client:
         client.connect(engine.tcp)
         client.send_multipart([b"one", b"two"])
         client.send(encode(Hello.of(fingerprint)))
@@ -373,11 +381,19 @@ def test_where_nobody_says_who_may_enter_nobody_does() -> None:
 def test_what_is_not_read_yet_is_bounded() -> None:
     context = make_context()
     try:
-        listener = TcpListener(context, LOOPBACK, None)
+        listener = TcpListener(context, LOOPBACK, KEY)
         with context.socket(zmq.DEALER) as client:
-            client.setsockopt(zmq.LINGER, 0)
-            client.setsockopt(zmq.SNDHWM, 1)
+            for option, value in (
+                (zmq.LINGER, 0),
+                (zmq.SNDHWM, 1),
+                (zmq.CURVE_SERVERKEY, KEY.public),
+                (zmq.CURVE_PUBLICKEY, KEY.public),
+                (zmq.CURVE_SECRETKEY, KEY.secret),
+            ):
+                client.setsockopt(option, value)
             client.connect(f"tcp://{listener.address}")
+            assert listener.watched[-1].poll(LONG * 1000)
+            listener.attend({listener.watched[-1]: zmq.POLLIN})
             sent = 0
             while client.poll(500, zmq.POLLOUT) and sent < 1000:
                 client.send(bytes(MAX_REQUEST_BYTES), zmq.NOBLOCK)
@@ -385,6 +401,38 @@ def test_what_is_not_read_yet_is_bounded() -> None:
         assert sent < 200
     finally:
         context.destroy(linger=0)
+
+
+@pytest.mark.skipif(not curve.AVAILABLE, reason="ZeroMQ has its own cryptography here")
+def test_a_message_that_does_not_end_ends_the_connection(
+    engine: Engine, friend: Asker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """libzmq keeps the frames of a message until the last one is there, however many."""
+    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+    peer, sent = curve.RawPeer(port_of(engine), KEY), 0
+    with contextlib.closing(peer):
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            while sent < 100 * MAX_UNFINISHED_BYTES:
+                peer.send(bytes(MAX_REQUEST_BYTES // 2), more=True)
+                sent += MAX_REQUEST_BYTES // 2
+                time.sleep(0.01)
+        assert MAX_UNFINISHED_BYTES <= sent < 100 * MAX_UNFINISHED_BYTES
+    assert "a message that does not end" in caplog.text
+    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+    assert not friend.gone.is_set()
+
+
+def test_many_whole_messages_are_no_endless_one(engine: Engine, fingerprint: Fingerprint) -> None:
+    hello = encode(Hello.of(fingerprint))
+    number = 2 * MAX_UNFINISHED_BYTES // len(hello)
+    with dealer(engine, key=KEY, SNDHWM=1 << 20) as client:
+        client.connect(engine.tcp)
+        for _ in range(number):
+            client.send(hello)
+            time.sleep(1.5 / number)
+        for _ in range(number):
+            assert client.poll(LONG * 1000)
+            assert isinstance(decode_reply(client.recv()), Welcome)
 
 
 @pytest.mark.parametrize("bound", ["by number", "by files"])
@@ -480,9 +528,7 @@ def test_a_crowd_at_the_port_does_not_hold_up_the_end(
         thread.start()
     try:
         time.sleep(0.5)
-        start = time.monotonic()
         engine.channel.close()
-        assert time.monotonic() - start < channel_module.CLOSE_S
         assert not engine.channel._thread.is_alive()
     finally:
         stop.set()
@@ -562,23 +608,37 @@ def test_a_cut_link_fails_the_claims_on_it_and_the_server_forgets_it(
     with Proxy(port_of(engine)) as proxy:
         address = f"tcp://127.0.0.1:{proxy.port}"
         slow = engine.handoff(filled=False)
-        waiting = ask(friend.channel, address, slow.token, engine.welcome.epoch)
+        waiting = ask(friend.channel, address, slow.token, engine.welcome.epoch, timeout=600.0)
         eventually(lambda: engine.server.has_parked)
         listener = engine.channel._listener
         assert listener is not None
         assert len(listener._connections) == 1
         proxy.cut.set()
-        start = time.monotonic()
         assert "is gone" in str(failure(waiting))
-        assert time.monotonic() - start < 10
         assert friend.gone.wait(LONG)
         eventually(lambda: not listener._connections)
     assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
 
 
-def test_a_stopped_peer_is_noticed_within_ten_seconds(
-    folder: Path, fingerprint: Fingerprint, start_asker: StartAsker, tmp_path: Path
+def test_whatever_connects_hosts_notices_within_ten_seconds_that_the_other_is_silent() -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket_:
+        sockets_module.prepare_tcp(socket_, HostPort("127.0.0.1", 1), None)
+        interval, timeout = socket_.get(zmq.HEARTBEAT_IVL), socket_.get(zmq.HEARTBEAT_TIMEOUT)
+    assert interval > 0
+    assert timeout > 0
+    assert interval + timeout + 1000 * channel_module.TICK_S < 10_000
+
+
+def test_a_stopped_peer_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    fingerprint: Fingerprint,
+    start_asker: StartAsker,
+    tmp_path: Path,
 ) -> None:
+    # A few seconds instead of ten; the peer's own heartbeats are the usual ones.
+    monkeypatch.setattr(sockets_module, "HEARTBEAT_MS", 200)
+    monkeypatch.setattr(sockets_module, "HEARTBEAT_TIMEOUT_MS", 2000)
     key = write_new_key(tmp_path / "key")
     asker = start_asker(key)
     with start_peer(folder / "p.sock", fingerprint, str(tmp_path / "key")) as peer:
@@ -590,9 +650,7 @@ def test_a_stopped_peer_is_noticed_within_ten_seconds(
             )
             assert peer.stdout.readline() == "parked\n"
             os.kill(peer.pid, signal.SIGSTOP)
-            start = time.monotonic()
-            assert "is gone" in str(failure(future))
-            assert time.monotonic() - start < 12
+            assert "is gone" in str(failure(future))  # of itself the claim waits for 600 s
         finally:
             os.kill(peer.pid, signal.SIGKILL)
 
@@ -643,10 +701,8 @@ def test_a_host_that_does_not_answer_fails_the_claim(quick: None, friend: Asker)
             filler = stack.enter_context(socket.socket())
             filler.setblocking(False)
             filler.connect_ex(full.getsockname())
-        start = time.monotonic()
         address = f"tcp://127.0.0.1:{full.getsockname()[1]}"
-        failure(ask(friend.channel, address, b"t" * 16, b"e" * 16))
-        assert time.monotonic() - start < 10
+        failure(ask(friend.channel, address, b"t" * 16, b"e" * 16, timeout=600.0))
 
 
 def test_an_engine_that_restarts_at_its_port_is_found_again(
@@ -775,9 +831,8 @@ def test_a_name_that_is_looked_up_for_ever_holds_up_nothing(
         assert "2 host names" in str(more)
         assert asker.claim_tcp(engine, engine.handoff()).result(LONG)
         assert all("in time" in str(failure(each)) for each in slow)
-        start = time.monotonic()
         asker.channel.close()
-        assert time.monotonic() - start < channel_module.CLOSE_S
+        assert not asker.channel._thread.is_alive()
     finally:
         release.set()
         asker.channel.close()

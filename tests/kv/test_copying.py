@@ -19,6 +19,7 @@ from omni_connector.kv import (
     StagedCopier,
     canonicalize,
     canonicalize_cross_layers,
+    copying,
 )
 from omni_connector.kv import make_copier as choose_copier
 
@@ -167,11 +168,19 @@ def test_layouts_of_one_byte_order_read_each_others_slots(kv, make_copier, layou
 
 
 @pytest.mark.parametrize("checksum", [False, True])
-@pytest.mark.parametrize("layout", ["LBHNC", "BLNHC", "BHLNC"])
+@pytest.mark.parametrize(
+    ("layout", "hashed", "tokens"),
+    [
+        ("LBHNC", copying._HASHED_BYTES, 700),
+        *((layout, 8192, 11) for layout in ("LBHNC", "BLNHC", "BHLNC")),
+    ],
+)
 def test_slots_larger_than_what_is_hashed_at_once_are_copied_whole(
-    kv, make_copier, layout, checksum
+    kv, make_copier, monkeypatch, layout, hashed, tokens, checksum
 ):
-    shapes = [[kv.Shape(layers=3, heads=2, tokens=700, content=512)]]
+    monkeypatch.setattr(copying, "_HASHED_BYTES", hashed)
+    shapes = [[kv.Shape(layers=3, heads=2, tokens=tokens, content=512)]]
+    assert 3 * 2 * tokens * 512 > 4 * hashed
     source = kv.build(layout, 4, shapes, seed=1)
     target = kv.build(layout, 5, shapes, seed=2)
     check_transfer(make_copier, source, target, 0, [(0, 2), (1, 3), (3, 0)], [2, 3, 0], checksum, 4)

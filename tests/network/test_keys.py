@@ -2,6 +2,7 @@
 """The key file: which one is taken, and what is said of the others."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from omni_connector.errors import ConfigError
 from omni_connector.network import keys as keys_module
-from omni_connector.network.keys import ClusterKey, load_key, write_new_key
+from omni_connector.network.keys import ClusterKey, load_key, own_key, write_new_key
+from omni_connector.transports.runtime import loopback_key, runtime_dir
 
 
 def write(path: Path, content: str | bytes, mode: int = 0o600) -> Path:
@@ -120,3 +122,27 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
 def test_what_holds_no_key_is_refused_with_the_remedy(tmp_path: Path, content: str | bytes) -> None:
     with pytest.raises(ConfigError, match="omni-connector keygen"):
         load_key(write(tmp_path / "key", content))
+
+
+def test_the_key_of_a_user_is_made_once(tmp_path: Path) -> None:
+    path = tmp_path / ".key"
+    with ThreadPoolExecutor(8) as pool:
+        keys = set(pool.map(lambda _: own_key(path), range(40)))
+    assert keys == {load_key(path)}
+    assert [entry.name for entry in tmp_path.iterdir()] == [".key"]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_users_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    own_key(tmp_path / ".key")
+    (tmp_path / ".key").chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod it to 600"):
+        own_key(tmp_path / ".key")
+
+
+def test_namespaces_of_a_runtime_folder_share_the_key_of_loopback(tmp_path: Path) -> None:
+    environ = {"OMNI_CONNECTOR_RUNTIME_DIR": str(tmp_path / "run")}
+    assert loopback_key(environ) == loopback_key(environ)
+    others = {"OMNI_CONNECTOR_RUNTIME_DIR": str(tmp_path / "other")}
+    assert loopback_key(others) != loopback_key(environ)
+    assert not list(runtime_dir(environ=environ).iterdir())

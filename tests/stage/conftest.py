@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Managers over shared memory, in this process and in others of one runtime folder."""
 
-import contextlib
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +11,8 @@ import pytest
 from omni_connector.stage.manager import OmniKVTransferManager
 from omni_connector.transports.runtime import RUNTIME_DIR_VARIABLE
 
+from .forks import Forked
 from .shared import shared_manager
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -44,30 +39,14 @@ def shared(place: Path) -> Iterator[Callable[..., OmniKVTransferManager]]:
 
 
 @pytest.fixture
-def spawn(place: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def spawn(place: Path) -> Iterator[Callable[..., Forked]]:
     """Starts a module of this folder in a process of its own, and ends it with the test."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Forked] = []
 
-    def start(module: str, *arguments: object) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", f"tests.stage.{module}", *map(str, arguments)]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        started.append(
-            subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environ,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+    def start(module: str, *arguments: object) -> Forked:
+        started.append(Forked(f"tests.stage.{module}", *map(str, arguments)))
         return started[-1]
 
     yield start
     for process in started:
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout, process.stderr):
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
+        process.close()

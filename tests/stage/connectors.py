@@ -119,6 +119,6 @@ def send(sender: OmniKVTransferManager, seq: Any, request_id: str = "r", **reque
 
     finished = {request_id: {"block_ids": seq.block_ids, "seq_len": seq.tokens, **request}}
     caches = [cache_of(seq, "pair")]
-    sent = sender.handle_finished_requests_kv_transfer(finished, caches, seq.block_size, "auto")
-    assert (request_id in sent) != (request_id in sender.last_failures)
-    return request_id in sent
+    done = sender.handle_finished_requests_kv_transfer(finished, caches, seq.block_size, "auto")
+    assert done == [request_id]
+    return request_id not in sender.last_failures

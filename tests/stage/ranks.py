@@ -69,7 +69,7 @@ def main(kind: str, rank: int, world: int, meeting: str) -> None:
     )
     groups, tp_rank, tp_size = _groups(kind, rank, world)
     kv = shared_manager(
-        groups=groups, tp_rank=tp_rank, tp_size=tp_size, recv_timeout=2.0, need_send_cache=False
+        groups=groups, tp_rank=tp_rank, tp_size=tp_size, recv_timeout=50.0, need_send_cache=False
     )
     collects = 0
 
@@ -92,6 +92,8 @@ def main(kind: str, rank: int, world: int, meeting: str) -> None:
 
     for request_id in ("r", "never sent", "q"):
         req = _request(request_id)
+        absent = request_id == "never sent" or (request_id == "q" and kind == "tp")
+        kv.config.recv_timeout = 0.2 if absent else 50.0
         say(kv.receive_multi_kv_cache_distributed(req, collect), req)
 
     # A receiver that raises tells the others before it does.

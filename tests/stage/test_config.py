@@ -62,7 +62,14 @@ def test_without_settings_nothing_is_transferred(settings: object) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("recv_timeout", "soon"), ("need_send_cache", 1), ("rank_mapping", {"from_tp": "x"})],
+    [
+        ("recv_timeout", "soon"),
+        ("recv_timeout", float("nan")),
+        ("recv_timeout", float("inf")),
+        ("recv_timeout", -1.0),
+        ("need_send_cache", 1),
+        ("rank_mapping", {"from_tp": "x"}),
+    ],
 )
 def test_ill_typed_settings_are_named(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"omni_kv_config: .*\$\.{key}"):

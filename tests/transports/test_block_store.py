@@ -16,7 +16,7 @@ from .masters import Master, free_port
 
 TIMEOUT_S = 10.0
 SHORT_S = 0.5
-SLACK_S = 1.0
+SLACK_S = 5.0  # what a busy machine takes beyond; less than `TIMEOUT_S`, which is not waited for
 
 
 def connect(master: Master, lends: int = 0) -> MooncakeBlockStore:
@@ -193,7 +193,7 @@ def test_master_that_goes_away_and_comes_back(
     time.sleep(0.2)
     began = time.monotonic()
     assert store.get(keys, back, lengths, timeout=TIMEOUT_S) == [False] * 8
-    assert time.monotonic() - began < 0.2
+    assert time.monotonic() - began < SLACK_S
     # What was given up may go on, but not into rows that were handed back.
     if how == "kill":
         mortal.start()

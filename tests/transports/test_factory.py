@@ -85,6 +85,10 @@ def test_settings_that_pipelines_add_are_no_error() -> None:
         ({"object_gib": 0}, "object_gib must be a positive number"),
         ({"object_gib": float("nan")}, "object_gib must be a positive number"),
         ({"peer_timeout": 0}, "timeouts must be positive"),
+        ({"peer_timeout": float("nan")}, "timeouts must be positive"),
+        ({"object_timeout": float("inf")}, "timeouts must be positive"),
+        ({"buffer_ttl_seconds": "1"}, "buffer_ttl_seconds"),
+        ({"buffer_ttl_seconds": float("nan")}, "buffer_ttl_seconds must be a number"),
         ({"namespace": 5}, "namespace"),
     ],
 )
@@ -99,7 +103,7 @@ def test_settings_of_the_store_arrive(name: str, made_stores: list[dict[str, Any
     settings = {"master": "10.0.0.1:50051", "protocol": "rdma", "device": "mlx5_0", "host": "h"}
     settings |= {"metadata_server": "http://m", "segment_gib": 2, "buffer_mib": 8}
     settings |= {"namespace": "team", "object_timeout": 3}
-    create(name, stage_id=1, role="sender", **settings)
+    create(name, stage_id=1, role="sender", buffer_ttl_seconds=300, **settings)
     assert made_stores == [settings]
 
 

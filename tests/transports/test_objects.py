@@ -37,6 +37,7 @@ from omni_connector.transports.objects import (
 
 SLOT_BYTES = 4096
 N_SLOTS = 8
+TTL_S = 60.0
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def store(clock: FakeClock) -> Iterator[ObjectStore]:
-    store = ObjectStore(Arena.create(N_SLOTS, SLOT_BYTES), clock.ns)
+    store = ObjectStore(Arena.create(N_SLOTS, SLOT_BYTES), clock.ns, ttl_s=TTL_S, clock=clock)
     yield store
     store.close()
 
@@ -171,6 +172,90 @@ def test_unread_objects_are_never_evicted_and_nothing_goes_in_vain(store: Object
     assert held(store, "abc") == "abc"
     put(store, "k", bytes(3 * SLOT_BYTES))
     assert (held(store, "abc"), read(store, "unread")) == ("", bytes(5 * SLOT_BYTES))
+
+
+def test_unread_object_makes_room_when_its_time_is_over(
+    store: ObjectStore, clock: FakeClock
+) -> None:
+    put(store, "a", bytes(4 * SLOT_BYTES))
+    clock.advance(TTL_S / 2)
+    put(store, "b", bytes(4 * SLOT_BYTES))
+    clock.advance(TTL_S / 2 - 1)
+    with pytest.raises(ArenaFullError, match="0 of 8 are free or"):
+        put(store, "c", b"x")
+    clock.advance(1)
+    assert (store.evictable_slots, store.free_slots) == (4, 0)
+    assert held(store, "ab") == "ab"  # nobody needs the room yet
+    put(store, "c", b"x")
+    assert held(store, "abc") == "bc"
+    clock.advance(TTL_S)
+    put(store, "d", bytes(8 * SLOT_BYTES))
+    assert (held(store, "abcd"), store.evictable_slots) == ("d", 0)
+
+
+def test_objects_that_nobody_ever_reads_do_not_fill_the_arena(
+    store: ObjectStore, clock: FakeClock
+) -> None:
+    for number in range(100):
+        put(store, f"k{number}", bytes(2 * SLOT_BYTES))
+        clock.advance(TTL_S / 3)
+    assert len(store) == N_SLOTS // 2
+
+
+def test_object_is_put_again_with_a_time_of_its_own(store: ObjectStore, clock: FakeClock) -> None:
+    put(store, "k", bytes(N_SLOTS * SLOT_BYTES))
+    clock.advance(TTL_S)
+    assert store.evictable_slots == N_SLOTS
+    put(store, "k", bytes(N_SLOTS * SLOT_BYTES))
+    assert store.evictable_slots == 0
+    clock.advance(TTL_S - 1)
+    with pytest.raises(ArenaFullError):
+        put(store, "other", b"x")
+
+
+def test_object_read_after_its_time_goes_after_others(store: ObjectStore, clock: FakeClock) -> None:
+    for name in "abcdefgh":
+        put(store, name, b"x")
+    clock.advance(TTL_S)
+    assert store.evictable_slots == N_SLOTS
+    mark(store, "a")
+    put(store, "1", b"x")
+    assert (held(store, "abcdefgh"), store.evictable_slots) == ("acdefgh", N_SLOTS - 1)
+    store.drop("c")
+    assert (store.evictable_slots, store.free_slots) == (N_SLOTS - 2, 1)
+
+
+@pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("-inf"), float("inf")])
+def test_without_a_time_unread_objects_stay(clock: FakeClock, ttl_s: float) -> None:
+    store = ObjectStore(Arena.create(1, SLOT_BYTES), clock.ns, ttl_s=ttl_s, clock=clock)
+    put(store, "k", b"x")
+    clock.advance(1e9)
+    with pytest.raises(ArenaFullError):
+        put(store, "other", b"x")
+    store.close()
+
+
+def test_a_time_must_be_a_number() -> None:
+    with Arena.create(1, SLOT_BYTES) as memory, pytest.raises(ValueError, match="nan"):
+        ObjectStore(memory, ttl_s=float("nan"))
+
+
+def test_object_whose_time_ends_while_it_is_copied_is_refused_or_whole(
+    store: ObjectStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = put(store, "k", b"a" * (4 * SLOT_BYTES))
+    copy = np.copyto
+
+    def copy_then_overwrite(dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> None:
+        copy(dst, src)
+        monkeypatch.undo()
+        clock.advance(TTL_S)
+        put(store, "other", b"b" * (N_SLOTS * SLOT_BYTES))
+
+    monkeypatch.setattr(objects.np, "copyto", copy_then_overwrite)
+    with pytest.raises(StaleSlotError):
+        read_object(store.arena, key("k").digest, stored, Buffers())
+    assert read(store, "other") == b"b" * (N_SLOTS * SLOT_BYTES)
 
 
 def test_older_generation_does_not_mark_a_newer_object(store: ObjectStore) -> None:

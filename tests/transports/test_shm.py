@@ -20,6 +20,7 @@ from omni_connector.errors import (
     StaleSlotError,
     TransportError,
 )
+from omni_connector.testing import FakeClock
 from omni_connector.testing.conformance import TransportConformance, publish
 from omni_connector.transports import runtime
 from omni_connector.transports.arena import Arena
@@ -254,12 +255,15 @@ def test_sender_that_answers_no_more_is_given_up_in_time(
         os.waitpid(peer.process.pid, os.WUNTRACED)
         started = time.monotonic()
         assert reader.get("0", "1", "key") is None
-        assert timeout * 0.9 < time.monotonic() - started < timeout + 5
-        # It is left alone for a while: others' objects do not wait for it.
-        started = time.monotonic()
-        found = reader.get("0", "1", "other")
-        assert found is not None
-        assert time.monotonic() - started < timeout
+        assert timeout * 0.9 < time.monotonic() - started < WAIT_S
+        # It is left alone for a while: others' objects do not wait for it. The quickest of several
+        # tells, as a busy machine may hold up any of them.
+        took = []
+        for _ in range(5):
+            started = time.monotonic()
+            assert reader.get("0", "1", "other") is not None
+            took.append(time.monotonic() - started)
+        assert min(took) < timeout
         os.kill(peer.process.pid, signal.SIGCONT)
 
 
@@ -340,12 +344,40 @@ def test_reading_tells_an_owner_that_takes_no_notes_without_waiting(
         for _ in range(3000):
             assert bytes(found.read(digest, stored)) == bytes(found.read(digest, stored))
         assert 0 < len(found._unsent) <= 1024
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < WAIT_S
         # What could not be said is said when it takes notes again.
         os.kill(peer.process.pid, signal.SIGCONT)
         assert reader.get("0", "1", "key") == (b"object", 6)
         peer.kill()
         assert bytes(found.read(digest, stored)) != b""
+
+
+def test_objects_of_receivers_that_never_come_make_room(place: Path) -> None:
+    clock = FakeClock()
+    with SharedMemoryConnector(
+        folder=place,
+        object_slot_bytes=4096,
+        object_slots=2,
+        buffer_ttl_seconds=5.0,
+        clock=clock,
+    ) as sender:
+        assert sender.put("0", "1", "a", b"a")[0]
+        assert sender.put("0", "1", "b", b"b")[0]
+        clock.advance(4.9)
+        assert not sender.put("0", "1", "c", b"c")[0]
+        assert sender.health()["evictable_object_slots"] == 0
+        clock.advance(0.2)
+        assert sender.health()["evictable_object_slots"] == 2
+        assert sender.get("0", "1", "a") == (b"a", 1)
+        assert sender.put("0", "1", "c", b"c")[0]
+        assert [sender.get("0", "1", key) for key in "abc"] == [(b"a", 1), None, (b"c", 1)]
+
+
+@pytest.mark.parametrize("metadata", ["shm", b"x", 7, [1], [("address", "/x")], np.ones(2), {}])
+def test_metadata_that_names_nobody_is_no_hint(place: Path, metadata: object) -> None:
+    with SharedMemoryConnector(folder=place, object_slot_bytes=4096, object_slots=2) as connector:
+        connector.put("0", "1", "k", b"x")
+        assert connector.get("0", "1", "k", metadata) == (b"x", 1)  # type: ignore[arg-type]
 
 
 def test_object_larger_than_the_arena_is_refused_with_the_setting(

@@ -165,6 +165,7 @@ def test_settings_that_differ_between_the_two_stages_are_told(
         ({"connectors": {"a": {"name": 5}}}, "malformed.*connectors"),
         ({"edges": [{"from": 0}]}, "malformed.*to.*edges"),
         ({"runtime": []}, "malformed.*runtime"),
+        ({"edges": "\ud800"}, "malformed"),
     ],
 )
 def test_wrong_configuration_is_a_value_error(config: dict[str, Any], message: str) -> None:
@@ -179,16 +180,21 @@ def test_wrong_configuration_is_a_value_error(config: dict[str, Any], message: s
         ("p.toml", "", "must be a .json, .yaml or .yml file"),
         ("p.json", "{", "is not JSON"),
         ("p.json", "[]", "must hold a mapping, not list"),
+        ("p.json", "[" * 100_000, "is not JSON"),
         ("p.yaml", "a: [", "is not YAML"),
+        ("p.yaml", "[" * 10_000, "is not YAML"),
+        ("p.json", b"\xff", "is no text"),
         ("p.yaml", "", "must hold a mapping, not NoneType"),
         ("p.yaml", "!!python/object/apply:os.getcwd []", "is not YAML"),
     ],
 )
-def test_wrong_file_is_a_value_error(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_wrong_file_is_a_value_error(
+    tmp_path: Path, name: str, text: str | bytes, message: str
+) -> None:
     if name.endswith(".yaml"):
         pytest.importorskip("yaml")
     path = tmp_path / name
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=message):
         load_omni_transfer_config(path)
 

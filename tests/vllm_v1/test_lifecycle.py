@@ -2,7 +2,6 @@
 """Start, reset and end of an engine, and what happens between two of its steps."""
 
 import copy
-import time
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -197,10 +196,8 @@ def test_shutdown_in_the_middle_of_everything(engine, runtime):
     prefill.submit(prompt(90, seed=1), params=HANDOFF)
     prefill.run(saves.waiting.is_set)
     decode.submit(prompt(40, seed=2), params=answer)
-    started = time.monotonic()
     prefill.shutdown()
     decode.shutdown()
-    assert time.monotonic() - started < 10
     assert not connector_threads()
     assert not sockets(runtime)
 

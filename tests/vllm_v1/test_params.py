@@ -32,7 +32,6 @@ def answer(**changes: Any) -> dict[str, Any]:
         epoch=EPOCH,
         token=TOKEN,
         num_tokens=33,
-        block_ids=[[1, 2, 3], [7]],
         tp_size=2,
         address=None,
     )
@@ -60,7 +59,7 @@ def test_an_answer_has_the_keys_that_routers_made_for_nixl_forward() -> None:
     assert answer() == {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "remote_block_ids": [[1, 2, 3], [7]],
+        "remote_block_ids": [],
         "remote_engine_id": "engine-1",
         "remote_request_id": "cmpl-1",
         "remote_host": None,
@@ -165,6 +164,12 @@ def test_what_does_not_fit_is_malformed(key: str, value: Any) -> None:
     assert reason_of(answer(**{key: value})) == "malformed_params"
 
 
+@pytest.mark.parametrize("key", ["remote_engine_id", "remote_host", "omni_epoch", "omni_token"])
+def test_half_a_surrogate_pair_which_json_can_say_is_malformed(key: str) -> None:
+    params = json.loads(json.dumps(answer(remote_port=5, **{key: "\ud800"})))
+    assert reason_of(params) == "malformed_params"
+
+
 def test_keys_that_are_no_strings_are_malformed() -> None:
     assert reason_of(answer() | {7: "omni_"}) == "malformed_params"  # type: ignore[operator]
 
@@ -212,7 +217,6 @@ def test_an_answer_says_where_its_engine_listens() -> None:
         epoch=EPOCH,
         token=TOKEN,
         num_tokens=33,
-        block_ids=[[1]],
         tp_size=1,
         address=HostPort("fd00::1", 5600),
     )

@@ -10,6 +10,7 @@ exactly, or one of them has read something else.
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,6 +143,7 @@ class _Attention:
         self._layers = layers
         _, self._heads, self._block_size, content = layers[0][0].shape
         self.shape = (len(layers), min(heads, len(layers[0]) * self._heads), content)
+        self.row_bytes = math.prod(self.shape)
 
     def read(self, table: list[int], start: int, end: int) -> NDArray[np.uint8]:
         """KV of these positions: (positions, layers, heads, content bytes)."""
@@ -159,21 +161,20 @@ class _Attention:
             assert (found[:, :, ::copies] == found[:, :, copy::copies]).all()
         return found[:, :, ::copies]
 
-    def write(self, table: list[int], position: int, content: NDArray[np.uint8]) -> None:
-        """Put KV at a position."""
-        (block,), (offset,) = self._places(table, position, position + 1)
-        assert block != 0, "vLLM gave no block to write to"
-        for layer, rows in zip(self._layers, content, strict=True):
-            for number, rank in enumerate(layer):
-                first = number * len(rows) // len(layer)
-                rank[block, :, offset] = rows[first : first + self._heads]
+    def write(self, table: list[int], start: int, rows: NDArray[np.uint8]) -> None:
+        """Put KV at positions, as `read` gives it."""
+        blocks, offsets = self._places(table, start, start + len(rows))
+        for number, layer in enumerate(self._layers):
+            for which, rank in enumerate(layer):
+                first = which * self.shape[1] // len(layer)
+                rank[blocks, :, offsets] = rows[:, number, first : first + self._heads]
 
     def _places(
         self, table: list[int], start: int, end: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         positions = np.arange(start, end)
         blocks = np.asarray(table, np.int64)[positions // self._block_size]
-        assert blocks.all(), "vLLM has taken a block away that is still read"
+        assert blocks.all(), "vLLM gave no block, or has taken one away that is still read"
         return blocks, positions % self._block_size
 
 
@@ -264,61 +265,79 @@ class ToyRunner:
                 table += ids
 
     def _forward(self, row: _Row, start: int, end: int) -> int:
-        attention = [g for g, group in enumerate(self._groups) if isinstance(group, _Attention)]
-        # Of all positions before, folded once; windows are read again for every position.
-        folded = {
-            g: _fold(b"", self._groups[g].read(row.tables[g], 0, start))
-            for g in attention
-            if self._groups[g].window is None
-        }
-        states = {
-            g: group.read(row.tables[g], start)
-            for g, group in enumerate(self._groups)
-            if isinstance(group, _State)
-        }
-        seen = b""
+        """Compute positions, each from all that its layers read, and sample a token."""
+        contexts: dict[int, _Context] = {}
+        states: dict[int, NDArray[np.uint8]] = {}
+        for g, group in enumerate(self._groups):
+            if isinstance(group, _State):
+                states[g] = group.read(row.tables[g], start)
+            else:
+                contexts[g] = _Context(group, row.tables[g], start)
+        seed = b""
         for position in range(start, end):
-            read = list(folded.values())
-            for g in attention:
-                window = self._groups[g].window
-                if window is not None:
-                    first = max(0, position - window + 1)
-                    read.append(_fold(b"", self._groups[g].read(row.tables[g], first, position)))
+            read = [context.digest(position) for context in contexts.values()]
             read += [state.tobytes() for state in states.values()]
             seed = b"".join(read) + row.token_ids[position].to_bytes(4, "little")
             for g, group in enumerate(self._groups):
-                drawn = _draw(seed + bytes([g]), int(np.prod(group.shape))).reshape(group.shape)
                 if isinstance(group, _State):
-                    states[g] = drawn
-                    continue
-                group.write(row.tables[g], position, drawn)
-                if g in folded:
-                    folded[g] = _fold(folded[g], drawn[None])
-            seen = seed
+                    drawn = _draw(seed + bytes([g]), math.prod(group.shape))
+                    states[g] = np.frombuffer(drawn, np.uint8).reshape(group.shape)
+                else:
+                    contexts[g].add(_draw(seed + bytes([g]), group.row_bytes))
+        for g, context in contexts.items():
+            context.group.write(row.tables[g], start, context.added())
         for g, state in states.items():
             self._groups[g].write(row.tables[g], end, state)
         # What was written is read once more: it, too, has to be where it belongs.
+        seen = hashlib.blake2b(seed, digest_size=16)
         for g, group in enumerate(self._groups):
             if isinstance(group, _State):
-                seen = _fold(seen, group.read(row.tables[g], end)[None])
+                seen.update(group.read(row.tables[g], end).tobytes())
             else:
-                seen = _fold(seen, group.read(row.tables[g], end - 1, end))
-        return 3 + int.from_bytes(seen[:4], "little") % (VOCAB - 3)
+                seen.update(group.read(row.tables[g], end - 1, end).tobytes())
+        return 3 + int.from_bytes(seen.digest()[:4], "little") % (VOCAB - 3)
 
     def spoil(self, block_ids: list[int], seed: int) -> None:
         """Fill whole blocks with noise, which no correct answer can come from."""
         draw = np.random.default_rng(seed)
         for layer in self._layers.values():
             for rank in layer:
-                for block_id in block_ids:
-                    rank[block_id] = draw.integers(0, 256, rank[block_id].shape, np.uint8)
+                noise = draw.bytes(len(block_ids) * math.prod(rank.shape[1:]))
+                rank[block_ids] = np.frombuffer(noise, np.uint8).reshape(-1, *rank.shape[1:])
 
 
-def _fold(state: bytes, rows: NDArray[np.uint8]) -> bytes:
-    for row in rows:
-        state = hashlib.blake2b(state + row.tobytes(), digest_size=16).digest()
-    return state
+class _Context:
+    """What a group's layers read for one position after the other.
+
+    Args:
+        start: the first position that is computed; what lies before it is in the cache.
+    """
+
+    def __init__(self, group: _Attention, table: list[int], start: int) -> None:
+        self.group = group
+        self._first = 0 if group.window is None else max(0, start - group.window + 1)
+        self._rows = bytearray(group.read(table, self._first, start).tobytes())
+        self._cached = len(self._rows)
+        self._all = hashlib.blake2b(self._rows, digest_size=16)
+
+    def digest(self, position: int) -> bytes:
+        """Of all that is read for a position."""
+        if self.group.window is None:
+            return self._all.copy().digest()
+        begin = max(0, position - self.group.window + 1) - self._first
+        read = memoryview(self._rows)[begin * self.group.row_bytes :]
+        return hashlib.blake2b(read, digest_size=16).digest()
+
+    def add(self, row: bytes) -> None:
+        """The KV of the next position."""
+        self._rows += row
+        if self.group.window is None:
+            self._all.update(row)
+
+    def added(self) -> NDArray[np.uint8]:
+        """The KV of all positions that were computed."""
+        return np.frombuffer(self._rows, np.uint8, -1, self._cached).reshape(-1, *self.group.shape)
 
 
-def _draw(seed: bytes, size: int) -> NDArray[np.uint8]:
-    return np.frombuffer(hashlib.shake_128(seed).digest(size), np.uint8)
+def _draw(seed: bytes, size: int) -> bytes:
+    return hashlib.shake_128(seed).digest(size)

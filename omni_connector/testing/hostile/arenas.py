@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arenas of peers: superblocks, slot headers, and what is said about the objects in them."""
+
+import contextlib
+import random
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from omni_connector.errors import OmniError, PeerUnreachableError
+from omni_connector.testing.hostile.mutation import damage, distort_msgpack
+from omni_connector.testing.hostile.trial import Parser
+from omni_connector.transports import object_lookup, unix
+from omni_connector.transports.arena import Arena, ArenaView
+from omni_connector.transports.arena_format import (
+    HEADER_BYTES,
+    PAGE_BYTES,
+    SUPERBLOCK_BYTES,
+    ArenaGeometry,
+)
+from omni_connector.transports.base import Endpoint, ObjectKey
+from omni_connector.transports.buffers import Buffers
+from omni_connector.transports.mooncake import MooncakeArena
+from omni_connector.transports.mooncake_engine import Span
+from omni_connector.transports.objects import ObjectStore, StoredObject, read_object
+
+N_SLOTS: Final = 8
+SLOT_BYTES: Final = 2 * PAGE_BYTES
+_CONTENT: Final = bytes(range(256)) * 20
+_DIGEST: Final = ObjectKey("0", "1", "k").digest
+_ODD_SIZES: Final = (0, -1, 1, 7, 8, 9, 4095, 4096, 8192, 8193, 1 << 20, 1 << 31, 1 << 40, 1 << 62)
+
+
+class _Owner:
+    """An arena with slots in every state, whose bytes can be changed as a hostile owner may."""
+
+    def __init__(self) -> None:
+        self.arena = Arena.create(N_SLOTS, SLOT_BYTES, randbytes=lambda count: b"E" * count)
+        geometry = ArenaGeometry(N_SLOTS, SLOT_BYTES)
+        assert self.arena._map is not None
+        self.bytes: NDArray[np.uint8] = np.frombuffer(self.arena._map, np.uint8)
+        checksum = xxhash.xxh3_64_intdigest(_CONTENT)
+        for slot in range(N_SLOTS):
+            self.arena.begin_write(slot, slot + 1)
+            self.arena.slots[slot, : len(_CONTENT)] = np.frombuffer(_CONTENT, np.uint8)
+            if slot < 6:
+                self.arena.publish(slot, slot + 1, b"key", len(_CONTENT), checksum)
+        self.arena.retire(5)
+        self.superblock = self.bytes[:SUPERBLOCK_BYTES].tobytes()
+        self.headers = self.bytes[
+            geometry.headers_at : geometry.headers_at + N_SLOTS * HEADER_BYTES
+        ]
+        self.good = self.headers.tobytes()
+
+    def close(self) -> None:
+        del self.bytes, self.headers
+        self.arena.close()
+
+
+@contextmanager
+def _owner() -> Iterator[_Owner]:
+    owner = _Owner()
+    try:
+        yield owner
+    finally:
+        owner.close()
+
+
+@contextmanager
+def superblocks() -> Iterator[Parser]:
+    """The start of a peer's arena, and what the peer says of its size, before it is mapped."""
+    with _owner() as owner:
+        arena = owner.arena
+        said = arena.epoch, N_SLOTS, SLOT_BYTES
+
+        def make(rng: random.Random) -> tuple[bytes, bytes, int, int]:
+            raw, (epoch, n_slots, slot_bytes) = owner.superblock, said
+            if rng.random() < 0.7:
+                raw = damage(raw, rng)
+            if rng.random() < 0.2:
+                epoch = damage(epoch, rng)
+            if rng.random() < 0.2:
+                n_slots = rng.choice(_ODD_SIZES)
+            if rng.random() < 0.2:
+                slot_bytes = rng.choice(_ODD_SIZES)
+            if rng.random() < 0.1:  # one that agrees with itself, and not with what was said
+                fields = bytearray(owner.superblock)
+                struct.pack_into("=Q", fields, rng.randrange(16, 80, 8), rng.getrandbits(64))
+                digest = xxhash.xxh3_64_intdigest(bytes(fields[:-8]))
+                raw = bytes(fields[:-8]) + struct.pack("=Q", digest)
+            return raw, epoch, n_slots, slot_bytes
+
+        def parse(hostile: tuple[bytes, bytes, int, int]) -> bool:
+            raw, epoch, n_slots, slot_bytes = hostile
+            raw = raw[:SUPERBLOCK_BYTES].ljust(SUPERBLOCK_BYTES, b"\xff")
+            owner.bytes[:SUPERBLOCK_BYTES] = np.frombuffer(raw, np.uint8)
+            try:
+                opened = ArenaView.open(
+                    arena.fd, epoch=epoch, n_slots=n_slots, slot_bytes=slot_bytes
+                )
+            finally:
+                owner.bytes[:SUPERBLOCK_BYTES] = np.frombuffer(owner.superblock, np.uint8)
+            with opened:
+                assert (epoch, n_slots, slot_bytes) == said, "another arena was opened"
+                assert raw == owner.superblock, "a damaged superblock was believed"
+            return True
+
+        yield Parser("superblocks", make, parse, (OmniError,))
+
+
+class _Reach:
+    """In the place of Mooncake's engine: a peer's memory, which lies in this process."""
+
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        self._memory = memory
+
+    def fetch(self, peer: str, spans: Sequence[Span], deadline: float) -> NDArray[np.uint8]:
+        """As `Engine.fetch`."""
+        parts = []
+        for span in spans:
+            if span.address < 0 or span.address + span.size > self._memory.size:
+                raise PeerUnreachableError("no such memory")
+            parts.append(self._memory[span.address : span.address + span.size])
+        return np.concatenate(parts) if parts else np.empty(0, np.uint8)
+
+    def give_back(self, buffer: NDArray[np.uint8]) -> None:
+        """As `Engine.give_back`."""
+
+
+def _hostile_header(owner: _Owner, rng: random.Random) -> tuple[int, bytes, int, int]:
+    slot = rng.choice((0, 1, 2, 3, 4, 5, 6, 7))
+    header = owner.good[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES]
+    if rng.random() < 0.9:
+        header = damage(header, rng)[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")
+    if rng.random() < 0.2:  # a length that the checksum does not cover
+        words = list(struct.unpack("=8Q", header))
+        words[6] = rng.choice((0, 1, SLOT_BYTES, SLOT_BYTES + 1, 1 << 63, len(_CONTENT) + 1))
+        header = struct.pack("=8Q", *words)
+    asked = slot if rng.random() < 0.9 else rng.choice((-1, N_SLOTS, 1 << 40, -(1 << 62), 1 << 63))
+    return slot, header, asked, rng.choice((slot + 1, slot + 1, 0, 1 << 63, (1 << 64) - 1))
+
+
+def _with_header(owner: _Owner, slot: int, header: bytes) -> contextlib.ExitStack:
+    place = owner.headers[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES]
+    good = place.copy()
+    place[:] = np.frombuffer(header, np.uint8)
+    undo = contextlib.ExitStack()
+    undo.callback(np.copyto, place, good)
+    return undo
+
+
+def _check_read(owner: _Owner, content: NDArray[np.uint8]) -> bool:
+    # A header may be any; bytes that are served are covered by a checksum, or were announced so.
+    assert content.size <= SLOT_BYTES
+    return True
+
+
+@contextmanager
+def mapped_headers() -> Iterator[Parser]:
+    """Headers of slots that are mapped, and the reads that they allow."""
+    from omni_connector.transports.mapped import MappedArena
+
+    with _owner() as owner:
+        arena = owner.arena
+        view = ArenaView.open(arena.fd, epoch=arena.epoch, n_slots=N_SLOTS, slot_bytes=SLOT_BYTES)
+        connection: Any = contextlib.nullcontext()
+        remote = MappedArena(_endpoint(arena, "shm", "/nowhere"), view, connection)
+
+        def parse(hostile: tuple[int, bytes, int, int]) -> bool:
+            slot, header, asked, generation = hostile
+            with _with_header(owner, slot, header):
+                return _check_read(owner, remote.read(asked, generation))
+
+        yield Parser(
+            "slot headers, mapped", lambda rng: _hostile_header(owner, rng), parse, (OmniError,)
+        )
+        view.close()
+
+
+@contextmanager
+def fetched_headers() -> Iterator[Parser]:
+    """The same of slots that are fetched."""
+    with _owner() as owner:
+        engine: Any = _Reach(owner.bytes)
+        remote = MooncakeArena(engine, _endpoint(owner.arena, "mooncake", "x"), "peer", 0)
+
+        def parse(hostile: tuple[int, bytes, int, int]) -> bool:
+            slot, header, asked, generation = hostile
+            with _with_header(owner, slot, header):
+                fetched = remote.fetch([asked], [generation], len(_CONTENT), timeout=1.0)
+                assert fetched.rows.shape == (1, len(_CONTENT))
+                fetched.release()
+                return _check_read(owner, remote.read(asked, generation))
+
+        yield Parser(
+            "slot headers, fetched", lambda rng: _hostile_header(owner, rng), parse, (OmniError,)
+        )
+
+
+def _endpoint(arena: Arena, transport: str, address: str) -> Endpoint:
+    return Endpoint(
+        transport=transport,
+        address=address,
+        epoch=arena.epoch,
+        n_slots=arena.n_slots,
+        slot_bytes=arena.slot_bytes,
+    )
+
+
+@contextmanager
+def object_places() -> Iterator[Parser]:
+    """What owners say of where an object is, over Unix sockets and TCP, and the reads of it."""
+    arena = Arena.create(N_SLOTS, SLOT_BYTES, randbytes=lambda count: b"E" * count)
+    store = ObjectStore(arena)
+    for key in ("other", "k"):
+        stored = store.store(ObjectKey("0", "1", key), [memoryview(_CONTENT * 4)])
+    memory: NDArray[np.uint8] = np.frombuffer(arena._map, np.uint8)  # type: ignore[arg-type]
+    engine: Any = _Reach(memory)
+    endpoint = _endpoint(arena, "mooncake", "x")
+    buffers = Buffers()
+    encode = msgspec.msgpack.encode
+    corpus = [
+        encode(unix.Found(arena.epoch, stored.generation, stored.length, 1, list(stored.runs))),
+        encode(
+            object_lookup.Held(
+                _DIGEST, endpoint, stored.generation, stored.length, 1, list(stored.runs)
+            )
+        ),
+        encode(unix.Missing()),
+        encode(unix.Grant(arena.epoch, N_SLOTS, SLOT_BYTES)),
+        encode(unix.Refusal("no")),
+        encode(object_lookup.Missing(_DIGEST)),
+    ]
+
+    def make(rng: random.Random) -> bytes:
+        return distort_msgpack(corpus[rng.choice((0, 0, 0, 1, 1, 1, 2, 3, 4, 5))], rng)
+
+    def parse(raw: bytes) -> bool | str:
+        try:
+            found, _ = unix._read_answer(raw, [], False)
+        except OmniError:
+            held = object_lookup._read_answer([raw])
+            if isinstance(held, object_lookup.Missing):
+                return "nowhere"
+            place = StoredObject(tuple(held.runs), held.generation, held.length, held.stamp)
+            remote = MooncakeArena(engine, held.endpoint, "peer", 0)
+            content = remote.read_object(_DIGEST, place, deadline=float("inf"))
+        else:
+            if not isinstance(found, unix.Found):
+                return "nowhere"
+            place = StoredObject(tuple(found.runs), found.generation, found.length, found.stamp)
+            content = read_object(arena, _DIGEST, place, buffers)
+        assert content == _CONTENT * 4, "other bytes than those of the object"
+        return True
+
+    yield Parser("places of objects", make, parse, (OmniError,))
+    buffers.close()
+    store.close()
+
+
+@contextmanager
+def socket_questions() -> Iterator[Parser]:
+    """What processes of this user ask over the Unix sockets of shared memory."""
+    from omni_connector.transports.shm import SharedMemoryConnector
+
+    with TemporaryDirectory(prefix="omni-", dir="/tmp") as name, contextlib.ExitStack() as stack:
+        owner = stack.enter_context(
+            SharedMemoryConnector(
+                folder=Path(name), object_slot_bytes=SLOT_BYTES, object_slots=N_SLOTS
+            )
+        )
+        owner.put("0", "1", "k", _CONTENT)
+        assert owner._objects is not None
+        epoch, address = owner._objects.arena.epoch, owner._object_address or ""
+        questions = unix.Find(_DIGEST), unix.Attach(epoch), unix.Read(epoch, _DIGEST, 1)
+        corpus = [msgspec.msgpack.encode(question) for question in questions]
+
+        def make(rng: random.Random) -> bytes:
+            return distort_msgpack(rng.choice(corpus), rng)[: unix.MAX_MESSAGE_BYTES + 9]
+
+        def parse(raw: bytes) -> bool | str:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+                connection.settimeout(10)
+                connection.connect(address)
+                connection.send(raw or b"\0")
+                # Who is refused is hung up on, whatever else it says.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    connection.send(corpus[0])
+                    connection.shutdown(socket.SHUT_WR)
+                said = list(_said(connection))
+            return True if said[-1:] == ["found"] else "refused"
+
+        def alive() -> None:
+            assert owner.health()["status"] == "healthy"
+            assert owner.get("0", "1", "k") == (_CONTENT, len(_CONTENT))
+
+        yield Parser("questions over Unix sockets", make, parse, (), alive)
+
+
+def _said(connection: socket.socket) -> Iterator[str]:
+    while True:
+        try:
+            packet, descriptors = unix._receive(connection, with_fd=True)
+        except ConnectionResetError:
+            return
+        unix._close_all(descriptors)
+        if not packet:
+            return
+        yield msgspec.msgpack.decode(packet)["type"]

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arenas of peers: attached without being in anybody's way, and let go of in time."""
+
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from omni_connector.errors import PeerUnreachableError
+from omni_connector.transports import Endpoint
+from omni_connector.transports.shm import SharedMemoryConnector
+from omni_connector.vllm_v1 import arenas as arenas_module
+from omni_connector.vllm_v1.arenas import PeerArenas
+from omni_connector.vllm_v1.metadata import CopyRun, LoadJob
+from omni_connector.vllm_v1.reading import MAX_THREADS, THREADS_A_PEER, PeerThreads
+
+from .harness import DEADLINE, HANDOFF, hand_off, prompt, wait
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = prompt(90)
+
+
+def mappings() -> int:
+    """Mappings of arenas in this process, those of owners among them."""
+    return Path("/proc/self/maps").read_text().count("omni-connector-arena")
+
+
+def test_a_silent_peer_is_in_nobodys_way(engine, tokens, monkeypatch):
+    prefill, silent = engine("kv_producer"), engine("kv_producer")
+    decode = engine("kv_consumer")
+    address = silent.worker_half.handshake.endpoints[0].address
+    attach, ends = SharedMemoryConnector.attach, threading.Event()
+
+    def slow(self, endpoint, *, timeout):
+        if endpoint.address == address:
+            ends.wait(DEADLINE)
+            raise PeerUnreachableError("no answer")
+        return attach(self, endpoint, timeout=timeout)
+
+    monkeypatch.setattr(SharedMemoryConnector, "attach", slow)
+    mute = prompt(60, seed=1)
+    stuck = [
+        decode.submit(mute, max_tokens=6, params=silent.generate(mute, params=HANDOFF).params)
+        for _ in range(2)
+    ]
+    decode.step()
+    assert hand_off_beside(prefill, decode) == tokens(PROMPT, 6)
+    assert not decode.done(stuck[0])
+    ends.set()
+    decode.settle()
+    assert [decode.answers[each].tokens for each in stuck] == [tokens(mute, 6)] * 2
+    assert decode.failures() == {"peer_unreachable": 2}
+    assert not decode.leftovers()
+
+
+def hand_off_beside(prefill, decode) -> list[int]:
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
+    decode.run(lambda: decode.done(request_id))
+    return decode.answers[request_id].tokens
+
+
+def test_the_arena_of_an_owner_that_has_gone_is_let_go_of(engine, tokens):
+    """Nothing is asked of the decode engine meanwhile."""
+    decode = engine("kv_consumer")
+    before = mappings()
+    for _ in range(2):
+        prefill = engine("kv_producer", engine_id="p")
+        assert hand_off(prefill, decode, PROMPT) == tokens(PROMPT, 6)
+        assert mappings() == before + 2
+        prefill.shutdown()
+        wait(lambda: mappings() == before)
+    assert decode.worker_half._loader._arenas._known == {}
+
+
+def test_an_owner_that_has_gone_is_kept_while_a_load_reads_it(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    held = decode.hold(loads=True)
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
+    decode.run(held.waiting.is_set)
+    prefill.shutdown()
+    loader = decode.worker_half._loader
+    time.sleep(2.5 * arenas_module.WATCH_S)
+    assert loader._arenas._known
+    held.open()
+    decode.run(lambda: decode.done(request_id))
+    assert decode.answers[request_id].tokens == tokens(PROMPT, 6)
+    assert decode.count("handoffs_received") == 1
+    wait(lambda: not loader._arenas._known)
+
+
+def test_a_rank_without_an_endpoint_is_a_failed_load(engine, tokens, log):
+    """No such thing is decoded; the thread does not end of it either."""
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    loader = decode.worker_half._loader
+    for arenas in ((), ((),)):
+        job = LoadJob(job_id=-1, request_id="r", arenas=arenas, timeout=10.0)
+        job.runs.append(CopyRun(0, [3], [0], [1], []))
+        outcome = loader.work(job, None)(lambda: False)
+        assert outcome.failure in ("load_failed", "peer_refused")
+        assert outcome.bad_block_ids == {3}
+    assert hand_off(prefill, decode, PROMPT) == tokens(PROMPT, 6)
+
+
+class Arena:
+    """An arena of a peer that closes when it is told."""
+
+    def __init__(self) -> None:
+        self.alive = True
+        self.closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Transports:
+    """Gives each address an arena, or an error."""
+
+    def __init__(self, supports_mapping: bool = True) -> None:
+        self.supports_mapping = supports_mapping
+        self.made: list[Arena] = []
+        self.error: Exception | None = None
+
+    def choose(self, endpoints):
+        return self, endpoints[0]
+
+    def attach(self, endpoint, *, timeout):
+        if self.error is not None:
+            raise self.error
+        self.made.append(Arena())
+        return self.made[-1]
+
+
+class Here:
+    """Makes a call at once, or when it is told."""
+
+    def __init__(self) -> None:
+        self.later: list | None = None
+
+    def submit(self, peer, call):
+        if self.later is None:
+            call()
+        else:
+            self.later.append(call)
+
+
+def endpoint(address: str = "a", epoch: bytes = b"e") -> tuple[Endpoint, ...]:
+    return (Endpoint(transport="t", address=address, epoch=epoch * 16, n_slots=1, slot_bytes=4096),)
+
+
+class Kept:
+    """`PeerArenas` of which nothing happens by itself."""
+
+    def __init__(self, supports_mapping: bool = True) -> None:
+        self.now = 100.0
+        self.transports = Transports(supports_mapping)
+        self.threads = Here()
+        self.arenas = PeerArenas(self.transports, self.threads, lambda: self.now, 1e9)
+
+
+@pytest.fixture
+def keep():
+    made: list[Kept] = []
+
+    def make(supports_mapping: bool = True) -> Kept:
+        made.append(Kept(supports_mapping))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.arenas.close()
+
+
+def test_loads_share_an_arena_and_the_last_one_lets_go(keep):
+    kept = keep()
+    one, two = kept.arenas.open(), kept.arenas.open()
+    arena = one.get(endpoint())
+    assert two.get(endpoint()) is arena
+    arena.alive = False
+    one.close(failed=False)
+    assert kept.arenas.let_go()
+    assert not arena.closed
+    two.close(failed=False)
+    assert not kept.arenas.let_go()
+    assert arena.closed == 1
+
+
+def test_a_failed_load_does_not_close_what_another_reads(keep):
+    kept = keep()
+    one, two = kept.arenas.open(), kept.arenas.open()
+    arena = one.get(endpoint())
+    assert two.get(endpoint()) is arena
+    one.close(failed=True)
+    three = kept.arenas.open()
+    assert three.get(endpoint()) is not arena
+    assert not arena.closed
+    two.close(failed=False)
+    assert arena.closed == 1
+    three.close(failed=False)
+
+
+def test_another_epoch_at_the_address_is_another_arena(keep):
+    kept = keep()
+    old, new = kept.arenas.open(), kept.arenas.open()
+    first = old.get(endpoint())
+    old.close(failed=False)
+    assert new.get(endpoint(epoch=b"f")) is not first
+    assert first.closed == 1
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_an_idle_arena_is_kept_where_its_owners_end_will_tell(keep, mapped):
+    kept = keep(supports_mapping=mapped)
+    load = kept.arenas.open()
+    arena = load.get(endpoint())
+    load.close(failed=False)
+    kept.now += arenas_module.IDLE_S
+    assert kept.arenas.let_go() is mapped
+    assert bool(arena.closed) is not mapped
+
+
+def test_an_attempt_that_failed_is_made_again(keep):
+    kept = keep()
+    kept.transports.error = PeerUnreachableError("silent")
+    kept.threads.later = []
+    gone = kept.arenas.open()
+    assert gone.get(endpoint()) is None
+    gone.close(failed=False)  # cancelled before it was known
+    kept.threads.later.pop()()
+    kept.transports.error = None
+    again = kept.arenas.open()
+    assert again.get(endpoint()) is None
+    kept.threads.later.pop()()
+    assert again.get(endpoint()) is kept.transports.made[0]
+
+
+def test_an_arena_that_comes_when_nobody_wants_it_is_closed(keep):
+    kept = keep()
+    kept.threads.later = []
+    load = kept.arenas.open()
+    assert load.get(endpoint()) is None
+    load.close(failed=False)
+    kept.arenas.close()
+    kept.threads.later.pop()()
+    assert kept.transports.made[0].closed == 1
+
+
+def test_a_peer_holds_up_its_own_calls_only():
+    threads, ends = PeerThreads(), threading.Event()
+    busy = threading.Semaphore(0)
+
+    def hold() -> None:
+        busy.release()
+        ends.wait(DEADLINE)
+
+    silent = MAX_THREADS // THREADS_A_PEER - 1
+    for peer in range(silent):
+        for _ in range(2 * THREADS_A_PEER):
+            threads.submit(f"silent {peer}", hold)
+    for _ in range(silent * THREADS_A_PEER):
+        assert busy.acquire(timeout=DEADLINE)
+    assert not busy.acquire(blocking=False)
+    answers: list[Future[int]] = [Future() for _ in range(20)]
+    for number, answer in enumerate(answers):
+        threads.submit("well", lambda n=number, a=answer: a.set_result(n))
+    assert [answer.result(DEADLINE) for answer in answers] == list(range(20))
+    ends.set()
+    for _ in range(silent * THREADS_A_PEER):  # those that had to wait
+        assert busy.acquire(timeout=DEADLINE)
+    threads.close()
+    assert not any(thread.is_alive() for thread in threads._threads)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine does from time to time: it waits for nobody, and keeps nothing for ever."""
+
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from omni_connector.transports.runtime import locked
+from omni_connector.vllm_v1.upkeep import Upkeep
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="oc-", dir="/tmp") as name:
+        yield Path(name)
+
+
+def test_a_locked_folder_holds_nobody_up(folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(folder / "dead.sock"))
+    upkeep = Upkeep(folder, time.monotonic)
+    with locked(folder):
+        started = time.monotonic()
+        upkeep.sweep()
+        assert time.monotonic() - started < 1.0
+    assert (folder / "dead.sock").exists()
+    upkeep.sweep()
+    assert not (folder / "dead.sock").exists()
+
+
+def test_what_is_counted_while_nobody_looks_takes_no_more_room(folder: Path) -> None:
+    upkeep = Upkeep(folder, time.monotonic)
+    for _ in range(100_000):
+        upkeep.count("malformed_message")
+    upkeep.count("handoffs_expired", 3)
+    upkeep.count("handoffs_expired", 0)
+    assert upkeep._events == {"malformed_message": 100_000, "handoffs_expired": 3}
+    assert upkeep.take() == {"malformed_message": 100_000, "handoffs_expired": 3}
+    assert upkeep.take() == {}
