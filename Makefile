@@ -13,6 +13,7 @@ help:
 	@echo "make test       lint, types, import rules, and all tests"
 	@echo "make test-unit  only the tests that need no vLLM"
 	@echo "make test-matrix  the tests that need vLLM, with every supported version of it"
+	@echo "scripts/as_cpu.sh avx2 make test  the same as on a CPU without AVX-512 and AMX"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make bench      benchmarks; tables and plots go to benchmarks/results"
 	@echo "make setup      only make or update $(VENV)"

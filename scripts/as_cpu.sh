@@ -22,8 +22,10 @@ grep -qw cpuid_fault /proc/cpuinfo || die "this CPU's CPUID cannot fault: restri
     "variables: ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2"
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-folder=$(mktemp -d)
+folder=$(mktemp -d /tmp/as_cpu.XXXXXX)  # LD_PRELOAD takes no path with a space
 trap 'rm -rf "$folder"' EXIT
 "${CC:-cc}" -O2 -Wall -Wextra -shared -fPIC -o "$folder/cpuid_mask.so" "$here/cpuid_mask.c"
 
-CPUID_MASK=$level LD_PRELOAD="$folder/cpuid_mask.so${LD_PRELOAD:+:$LD_PRELOAD}" "$@"
+# Within a command of its own it takes the place of the outer one.
+others=$(tr ' ' ':' <<<"${LD_PRELOAD:-}" | tr ':' '\n' | grep -v '/cpuid_mask\.so$' | paste -sd: || true)
+CPUID_MASK=$level LD_PRELOAD="$folder/cpuid_mask.so${others:+:$others}" "$@"

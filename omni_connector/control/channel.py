@@ -9,7 +9,6 @@ process has ended, by missing heartbeats when its host or the link to it has.
 
 import contextlib
 import logging
-import math
 import os
 import threading
 import time
@@ -34,13 +33,13 @@ from omni_connector.control.messages import (
 )
 from omni_connector.control.prompt import Prompt
 from omni_connector.control.server import Connection, ControlServer
-from omni_connector.control.sockets import bind_unix
+from omni_connector.control.sockets import Sockets, ZmqSockets
 from omni_connector.errors import ConfigError, OmniError, PeerUnreachableError, ProtocolError
 from omni_connector.network.keys import ClusterKey
 from omni_connector.network.listener import TcpListener
 from omni_connector.network.peers import HostPort, parse_host, parse_host_port
 from omni_connector.network.resolver import Found, Resolver
-from omni_connector.network.sockets import Link, Socket, make_context
+from omni_connector.turns import StartTurns, TurnThread
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ _TCP: Final = "tcp://"
 @dataclass(slots=True, eq=False)
 class _Peer:
     session: PeerSession
-    link: Link | None = None  # none while its name is looked up, and after its end
+    link: Any = None  # none while its name is looked up, and after its end
     failed_at: float = 0.0
     asked_at: float = 0.0
 
@@ -73,6 +72,8 @@ class ControlChannel:
         on_tick: called about twice a second on the channel's thread.
         on_peer_gone: called on the channel's thread when a peer turns out dead.
         clock: seconds, monotonic.
+        start: starts the thread.
+        sockets: opens the sockets, and is closed with this; None: of ZeroMQ.
 
     Raises:
         zmq.ZMQError: the Unix socket cannot be bound.
@@ -91,16 +92,16 @@ class ControlChannel:
         on_tick: Callable[[], object] = lambda: None,
         on_peer_gone: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        start: StartTurns = TurnThread,
+        sockets: Sockets | None = None,
     ) -> None:
         self._fingerprint = fingerprint
         self._server = server
-        self._listen = listen
         self._key = key
         self._on_tick = on_tick
         self._on_peer_gone = on_peer_gone
         self._clock = clock
         self._commands: deque[Callable[[], None]] = deque()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
         self._ended = False
         self._post_lock = threading.Lock()
@@ -108,23 +109,29 @@ class ControlChannel:
         self._peers: dict[str, _Peer] = {}
         self._told: set[tuple[str, str]] = set()
         self._resolver = Resolver()
-        self._context = make_context()
-        self._routers: list[Socket] = []
+        self._sockets = sockets or ZmqSockets()
+        self._poller = self._sockets.poller
+        self._routers: list[Any] = []
         self._listener: TcpListener | None = None
         try:
             if server is not None and listen_tcp is not None:
                 if key is None:
                     raise ConfigError("listen: a port is opened only with a key")
-                self._listener = TcpListener(self._context, listen_tcp, key, clock)
+                self._listener = self._sockets.serve_tcp(listen_tcp, key, clock)
                 self._routers.append(self._listener.router)
+                for socket in self._listener.watched:
+                    self._poller.register(socket)
             if server is not None and listen is not None:
-                self._routers.append(bind_unix(self._context, listen))
+                self._routers.append(self._sockets.serve(listen))
         except BaseException:
-            self._context.destroy(linger=0)
-            os.close(self._wake_fd)
+            self._sockets.close()
+            self._poller.close()
             raise
-        self._thread = threading.Thread(target=self._run, name="omni-control", daemon=True)
-        self._thread.start()
+        for socket in self._routers:
+            self._poller.register(socket)
+        self._process = os.getpid()
+        self._next_tick = clock()
+        self._thread = start("omni-control", self._turn, sleep=self._poller)
 
     @property
     def tcp_address(self) -> HostPort | None:
@@ -180,13 +187,23 @@ class ControlChannel:
         self._post(run)
         return future
 
-    def release(self, address: str, token: bytes) -> None:
-        """Tell the peer that the hand-off is done with; returns at once, lost if it is gone."""
+    def release(self, grant: Grant) -> None:
+        """Tell the peer that a lease is done with; returns at once, lost if it is gone."""
 
         def run() -> None:
-            peer = None if self._closing else self._peers.get(address)
+            peer = None if self._closing else self._peers.get(grant.address)
             if peer is not None and peer.session.failure is None:
-                self._send(peer, [peer.session.release(token)])
+                self._send(peer, [peer.session.release(grant)])
+
+        self._post(run)
+
+    def drop(self, address: str, token: bytes) -> None:
+        """Tell the peer that nobody will claim a hand-off; returns at once, lost if it is gone."""
+
+        def run() -> None:
+            peer = None if self._closing else self._peer(address)
+            if isinstance(peer, _Peer) and peer.session.failure is None:
+                self._send(peer, [Release(token)])
 
         self._post(run)
 
@@ -197,73 +214,62 @@ class ControlChannel:
 
     def close(self) -> None:
         """Stop the thread and take the socket away. Idempotent, within `CLOSE_S` seconds."""
+        if os.getpid() != self._process:  # both are the parent's
+            return
         with self._close_lock:
             self._closing = True
             self._post(lambda: None)
             self._thread.join(CLOSE_S)
-            if not self._thread.is_alive() and self._wake_fd >= 0:
-                os.close(self._wake_fd)
-                self._wake_fd = -1
+            if not self._thread.is_alive():
+                self._poller.close()
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._post_lock:
             if not self._ended:
                 self._commands.append(command)
-                os.eventfd_write(self._wake_fd, 1)
+                self._poller.wake()
                 return
         self._guarded(command)  # without the thread all that it does is fail its future
 
-    def _run(self) -> None:
-        try:
-            self._loop()
-        except Exception:
-            logger.exception("The control channel stopped: no hand-offs until this engine restarts")
-        finally:
-            self._closing = True
-            with self._post_lock:
-                self._ended = True
-            self._end()
+    def _turn(self) -> float | None:
+        if not self._closing:
+            try:
+                return self._attend_all()
+            except Exception:
+                logger.exception(
+                    "The control channel stopped: no hand-offs until this engine restarts"
+                )
+        self._closing = True
+        with self._post_lock:
+            self._ended = True
+        self._end()
+        return None
 
     def _end(self) -> None:
         self._run_commands()
         for peer in self._peers.values():
             peer.session.fail(PeerUnreachableError("the control channel is closed"))
-        try:
-            if self._server is not None and self._listen is not None:
-                self._listen.unlink(missing_ok=True)
-        finally:
-            self._context.destroy(linger=0)
+        self._sockets.close()
 
-    def _loop(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake_fd, zmq.POLLIN)
-        for socket in self._routers:
-            poller.register(socket, zmq.POLLIN)
+    def _attend_all(self) -> float:
+        ready = self._poller.ready()
+        self._run_commands()
         if self._listener is not None:
-            for socket in self._listener.watched:
-                poller.register(socket, zmq.POLLIN)
-        self._poller = poller
-        next_tick = self._clock()
-        while not self._closing:
-            wait = min([next_tick, *(p.session.deadline() for p in self._peers.values())])
-            ready = dict(poller.poll(math.ceil(max(0.0, wait - self._clock()) * 1000)))
-            if self._wake_fd in ready:
-                os.eventfd_read(self._wake_fd)
-            self._run_commands()
-            if self._listener is not None:
-                self._guarded(self._listener.attend, ready)
-            for door, router in enumerate(self._routers):
-                if router in ready:
-                    self._serve(door, router)
-            for peer in list(self._peers.values()):
-                if not self._guarded(self._attend, peer, ready):
-                    self._fail(peer, ProtocolError("what the peer says cannot be handled"))
-                    self._disconnect(peer)
-            if self._clock() >= next_tick:
-                next_tick = self._clock() + TICK_S
-                self._forget_failed()
-                self._guarded(self._on_tick)
-            self._recheck()
+            self._guarded(self._listener.attend, ready)
+        for door, router in enumerate(self._routers):
+            if router in ready:
+                self._serve(door, router)
+        for peer in list(self._peers.values()):
+            if not self._guarded(self._attend, peer, ready):
+                self._fail(peer, ProtocolError("what the peer says cannot be handled"))
+                self._disconnect(peer)
+        if self._clock() >= self._next_tick:
+            self._next_tick = self._clock() + TICK_S
+            self._forget_failed()
+            self._guarded(self._on_tick)
+        self._recheck()
+        wake_at = min([self._next_tick, *(p.session.deadline() for p in self._peers.values())])
+        return max(0.0, wake_at - self._clock())
 
     def _run_commands(self) -> None:
         while self._commands:
@@ -281,7 +287,7 @@ class ControlChannel:
             return False
         return True
 
-    def _serve(self, door: int, router: Socket) -> None:
+    def _serve(self, door: int, router: Any) -> None:
         assert self._server is not None
         for _ in range(256):  # then give the other sockets a turn
             try:
@@ -318,7 +324,7 @@ class ControlChannel:
             if self._clock() - peer.failed_at < FORGET_REFUSAL_S:
                 return failure
             self._drop(peer)
-        if address.startswith(_IPC) and not os.path.exists(address.removeprefix(_IPC)):
+        if address.startswith(_IPC) and not self._sockets.exists(address.removeprefix(_IPC)):
             return PeerUnreachableError(f"no engine listens at {address}")
         if len(self._peers) >= MAX_PEERS:
             # One that has failed stays for a while, so that it is not asked for every request.
@@ -364,9 +370,9 @@ class ControlChannel:
             self._fail(peer, PeerUnreachableError(f"cannot connect to {found}: {error}"))
 
     def _connect(self, peer: _Peer, target: str | HostPort) -> None:
-        peer.link = link = Link(self._context, target, self._key)
-        self._poller.register(link.socket, zmq.POLLIN)
-        self._poller.register(link.monitor, zmq.POLLIN)
+        peer.link = link = self._sockets.link(target, self._key)
+        self._poller.register(link.socket)
+        self._poller.register(link.monitor)
         self._send(peer, [peer.session.hello()])
 
     def _disconnect(self, peer: _Peer) -> None:

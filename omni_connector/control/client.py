@@ -52,6 +52,7 @@ class Grant:
     Attributes:
         address: the peer's control address, to which the release goes.
         token: name of the hand-off.
+        sequence: of the claim, and so of the lease.
         welcome: what the peer told about itself; its `arenas` are where the slots are.
         granted: slots and generations.
         expires: seconds of our clock when the peer may reuse the slots.
@@ -59,6 +60,7 @@ class Grant:
 
     address: str
     token: bytes
+    sequence: int
     welcome: Welcome
     granted: Granted
     expires: float
@@ -103,10 +105,10 @@ class PeerSession:
         leased = self._leases > 0 and self._clock() < self._leased_until
         return not (self._unsent or self._waiting or leased)
 
-    def release(self, token: bytes) -> Release:
+    def release(self, grant: Grant) -> Release:
         """What to send when a grant is done with."""
         self._leases = max(0, self._leases - 1)
-        return Release(token)
+        return Release(grant.token, grant.sequence)
 
     def hello(self) -> Hello:
         """What to send first."""
@@ -202,6 +204,7 @@ class PeerSession:
         grant = Grant(
             address=self.address,
             token=waiting.token,
+            sequence=message.sequence,
             welcome=self._welcome,
             granted=message,
             expires=self._clock() + message.lease_s,
@@ -211,7 +214,8 @@ class PeerSession:
             self._leased_until = max(self._leased_until, grant.expires)
             waiting.future.set_result(grant)
             return []
-        return [Release(waiting.token)]  # nobody waits any more: give the slots back
+        # Nobody waits any more: give the slots back.
+        return [Release(waiting.token, message.sequence)]
 
     def tick(self) -> list[ControlRequest]:
         """Fail what is past its deadline; what to send now."""
@@ -230,7 +234,7 @@ class PeerSession:
             fail_claim(
                 waiting.future, PeerUnreachableError(f"no answer from {self.address} in time")
             )
-            out.append(Release(waiting.token))
+            out.append(Release(waiting.token, sequence))
         return out
 
     def deadline(self) -> float:

@@ -175,9 +175,15 @@ class Denied(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """The asker is done with the hand-off, or no longer wants it. Not answered."""
+    """The asker is done with a hand-off. Not answered.
+
+    Attributes:
+        sequence: of the claim whose lease ends; 0: nobody will claim the hand-off, so that one
+            that is not leased ends.
+    """
 
     token: Token
+    sequence: Sequence = 0
 
 
 Request = Hello | Claim | Release

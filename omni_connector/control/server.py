@@ -7,7 +7,7 @@ TCP, and lets a test drive it without either.
 """
 
 import logging
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -55,6 +55,7 @@ class ControlServer:
         fingerprint: what a peer must agree on.
         welcome: what an agreeing peer is told.
         directory: the hand-offs.
+        valid: whether what they hold is still of the engine's weights.
         clock: seconds, monotonic.
         patience: seconds a claim may wait for a hand-off that is still being copied.
         count: called with the name of each event worth counting.
@@ -66,6 +67,7 @@ class ControlServer:
         fingerprint: Fingerprint,
         welcome: Welcome,
         directory: SlotDirectory,
+        valid: Callable[[], bool] = lambda: True,
         clock: Callable[[], float],
         patience: float,
         count: Callable[[str], None],
@@ -73,12 +75,14 @@ class ControlServer:
         self._fingerprint = fingerprint
         self._welcome = welcome
         self._directory = directory
+        self._valid = valid
         self._clock = clock
         self._patience = patience
         self._count = count
         # By door: who crowds one of them puts nobody out at the others.
         self._introduced: defaultdict[int, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
-        self._parked: deque[tuple[Connection, Claim, float]] = deque()
+        # By connection and sequence: the claim, and until when it waits.
+        self._parked: dict[tuple[Connection, int], tuple[Claim, float]] = {}
         self._told = False
 
     @property
@@ -108,20 +112,30 @@ class ControlServer:
             case Hello():
                 return [(connection, self._introduce(connection, message))]
             case Release():
-                self._directory.close(message.token)
+                self._release(connection, message)
                 return []
             case Claim():
                 introduced = self._introduced[connection.door]
                 if connection.name not in introduced:
                     return [(connection, Denied(message.sequence, "not_introduced"))]
                 introduced.move_to_end(connection.name)
-                answer = self._answer(message)
+                answer = self._answer(connection, message)
                 if answer is not None:
                     return [(connection, answer)]
                 if len(self._parked) >= MAX_PARKED:
                     return [(connection, Denied(message.sequence, "overloaded"))]
-                self._parked.append((connection, message, self._clock() + self._patience))
+                until = self._clock() + self._patience
+                self._parked[connection, message.sequence] = message, until
                 return []
+
+    def _release(self, connection: Connection, release: Release) -> None:
+        lease = connection, release.sequence
+        if not release.sequence:
+            self._directory.drop(release.token)
+        elif lease in self._parked:
+            del self._parked[lease]
+        else:
+            self._directory.release(release.token, lease)
 
     def _introduce(self, connection: Connection, hello: Hello) -> Reply:
         if hello.protocol != PROTOCOL_VERSION:
@@ -144,9 +158,13 @@ class ControlServer:
             introduced.popitem(last=False)
         return self._welcome
 
-    def _answer(self, claim: Claim) -> Granted | Denied | None:
+    def _answer(self, connection: Connection, claim: Claim) -> Granted | Denied | None:
+        if not self._valid():  # and the engine's thread has yet to notice
+            self._count("denied_unknown_token")
+            return Denied(claim.sequence, "unknown_token")
+        lease = connection, claim.sequence
         state, handoff = self._directory.claim(
-            claim.token, claim.num_tokens, claim.digest, claim.digest_kind
+            claim.token, claim.num_tokens, claim.digest, claim.digest_kind, lease
         )
         if state is ClaimState.PENDING:
             return None
@@ -154,10 +172,10 @@ class ControlServer:
             self._count(f"denied_{state.value}")
             return Denied(claim.sequence, state.value)
         groups = tuple(
-            tuple(zip(slots, generations, strict=True))
+            tuple(zip(slots.tolist(), generations.tolist(), strict=True))
             for slots, generations in zip(handoff.slots, handoff.generations, strict=True)
         )
-        lease_s = max(0.0, handoff.deadline - self._clock())
+        lease_s = max(0.0, handoff.leases[lease] - self._clock())
         return Granted(
             claim.sequence, handoff.prompt.num_tokens, tuple(handoff.firsts), groups, lease_s
         )
@@ -172,20 +190,19 @@ class ControlServer:
         """Answer the parked claims that can be answered now, or have waited long enough."""
         answers: list[Answer] = []
         now = self._clock()
-        for _ in range(len(self._parked)):
-            connection, claim, deadline = self._parked.popleft()
+        for lease, (claim, deadline) in list(self._parked.items()):
+            connection, _ = lease
             # The digest was compared when the claim came, and is again before it is granted.
             answer: Reply | None
             try:
                 waits = self._directory.pending(claim.token)
-                answer = None if waits else self._answer(claim)
+                answer = None if waits else self._answer(connection, claim)
             except Exception:  # noqa: BLE001 - it is logged, once
                 self._failed("A claim that had to wait could not be answered: it is denied")
                 answer = Denied(claim.sequence, "not_ready")
             if answer is None and deadline <= now:
                 answer = Denied(claim.sequence, "not_ready")
-            if answer is None:
-                self._parked.append((connection, claim, deadline))
-            else:
+            if answer is not None:
+                del self._parked[lease]
                 answers.append((connection, answer))
         return answers

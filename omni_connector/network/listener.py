@@ -24,6 +24,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from omni_connector.errors import ConfigError, PeerUnreachableError
+from omni_connector.network.forks import close_bound_to, forget_in_child
 from omni_connector.network.keys import ClusterKey
 from omni_connector.network.peers import HostPort, is_loopback
 from omni_connector.network.resolver import resolve
@@ -61,6 +62,7 @@ class TcpListener:
 
     Attributes:
         address: where it listens, with the port that it has.
+        bound: the same to the kernel.
         router: carries the messages.
 
     Raises:
@@ -97,8 +99,9 @@ class TcpListener:
                 "this host, and a port that nobody has, or 0"
             ) from error
         port = int(self.router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self._bound = (bound.host, port)
+        self.bound = (bound.host, port)
         self.address = HostPort(address.host, port)
+        forget_in_child(self, lambda listener: close_bound_to(listener.bound))
 
     @property
     def watched(self) -> list[Socket]:
@@ -178,7 +181,7 @@ class TcpListener:
             yield None
             return
         with file, contextlib.suppress(OSError):  # its peer may have gone by itself
-            yield file if file.getsockname()[:2] == self._bound else None
+            yield file if file.getsockname()[:2] == self.bound else None
 
     def _warn(self, text: str) -> None:
         # Strangers choose how often it happens.

@@ -68,6 +68,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"slot_bytes must be pages of {PAGE_BYTES}, not {self.slot_bytes}")
         if len(self.address) > MAX_ADDRESS_BYTES:
             raise ValueError(f"an address of {len(self.address)} characters is too long")
+        if not self.address.isprintable():  # it stands in system calls, and in logs
+            raise ValueError(f"{self.address!r} is no address")
 
 
 class Fetched:

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from omni_connector.errors import TransportError
 
-# Smaller ones are left to numpy, which aligns them to 16 bytes; these lie on pages.
+# Smaller ones are left to numpy; these lie on pages.
 LARGE_BYTES: Final = 1 << 20
+
+ALIGNMENT: Final = 64
 
 _MADV_FREE: Final = 8
 _MAX_THREADS: Final = 4
@@ -45,7 +47,7 @@ class Buffers:
         """
         try:
             if nbytes < LARGE_BYTES:
-                return np.empty(nbytes, np.uint8)
+                return aligned(nbytes)
             pages = self._pages(nbytes)
         except (OSError, MemoryError, OverflowError) as error:
             raise TransportError(f"no memory for an object of {nbytes} bytes: {error}") from error
@@ -79,6 +81,13 @@ class Buffers:
         if not self._closed and len(pages) >= len(kept):
             _advise(pages, _MADV_FREE)
             self._spare.append(pages)
+
+
+def aligned(nbytes: int) -> NDArray[np.uint8]:
+    """A fresh array of so many bytes, of any content, that starts at a multiple of `ALIGNMENT`."""
+    room: NDArray[np.uint8] = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -int(room.ctypes.data) % ALIGNMENT  # numpy sees to 16 bytes only
+    return room[start : start + nbytes]
 
 
 def _advise(pages: mmap.mmap, advice: int) -> None:

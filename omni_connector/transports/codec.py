@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.errors import MissingDependencyError, ProtocolError
+from omni_connector.transports.buffers import ALIGNMENT, aligned
 
-ALIGNMENT: Final = 64
 MAX_DEPTH: Final = 100
 MAX_DIMENSIONS: Final = 64
 
@@ -290,7 +290,9 @@ def _views(data: memoryview, leaves: list[_Leaf]) -> list[Any]:
         raise ValueError(f"leaves of {at} bytes in {data.nbytes} bytes")
     whole: NDArray[np.uint8] = np.frombuffer(data, np.uint8)
     if data.readonly:  # torch has no read-only tensors
-        whole = whole.copy()
+        copy = aligned(whole.size)
+        copy[:] = whole
+        whole = copy
     dtypes, tensors = _torch_side(whole) if any(leaf.torch for leaf in leaves) else ({}, None)
     return [
         tensors[span].view(dtypes[leaf.dtype]).view(leaf.shape)

@@ -63,6 +63,8 @@ class ObjectPeer:
         self._timeout = timeout
         self._aside_until = 0.0
         self._turn = threading.Lock()
+        self._reading = 0
+        self._reading_lock = threading.Lock()
         self._connection: Connection | None = None
         self._view: ArenaView | None = None
         self._unsent: deque[Read] = deque(maxlen=_MAX_UNSENT)
@@ -88,13 +90,33 @@ class ObjectPeer:
 
     def read(self, digest: bytes, stored: StoredObject) -> memoryview:
         """A verified copy of what `find` found; the peer is told."""
-        view = self._view
-        if view is None:
-            raise PeerUnreachableError(f"{self.address} has gone")
-        content = read_object(view, digest, stored, self._buffers)
+        with self._reading_lock:
+            self._reading += 1
+        try:
+            view = self._view
+            if view is None:
+                raise PeerUnreachableError(f"{self.address} has gone")
+            content = read_object(view, digest, stored, self._buffers)
+        finally:
+            with self._reading_lock:
+                self._reading -= 1
         self._unsent.append(Read(view.epoch, digest, stored.generation))
         self._tell()
         return content
+
+    def let_go(self) -> bool:
+        """Hang up where the peer has gone and nobody reads; whether anything of it is held. Never
+        waits."""
+        if not self._turn.acquire(blocking=False):
+            return True
+        try:
+            with self._reading_lock:
+                if self._connection is None or self._connection.alive or self._reading:
+                    return self._connection is not None
+                self._hang_up()
+                return False
+        finally:
+            self._turn.release()
 
     def close(self) -> None:
         """Hang up. A read that is running ends well. Idempotent."""

@@ -235,6 +235,7 @@ class MooncakeConnector(OmniConnector):
         self._engine.close()
 
     def details(self) -> dict[str, Any]:
+        self._engine.tidy()
         with self._lock:
             found: dict[str, Any] = {
                 "protocol": self._engine.protocol,
@@ -243,6 +244,9 @@ class MooncakeConnector(OmniConnector):
             }
             if self._closed:
                 found["status"] = "closed"
+            elif set_aside := self._engine.quarantine.set_aside():
+                found["status"] = f"degraded: not reading from {', '.join(set_aside[:8])}"
+        found["quarantined_bytes"] = self._engine.quarantine.nbytes
         return found
 
     def _sources(self) -> list[HostPort]:
@@ -369,7 +373,7 @@ class MooncakeArena(RemoteArena):
         buffer = self._fetch(spans, deadline)
         # The last array or tensor in it gives it back.
         content = buffer[: stored.length]
-        weakref.finalize(content, self._engine.give_back, buffer).atexit = False
+        weakref.finalize(content, self._engine.give_back_later, buffer).atexit = False
         checksums = np.empty(len(ids), np.uint64)
 
         def digest_slot(index: int) -> None:

@@ -6,6 +6,7 @@ one is tried again, every transfer has a deadline, and memory that a failed tran
 is given to nobody else.
 """
 
+import contextlib
 import itertools
 import logging
 import math
@@ -25,6 +26,7 @@ from omni_connector.config import MooncakeSettings
 from omni_connector.errors import PeerUnreachableError, TransportError
 from omni_connector.network.peers import HostPort, parse_host_port
 from omni_connector.transports.mooncake_lib import engine_module
+from omni_connector.transports.mooncake_quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +39,6 @@ _ATTEMPTS: Final = 4
 _BACKOFF_S: Final = 0.005
 # What failed sooner was refused, or lost its connection. What took longer is stuck, and stays so.
 _QUICK_S: Final = 1.0
-# Mooncake ends a TCP session after 30 s without progress (MC_TCP_PROGRESS_TIMEOUT_SEC).
-_QUARANTINE_S: Final = 300.0
-_MAX_QUARANTINED_BYTES: Final = 512 << 20
 _MIN_BUFFER_BYTES: Final = 64 << 10
 # A fresh page costs as much as reading it over loopback.
 _MAX_SPARE_BYTES: Final = 256 << 20
@@ -71,8 +70,9 @@ class Engine:
         self._registered: set[int] = set()
         self._spare: dict[int, list[NDArray[np.uint8]]] = {}
         self._spare_bytes = 0
-        self._quarantine: deque[tuple[float, NDArray[np.uint8]]] = deque()
-        self._quarantined_bytes = 0
+        # From finalizers, which run in the middle of anything: they take no lock.
+        self._returned: deque[NDArray[np.uint8]] = deque()
+        self.quarantine: Final = Quarantine()
 
     @property
     def protocol(self) -> str:
@@ -140,6 +140,8 @@ class Engine:
             MissingDependencyError, TransportError: as `address`.
         """
         engine = self._started(peer)
+        self.tidy()
+        self.quarantine.check(peer)
         size = sum(span.size for span in spans)
         code = 0
         for attempt in range(_ATTEMPTS):
@@ -154,6 +156,7 @@ class Engine:
                 if started >= deadline:
                     self.give_back(buffer)
                     raise PeerUnreachableError(f"{peer} did not send everything in time")
+                failed = at
                 places = list(itertools.accumulate((each.size for each in batch), initial=at))
                 code = engine.batch_transfer_sync_read(
                     peer,
@@ -168,7 +171,7 @@ class Engine:
                 return buffer
             # A queue that is full, the first transfer after a while, or a peer that is gone. Parts
             # of the batch may still be on their way, so the next try has memory of its own.
-            self._keep(buffer)
+            self._keep(peer, buffer, failed, places[-1])
             if time.monotonic() - started > _QUICK_S:
                 break
         tries = "1 try" if not attempt else f"{attempt + 1} tries"
@@ -177,7 +180,6 @@ class Engine:
     def _take(self, size: int) -> NDArray[np.uint8]:
         """A buffer of at least `size` bytes that nobody else has, and no transfer writes."""
         rounded = max(_MIN_BUFFER_BYTES, 1 << (size - 1).bit_length())
-        self._check_quarantine()
         with self._lock:
             spare = self._spare.get(rounded)
             if spare:
@@ -200,10 +202,16 @@ class Engine:
                 return
         self.unregister(int(buffer.ctypes.data))
 
+    def give_back_later(self, buffer: NDArray[np.uint8]) -> None:
+        """The same where nothing may be waited for, as in a finalizer."""
+        if not self._closed:
+            self._returned.append(buffer)
+
     def close(self) -> None:
         """Withdraw everything and end it. A read that is running ends by itself. Idempotent."""
         with self._lock:
             self._closed = True
+            self._returned.clear()
             addresses = list(self._registered)
         for address in addresses:
             self.unregister(address)
@@ -236,26 +244,27 @@ class Engine:
             )
         return engine
 
-    def _check_quarantine(self) -> None:
-        now = time.monotonic()
-        safe = []
-        with self._lock:
-            while self._quarantine and self._quarantine[0][0] <= now:
-                safe.append(self._quarantine.popleft()[1])
-                self._quarantined_bytes -= safe[-1].nbytes
-            kept, kept_bytes = len(self._quarantine), self._quarantined_bytes
-        for buffer in safe:
+    def tidy(self) -> None:
+        """Take up what was given back later, and what no failed read writes any more."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self.give_back(self._returned.popleft())
+        for buffer in self.quarantine.release():
             self.unregister(int(buffer.ctypes.data))
-        if kept_bytes >= _MAX_QUARANTINED_BYTES:
-            raise PeerUnreachableError(
-                f"{kept} failed transfers may still write to memory here; Mooncake is not used "
-                "until that is over"
-            )
 
-    def _keep(self, into: NDArray[np.uint8]) -> None:
-        with self._lock:
-            self._quarantine.append((time.monotonic() + _QUARANTINE_S, into))
-            self._quarantined_bytes += into.nbytes
+    def _keep(self, peer: str, buffer: NDArray[np.uint8], start: int, end: int) -> None:
+        """Of a buffer whose bytes at these addresses a failed read may still write."""
+        if self.protocol != "tcp":  # what is registered is held whole
+            self.quarantine.keep(peer, buffer, buffer.nbytes)
+            return
+        at = int(buffer.ctypes.data)
+        first = (start - at) // mmap.PAGESIZE * mmap.PAGESIZE
+        last = -(-(end - at) // mmap.PAGESIZE) * mmap.PAGESIZE
+        pages: mmap.mmap = buffer.base.obj  # type: ignore[union-attr]
+        for lower, upper in ((0, first), (last, buffer.nbytes)):
+            if upper > lower:
+                pages.madvise(mmap.MADV_DONTNEED, lower, upper - lower)
+        self.quarantine.keep(peer, buffer, last - first)
 
 
 def address_towards(peer: HostPort) -> str:

@@ -31,6 +31,7 @@ from omni_connector.transports.object_lookup import (
 )
 from omni_connector.transports.objects import ObjectStore, StoredObject, read_object
 from omni_connector.transports.runtime import loopback_key
+from omni_connector.transports.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class MooncakeObjects:
         self._server: ObjectServer | None = None
         self._peers: dict[HostPort, ObjectSource] = {}
         self._resolver = Resolver()
+        self._watch = Watch(self._let_go)
 
     def start(self) -> HostPort:
         """Listen, if that is not so yet; where.
@@ -203,6 +205,7 @@ class MooncakeObjects:
             server = self._server
             peers, self._peers = list(self._peers.values()), {}
             objects = self._objects
+        self._watch.close()
         if server is not None:
             server.close()
         for peer in peers:
@@ -249,7 +252,22 @@ class MooncakeObjects:
                         attach=self._attach,
                         timeout=self._timeout,
                     )
-            return [self._peers[address] for address in wanted if address != own]
+            found = [self._peers[address] for address in wanted if address != own]
+        if found:
+            self._watch.start()
+        return found
+
+    def _let_go(self) -> bool:
+        # On the watch's thread: links to senders that have gone, or that nobody asks any more.
+        with self._lock:
+            peers = list(self._peers.items())
+        for address, peer in peers:
+            if not peer.let_go(time.monotonic()):
+                with self._lock:
+                    if self._peers.get(address) is peer:
+                        del self._peers[address]
+        with self._lock:
+            return bool(self._peers)
 
     def _key_for(self, host: str) -> ClusterKey:
         if self._key is not None:

@@ -33,6 +33,7 @@ _POLL_MS: Final = 100
 _AT_ONCE: Final = 64
 _CLOSE_S: Final = 5.0
 _CATCH_UP_S: Final = 0.3
+_IDLE_S: Final = 60.0
 
 
 class Find(msgspec.Struct, frozen=True, tag="find"):
@@ -215,6 +216,8 @@ class ObjectSource:
         self._aside_until = 0.0
         self._turn = threading.Lock()
         self._closed = False
+        self._used_at = time.monotonic()
+        self._reading = 0
         self._link: Link | None = None
         self._arena: tuple[bytes, ObjectArena] | None = None
 
@@ -234,6 +237,7 @@ class ObjectSource:
         try:
             if self._closed:
                 raise TransportError("the connector is closed")
+            self._used_at = now
             answer = self._ask(digest, deadline)
         except OmniError:
             self._hang_up()
@@ -252,8 +256,15 @@ class ObjectSource:
             OmniError: it cannot be had.
         """
         stored = StoredObject(tuple(held.runs), held.generation, held.length, held.stamp)
-        arena = self._arena_of(held.endpoint, deadline)
-        content = arena.read_object(digest, stored, deadline)
+        with self._turn:
+            self._reading += 1
+        try:
+            arena = self._arena_of(held.endpoint, deadline)
+            content = arena.read_object(digest, stored, deadline)
+        finally:
+            with self._turn:
+                self._reading -= 1
+                self._used_at = time.monotonic()
         with self._turn:
             if self._link is not None:
                 read = _encoder.encode(Read(digest, held.generation))
@@ -262,6 +273,24 @@ class ObjectSource:
                 except zmq.ZMQError as error:  # then it stays there a little longer
                     logger.debug("did not tell %s what was read: %s", self.address, error)
         return content
+
+    def let_go(self, now: float) -> bool:
+        """Hang up where the peer has gone, or was not asked for a while; False if it was not.
+        Never waits."""
+        if not self._turn.acquire(blocking=False):
+            return True
+        try:
+            idle = now - self._used_at >= _IDLE_S
+            lost = self._link is not None and self._link.why_lost() is not None
+            arena = None
+            if (lost or idle) and not self._reading:
+                self._hang_up()
+                arena, self._arena = self._arena, None
+        finally:
+            self._turn.release()
+        if arena is not None:
+            arena[1].close()
+        return not idle or self._reading > 0
 
     def close(self) -> None:
         """Hang up. Idempotent."""

@@ -10,6 +10,7 @@ An object that was read whole may be evicted when another needs its room. One th
 until its time to live is over, as its reader may have died or never come.
 """
 
+import functools
 import itertools
 import math
 import threading
@@ -369,13 +370,18 @@ def slot_ids(stored: StoredObject, n_slots: int, slot_bytes: int) -> list[int]:
     # No slot counts twice. What is allocated is bounded by the arena, and by what this host has
     # where the arena is only announced.
     impossible = impossible or count > min(n_slots, MAX_OBJECT_SLOTS)
-    impossible = impossible or stored.length > memory_limit_bytes()
+    impossible = impossible or stored.length > _host_bytes()
     if impossible or not capacity - slot_bytes < max(stored.length, 1) <= capacity:
         raise ProtocolError(
             f"{stored.length} bytes in slots {stored.runs[:8]} do not describe an object in "
             f"{n_slots} slots of {slot_bytes} bytes"
         )
     return _slot_ids(stored.runs)
+
+
+@functools.cache
+def _host_bytes() -> int:
+    return memory_limit_bytes()
 
 
 def check_header(

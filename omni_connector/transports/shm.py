@@ -55,6 +55,7 @@ from omni_connector.transports.unix import (
     Read,
     Refusal,
 )
+from omni_connector.transports.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,7 @@ class SharedMemoryConnector(OmniConnector):
         # Addresses of objects are plain strings: each `get` compares them all.
         self._object_address: str | None = None
         self._peers: dict[str, ObjectPeer] = {}
+        self._watch = Watch(self._let_go)
         self._buffers = Buffers()
         # Held while the object arena is made, so that it is made once.
         self._making_objects = threading.Lock()
@@ -159,7 +161,8 @@ class SharedMemoryConnector(OmniConnector):
         try:
             connection = Connection(address, deadline)
         except PeerUnreachableError:
-            self._sweep(address.parent)
+            if address.parent == self.folder:  # another one is not ours to tidy up
+                self._sweep()
             raise
         try:
             view = map_arena(connection, endpoint.epoch, deadline, endpoint)
@@ -219,6 +222,7 @@ class SharedMemoryConnector(OmniConnector):
             exports, self._exports = list(self._exports.values()), {}
             peers, self._peers = list(self._peers.values()), {}
             objects = self._objects
+        self._watch.close()
         if listener is not None:
             listener.close()
         for export in exports:
@@ -288,7 +292,7 @@ class SharedMemoryConnector(OmniConnector):
             if self._listener is not None:
                 return self._listener
             self._listener = listener = Listener(self._answer, self._note)
-        self._sweep(self.folder)
+        self._sweep()
         return listener
 
     def _own_objects(self) -> tuple[ObjectStore, str]:
@@ -363,7 +367,7 @@ class SharedMemoryConnector(OmniConnector):
                 # One peer that is gone, or not well, must not hide what the others have.
                 logger.debug("asked %s for an object: %s", peer.address, error)
                 if isinstance(error, PeerUnreachableError):
-                    self._sweep(self.folder)
+                    self._sweep()
                 continue
             if stored is not None and (newest is None or stored.stamp > newest[0].stamp):
                 newest = stored, peer
@@ -384,7 +388,22 @@ class SharedMemoryConnector(OmniConnector):
                     self._peers[address] = ObjectPeer(
                         Path(address), self._peer_timeout, self._buffers
                     )
-            return [self._peers[address] for address in wanted if address != own]
+            found = [self._peers[address] for address in wanted if address != own]
+        if found:
+            self._watch.start()
+        return found
+
+    def _let_go(self) -> bool:
+        # On the watch's thread: connections to peers that have gone, and mappings of their arenas.
+        with self._lock:
+            peers = list(self._peers.items())
+        for address, peer in peers:
+            if not peer.let_go() and not os.path.exists(address):
+                with self._lock:
+                    if self._peers.get(address) is peer:
+                        del self._peers[address]
+        with self._lock:
+            return bool(self._peers)
 
     def _object_sockets(self) -> list[str]:
         try:
@@ -393,12 +412,12 @@ class SharedMemoryConnector(OmniConnector):
             raise TransportError(f"cannot read the runtime folder: {error}") from error
         return [f"{self.folder}/{name}" for name in names if name.startswith(_OBJECT_SOCKET)]
 
-    def _sweep(self, folder: Path) -> None:
+    def _sweep(self) -> None:
         try:
-            runtime.sweep(folder, timeout=_SWEEP_TIMEOUT_S)
+            runtime.sweep(self.folder, timeout=_SWEEP_TIMEOUT_S)
         except TransportError as error:
             # It only tidies up, and another engine will.
-            logger.debug("did not sweep %s: %s", folder, error)
+            logger.debug("did not sweep %s: %s", self.folder, error)
 
     def _check_open(self) -> None:
         if self._closed:

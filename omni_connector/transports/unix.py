@@ -33,6 +33,7 @@ from omni_connector.errors import (
     ProtocolError,
     TransportError,
 )
+from omni_connector.network.forks import forget_in_child
 from omni_connector.transports import runtime
 
 logger = logging.getLogger(__name__)
@@ -297,13 +298,17 @@ class Listener:
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="omni-connector-shm", daemon=True)
         self._thread.start()
+        forget_in_child(self, Listener._abandon)
 
     @property
     def alive(self) -> bool:
         """Whether questions are being answered."""
-        return self._thread.is_alive() and not self._stopped.is_set()
+        return (
+            self._thread.is_alive() and not self._stopped.is_set() and os.getpid() == self._process
+        )
 
     def add(self, path: Path) -> None:
         """Listen at a path as well.
@@ -328,6 +333,8 @@ class Listener:
 
     def remove(self, path: Path) -> None:
         """Listen there no more; connections made through it stay. Idempotent."""
+        if os.getpid() != self._process:
+            return
         with self._lock:
             if path in self._sockets:
                 listening = self._unlink(path)
@@ -348,6 +355,8 @@ class Listener:
 
     def close(self) -> None:
         """Remove all sockets, hang up, stop the thread. Idempotent; bounded."""
+        if os.getpid() != self._process:  # they are the parent's
+            return
         with self._lock:
             self._stopped.set()
             listening = [self._unlink(path) for path in list(self._sockets)]
@@ -355,6 +364,13 @@ class Listener:
         self._thread.join(_CLOSE_S)
         for each in (*listening, self._wake_writer):
             each.close()
+
+    def _abandon(self) -> None:
+        # In a process that was forked. The files stay, and the parent's selector has its sockets.
+        listening = [each for each, _ in self._sockets.values()]
+        for each in (*listening, *self._connections, self._wake_reader, self._wake_writer):
+            each.close()
+        self._selector.close()
 
     def _unlink(self, path: Path) -> socket.socket:
         # The socket goes out of sight before it stops to accept. It is left alone if it is not

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from omni_connector.turns import StartTurns, Turns, TurnThread
+
 logger = logging.getLogger(__name__)
 
 WATCH_S: Final = 1.0
@@ -19,42 +21,56 @@ class Watch:
     Args:
         look: called every `period` seconds, must not block; False when there is nothing (more).
         period: seconds.
+        start: starts the thread.
     """
 
-    def __init__(self, look: Callable[[], bool], period: float = WATCH_S) -> None:
+    def __init__(
+        self,
+        look: Callable[[], bool],
+        period: float = WATCH_S,
+        start: StartTurns = TurnThread,
+    ) -> None:
         self._look = look
         self._period = period
+        self._start = start
         self._lock = threading.Lock()
         self._wanted = False
-        self._thread: threading.Thread | None = None
-        self._stopped = threading.Event()
+        self._fresh = False
+        self._thread: Turns | None = None
+        self._closed = False
 
     def start(self) -> None:
         """There is something to look at (again). Cheap."""
         with self._lock:
             self._wanted = True
-            if self._thread is None and not self._stopped.is_set():
-                self._thread = threading.Thread(target=self._run, name="omni-watch", daemon=True)
-                self._thread.start()
+            if self._thread is None and not self._closed:
+                self._fresh = True
+                self._thread = self._start("omni-watch", self._turn)
 
     def close(self) -> None:
         """Look no more. Idempotent; bounded."""
-        self._stopped.set()
         with self._lock:
+            self._closed = True
             thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None:
+            thread.wake()
             thread.join(_CLOSE_S)
 
-    def _run(self) -> None:
-        while not self._stopped.wait(self._period):
-            with self._lock:
-                self._wanted = False
-            try:
-                more = self._look()
-            except Exception:  # the next look may do better
-                logger.exception("Looking after what peers left behind failed")
-                more = True
-            with self._lock:
-                if not more and not self._wanted:
-                    self._thread = None
-                    return
+    def _turn(self) -> float | None:
+        with self._lock:
+            if self._closed:
+                return None
+            if self._fresh:
+                self._fresh = False
+                return self._period
+            self._wanted = False
+        try:
+            more = self._look()
+        except Exception:  # the next look may do better
+            logger.exception("Looking after what peers left behind failed")
+            more = True
+        with self._lock:
+            if not more and not self._wanted:
+                self._thread = None
+                return None
+        return self._period

@@ -15,6 +15,7 @@ from typing import Final
 from omni_connector.transports import Endpoint, RemoteArena
 from omni_connector.transports.choice import Transports
 from omni_connector.transports.watch import WATCH_S, Watch
+from omni_connector.turns import StartTurns, TurnThread
 from omni_connector.vllm_v1.reading import PeerThreads
 
 ATTACH_S: Final = 10.0
@@ -54,6 +55,7 @@ class PeerArenas:
         threads: where that is waited for.
         clock: seconds, monotonic.
         period: seconds between two looks at who has gone.
+        start: starts the thread that looks.
     """
 
     def __init__(
@@ -62,13 +64,14 @@ class PeerArenas:
         threads: PeerThreads,
         clock: Callable[[], float] = time.monotonic,
         period: float = WATCH_S,
+        start: StartTurns = TurnThread,
     ) -> None:
         self._transports = transports
         self._threads = threads
         self._clock = clock
         self._lock = threading.Lock()
         self._known: dict[str, _Attached] = {}
-        self._watch = Watch(self.let_go, period)
+        self._watch = Watch(self.let_go, period, start)
 
     def open(self) -> "OpenArenas":
         """What one load needs of them."""

@@ -19,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 )
 
 from omni_connector.config import OmniConfig  # noqa: E402
-from omni_connector.transports.choice import make_transports  # noqa: E402
 from omni_connector.vllm_v1.compat import (  # noqa: E402
     ReportingStats,
     cache_hit_source,
@@ -34,6 +33,7 @@ from omni_connector.vllm_v1.metrics import OmniPromMetrics, OmniStats  # noqa: E
 from omni_connector.vllm_v1.scheduler import OmniScheduler  # noqa: E402
 from omni_connector.vllm_v1.sharing import open_lending_store  # noqa: E402
 from omni_connector.vllm_v1.support import require_supported  # noqa: E402
+from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings  # noqa: E402
 from omni_connector.vllm_v1.worker import OmniWorker  # noqa: E402
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         config = OmniConfig.load(self._kv_transfer_config.kv_connector_extra_config)
+        surroundings = self._surroundings()
         require_supported(vllm_config, kv_cache_config)
         self._scheduler_half: OmniScheduler | None = None
         self._worker_half: OmniWorker | None = None
@@ -76,9 +77,12 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._report_asked_for = False
         self._report_with_stats = False
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler_half = OmniScheduler(config, vllm_config, kv_cache_config)
+            self._scheduler_half = OmniScheduler(config, vllm_config, kv_cache_config, surroundings)
         else:
-            self._worker_half = _make_worker(config, vllm_config, kv_cache_config)
+            self._worker_half = _make_worker(config, vllm_config, kv_cache_config, surroundings)
+
+    def _surroundings(self) -> Surroundings:
+        return SURROUNDINGS
 
     @property
     def _scheduler(self) -> OmniScheduler:
@@ -151,16 +155,16 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.request_finished(request, (block_ids,))
+        return self._scheduler.request_finished(request)
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.request_finished(request, block_ids)
+        return self._scheduler.request_finished(request)
 
     def has_pending_push_work(self) -> bool:
-        # Blocks that are being copied to the shared store come back with a later step.
-        return self._scheduler.saving()
+        # Blocks that are being copied come back with a later step.
+        return self._scheduler.copying()
 
     def has_pending_block_frees(self) -> bool:
         return self._scheduler.frees_soon()
@@ -192,14 +196,11 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.handshake
 
     def handle_preemptions(self, kv_connector_metadata: "KVConnectorMetadata | set[str]") -> None:
-        # Older runners say which requests were preempted; `bind_connector_metadata` serves them.
-        if isinstance(kv_connector_metadata, OmniConnectorMetadata):
-            self._worker.fence(kv_connector_metadata)
+        """Blocks under a copy are given to nobody: there is nothing to wait for."""
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(connector_metadata, OmniConnectorMetadata)
         super().bind_connector_metadata(connector_metadata)
-        self._worker.fence(connector_metadata)
         self._worker.bind(connector_metadata)
         self._report_asked_for = False
 
@@ -239,7 +240,7 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.collect()
         finished, failed = self._worker.take_finished_loads()
         return KVConnectorTransferResults(
-            finished_sending=self._worker.take_finished_sending(),
+            finished_sending=set(),
             finished_recving=finished,
             failed_recving=failed,
         )
@@ -269,7 +270,10 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _make_worker(
-    config: OmniConfig, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
+    config: OmniConfig,
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    surroundings: Surroundings,
 ) -> OmniWorker:
     transfer = vllm_config.kv_transfer_config
     parallel = vllm_config.parallel_config
@@ -280,10 +284,11 @@ def _make_worker(
         config=config,
         kv_cache_config=kv_cache_config,
         layers=vllm_config.compilation_config.static_forward_context,
-        transports=make_transports(config),
+        transports=surroundings.transports(config),
         rank=rank,
         ranks=parallel.tensor_parallel_size,
         arena_name=f"arena:{transfer.engine_id}:{rank}",
         arena_bytes=arena_bytes if transfer.is_kv_producer else 0,
-        store=open_lending_store(config, vllm_config, kv_cache_config),
+        store=open_lending_store(config, vllm_config, kv_cache_config, surroundings),
+        surroundings=surroundings,
     )

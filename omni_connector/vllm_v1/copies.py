@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copy jobs on threads of their own: saves in one, loads in another.
 
-The engine's thread submits a job and later asks what has ended; it waits for nothing but, at a
-preemption, for the block that is being copied out of memory about to be reused.
+The engine's thread submits a job and later asks what has ended; it waits for nothing.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from vllm.logger import init_logger
+
+from omni_connector.turns import WOKEN, StartTurns, TurnThread
+
+logger = init_logger("vllm.omni_connector.worker")
+
 CLOSE_S: Final = 5.0
+
+THREAD_DIED: Final = "copy_thread_died"
 
 
 @dataclass(slots=True)
@@ -36,70 +43,74 @@ class Outcome:
     bad_block_ids: frozenset[int] = frozenset()
 
 
-Work = Callable[[Callable[[], bool]], Outcome | None]
-"""A job's body: given a function that says whether to stop, it copies and tells how it went; or
-it returns None for "not yet", and is called again after the other jobs had their turn. It looks
-before it copies: a job that was cancelled in the queue is called to end, and copies nothing."""
+Work = Callable[[Callable[[], bool]], Generator[bool, None, Outcome]]
+"""A job's body: given a function that says whether to stop, it copies piece by piece and tells how
+it went. After each piece it yields whether it goes on at once; if not, the other jobs have their
+turn first. It looks before each piece: a job that was cancelled copies nothing any more."""
 
 _NOT_YET_S: Final = 0.0003
 
 
-@dataclass(slots=True)
 class _Job:
-    job_id: int
-    work: Work
-    cancelled: bool = False
-    seconds: float = 0.0
+    def __init__(self, job_id: int, work: Work, writes: frozenset[int]) -> None:
+        self.job_id = job_id
+        self.writes = writes
+        self.cancelled = False
+        self.seconds = 0.0
+        self.pieces = work(lambda: self.cancelled)
 
 
 class CopyThread:
-    """Runs jobs one after the other.
+    """Runs jobs one after the other. Whatever a job raises is that job's failure.
 
     Args:
         name: of the thread.
         affinity: cores it may run on; None leaves those of the creating thread.
+        start: starts it.
     """
 
-    def __init__(self, name: str, affinity: frozenset[int] | None = None) -> None:
-        self._name = name
-        self._affinity = affinity
+    def __init__(
+        self,
+        name: str,
+        affinity: frozenset[int] | None = None,
+        start: StartTurns = TurnThread,
+    ) -> None:
         self._changed = threading.Condition()
         self._queue: deque[_Job] = deque()
         self._running: _Job | None = None
         self._ended: list[Outcome] = []
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = start(name, self._turn, cores=affinity)
 
-    def submit(self, job_id: int, work: Work) -> None:
-        """Queue a job; returns at once."""
+    def submit(self, job_id: int, work: Work, writes: Iterable[int] = ()) -> None:
+        """Queue a job; returns at once.
+
+        Args:
+            writes: the KV blocks that it fills, of which none is good if it raises.
+        """
         with self._changed:
-            self._queue.append(_Job(job_id, work))
-            self._changed.notify_all()
+            self._queue.append(_Job(job_id, work, frozenset(writes)))
+        self._thread.wake()
 
     def take_ended(self) -> list[Outcome]:
-        """Outcomes since the last call, each once."""
+        """Outcomes since the last call, each once. Without its thread all jobs have failed."""
+        under_way = self._queue or self._running is not None
+        if under_way and not self._closing and not self._thread.is_alive():
+            self._fail_all()
         if not self._ended:
             return []
         with self._changed:
             ended, self._ended = self._ended, []
         return ended
 
-    def cancel(self, job_ids: set[int]) -> None:
-        """Stop these jobs: on return none of them reads or writes a block any more.
-
-        A queued one never starts; the running one stops at its next block. Unknown and ended
-        ones are ignored.
-        """
+    def _fail_all(self) -> None:
         with self._changed:
-            self._mark(job_ids)
-            running = self._running
-            if running is None or running.job_id not in job_ids:
-                return
-            # Bounded by the copy of one block; there is no peer in it to wait for.
-            self._changed.wait_for(lambda: self._running is not running)
+            jobs = [*self._queue, *([] if self._running is None else [self._running])]
+            self._queue.clear()
+            self._running = None
+            self._ended += [_failed(job, THREAD_DIED) for job in jobs]
 
-    def revoke(self, job_ids: set[int]) -> None:
+    def cancel(self, job_ids: set[int]) -> None:
         """Tell these jobs to stop, without waiting for it; unknown and ended ones are ignored."""
         with self._changed:
             self._mark(job_ids)
@@ -116,46 +127,38 @@ class CopyThread:
             for job in (*self._queue, self._running):
                 if job is not None:
                     job.cancelled = True
-            self._changed.notify_all()
+        self._thread.wake()
         self._thread.join(CLOSE_S)
 
-    def _run(self) -> None:
-        if self._affinity is not None:
-            _set_affinity(self._affinity)
-        while True:
-            with self._changed:
-                while not self._queue and not self._closing:
-                    self._changed.wait()
-                if not self._queue:
-                    return
-                job = self._queue.popleft()
-                self._running = job
-            outcome = self._perform(job)
-            with self._changed:
-                self._running = None
-                if outcome is not None:
-                    self._ended.append(outcome)
-                else:
-                    self._queue.append(job)
-                self._changed.notify_all()
-            if outcome is None:
-                time.sleep(_NOT_YET_S)
-
-    @staticmethod
-    def _perform(job: _Job) -> Outcome | None:
+    def _turn(self) -> float | None:
+        with self._changed:
+            if not self._queue:
+                return None if self._closing else WOKEN
+            job = self._queue.popleft()
+            self._running = job
+        outcome: Outcome | None = None
+        goes_on = False
         started = time.perf_counter()
-        outcome = job.work(lambda: job.cancelled)
+        try:
+            goes_on = next(job.pieces)
+        except StopIteration as end:
+            outcome = end.value
+        except BaseException:  # it is this job's, and the others go on
+            logger.exception("Copy job %d failed; please report it", job.job_id)
+            outcome = _failed(job, "job_failed")
         job.seconds += time.perf_counter() - started
-        if outcome is not None:
-            outcome.seconds = job.seconds
-        return outcome
+        with self._changed:
+            self._running = None
+            if outcome is not None:
+                outcome.seconds = job.seconds
+                self._ended.append(outcome)
+            elif goes_on:
+                self._queue.appendleft(job)
+            else:
+                self._queue.append(job)
+            self._changed.notify_all()
+        return 0.0 if goes_on or outcome is not None else _NOT_YET_S
 
 
-def _set_affinity(cores: frozenset[int]) -> None:
-    import os
-
-    # Engines pin their compute threads; a copy that inherits the pin competes with them.
-    try:
-        os.sched_setaffinity(0, cores)
-    except OSError:  # the cpuset shrank since: the inherited cores are still right
-        return
+def _failed(job: _Job, kind: str) -> Outcome:
+    return Outcome(job.job_id, kind, bad_block_ids=job.writes)

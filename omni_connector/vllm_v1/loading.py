@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Filling this rank's KV blocks with the slots of a peer's ranks."""
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -25,6 +24,7 @@ from omni_connector.errors import (
 from omni_connector.kv import BlockCopier, HeadSlice, SlotConverter, SlotLayout, head_sources
 from omni_connector.transports import Endpoint, RemoteArena
 from omni_connector.transports.choice import Transports
+from omni_connector.turns import StartTurns
 from omni_connector.vllm_v1.arenas import OpenArenas, PeerArenas
 from omni_connector.vllm_v1.copies import Outcome, Work
 from omni_connector.vllm_v1.metadata import Conversion, CopyRun, LoadJob
@@ -60,6 +60,8 @@ class Loader:
         groups: what this engine keeps.
         rank, ranks: of this worker, and how many its engine has.
         checksum: whether slots carry checksums.
+        clock: seconds, monotonic.
+        start: starts the threads that fetch.
     """
 
     def __init__(
@@ -72,9 +74,12 @@ class Loader:
         rank: int,
         ranks: int,
         checksum: bool,
+        clock: Callable[[], float],
+        start: StartTurns,
     ) -> None:
-        self._threads = PeerThreads()
-        self._arenas = PeerArenas(transports, self._threads)
+        self._clock = clock
+        self._threads = PeerThreads(start)
+        self._arenas = PeerArenas(transports, self._threads, clock, start=start)
         self._copier = copier
         self._layout = layout
         self._groups = groups
@@ -85,9 +90,9 @@ class Loader:
 
     def work(self, job: LoadJob, fence: object) -> Work:
         """The body of a job; see `Work`. Blocks that it could not fill are zero when it ends."""
-        deadline = time.monotonic() + job.timeout
+        deadline = self._clock() + job.timeout
         outcome = Outcome(job.job_id)
-        waiting = deque(self._steps(job))
+        waiting: deque[Step] = deque()
         zeros = deque(job.zeros)
         arenas = self._arenas.open()
         remotes: _Remotes = {}
@@ -95,35 +100,50 @@ class Loader:
             self._threads,
             str(job.arenas[:1]),
             lambda step: self._fetched(job, step, remotes, deadline),
+            self._clock,
         )
 
-        def work(cancelled: Callable[[], bool]) -> Outcome | None:
+        def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
             try:
+                waiting.extend(self._steps(job))
                 while zeros:
                     self._zero(*zeros.popleft(), fence)
+                    yield True
                 while waiting:
                     if cancelled():
                         outcome.failure = "cancelled"
                         break
-                    if time.monotonic() >= deadline:
+                    if self._clock() >= deadline:
                         raise PeerUnreachableError("the bytes were not there in time")
                     step = waiting[0]
                     if not self._attached(job, arenas, remotes):
-                        return None
-                    slots = self._slots(job, step, list(waiting), ahead, arenas, remotes)
-                    if slots is None:
-                        return None
+                        yield False
+                        continue
                     try:
-                        if isinstance(step, CopyRun):
-                            self._copy(step, slots[0], fence)
-                        else:
-                            self._convert(step, job, slots, fence)
-                    finally:
-                        for each in slots:
-                            each.release()
+                        slots = self._slots(job, step, list(waiting), ahead, arenas, remotes)
+                        if slots is None:
+                            yield False
+                            continue
+                        try:
+                            if isinstance(step, CopyRun):
+                                yield from self._copy(step, slots[0], fence)
+                            else:
+                                yield from self._convert(step, job, slots, fence)
+                        finally:
+                            for each in slots:
+                                each.release()
+                    except (StaleSlotError, ChecksumError):
+                        if len(step.block_ids) == 1:
+                            raise
+                        # The blocks before the bad one are good: they are loaded one by one.
+                        ahead.close()
+                        waiting.popleft()
+                        waiting.extendleft(reversed(list(self._parts(job, step, 1))))
+                        continue
                     waiting.popleft()
                     outcome.blocks += len(step.block_ids)
                     outcome.size += len(step.block_ids) * self._layout.group_bytes[step.group]
+                    yield True
             except Exception as error:  # whatever it is, the request must not wait for ever
                 outcome.failure = failure_kind(error, "load_failed")
                 logger.warning(
@@ -135,8 +155,9 @@ class Loader:
                 )
                 if not isinstance(error, OmniError):
                     logger.exception("This should not happen; please report it")
-            ahead.close()
-            arenas.close(failed=outcome.failure not in (None, "cancelled"))
+            finally:
+                ahead.close()
+                arenas.close(failed=outcome.failure not in (None, "cancelled"))
             if outcome.failure is not None:
                 outcome.bad_block_ids = frozenset(
                     block_id for step in waiting for block_id in step.block_ids
@@ -155,23 +176,31 @@ class Loader:
         for run, _ in batches(job.runs, self._layout):
             yield run
         for conversion in job.conversions:
+            size = max(1, BATCH_BYTES // self._layout.group_bytes[conversion.group])
+            yield from self._parts(job, conversion, size)
+
+    def _parts(self, job: LoadJob, step: Step, size: int) -> Iterator[Step]:
+        """A step in parts of so many blocks."""
+        for at in range(0, len(step.block_ids), size):
+            part = slice(at, at + size)
+            if isinstance(step, CopyRun):
+                yield step.part(part)
+                continue
             assert job.source is not None
-            ours = self._groups[conversion.group].block_size
-            theirs = job.source.groups[conversion.group].block_size
-            step = max(1, BATCH_BYTES // self._layout.group_bytes[conversion.group])
-            for at in range(0, len(conversion.block_ids), step):
-                indices = conversion.indices[at : at + step]
-                first = max(conversion.first, indices[0] * ours // theirs)
-                end = -(-(indices[-1] + 1) * ours // theirs)
-                held = slice(first - conversion.first, max(0, end - conversion.first))
-                yield replace(
-                    conversion,
-                    block_ids=conversion.block_ids[at : at + step],
-                    indices=indices,
-                    first=first,
-                    slots=conversion.slots[held],
-                    generations=conversion.generations[held],
-                )
+            ours = self._groups[step.group].block_size
+            theirs = job.source.groups[step.group].block_size
+            indices = step.indices[part]
+            first = max(step.first, indices[0] * ours // theirs)
+            end = -(-(indices[-1] + 1) * ours // theirs)
+            held = slice(first - step.first, max(0, end - step.first))
+            yield replace(
+                step,
+                block_ids=step.block_ids[part],
+                indices=indices,
+                first=first,
+                slots=step.slots[held],
+                generations=step.generations[held],
+            )
 
     def _attached(self, job: LoadJob, arenas: OpenArenas, remotes: _Remotes) -> bool:
         """Whether all arenas that a job reads are there; begins to attach those that are not."""
@@ -211,7 +240,7 @@ class Loader:
         fetched: list[FetchedSlots] = []
         try:
             for each in self._endpoints(job, step):
-                left = deadline - time.monotonic()
+                left = deadline - self._clock()
                 fetched.append(
                     FetchedSlots(remotes[each], step.slots, step.generations, length, timeout=left)
                 )
@@ -264,7 +293,7 @@ class Loader:
             sources=tuple((rank, tuple(heads)) for rank, heads in sorted(by_rank.items())),
         )
 
-    def _copy(self, run: CopyRun, slots: Slots, fence: object) -> None:
+    def _copy(self, run: CopyRun, slots: Slots, fence: object) -> Generator[bool, None, None]:
         checksums = self._copier.load(
             run.group,
             np.asarray(run.block_ids, dtype=np.int64),
@@ -273,11 +302,12 @@ class Loader:
             checksum=self._checksum or not slots.in_place,
             fence=fence,
         )
+        yield True
         self._compare(run, checksums.tolist(), slots)
 
     def _convert(
         self, step: Conversion, job: LoadJob, sources: Sequence[Slots], fence: object
-    ) -> None:
+    ) -> Generator[bool, None, None]:
         assert job.source is not None
         plan = self._plan(job.source, step.group)
         ours, theirs = self._groups[step.group].block_size, plan.block_size
@@ -299,6 +329,7 @@ class Loader:
                         )
                 checked = self._checksum or not slots.in_place
                 checksums.append(xxhash.xxh3_64_intdigest(content.data) if checked else 0)
+            yield True
             self._compare(step, checksums, slots)
         self._copier.load(
             step.group,
@@ -334,15 +365,7 @@ def batches(runs: list[CopyRun], layout: SlotLayout) -> Iterator[tuple[CopyRun, 
         size = layout.group_bytes[run.group]
         step = max(1, BATCH_BYTES // size)
         for first in range(0, len(run.block_ids), step):
-            part = slice(first, first + step)
-            batch = CopyRun(
-                run.group,
-                run.block_ids[part],
-                run.slots[part],
-                run.generations[part],
-                run.keys[part],
-            )
-            yield batch, size
+            yield run.part(slice(first, first + step)), size
 
 
 def failure_kind(error: Exception, other: str) -> str:

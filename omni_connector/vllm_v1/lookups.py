@@ -2,10 +2,8 @@
 """Asking the shared store, beside the engine's thread, which blocks of a prompt it holds."""
 
 import math
-import queue
-import threading
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
@@ -15,6 +13,7 @@ from vllm.logger import init_logger
 
 from omni_connector.control.shapes import GroupShape
 from omni_connector.transports.block_store import BlockStore
+from omni_connector.turns import WOKEN, StartTurns, TurnThread
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.shared_blocks import FailuresOf, block_key, holder
 
@@ -114,6 +113,7 @@ class StoreLookups:
         groups: what this engine keeps.
         ranks: a block counts as held when it is for all of them.
         clock: seconds, monotonic.
+        start: starts the thread.
     """
 
     def __init__(
@@ -122,6 +122,7 @@ class StoreLookups:
         groups: Sequence[GroupShape],
         ranks: int,
         clock: Callable[[], float],
+        start: StartTurns = TurnThread,
     ) -> None:
         self._store = store
         self._failures = FailuresOf(store)
@@ -131,13 +132,14 @@ class StoreLookups:
         self._whole = [shape.keeps == "all" for shape in groups]
         self._holders = [sorted({holder(shape, rank) for rank in range(ranks)}) for shape in groups]
         self._step = max(1, _MAX_KEYS // sum(map(len, self._holders)))
-        self._queue: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="omni-lookup", daemon=True)
-        self._thread.start()
+        self._queue: deque[Lookup] = deque()
+        self._closing = False
+        self._thread = start("omni-lookup", self._turn)
 
     def ask(self, lookup: Lookup) -> None:
         """Have a question answered; returns at once."""
-        self._queue.put(lookup)
+        self._queue.append(lookup)
+        self._thread.wake()
 
     def distrust(self, names: Iterable[BlockName]) -> None:
         """Count these blocks as missing for some minutes: an entry among them is wrong."""
@@ -149,21 +151,26 @@ class StoreLookups:
 
     def close(self) -> None:
         """Stop the thread, within `CLOSE_S` seconds, and let go of the store. Idempotent."""
-        self._queue.put(None)
+        self._closing = True
+        self._thread.wake()
         self._thread.join(CLOSE_S)
         self._store.close()
 
-    def _run(self) -> None:
-        while (lookup := self._queue.get()) is not None:
-            if self._clock() >= lookup.deadline:
-                continue  # of a request that went on without
-            try:
-                held = self._answer(lookup)
-                # A store that did not answer in time says that it holds nothing.
-                if self._clock() < lookup.deadline:
-                    lookup.held = held
-            except Exception:  # the request goes on at its deadline, and so must this thread
-                logger.exception("A lookup in the shared store failed; please report it")
+    def _turn(self) -> float | None:
+        try:
+            lookup = self._queue.popleft()
+        except IndexError:
+            return None if self._closing else WOKEN
+        if self._clock() >= lookup.deadline:
+            return 0.0  # of a request that went on without
+        try:
+            held = self._answer(lookup)
+            # A store that did not answer in time says that it holds nothing.
+            if self._clock() < lookup.deadline:
+                lookup.held = held
+        except Exception:  # the request goes on at its deadline, and so must this thread
+            logger.exception("A lookup in the shared store failed; please report it")
+        return 0.0
 
     def _answer(self, lookup: Lookup) -> list[Held]:
         found: list[list[bool]] = [[] for _ in lookup.hashes]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the two halves tell each other, through vLLM's own channels."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,6 +17,9 @@ from omni_connector.transports.base import Endpoint
 NULL_BLOCK_ID: Final = 0
 """The block that vLLM puts in a table where there is none: never read, never written."""
 
+NO_JOB_ID: Final = 0
+"""Of work that no ledger has started, and nobody asks after."""
+
 Block = tuple[int, int]
 """(position of the group among the transferred ones, logical index in the request)."""
 
@@ -29,6 +33,16 @@ class CopyRun:
     slots: list[int]
     generations: list[int]
     keys: list[bytes]
+
+    def part(self, which: slice) -> "CopyRun":
+        """Some of the blocks, and their slots."""
+        return CopyRun(
+            self.group,
+            self.block_ids[which],
+            self.slots[which],
+            self.generations[which],
+            self.keys[which],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +78,33 @@ class LoadJob:
     """Fill blocks with a peer's slots.
 
     Attributes:
-        job_id: names the job in the worker's report.
         request_id: the request that waits for it.
         arenas: the peer's arenas, one a rank, each in all ways that it can be read.
         timeout: seconds from its arrival until the job is given up.
+        job_id: names the job in the worker's report.
         runs: blocks to be copied from slots of the same shape.
         conversions: blocks to be filled from slots of another one.
         zeros: group and blocks that vLLM has allocated and no token reads.
         source: what the peer keeps; None without conversions.
     """
 
-    job_id: int
     request_id: str
     arenas: tuple[tuple[Endpoint, ...], ...]
     timeout: float
+    job_id: int = 0
     runs: list[CopyRun] = field(default_factory=list)
     conversions: list[Conversion] = field(default_factory=list)
     zeros: list[tuple[int, list[int]]] = field(default_factory=list)
     source: Fingerprint | None = None
+
+    def block_ids(self) -> Iterator[int]:
+        """Every block that the job writes to."""
+        for run in self.runs:
+            yield from run.block_ids
+        for conversion in self.conversions:
+            yield from conversion.block_ids
+        for _, block_ids in self.zeros:
+            yield from block_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +131,7 @@ class StoreSave:
 
 @dataclass(frozen=True, slots=True)
 class StoreLoad:
-    """Fill blocks from the shared store; `zeros` and `timeout` are as in `LoadJob`."""
+    """Fill blocks from the shared store; the attributes are as in `LoadJob`."""
 
     job_id: int
     request_id: str
@@ -125,19 +148,17 @@ class OmniConnectorMetadata(KVConnectorMetadata):
     Attributes:
         saves: started when the step's forward pass has written its KV.
         loads: started at once.
-        cancel: load jobs of requests that are over.
-        fence: save jobs whose blocks this step may overwrite: cancelled or waited for first.
-        finish_after: request id and the save jobs after which its blocks may be freed.
-        store_saves, store_loads: the same with the shared store; `cancel` names loads of both.
+        store_saves, store_loads: the same with the shared store.
+        cancel: jobs of whatever kind that nobody wants any more.
+        void: slots, and a generation for each, so that who reads them learns that they are void.
     """
 
     saves: list[SaveJob] = field(default_factory=list)
     loads: list[LoadJob] = field(default_factory=list)
-    cancel: list[int] = field(default_factory=list)
-    fence: list[int] = field(default_factory=list)
-    finish_after: list[tuple[str, list[int]]] = field(default_factory=list)
     store_saves: list[StoreSave] = field(default_factory=list)
     store_loads: list[StoreLoad] = field(default_factory=list)
+    cancel: list[int] = field(default_factory=list)
+    void: tuple[list[int], list[int]] = ([], [])
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ steps ahead of the copies, so that network and copies work at the same time, and
 for a peer that does not answer.
 """
 
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from omni_connector.errors import PeerRefusedError, SlotPendingError
 from omni_connector.transports import RemoteArena, SlotHeader
+from omni_connector.turns import WOKEN, StartTurns, Turns, TurnThread
 
 THREADS_A_PEER: Final = 4
 MAX_THREADS: Final = 64
@@ -106,57 +108,58 @@ Slots = MappedSlots | FetchedSlots
 
 
 class PeerThreads:
-    """Threads that wait for peers; a peer that does not answer holds up its own calls only."""
+    """Threads that wait for peers; a peer that does not answer holds up its own calls only.
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
+    Args:
+        start: starts one.
+    """
+
+    def __init__(self, start: StartTurns = TurnThread) -> None:
+        self._start = start
+        self._lock = threading.Lock()
         self._calls: dict[str, deque[Callable[[], None]]] = {}
         self._running: Counter[str] = Counter()
-        self._threads: list[threading.Thread] = []
-        self._idle = 0
+        self._threads: list[Turns] = []
         self._closed = False
 
     def submit(self, peer: str, call: Callable[[], None]) -> None:
         """Have a thread make this call, which raises nothing."""
-        with self._changed:
+        with self._lock:
             self._calls.setdefault(peer, deque()).append(call)
-            begin = sum(
+            wanted = sum(self._running.values()) + sum(
                 min(len(calls), THREADS_A_PEER - self._running[p])
                 for p, calls in self._calls.items()
             )
-            if begin > self._idle and len(self._threads) < MAX_THREADS:
-                thread = threading.Thread(target=self._run, name="omni-fetch", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-            self._changed.notify()
+            if wanted > len(self._threads) < MAX_THREADS:
+                self._threads.append(self._start("omni-fetch", self._turn))
+        for thread in self._threads:
+            thread.wake()
 
     def close(self) -> None:
         """End the threads; one that waits for a peer ends with that. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+        for thread in self._threads:
+            thread.wake()
         deadline = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _run(self) -> None:
-        with self._changed:
-            while not self._closed:
-                peer = self._next()
-                if peer is None:
-                    self._idle += 1
-                    self._changed.wait()
-                    self._idle -= 1
-                    continue
-                call = self._calls[peer].popleft()
-                self._running[peer] += 1
-                self._changed.release()
-                try:
-                    call()
-                finally:
-                    del call
-                    self._changed.acquire()
-                    self._ended(peer)
+    def _turn(self) -> float | None:
+        with self._lock:
+            if self._closed:
+                return None
+            peer = self._next()
+            if peer is None:
+                return WOKEN
+            call = self._calls[peer].popleft()
+            self._running[peer] += 1
+        try:
+            call()
+        finally:
+            with self._lock:
+                self._ended(peer)
+        return 0.0
 
     def _next(self) -> str | None:
         """A peer with a call that may begin."""
@@ -182,16 +185,22 @@ class FetchAhead(Generic[_Step]):
         threads: make them.
         peer: whose they are.
         fetch: slots of one step, of each rank that it reads.
+        clock: seconds, monotonic.
     """
 
     def __init__(
-        self, threads: PeerThreads, peer: str, fetch: Callable[[_Step], list[FetchedSlots]]
+        self,
+        threads: PeerThreads,
+        peer: str,
+        fetch: Callable[[_Step], list[FetchedSlots]],
+        clock: Callable[[], float],
     ) -> None:
         self._threads = threads
         self._peer = peer
+        self._clock = clock
         self._fetch = fetch
         self._under_way: deque[Future[list[FetchedSlots]]] = deque()
-        self._not_before = 0.0
+        self._not_before = -math.inf
         self._lock = threading.Lock()
         self._waiting: deque[tuple[_Step, Future[list[FetchedSlots]]]] = deque()
         self._running = False
@@ -202,7 +211,7 @@ class FetchAhead(Generic[_Step]):
         Raises:
             What `fetch` has raised, but `SlotPendingError`: the step is then fetched again.
         """
-        if time.monotonic() < self._not_before:
+        if self._clock() < self._not_before:
             return None
         for step in steps[len(self._under_way) : _AHEAD]:
             self._under_way.append(self._submit(step))
@@ -212,7 +221,7 @@ class FetchAhead(Generic[_Step]):
         try:
             return first.result()
         except SlotPendingError:
-            self._not_before = time.monotonic() + _PENDING_S
+            self._not_before = self._clock() + _PENDING_S
             self._under_way.appendleft(self._submit(steps[0]))
             return None
 

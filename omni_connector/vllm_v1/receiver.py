@@ -7,8 +7,7 @@ prompt is computed here. What goes wrong later is the worker's to report, and vL
 or fails the request by `kv_load_failure_policy`.
 """
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -25,6 +24,7 @@ from omni_connector.errors import (
     PeerUnreachableError,
     ProtocolError,
 )
+from omni_connector.vllm_v1.ledger import CANCELLED, CopyLedger
 from omni_connector.vllm_v1.metadata import (
     NULL_BLOCK_ID,
     Conversion,
@@ -59,8 +59,9 @@ class _Load:
     answer_by: float
     future: "Future[Grant] | None"
     grant: Grant | None = None
-    num_tokens: int = 0
     job_id: int | None = None
+    ended: bool = False
+    void: bool = False  # of other weights than the engine has by now
 
 
 class HandoffReceiver:
@@ -68,6 +69,7 @@ class HandoffReceiver:
 
     Args:
         channel: reaches the prefill engines.
+        ledger: the copy jobs.
         address_of: control address of the engine that the params name.
         fingerprint: of this engine.
         group_ids: index of each transferred group among vLLM's groups.
@@ -81,6 +83,7 @@ class HandoffReceiver:
         self,
         *,
         channel: ControlChannel,
+        ledger: CopyLedger,
         address_of: Callable[[RemotePrefill], str],
         fingerprint: Fingerprint,
         group_ids: tuple[int, ...],
@@ -90,6 +93,7 @@ class HandoffReceiver:
         stats: OmniStats,
     ) -> None:
         self._channel = channel
+        self._ledger = ledger
         self._address_of = address_of
         self._fingerprint = fingerprint
         self._group_ids = group_ids
@@ -99,9 +103,8 @@ class HandoffReceiver:
         self._stats = stats
         self._loads: dict[str, _Load] = {}
         self._queued: list[LoadJob] = []
-        self._unwanted: list[int] = []
-        self._jobs: dict[int, tuple[_Load, int, str | None]] = {}
-        self._job_ids = itertools.count(-1, -1)  # never those of the sender's jobs
+        self._failed: list[Request] = []
+        self._void: list[Request] = []
 
     def add(self, request: "Request", remote: RemotePrefill, prompt: Prompt) -> None:
         """A request whose prompt was prefilled elsewhere has arrived: ask there."""
@@ -123,10 +126,14 @@ class HandoffReceiver:
             future=future,
         )
 
+    def reject(self, remote: RemotePrefill) -> None:
+        """A request was refused before it reached this engine: nobody will claim its KV."""
+        self._channel.drop(self._address_of(remote), remote.token)
+
     def matched_tokens(self, request_id: str, num_computed: int) -> int | None:
         """Tokens that can be loaded beyond `num_computed`; None while the peer is asked."""
         load = self._loads.get(request_id)
-        if load is None or load.job_id is not None:
+        if load is None or load.ended or load.job_id is not None:
             return 0
         if load.future is not None and not self._answered(load, load.future):
             return None
@@ -206,13 +213,13 @@ class HandoffReceiver:
                 load.grant = load.future.result()
             load.future = None
         if load.grant is not None:
-            self._channel.release(load.grant.address, load.grant.token)
+            self._channel.release(load.grant)
             load.grant = None
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", num_external: int) -> None:
         """vLLM has allocated blocks for `num_external` tokens of ours, or decided against it."""
         load = self._loads.get(request.request_id)
-        if load is None or load.job_id is not None:
+        if load is None or load.ended or load.job_id is not None:
             return
         if num_external <= 0:
             self._release(load)
@@ -220,9 +227,9 @@ class HandoffReceiver:
         grant = load.grant
         assert grant is not None, "tokens are matched only with a grant"
         job = self._job(request.request_id, grant, blocks.get_block_ids(), num_external)
-        load.job_id = job.job_id
-        load.num_tokens = num_external
-        self._jobs[job.job_id] = (load, self._fingerprint.ranks, None)
+        load.job_id = job.job_id = self._ledger.start(
+            job.block_ids(), lambda failure: self._job_ended(load, num_external, failure)
+        )
         self._queued.append(job)
 
     def _job(
@@ -231,7 +238,6 @@ class HandoffReceiver:
         peer = grant.welcome.fingerprint
         end = grant.granted.num_tokens
         job = LoadJob(
-            job_id=next(self._job_ids),
             request_id=request_id,
             arenas=grant.welcome.arenas,
             timeout=min(self._timeout, grant.expires - self._clock()),
@@ -274,50 +280,55 @@ class HandoffReceiver:
         return job
 
     def build(self, meta: OmniConnectorMetadata) -> None:
-        """Add this step's loads, and those that nobody wants any more, to `meta`."""
+        """Add this step's loads to `meta`."""
         if self._queued:
             meta.loads.extend(self._queued)
             self._queued.clear()
-        if self._unwanted:
-            meta.cancel.extend(self._unwanted)
-            self._unwanted.clear()
 
-    def jobs_done(self, done: Mapping[int, int], failed: Mapping[int, str]) -> "list[Request]":
-        """The workers' reports: how many ranks ended each job, and which failed.
+    def _job_ended(self, load: _Load, num_tokens: int, failure: str | None) -> None:
+        load.job_id, load.ended = None, True
+        self._release(load)
+        if load.void:
+            self._void.append(load.request)
+            return
+        if failure is None:
+            self._stats.count("handoffs_received")
+            self._stats.count("tokens_loaded", num_tokens)
+            return
+        if failure != CANCELLED:  # the worker has said why, vLLM says what follows
+            self._stats.fail(failure)
+        self._failed.append(load.request)
 
-        Returns the requests whose loads have failed.
-        """
-        failures = []
-        for job_id, ranks in done.items():
-            entry = self._jobs.get(job_id)
-            if entry is None:
+    def void(self) -> None:
+        """What was asked for, granted or is being loaded is of other weights than it would be
+        read with: the prompts are computed here."""
+        for load in self._loads.values():
+            if load.ended or load.void:
                 continue
-            load, left, failure = entry
-            left, failure = left - ranks, failure or failed.get(job_id)
-            if left > 0:
-                self._jobs[job_id] = (load, left, failure)
-                continue
-            del self._jobs[job_id]
-            if failure is None:
-                self._stats.count("handoffs_received")
-                self._stats.count("tokens_loaded", load.num_tokens)
-                self._release(load)
-            else:
-                if failure != "cancelled":  # the worker has said why, vLLM says what follows
-                    self._stats.fail(failure)
-                self._release(load)
-                failures.append(load.request)
-        return failures
+            load.void = True
+            if load.job_id is None:  # else it comes to its end, and to nothing
+                load.ended = True
+                self._give_up(load, "weights_changed", "the prefix cache was reset meanwhile")
+
+    def take_void(self) -> "list[Request]":
+        """Requests whose loads have ended since the last call, and are void."""
+        void, self._void = self._void, []
+        return void
+
+    def take_failed(self) -> "list[Request]":
+        """Requests whose loads have failed since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def finish(self, request_id: str) -> None:
         """The request is over, maybe before its KV came; a load under way is told to stop."""
         load = self._loads.pop(request_id, None)
         if load is None:
             return
-        if load.job_id is None or load.job_id not in self._jobs:
+        if load.job_id is None:
             self._release(load)
         else:
-            self._unwanted.append(load.job_id)
+            self._ledger.revoke([load.job_id])
 
 
 def _written(group: GroupShape, start: int, end: int) -> range:

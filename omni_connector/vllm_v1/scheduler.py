@@ -5,9 +5,7 @@ It decides; the workers copy. Nothing here waits: claims are answered on the con
 copies are reported by the workers with each step.
 """
 
-import secrets
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
@@ -22,7 +20,9 @@ from omni_connector.network.keys import ClusterKey, load_key
 from omni_connector.network.peers import Peers, parse_listen
 from omni_connector.transports.runtime import loopback_key, runtime_dir, socket_path
 from omni_connector.vllm_v1.compat import hash_block_size, recompute
+from omni_connector.vllm_v1.epoch import WeightsEpoch
 from omni_connector.vllm_v1.identity import fingerprint, hash_id, prompt_of
+from omni_connector.vllm_v1.ledger import CopyLedger
 from omni_connector.vllm_v1.metadata import (
     OmniConnectorMetadata,
     OmniHandshakeMetadata,
@@ -43,6 +43,7 @@ from omni_connector.vllm_v1.sender import HandoffSender
 from omni_connector.vllm_v1.shared_prefix import SharedPrefix
 from omni_connector.vllm_v1.sharing import open_shared_prefix
 from omni_connector.vllm_v1.specs import fails_by_block, keeps_all, transferred_groups
+from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings
 from omni_connector.vllm_v1.upkeep import Upkeep
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class OmniScheduler:
         config: the connector's settings.
         vllm_config: vLLM's.
         kv_cache_config: what vLLM allocates.
-        clock: seconds, monotonic.
+        surroundings: clock, randomness and threads.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class OmniScheduler:
         config: OmniConfig,
         vllm_config: "VllmConfig",
         kv_cache_config: "KVCacheConfig",
-        clock: Callable[[], float] = time.monotonic,
+        surroundings: Surroundings = SURROUNDINGS,
     ) -> None:
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
@@ -82,7 +83,8 @@ class OmniScheduler:
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._clock = clock
+        self._surroundings = surroundings
+        self._clock = surroundings.clock
         self._engine_id: str = transfer.engine_id
         self._produces = transfer.is_kv_producer
         self._consumes = transfer.is_kv_consumer
@@ -92,20 +94,23 @@ class OmniScheduler:
         self._fails_by_block = fails_by_block(kv_cache_config)
         # Of what is kept for the last tokens only, a prefill must end where the decode begins.
         self._stops_early = not keeps_all(kv_cache_config)
-        self._epoch = secrets.token_bytes(TOKEN_BYTES)
+        self._epoch = surroundings.randbytes(TOKEN_BYTES)
         self._stats = OmniStats()
         self._manager: KVCacheManager | None = None
         self._directory: SlotDirectory | None = None
         self._channel: ControlChannel | None = None
         self._sender: HandoffSender | None = None
         self._receiver: HandoffReceiver | None = None
+        self._ledger: CopyLedger | None = None
+        self._weights: WeightsEpoch | None = None
+        self._void: tuple[list[int], list[int]] = [], []
         self._shared: SharedPrefix | None = None
         self._runtime_dir = runtime_dir(config.namespace)
         self._peers = Peers(config.peers)
         self._key: ClusterKey | None = None
         if config.key_file is not None:
             self._key = load_key(config.key_file)
-        self._upkeep = Upkeep(self._runtime_dir, clock)
+        self._upkeep = Upkeep(self._runtime_dir, self._clock)
         self._gauges: tuple[int, int, int] | None = None
 
     def bind_kv_cache_manager(self, manager: "KVCacheManager") -> None:
@@ -132,18 +137,24 @@ class OmniScheduler:
         ours = fingerprint(self._config, self._vllm_config, self._kv_cache_config, ranks[0])
         hashing = hash_id(self._vllm_config, self._hash_block_size)
         arenas = tuple(rank.endpoints for rank in ranks if rank.endpoints)
+        assert self._manager is not None
+        self._weights = weights = WeightsEpoch(self._manager.block_pool)
+        self._ledger = ledger = CopyLedger(self._manager.block_pool, ours.ranks, self._clock)
         self._upkeep.sweep()
         server = None
         if self._produces:
             if len(arenas) != ours.ranks:
                 raise ConfigError("a rank of this engine has no arena")
             num_slots = min(endpoints[0].n_slots for endpoints in arenas)
-            self._directory = SlotDirectory(num_slots, self._clock, self._config.handoff_ttl_s)
+            self._directory = SlotDirectory(
+                num_slots, self._clock, self._config.handoff_ttl_s, self._surroundings.randbytes
+            )
             self._upkeep.directory = self._directory
             server = ControlServer(
                 fingerprint=ours,
                 welcome=Welcome(self._epoch, hashing, ours, arenas),
                 directory=self._directory,
+                valid=weights.holds,
                 clock=self._clock,
                 patience=self._config.handoff_ttl_s,
                 count=self._upkeep.count,
@@ -158,11 +169,14 @@ class OmniScheduler:
             on_tick=self._upkeep.tick,
             on_peer_gone=self._upkeep.sweep,
             clock=self._clock,
+            start=self._surroundings.start,
+            sockets=self._surroundings.sockets(),
         )
         self._channel = self._upkeep.channel = channel
         if self._directory is not None:
             self._sender = HandoffSender(
                 directory=self._directory,
+                ledger=ledger,
                 fingerprint=ours,
                 group_ids=self._group_ids,
                 engine_id=self._engine_id,
@@ -176,6 +190,7 @@ class OmniScheduler:
         if self._consumes:
             self._receiver = HandoffReceiver(
                 channel=channel,
+                ledger=ledger,
                 address_of=self._address_of,
                 fingerprint=ours,
                 group_ids=self._group_ids,
@@ -188,9 +203,10 @@ class OmniScheduler:
             self._config,
             self._vllm_config,
             self._kv_cache_config,
+            ledger=ledger,
             fingerprint=ours,
             group_ids=self._group_ids,
-            clock=self._clock,
+            surroundings=self._surroundings,
             stats=self._stats,
         )
 
@@ -211,8 +227,26 @@ class OmniScheduler:
             else:
                 self._stats.fail(event, number)
 
+    def _follow_weights(self) -> None:
+        if self._weights is not None and not self._weights.holds():
+            self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        """Whatever was computed so far is void, here and at those who are reading it."""
+        assert self._weights is not None
+        self._weights.begin()
+        if self._sender is not None and self._directory is not None:
+            slots, generations = self._sender.void()
+            self._void[0].extend(slots)
+            self._void[1].extend(generations)
+        if self._receiver is not None:
+            self._receiver.void()
+        if self._shared is not None:
+            self._shared.void()
+
     def on_new_request(self, request: "Request") -> None:
         """A request was added: ask for its KV elsewhere, or prepare to hand it off."""
+        self._follow_weights()
         self._follow_params(request)
         if self._shared is not None and not request.resumable:  # a session's tokens may change
             truncated = bool(request.kv_transfer_params) and self._stops_early
@@ -246,6 +280,10 @@ class OmniScheduler:
                 raise BadParamsError("prompt_embeds", "the prompt has no token ids")
             if prompt.num_tokens > 0:
                 self._receiver.add(request, remote, prompt)
+            else:
+                # No prompt of one token is handed off: it is that which vLLM puts in the place of
+                # one that its server has refused.
+                self._receiver.reject(remote)
         except BadParamsError as error:
             self._stats.fail(error.reason)
             logger.warning(
@@ -270,7 +308,9 @@ class OmniScheduler:
             self._sender.add(request, prompt, refusal="nothing_to_hand_off")
             return
         refusal = "control_ended" if self._upkeep.ended() else None
-        if refusal is None and self._stops_early and not truncated:
+        if request.resumable:  # it goes on writing, and a state is overwritten in place
+            refusal = "resumable"
+        elif refusal is None and self._stops_early and not truncated:
             refusal = _truncation_refusal(request, num_tokens)
             if refusal is None:
                 _truncate(request, params)
@@ -283,6 +323,7 @@ class OmniScheduler:
         self, request: "Request", num_computed: int
     ) -> tuple[int | None, bool]:
         """vLLM's question, answered at once; see `KVConnectorBase_V1`."""
+        self._follow_weights()
         matched: int | None = 0
         if request.kv_transfer_params:
             request_id = request.request_id
@@ -313,14 +354,19 @@ class OmniScheduler:
         """This step's work for the workers."""
         meta = OmniConnectorMetadata()
         self._upkeep.ended()
-        if self._sender:
+        self._follow_weights()
+        if self._void[0]:
+            meta.void, self._void = self._void, ([], [])
+        if self._sender is not None:
             assert self._manager is not None
-            self._sender.build(meta, scheduler_output, self._manager.get_block_ids)
+            self._sender.build(meta, scheduler_output, self._manager.get_blocks)
         if self._receiver is not None:
             self._receiver.build(meta)
         if self._shared is not None:
             assert self._manager is not None
             self._shared.build(meta, scheduler_output, self._manager)
+        if self._ledger is not None:
+            meta.cancel.extend(self._ledger.take_revoked())
         return meta
 
     def update_output(self, output: "KVConnectorOutput") -> None:
@@ -328,57 +374,50 @@ class OmniScheduler:
         report = output.kv_connector_worker_meta
         if not isinstance(report, OmniWorkerMetadata):
             return
-        if self._sender is not None:
-            self._sender.jobs_done(report.done, report.failed)
-            if output.finished_sending:
-                output.finished_sending -= self._sender.still_sending()
-        if self._receiver is not None:
-            for request in self._receiver.jobs_done(report.done, report.failed):
-                if not self._fails_by_block and request.request_id not in output.failed_recving:
-                    assert self._manager is not None
-                    logger.warning(
-                        "Request %s computes its prompt here: its load failed, and the model "
-                        "runner does not pass on failed loads",
-                        request.request_id,
-                    )
-                    recompute(request, self._manager)
-        if self._shared is not None:
-            assert self._manager is not None
-            for request in self._shared.jobs_done(report.done, report.failed, self._manager):
-                # Told to vLLM, a failed load could end the request: its policy is for hand-offs.
+        assert self._ledger is not None
+        assert self._manager is not None
+        self._follow_weights()
+        self._ledger.report(report.done, report.failed)
+        for request in self._receiver.take_void() if self._receiver is not None else ():
+            # It has come, but of other weights than it will be read with.
+            recompute(request, self._manager)
+        for request in self._receiver.take_failed() if self._receiver is not None else ():
+            if not self._fails_by_block and request.request_id not in output.failed_recving:
+                logger.warning(
+                    "Request %s computes its prompt here: its load failed, and the model "
+                    "runner does not pass on failed loads",
+                    request.request_id,
+                )
                 recompute(request, self._manager)
+        for request in self._shared.take_failed() if self._shared is not None else ():
+            # Told to vLLM, a failed load could end the request: its policy is for hand-offs.
+            recompute(request, self._manager)
 
-    def request_finished(
-        self, request: "Request", block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """The request is over, in whatever way; see `SupportsHMA`."""
+        self._follow_weights()
         if self._shared is not None:
             self._shared.finish(request.request_id)
         if not request.kv_transfer_params:
             return False, None
         if self._receiver is not None:
             self._receiver.finish(request.request_id)
-        if self._sender is not None:
-            return self._sender.finish(request, block_ids)
-        return False, None
+        if self._sender is None:
+            return False, None
+        return False, self._sender.finish(request)
 
-    def saving(self) -> bool:
+    def copying(self) -> bool:
         """Whether blocks are held, until a later step, that no request need hold."""
-        return self._shared is not None and self._shared.saving()
+        return bool(self._ledger)
 
     def frees_soon(self) -> bool:
         """Whether blocks come free so soon that nobody should be preempted for some."""
-        if self._shared is None:
-            return False
-        assert self._manager is not None
-        return self._shared.frees_soon(self._manager)
+        return self._ledger is not None and self._ledger.frees_soon()
 
     def reset_cache(self) -> bool:
-        """Forget every block that a later request could share, as after a change of weights."""
-        if self._shared is not None:
-            self._shared.forget()
-        if self._directory is not None:
-            self._directory.forget()
+        """Void whatever was computed before, as after a change of weights."""
+        if self._weights is not None:
+            self._begin_epoch()
         return True
 
     def take_stats(self) -> OmniStats | None:

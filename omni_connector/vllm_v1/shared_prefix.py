@@ -6,20 +6,19 @@ for which there is no room: each means that tokens are computed here, and nothin
 failed load is never reported to vLLM, whose policy could end the request for it: the request is
 sent back to its queue before vLLM hears that the load is over.
 
-Blocks are copied as they fill. Each holds a reference in vLLM's block pool while it is copied, so
-that preemption, abort or a window that moves on may free it at any time.
+Blocks are copied as they fill, and held meanwhile (see `CopyLedger`).
 """
 
 import itertools
 import math
-import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from vllm.logger import init_logger
 
 from omni_connector.control.shapes import GroupShape
+from omni_connector.vllm_v1.ledger import CANCELLED, CopyLedger
 from omni_connector.vllm_v1.lookups import BlockName, Lookup, Recently, StoreLookups
 from omni_connector.vllm_v1.metadata import (
     NULL_BLOCK_ID,
@@ -38,13 +37,13 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.omni_connector.shared_prefix")
 
-_FIRST_JOB_ID: Final = 1 << 48  # never one of a hand-off's
-
 # Copies under way hold this part of all KV blocks at most; what is beyond it is not stored.
 _HELD_PART: Final = 4
 
 # For so long a block that was sent to the store is not sent again.
 _RECENT_S: Final = 30.0
+
+_NEVER: Final = 1 << 62
 
 # A copy that began this long ago is one that waits for the store.
 _COPY_S: Final = 0.1
@@ -62,22 +61,7 @@ class _Prompt:
     missed: bool = False
     admitted: bool = False  # since the lookup
     job_id: int | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    prompt: _Prompt
-    num_tokens: int
-    names: list[BlockName]
-    ranks_left: int
-    failure: str | None = None
-
-
-@dataclass(slots=True)
-class _Save:
-    block_ids: list[int]
-    ranks_left: int
-    started: float
+    void: bool = False  # what is loaded for it is of other weights
 
 
 class SharedPrefix:
@@ -85,15 +69,16 @@ class SharedPrefix:
 
     Args:
         lookups: asks the store; closed with this.
+        ledger: the copy jobs.
         prefix: of this engine's keys.
         groups: what this engine keeps, none of it recurrent.
         group_ids: index of each transferred group among vLLM's groups.
-        ranks: tensor-parallel size.
         hash_block_size: tokens of one of a request's hashes; divides every group's block size.
         num_blocks: KV blocks of this engine.
         lookup_timeout: seconds a request waits for the store's answer.
         load_timeout: seconds for the bytes.
         clock: seconds, monotonic.
+        randbytes: so many bytes that nobody can guess.
         stats: where to count.
     """
 
@@ -101,22 +86,24 @@ class SharedPrefix:
         self,
         *,
         lookups: StoreLookups,
+        ledger: CopyLedger,
         prefix: str,
         groups: tuple[GroupShape, ...],
         group_ids: tuple[int, ...],
-        ranks: int,
         hash_block_size: int,
         num_blocks: int,
         lookup_timeout: float,
         load_timeout: float,
         clock: Callable[[], float],
+        randbytes: Callable[[int], bytes],
         stats: OmniStats,
     ) -> None:
+        self._randbytes = randbytes
         self._lookups = lookups
+        self._ledger = ledger
         self._engines_prefix = self._prefix = prefix
         self._groups = groups
         self._group_ids = group_ids
-        self._ranks = ranks
         self._hashes_a_block = [shape.block_size // hash_block_size for shape in groups]
         self._unit = math.lcm(*(shape.block_size for shape in groups))
         self._max_held = max(1, num_blocks // _HELD_PART)
@@ -125,13 +112,10 @@ class SharedPrefix:
         self._clock = clock
         self._stats = stats
         self._prompts: dict[str, _Prompt] = {}
-        self._loads: dict[int, _Load] = {}
-        self._saves: dict[int, _Save] = {}
         self._num_held = 0
         self._queued: list[StoreLoad] = []
-        self._unwanted: list[int] = []
+        self._failed: list[Request] = []
         self._sent = Recently(_RECENT_S, clock)
-        self._job_ids = itertools.count(_FIRST_JOB_ID)
 
     def add(self, request: "Request", *, stops_early: bool = False) -> None:
         """A request has arrived: ask what the store holds of its prompt.
@@ -223,37 +207,31 @@ class SharedPrefix:
         lookup = prompt.lookup
         assert lookup is not None, "tokens are matched only by a lookup"
         assert local is not None
-        load = self._load(prompt, lookup, blocks, local, local + num_external)
-        prompt.job_id = load.job_id
-        self._queued.append(load)
+        self._queued.append(self._load(prompt, lookup, blocks, local, local + num_external))
 
     def _load(
         self, prompt: _Prompt, lookup: Lookup, blocks: "KVCacheBlocks", start: int, end: int
     ) -> StoreLoad:
         request_id = prompt.request.request_id
-        job = StoreLoad(
-            job_id=next(self._job_ids),
-            request_id=request_id,
-            prefix=lookup.prefix,
-            timeout=self._load_timeout,
-            runs=[],
-            zeros=[],
-        )
         tables = blocks.get_block_ids()
         names: list[BlockName] = []
+        runs: list[StoreRun] = []
+        zeros: list[tuple[int, list[int]]] = []
         for g, shape in enumerate(self._groups):
             table, read = tables[self._group_ids[g]], _read(shape, start, end)
             if any(table[i] == NULL_BLOCK_ID for i in read):
                 raise RuntimeError(f"request {request_id}: vLLM allocated no block of group {g}")
             names += [(g, lookup.hashes[g][i]) for i in read]
-            job.runs.append(
-                StoreRun(g, [table[i] for i in read], [lookup.hashes[g][i] for i in read])
-            )
+            runs.append(StoreRun(g, [table[i] for i in read], [lookup.hashes[g][i] for i in read]))
             unread = range(start // shape.block_size, read.start)
             if ids := [table[i] for i in unread if table[i] != NULL_BLOCK_ID]:
-                job.zeros.append((g, ids))
-        self._loads[job.job_id] = _Load(prompt, end - start, names, self._ranks)
-        return job
+                zeros.append((g, ids))
+        written = [*(run.block_ids for run in runs), *(ids for _, ids in zeros)]
+        prompt.job_id = self._ledger.start(
+            itertools.chain(*written),
+            lambda failure: self._loaded(prompt, end - start, names, failure),
+        )
+        return StoreLoad(prompt.job_id, request_id, lookup.prefix, self._load_timeout, runs, zeros)
 
     def build(
         self,
@@ -261,11 +239,9 @@ class SharedPrefix:
         scheduler_output: "SchedulerOutput",
         manager: "KVCacheManager",
     ) -> None:
-        """Add this step's loads and saves, and the loads that nobody wants any more, to `meta`."""
+        """Add this step's loads and saves to `meta`."""
         meta.store_loads.extend(self._queued)
         self._queued.clear()
-        meta.cancel.extend(self._unwanted)
-        self._unwanted.clear()
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
             prompt = self._prompts.get(request_id)
             if prompt is None:
@@ -293,11 +269,11 @@ class SharedPrefix:
         if not runs:
             return None
         block_ids = [block_id for run in runs for block_id in run.block_ids]
-        manager.block_pool.touch([manager.block_pool.blocks[each] for each in block_ids])
         self._num_held += len(block_ids)
-        job = StoreSave(next(self._job_ids), self._prefix, runs)
-        self._saves[job.job_id] = _Save(block_ids, self._ranks, self._clock())
-        return job
+        job_id = self._ledger.start(
+            block_ids, lambda failure: self._let_go(len(block_ids)), soon=_COPY_S
+        )
+        return StoreSave(job_id, self._prefix, runs)
 
     def _run(
         self, prompt: _Prompt, group: int, first: int, hashes: list[bytes], table: list[int]
@@ -320,76 +296,55 @@ class SharedPrefix:
             run.hashes.append(block_hash)
         return run
 
-    def jobs_done(
-        self, done: Mapping[int, int], failed: Mapping[int, str], manager: "KVCacheManager"
-    ) -> "list[Request]":
-        """The workers' reports: how many ranks ended each job, and which failed.
+    def _let_go(self, num_blocks: int) -> None:
+        self._num_held -= num_blocks
 
-        Returns the requests whose loads have failed.
-        """
-        failures = []
-        for job_id, ranks in done.items():
-            if (save := self._saves.get(job_id)) is not None:
-                save.ranks_left -= ranks
-                if save.ranks_left <= 0:
-                    del self._saves[job_id]
-                    self._let_go(save, manager)
-            elif (load := self._loads.get(job_id)) is not None:
-                load.ranks_left -= ranks
-                load.failure = load.failure or failed.get(job_id)
-                if load.ranks_left <= 0:
-                    del self._loads[job_id]
-                    if not self._loaded(load):
-                        failures.append(load.prompt.request)
-        return failures
+    def _loaded(
+        self, prompt: _Prompt, num_tokens: int, names: list[BlockName], failure: str | None
+    ) -> None:
+        prompt.job_id = None
+        if prompt.void:
+            prompt.void, prompt.lookup = False, None
+            self._failed.append(prompt.request)
+            return
+        if failure is None:
+            self._stats.count("tokens_shared", num_tokens)
+            return
+        prompt.loads = False
+        prompt.lookup = None  # it is not as it said: what is computed now is stored again
+        if failure != CANCELLED:
+            self._stats.fail(failure)
+        if failure == CORRUPT:
+            self._lookups.distrust(names)
+        self._failed.append(prompt.request)
 
-    def _let_go(self, save: _Save, manager: "KVCacheManager") -> None:
-        self._num_held -= len(save.block_ids)
-        pool = manager.block_pool
-        # Of a prefix its end is evicted first.
-        pool.free_blocks([pool.blocks[block_id] for block_id in reversed(save.block_ids)])
-
-    def _loaded(self, load: _Load) -> bool:
-        load.prompt.job_id = None
-        if load.failure is None:
-            self._stats.count("tokens_shared", load.num_tokens)
-            return True
-        load.prompt.loads = False
-        load.prompt.lookup = None  # it is not as it said: what is computed now is stored again
-        if load.failure != "cancelled":
-            self._stats.fail(load.failure)
-        if load.failure == CORRUPT:
-            self._lookups.distrust(load.names)
-        return False
+    def take_failed(self) -> "list[Request]":
+        """Requests whose loads have failed since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def finish(self, request_id: str) -> None:
         """The request is over; a load under way is told to stop."""
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None and prompt.job_id is not None:
-            self._unwanted.append(prompt.job_id)
+            self._ledger.revoke([prompt.job_id])
 
-    def saving(self) -> bool:
-        """Whether blocks are held that come free without any request's doing."""
-        return bool(self._saves)
-
-    def frees_soon(self, manager: "KVCacheManager") -> bool:
-        """Whether blocks that nothing but a copy holds come free sooner than a preemption pays."""
-        blocks, since = manager.block_pool.blocks, self._clock() - _COPY_S
-        return any(
-            save.started > since and any(blocks[each].ref_cnt == 1 for each in save.block_ids)
-            for save in self._saves.values()
-        )
-
-    def forget(self) -> None:
+    def void(self) -> None:
         """Share nothing with what is stored now: the model may have other weights from here on.
 
         Nor with other engines, of which nobody knows whether they have the same ones.
         """
-        self._prefix = f"{self._engines_prefix}/{secrets.token_hex(8)}"
+        self._prefix = f"{self._engines_prefix}/{self._randbytes(8).hex()}"
         self._sent = Recently(_RECENT_S, self._clock)
         for prompt in self._prompts.values():
+            # What vLLM computes anew is stored anew; what goes on upon old blocks is not stored.
+            goes_on = prompt.request.num_computed_tokens and prompt.job_id is None
+            prompt.sent = [_NEVER if goes_on else 0] * len(self._groups)
             if prompt.job_id is None:
                 prompt.lookup, prompt.offered = None, 0
+            else:
+                prompt.void = True
+                self._ledger.revoke([prompt.job_id])
 
     def count_failures(self) -> None:
         """Count what failed in the store since the last call."""

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether an engine shares prefixes with others, and what it takes: opens both halves of it."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from omni_connector.config import OmniConfig, StoreSettings
+from omni_connector.config import OmniConfig
 from omni_connector.control.messages import Fingerprint
-from omni_connector.transports.block_store import BlockStore, MooncakeBlockStore
+from omni_connector.transports.block_store import BlockStore
 from omni_connector.vllm_v1.compat import hash_block_size
 from omni_connector.vllm_v1.identity import hash_id
+from omni_connector.vllm_v1.ledger import CopyLedger
 from omni_connector.vllm_v1.lookups import StoreLookups
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.shared_blocks import key_prefix
 from omni_connector.vllm_v1.shared_prefix import SharedPrefix
 from omni_connector.vllm_v1.specs import group_specs
+from omni_connector.vllm_v1.surroundings import Surroundings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,17 +30,19 @@ def open_shared_prefix(
     vllm_config: "VllmConfig",
     kv_cache_config: "KVCacheConfig",
     *,
+    ledger: CopyLedger,
     fingerprint: Fingerprint,
     group_ids: tuple[int, ...],
-    clock: Callable[[], float],
+    surroundings: Surroundings,
     stats: OmniStats,
 ) -> SharedPrefix | None:
     """The scheduler half of sharing; None where it is not asked for, or cannot be.
 
     Args:
+        ledger: the copy jobs.
         fingerprint: of this engine.
         group_ids: index of each transferred group among vLLM's groups.
-        clock: seconds, monotonic.
+        surroundings: clock, randomness and threads.
         stats: where to count.
 
     Raises:
@@ -54,25 +57,33 @@ def open_shared_prefix(
     hash_size = hash_block_size(vllm_config, kv_cache_config)
     return SharedPrefix(
         lookups=StoreLookups(
-            open_block_store(config.store, lends=0), fingerprint.groups, fingerprint.ranks, clock
+            surroundings.block_store(config.store, 0),
+            fingerprint.groups,
+            fingerprint.ranks,
+            surroundings.clock,
+            surroundings.start,
         ),
+        ledger=ledger,
         prefix=key_prefix(
             config.namespace, fingerprint, hash_id(vllm_config, hash_size), vllm_config
         ),
         groups=fingerprint.groups,
         group_ids=group_ids,
-        ranks=fingerprint.ranks,
         hash_block_size=hash_size,
         num_blocks=kv_cache_config.num_blocks,
         lookup_timeout=config.store.lookup_timeout_s,
         load_timeout=config.load_timeout_s,
-        clock=clock,
+        clock=surroundings.clock,
+        randbytes=surroundings.randbytes,
         stats=stats,
     )
 
 
 def open_lending_store(
-    config: OmniConfig, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
+    config: OmniConfig,
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    surroundings: Surroundings,
 ) -> BlockStore | None:
     """The store of a worker, which lends it memory; None where nothing is shared.
 
@@ -82,7 +93,7 @@ def open_lending_store(
     if config.store is None or sharing_refusal(vllm_config, kv_cache_config) is not None:
         return None
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    return open_block_store(config.store, lends=config.store.segment_bytes() // ranks)
+    return surroundings.block_store(config.store, config.store.segment_bytes() // ranks)
 
 
 def sharing_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
@@ -106,15 +117,3 @@ def sharing_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig")
         if group.block_size % hash_size:
             return f"blocks of {group.block_size} tokens are hashed by {hash_size}"
     return None
-
-
-def open_block_store(settings: StoreSettings, *, lends: int) -> BlockStore:
-    """A client of the store.
-
-    Args:
-        lends: bytes of memory that the store may keep entries of all clients in.
-
-    Raises:
-        MissingDependencyError: Mooncake is not installed.
-    """
-    return MooncakeBlockStore(settings, lends)

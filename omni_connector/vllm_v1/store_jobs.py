@@ -7,10 +7,8 @@ and copies on another. So a store that is slow holds up neither the engine nor a
 """
 
 import queue
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +20,7 @@ from omni_connector.control.shapes import GroupShape
 from omni_connector.errors import ChecksumError, OmniError
 from omni_connector.kv import BlockCopier, SlotLayout
 from omni_connector.transports.block_store import BlockStore
+from omni_connector.turns import WOKEN, StartTurns
 from omni_connector.vllm_v1.copies import CLOSE_S, CopyThread, Outcome, Work
 from omni_connector.vllm_v1.metadata import StoreLoad, StoreRun, StoreSave
 from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
@@ -67,6 +66,8 @@ class StoreJobs:
         groups: what this engine keeps.
         rank: of this worker.
         affinity: cores that its threads may run on.
+        clock: seconds, monotonic.
+        start: starts its threads.
     """
 
     def __init__(
@@ -78,8 +79,11 @@ class StoreJobs:
         groups: tuple[GroupShape, ...],
         rank: int,
         affinity: frozenset[int],
+        clock: Callable[[], float],
+        start: StartTurns,
     ) -> None:
         self._store = store
+        self._clock = clock
         self._failures = FailuresOf(store)
         self._copier = copier
         self._sizes = layout.group_bytes
@@ -92,12 +96,12 @@ class StoreJobs:
         self._trays: queue.SimpleQueue[int] = queue.SimpleQueue()
         for tray in range(_TRAYS):
             self._trays.put(tray)
-        self._parcels: queue.SimpleQueue[_Parcel | None] = queue.SimpleQueue()
+        self._parcels: deque[_Parcel] = deque()
+        self._closing = False
         # From the threads; `OmniStats` belongs to the engine's.
         self._events: deque[tuple[str, int]] = deque()
-        self.loads = CopyThread("omni-store-load", affinity)
-        self._sender = threading.Thread(target=self._send, name="omni-store-put", daemon=True)
-        self._sender.start()
+        self.loads = CopyThread("omni-store-load", affinity, start)
+        self._sender = start("omni-store-put", self._send)
 
     def count_into(self, stats: OmniStats) -> None:
         """Add what was counted since the last call."""
@@ -112,7 +116,8 @@ class StoreJobs:
     def close(self) -> None:
         """Stop the threads, then let go of the store. No save may be under way. Idempotent."""
         self.loads.close()
-        self._parcels.put(None)
+        self._closing = True
+        self._sender.wake()
         self._sender.join(CLOSE_S)
         self._store.close()
 
@@ -122,23 +127,24 @@ class StoreJobs:
         waiting = deque(
             self._batches([r for r in job.runs if self._holders[r.group] == self._rank])
         )
-        give_up_at: float | None = None
 
-        def work(cancelled: Callable[[], bool]) -> Outcome | None:
-            nonlocal give_up_at
+        def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
+            give_up_at: float | None = None
             try:
                 while waiting and not cancelled():
                     try:
                         tray = self._trays.get_nowait()
                     except queue.Empty:
-                        now = time.monotonic()
+                        now = self._clock()
                         give_up_at = give_up_at or now + _TRAY_WAIT_S
                         if now < give_up_at:
-                            return None
+                            yield False
+                            continue
                         break
                     give_up_at = None
                     self._pack(tray, job.prefix, waiting[0], fence, cancelled)
                     waiting.popleft()
+                    yield True
             except Exception:  # whatever it is, the engine goes on without
                 logger.exception("Copying KV blocks for the shared store failed")
                 self._events.append(("store_save_failed", 1))
@@ -175,41 +181,48 @@ class StoreJobs:
             if parcel is None:
                 self._trays.put(tray)
         if parcel is not None:
-            self._parcels.put(parcel)
+            self._parcels.append(parcel)
+            self._sender.wake()
 
-    def _send(self) -> None:
-        while (parcel := self._parcels.get()) is not None:
-            try:
-                stored = self._store.put(parcel.keys, parcel.rows, parcel.lengths, timeout=_PUT_S)
-                if number := sum(stored):
-                    self._events.append(("blocks_stored", number))
-                if not all(stored):
-                    self._events.append(("store_put_failed", 1))
-            except Exception:  # the next blocks may fare better
-                logger.exception("Sending KV blocks to the shared store failed")
+    def _send(self) -> float | None:
+        try:
+            parcel = self._parcels.popleft()
+        except IndexError:
+            return None if self._closing else WOKEN
+        try:
+            stored = self._store.put(parcel.keys, parcel.rows, parcel.lengths, timeout=_PUT_S)
+            if number := sum(stored):
+                self._events.append(("blocks_stored", number))
+            if not all(stored):
                 self._events.append(("store_put_failed", 1))
-            finally:
-                self._trays.put(parcel.tray)
+        except Exception:  # the next blocks may fare better
+            logger.exception("Sending KV blocks to the shared store failed")
+            self._events.append(("store_put_failed", 1))
+        finally:
+            self._trays.put(parcel.tray)
+        return 0.0
 
     def load_work(self, job: StoreLoad, fence: object) -> Work:
         """The body of a load; see `Work`. Blocks that it could not fill are zero when it ends."""
-        deadline = time.monotonic() + job.timeout
+        deadline = self._clock() + job.timeout
         waiting = deque(self._batches(job.runs))
 
-        def work(cancelled: Callable[[], bool]) -> Outcome:
+        def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
             outcome = Outcome(job.job_id)
             try:
                 for group, block_ids in job.zeros:
                     self._zero(group, block_ids, fence)
+                    yield True
                 while waiting:
                     if cancelled():
                         outcome.failure = "cancelled"
                         break
-                    left = deadline - time.monotonic()
+                    left = deadline - self._clock()
                     if left <= 0:
                         raise _LateError(f"not all was there within {job.timeout:g} s")
-                    self._unpack(job.prefix, waiting[0], min(left, _GET_S), fence)
+                    yield from self._unpack(job.prefix, waiting[0], min(left, _GET_S), fence)
                     outcome.blocks += len(waiting.popleft().block_ids)
+                    yield True
             except Exception as error:  # whatever it is, the request must not wait for ever
                 outcome.failure = _failure_kind(error)
                 logger.warning(
@@ -227,13 +240,16 @@ class StoreJobs:
 
         return work
 
-    def _unpack(self, prefix: str, run: StoreRun, timeout: float, fence: object) -> None:
+    def _unpack(
+        self, prefix: str, run: StoreRun, timeout: float, fence: object
+    ) -> Generator[bool, None, None]:
         size, rows = self._sizes[run.group], self._incoming[: len(run.block_ids)]
         rank = self._holders[run.group]
         keys = [block_key(prefix, run.group, rank, each) for each in run.hashes]
         there = self._store.get(keys, rows, [size + TRAILER_BYTES] * len(keys), timeout=timeout)
         if not all(there):
             raise _GoneError(f"{len(there) - sum(there)} of {len(there)} blocks did not come")
+        yield True
         checksums = self._copier.load(
             run.group,
             np.asarray(run.block_ids, dtype=np.int64),

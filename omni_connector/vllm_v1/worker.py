@@ -2,7 +2,7 @@
 """The worker half: one rank's KV caches, its arena, and the copies between them and peers'."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -25,6 +25,7 @@ from omni_connector.vllm_v1.copies import CopyThread, Outcome, Work
 from omni_connector.vllm_v1.kernels import attention_of, kernel_orders
 from omni_connector.vllm_v1.loading import Loader, batches, failure_kind
 from omni_connector.vllm_v1.metadata import (
+    NO_JOB_ID,
     CopyRun,
     OmniConnectorMetadata,
     OmniHandshakeMetadata,
@@ -34,6 +35,7 @@ from omni_connector.vllm_v1.metadata import (
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.specs import fails_by_block, group_shapes, group_specs
 from omni_connector.vllm_v1.store_jobs import StoreJobs
+from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +59,7 @@ class OmniWorker:
         arena_name: unguessable to nobody, unique on this host: where peers find the arena.
         arena_bytes: size of this rank's arena; 0 where the engine hands nothing off.
         store: where prefixes are shared, closed with this; None shares none.
+        surroundings: clock, randomness and threads.
     """
 
     def __init__(
@@ -71,8 +74,10 @@ class OmniWorker:
         arena_name: str,
         arena_bytes: int,
         store: BlockStore | None = None,
+        surroundings: Surroundings = SURROUNDINGS,
     ) -> None:
         self._config = config
+        self._surroundings = surroundings
         self._kv_cache_config = kv_cache_config
         self._layers = layers
         self._transports = transports
@@ -89,14 +94,12 @@ class OmniWorker:
         self._handshake: OmniHandshakeMetadata | None = None
         self._loader: Loader | None = None
         self._store_jobs: StoreJobs | None = None
-        self._saves = CopyThread("omni-save", _PROCESS_CORES)
-        self._loads = CopyThread("omni-load", _PROCESS_CORES)
+        self._saves = CopyThread("omni-save", _PROCESS_CORES, surroundings.start)
+        self._loads = CopyThread("omni-load", _PROCESS_CORES, surroundings.start)
         self._metadata: OmniConnectorMetadata | None = None
         self._loads_started = self._saves_started = True
         self._loading: dict[int, str] = {}
-        self._unended_saves: set[int] = set()
         self._store_saves: set[int] = set()
-        self._finish_after: list[tuple[str, set[int]]] = []
         self._finished_loads: set[str] = set()
         self._failed_loads: set[str] = set()
         self._bad_block_ids: set[int] = set()
@@ -141,7 +144,12 @@ class OmniWorker:
                     f"arena_gib is too small: one KV block takes {layout.slot_bytes} bytes, "
                     f"the arena has {self._arena_bytes}"
                 )
-            self._arena = Arena.create(num_slots, layout.slot_bytes, populate=True)
+            self._arena = Arena.create(
+                num_slots,
+                layout.slot_bytes,
+                populate=self._surroundings.populate,
+                randbytes=self._surroundings.randbytes,
+            )
             self._copier.pin(self._arena.slots)
             endpoints = self._transports.export(self._arena, self._arena_name)
             logger.info(
@@ -161,6 +169,8 @@ class OmniWorker:
                 groups=groups,
                 rank=self._rank,
                 affinity=_PROCESS_CORES,
+                clock=self._surroundings.clock,
+                start=self._surroundings.start,
             )
         self._loader = Loader(
             transports=self._transports,
@@ -170,6 +180,8 @@ class OmniWorker:
             rank=self._rank,
             ranks=self._ranks,
             checksum=self._checksum,
+            clock=self._surroundings.clock,
+            start=self._surroundings.start,
         )
         self._handshake = OmniHandshakeMetadata(endpoints, orders, attention)
 
@@ -187,12 +199,13 @@ class OmniWorker:
         """End of a step: whatever the runner did not start by itself starts now."""
         self.start_loads()
         self.start_saves()
+        if self._metadata is not None and self._metadata.cancel:
+            threads = [self._saves, self._loads]
+            if self._store_jobs is not None:
+                threads.append(self._store_jobs.loads)
+            for thread in threads:
+                thread.cancel(set(self._metadata.cancel))
         self._metadata = None
-
-    def fence(self, metadata: OmniConnectorMetadata) -> None:
-        """Make sure that no save reads blocks that this step may overwrite."""
-        if metadata.fence:
-            self._saves.cancel(set(metadata.fence))
 
     def start_loads(self) -> None:
         """Start the step's loads; returns at once. Once a step, before or after the forward."""
@@ -207,15 +220,11 @@ class OmniWorker:
             fence = copier.fence()
             for job in metadata.loads:
                 self._loading[job.job_id] = job.request_id
-                self._loads.submit(job.job_id, loader.work(job, fence))
+                self._loads.submit(job.job_id, loader.work(job, fence), job.block_ids())
             for fetch in metadata.store_loads:
                 assert shared is not None
                 self._loading[fetch.job_id] = fetch.request_id
                 shared.loads.submit(fetch.job_id, shared.load_work(fetch, fence))
-        if metadata.cancel:
-            self._loads.revoke(set(metadata.cancel))
-            if self._store_jobs is not None:
-                self._store_jobs.loads.revoke(set(metadata.cancel))
 
     def start_saves(self) -> None:
         """Start the step's saves; returns at once. Call it when the forward has been launched."""
@@ -223,30 +232,31 @@ class OmniWorker:
         if metadata is None or self._saves_started:
             return
         self._saves_started = True
+        if metadata.void[0]:
+            # After the copies under way, before any into the same slots.
+            self._saves.submit(NO_JOB_ID, self._void_work(*metadata.void))
         if metadata.saves or metadata.store_saves:
             copier, shared = self._copier, self._store_jobs
             assert copier is not None
             fence = copier.fence()
             for job in metadata.saves:
-                self._unended_saves.add(job.job_id)
                 self._saves.submit(job.job_id, self._save_work(job, fence))
             for save in metadata.store_saves:
                 assert shared is not None
                 self._store_saves.add(save.job_id)
                 self._saves.submit(save.job_id, shared.save_work(save, fence))
-        for request_id, job_ids in metadata.finish_after:
-            self._finish_after.append((request_id, set(job_ids)))
 
     def collect(self) -> None:
         """Look at what has ended since the last step."""
         if self._store_jobs is not None:
             self._collect_shared(self._store_jobs)
         for outcome in self._saves.take_ended():
+            if outcome.job_id == NO_JOB_ID:
+                continue
             self._report.done[outcome.job_id] = 1
             if outcome.job_id in self._store_saves:
                 self._store_saves.discard(outcome.job_id)
                 continue
-            self._unended_saves.discard(outcome.job_id)
             if outcome.failure is not None:
                 self._report.failed[outcome.job_id] = outcome.failure
             else:
@@ -278,18 +288,6 @@ class OmniWorker:
         self._stats.time(kind, outcome.seconds)
         self._stats.count(f"bytes_{done}", outcome.size)
         self._stats.count(f"blocks_{done}", outcome.blocks)
-
-    def take_finished_sending(self) -> set[str]:
-        """Requests whose blocks no save reads any more."""
-        finished = set()
-        waiting = []
-        for request_id, job_ids in self._finish_after:
-            if job_ids & self._unended_saves:
-                waiting.append((request_id, job_ids))
-            else:
-                finished.add(request_id)
-        self._finish_after = waiting
-        return finished
 
     def take_finished_loads(self) -> tuple[set[str], set[str]]:
         """Requests whose loads ended, and those of them that failed as a whole."""
@@ -346,23 +344,39 @@ class OmniWorker:
         assert copier is not None
         assert layout is not None
 
-        def work(cancelled: Callable[[], bool]) -> Outcome:
+        def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
             outcome = Outcome(job.job_id)
+            complete = False
             try:
                 for batch, size in batches(job.runs, layout):
-                    if cancelled() or not self._save_batch(
-                        arena, copier, batch, size, fence, cancelled
+                    if cancelled() or not (
+                        yield from self._save_batch(arena, copier, batch, size, fence, cancelled)
                     ):
                         outcome.failure = "cancelled"
                         break
                     outcome.blocks += len(batch.block_ids)
                     outcome.size += len(batch.block_ids) * size
+                else:
+                    complete = True
             except Exception as error:  # whatever it is, the engine goes on without the hand-off
                 logger.exception("Saving KV blocks failed (job %d)", job.job_id)
                 outcome.failure = failure_kind(error, "save_failed")
-            if outcome.failure is not None:
-                _void(arena, job)
+            finally:
+                if not complete:
+                    _void(arena, job)
             return outcome
+
+        return work
+
+    def _void_work(self, slots: list[int], generations: list[int]) -> Work:
+        arena = self._arena
+        assert arena is not None
+
+        def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
+            for slot, generation in zip(slots, generations, strict=True):
+                arena.begin_write(slot, generation)
+            yield True
+            return Outcome(NO_JOB_ID)
 
         return work
 
@@ -374,9 +388,10 @@ class OmniWorker:
         size: int,
         fence: object,
         cancelled: Callable[[], bool],
-    ) -> bool:
+    ) -> Generator[bool, None, bool]:
         for slot, generation in zip(run.slots, run.generations, strict=True):
             arena.begin_write(slot, generation)
+        yield True
         checksums = copier.save(
             run.group,
             np.asarray(run.block_ids, dtype=np.int64),
@@ -388,10 +403,12 @@ class OmniWorker:
         )
         if checksums is None:
             return False
+        yield True
         for slot, generation, key, checksum in zip(
             run.slots, run.generations, run.keys, checksums.tolist(), strict=True
         ):
             arena.publish(slot, generation, key, size, checksum)
+        yield True
         return True
 
 

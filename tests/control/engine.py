@@ -35,10 +35,9 @@ class Directory(SlotDirectory):
         super().__init__(64, time.monotonic, 600.0)
         self.closed: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
-    def close(self, token: bytes) -> bool:
-        there = super().close(token)
-        self.closed.put(token)
-        return there
+    def _close(self, handoff: Handoff) -> None:
+        super()._close(handoff)
+        self.closed.put(handoff.token)
 
 
 class Engine:

@@ -18,6 +18,7 @@ import pytest
 import zmq
 
 from omni_connector.control import channel as channel_module
+from omni_connector.control import sockets as control_sockets
 from omni_connector.control.channel import ControlChannel
 from omni_connector.control.client import ClaimDeniedError, Grant, PeerSession
 from omni_connector.control.messages import (
@@ -56,7 +57,7 @@ def test_a_release_reaches_the_owner(start_engine: StartEngine, asker: Asker) ->
     engine = start_engine()
     handoff = engine.handoff()
     grant = asker.claim(engine, handoff).result(LONG)
-    asker.channel.release(grant.address, grant.token)
+    asker.channel.release(grant)
     assert engine.directory.closed.get(timeout=LONG) == handoff.token
     assert engine.directory.usage() == (0, 0, 0)
 
@@ -261,7 +262,7 @@ def test_a_socket_accepts_before_it_can_be_seen(
             seen.append(probe.connect_ex(str(source)))
         rename(source, target)
 
-    monkeypatch.setattr(channel_module.os, "rename", renamed)
+    monkeypatch.setattr(control_sockets.os, "rename", renamed)
     engine = start_engine()
     assert seen == [0]
     assert [entry.name for entry in folder.iterdir()] == [engine.path.name]
@@ -344,12 +345,13 @@ def test_claims_after_close_fail_and_the_rest_is_ignored(
     engine = start_engine()
     channel = ControlChannel(fingerprint=fingerprint)
     token = engine.handoff().token
-    assert ask(channel, engine.address, token, engine.welcome.epoch).result(LONG)
+    grant = ask(channel, engine.address, token, engine.welcome.epoch).result(LONG)
     channel.close()
     future = ask(channel, engine.address, token, engine.welcome.epoch)
     assert future.done()
     assert "closed" in str(failure(future))
-    channel.release(engine.address, token)
+    channel.release(grant)
+    channel.drop(engine.address, token)
     engine.channel.close()
     engine.channel.recheck()
     cancelled = ask(channel, engine.address, token, engine.welcome.epoch)
@@ -507,7 +509,7 @@ def test_the_peer_that_was_idle_longest_makes_room(
     engines = [start_engine(f"{n}.sock", epoch=bytes([n]) * 16) for n in range(3)]
     for engine in engines:
         grant = asker.claim(engine, engine.handoff()).result(LONG)
-        asker.channel.release(grant.address, grant.token)
+        asker.channel.release(grant)
         assert engine.directory.closed.get(timeout=LONG) == grant.token
     assert list(asker.channel._peers) == [engine.address for engine in engines[1:]]
     # One that is in use stays, and with it the way for its release.
@@ -515,7 +517,7 @@ def test_the_peer_that_was_idle_longest_makes_room(
     parked = asker.claim(engines[2], engines[2].handoff(filled=False))
     error = failure(asker.claim(engines[0], engines[0].handoff()))
     assert "2 engines are being talked to already" in str(error)
-    asker.channel.release(kept.address, kept.token)
+    asker.channel.release(kept)
     assert engines[1].directory.closed.get(timeout=LONG) == kept.token
     assert asker.claim(engines[0], engines[0].handoff()).result(LONG)
     assert not parked.done()

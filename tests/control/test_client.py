@@ -135,6 +135,7 @@ def test_a_grant_says_where_the_slots_are_and_until_when(welcomed: Asking, clock
     assert future.result(0) == Grant(
         address=ADDRESS,
         token=claim.token,
+        sequence=claim.sequence,
         welcome=welcomed.welcome,
         granted=granted,
         expires=clock.now + 60.0,
@@ -227,7 +228,7 @@ def test_a_cancelled_claim_gives_its_grant_back(
     assert isinstance(claim, Claim)
     if when == "before the grant":
         assert future.cancel()
-    assert asking.hear(asking.granted(claim.sequence)) == [Release(claim.token)]
+    assert asking.hear(asking.granted(claim.sequence)) == [Release(claim.token, claim.sequence)]
     assert future.cancelled()
 
 
@@ -252,7 +253,7 @@ def test_a_claim_past_its_deadline_fails_and_is_released(welcomed: Asking, clock
     clock.now += 0.9
     assert welcomed.session.tick() == []
     clock.now += 0.1
-    assert welcomed.session.tick() == [Release(claim.token)]
+    assert welcomed.session.tick() == [Release(claim.token, claim.sequence)]
     error = error_of(early)
     assert isinstance(error, PeerUnreachableError)
     assert ADDRESS in str(error)
@@ -375,17 +376,17 @@ def test_a_peer_that_has_forgotten_us_is_introduced_to_again(
 
 def test_a_session_is_idle_without_claims_and_leases(welcomed: Asking, clock: Clock) -> None:
     assert welcomed.session.idle
-    (_, (first,)), (_, (second,)) = welcomed.claim(), welcomed.claim()
-    assert isinstance(first, Claim)
-    assert isinstance(second, Claim)
+    claims = [welcomed.claim(), welcomed.claim()]
     assert not welcomed.session.idle
-    welcomed.hear(welcomed.granted(first.sequence, lease_s=60.0))
-    welcomed.hear(welcomed.granted(second.sequence, lease_s=60.0))
+    for _, (claim,) in claims:
+        assert isinstance(claim, Claim)
+        welcomed.hear(welcomed.granted(claim.sequence, lease_s=60.0))
+    first, second = (future.result(0) for future, _ in claims)
     assert not welcomed.session.idle
-    assert welcomed.session.release(first.token) == Release(first.token)
+    assert welcomed.session.release(first) == Release(first.token, first.sequence)
     assert not welcomed.session.idle
     clock.now += 60.0
     assert welcomed.session.idle  # there is nothing left to be released
     clock.now -= 60.0
-    assert welcomed.session.release(second.token) == Release(second.token)
+    assert welcomed.session.release(second) == Release(second.token, second.sequence)
     assert welcomed.session.idle

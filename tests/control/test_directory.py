@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slot directory: directed cases, then a state machine against a simple model."""
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -17,7 +18,13 @@ from hypothesis.stateful import (
     rule,
 )
 
-from omni_connector.control.directory import ClaimState, Handoff, SlotDirectory, SlotKey
+from omni_connector.control.directory import (
+    Block,
+    ClaimState,
+    Handoff,
+    SlotDirectory,
+    SlotKey,
+)
 from omni_connector.control.messages import DIGEST_BYTES, TOKEN_BYTES
 from omni_connector.control.prompt import Prompt
 from omni_connector.errors import ArenaFullError
@@ -34,32 +41,51 @@ class Clock:
         return self.now
 
 
-def key(n: int, group: int = 0) -> SlotKey:
-    return group, n.to_bytes(32, "big")
+def key(n: int) -> SlotKey:
+    return n.to_bytes(32, "big")
+
+
+_numbers = itertools.count(100)
 
 
 def prompt(*tokens: int) -> Prompt:
-    return Prompt(token_ids=tokens or (1,), num_tokens=len(tokens) or 1)
+    """Without tokens, one that is like no other."""
+    tokens = tokens or (next(_numbers),)
+    return Prompt(token_ids=tokens, num_tokens=len(tokens))
 
 
-def claim(directory: SlotDirectory, handoff: Handoff) -> ClaimState:
+def claim(directory: SlotDirectory, handoff: Handoff, lease: int = 1) -> ClaimState:
     asked = handoff.prompt
     state, granted = directory.claim(
-        handoff.token, asked.num_tokens, asked.digest("tokens"), "tokens"
+        handoff.token, asked.num_tokens, asked.digest("tokens"), "tokens", lease
     )
     assert (granted is handoff) == (state is ClaimState.GRANTED)
     return state
 
 
-def opened(directory: SlotDirectory, *groups: Keys) -> Handoff:
-    handoff = directory.open(prompt(), groups)
+def opened(directory: SlotDirectory, *groups: Keys, asked: Prompt | None = None) -> Handoff:
+    handoff = directory.open(asked or prompt(), groups)
     assert handoff is not None
     return handoff
 
 
+def slots(handoff: Handoff) -> list[list[int]]:
+    return [group.tolist() for group in handoff.slots]
+
+
+def missing(directory: SlotDirectory, handoff: Handoff) -> set[Block]:
+    """Blocks of a hand-off that nobody has copied."""
+    return {
+        (g, i)
+        for g, group in enumerate(slots(handoff))
+        for i, number in enumerate(group)
+        if not directory._ready[number]
+    }
+
+
 def fill(directory: SlotDirectory, handoff: Handoff) -> None:
-    blocks = sorted(handoff.missing)
-    assert directory.copying(handoff, blocks)
+    blocks = directory.copying(handoff, sorted(missing(directory, handoff)))
+    assert blocks is not None
     directory.filled(handoff, blocks)
 
 
@@ -68,7 +94,7 @@ def cached(directory: SlotDirectory, *keys: SlotKey) -> list[int]:
     handoff = opened(directory, keys)
     fill(directory, handoff)
     assert directory.close(handoff.token)
-    return handoff.slots[0]
+    return slots(handoff)[0]
 
 
 @pytest.fixture
@@ -77,10 +103,10 @@ def directory(clock: Clock) -> SlotDirectory:
 
 
 def test_a_handoff_takes_a_slot_for_each_block_of_each_group(directory: SlotDirectory) -> None:
-    handoff = opened(directory, [key(1), key(2), None], [key(1, 1)])
+    handoff = opened(directory, [key(1), key(2), None], [key(1)])
     assert [len(group) for group in handoff.slots] == [3, 1]
     assert len({n for group in handoff.slots for n in group}) == 4
-    assert handoff.missing == {(0, 0), (0, 1), (0, 2), (1, 0)}
+    assert missing(directory, handoff) == {(0, 0), (0, 1), (0, 2), (1, 0)}
     assert len(handoff.token) == TOKEN_BYTES
     assert directory.usage() == (4, 0, 0)
 
@@ -116,9 +142,9 @@ def test_a_shared_prefix_needs_no_copy(directory: SlotDirectory) -> None:
     first = opened(directory, [key(1), key(2), None])
     fill(directory, first)
     second = opened(directory, [key(1), key(2), key(3)])
-    assert second.missing == {(0, 2)}
-    assert second.slots[0][:2] == first.slots[0][:2]
-    assert second.generations[0][:2] == first.generations[0][:2]
+    assert missing(directory, second) == {(0, 2)}
+    assert second.slots[0][:2].tolist() == first.slots[0][:2].tolist()
+    assert second.generations[0][:2].tolist() == first.generations[0][:2].tolist()
     directory.close(first.token)
     fill(directory, second)
     directory.seal(second)
@@ -126,24 +152,78 @@ def test_a_shared_prefix_needs_no_copy(directory: SlotDirectory) -> None:
 
 
 def test_a_prefix_of_cached_blocks_alone_needs_no_copy_at_all(directory: SlotDirectory) -> None:
-    slots = cached(directory, key(1), key(2))
+    there = cached(directory, key(1), key(2))
     handoff = opened(directory, [key(1), key(2)])
-    assert (handoff.slots, handoff.missing) == ([slots], set())
+    assert (slots(handoff), missing(directory, handoff)) == ([there], set())
     directory.seal(handoff)
     assert claim(directory, handoff) is ClaimState.GRANTED
 
 
 def test_groups_do_not_share_blocks_of_the_same_hash(directory: SlotDirectory) -> None:
-    cached(directory, key(1, 0))
-    assert opened(directory, [key(1, 1)]).missing == {(0, 0)}
+    cached(directory, key(1))
+    assert missing(directory, opened(directory, [], [key(1)])) == {(1, 0)}
 
 
-def test_blocks_that_are_still_filling_are_not_shared(directory: SlotDirectory) -> None:
-    first = opened(directory, [key(1)])
+def test_blocks_that_are_being_copied_are_shared(directory: SlotDirectory) -> None:
+    first = opened(directory, [key(1), key(2)])
+    assert directory.copying(first, [(0, 0)]) == [(0, 0)]
+    second = opened(directory, [key(1), key(2)])
+    assert second.slots[0][0] == first.slots[0][0]
+    assert second.slots[0][1] != first.slots[0][1]  # nobody knows yet that it will be copied
+    assert directory.copying(second, [(0, 0), (0, 1)]) == [(0, 1)]
+    directory.seal(second)
+    assert claim(directory, second) is ClaimState.GRANTED
+    directory.filled(first, [(0, 0)])
+    assert directory.copying(second, [(0, 0)]) == []
+
+
+def test_hand_offs_of_one_prompt_share_all_their_slots(directory: SlotDirectory) -> None:
+    asked = prompt(1, 2, 3)
+    first = opened(directory, [key(1), None], [None], asked=asked)
+    second = opened(directory, [key(1), None], [None], asked=prompt(1, 2, 3))
+    assert slots(first) == slots(second)
+    assert first.token != second.token
+    assert directory.usage() == (3, 0, 0)
+    blocks = [(0, 0), (0, 1), (1, 0)]
+    assert directory.copying(first, blocks[:2]) == blocks[:2]
+    assert directory.copying(second, blocks) == blocks[2:]
+    directory.filled(first, blocks[:2])
+    directory.close(first.token)  # its prefill was aborted
+    directory.filled(second, blocks[2:])
+    directory.seal(second)
+    assert claim(directory, second) is ClaimState.GRANTED
+    directory.release(second.token, 1)
+    assert directory.usage() == (0, 1, 0)
+
+
+def test_a_copy_that_fails_closes_all_that_wait_for_it(directory: SlotDirectory) -> None:
+    asked = prompt(1, 2, 3)
+    first, second = (opened(directory, [key(1), None], asked=asked) for _ in range(2))
+    other = opened(directory, [key(5)])
+    directory.copying(first, [(0, 0), (0, 1)])
+    directory.seal(second)
+    assert claim(directory, second) is ClaimState.GRANTED
+    granted = second.generations[0].tolist()
+    directory.unfilled(first, [(0, 0), (0, 1)])
+    assert first.closed
+    assert second.closed
+    assert not other.closed
+    assert claim(directory, second) is ClaimState.UNKNOWN
+    assert directory.usage() == (1, 0, 0)
+    again = opened(directory, [key(1), None], asked=asked)
+    assert all(new > old for new, old in zip(again.generations[0], granted, strict=True))
+
+
+def test_copies_are_wanted_while_somebody_holds_their_slots(directory: SlotDirectory) -> None:
+    asked = prompt(1, 2, 3)
+    first, second = (opened(directory, [None], asked=asked) for _ in range(2))
     directory.copying(first, [(0, 0)])
-    second = opened(directory, [key(1)])
-    assert second.missing == {(0, 0)}
-    assert second.slots != first.slots
+    directory.close(first.token)
+    assert directory.wanted(first, [(0, 0)])
+    directory.close(second.token)
+    assert not directory.wanted(first, [(0, 0)])
+    # And nobody joins a copy that may be cancelled.
+    assert opened(directory, [None], asked=asked).slots[0][0] != first.slots[0][0]
 
 
 def test_a_block_filled_twice_is_cached_once(directory: SlotDirectory) -> None:
@@ -152,7 +232,7 @@ def test_a_block_filled_twice_is_cached_once(directory: SlotDirectory) -> None:
         fill(directory, handoff)
         directory.close(handoff.token)
     assert directory.usage() == (0, 1, 0)
-    assert opened(directory, [key(1)]).slots == first.slots
+    assert slots(opened(directory, [key(1)])) == slots(first)
 
 
 def test_blocks_without_a_key_go_back_at_once(directory: SlotDirectory) -> None:
@@ -166,13 +246,13 @@ def test_cached_blocks_make_room_oldest_first(clock: Clock) -> None:
     directory = SlotDirectory(3, clock, TTL)
     one, two, three = (cached(directory, key(n))[0] for n in (1, 2, 3))
     cached(directory, key(1))  # used again: now 2 is the oldest
-    assert [opened(directory, [None]).slots[0][0] for _ in range(3)] == [two, three, one]
+    assert [slots(opened(directory, [None]))[0][0] for _ in range(3)] == [two, three, one]
 
 
 def test_free_slots_go_before_cached_ones_and_low_ones_first(clock: Clock) -> None:
     directory = SlotDirectory(4, clock, TTL)
     assert cached(directory, key(1)) == [0]
-    assert opened(directory, [None] * 4).slots == [[1, 2, 3, 0]]
+    assert slots(opened(directory, [None] * 4)) == [[1, 2, 3, 0]]
     assert directory.usage() == (4, 0, 0)
 
 
@@ -183,7 +263,7 @@ def test_an_evicted_block_is_copied_anew_into_a_new_generation(clock: Clock) -> 
     fill(directory, first)
     directory.close(first.token)
     second = opened(directory, [key(1)])
-    assert second.missing == {(0, 0)}
+    assert missing(directory, second) == {(0, 0)}
     assert second.generations[0][0] == first.generations[0][0] + 1
 
 
@@ -194,7 +274,7 @@ def test_an_open_does_not_evict_the_blocks_that_it_shares(clock: Clock) -> None:
     handoff = opened(directory, [key(1), key(4), key(5)])
     assert handoff.slots[0][0] == one
     assert sorted(handoff.slots[0]) == [0, 1, 2]
-    assert handoff.missing == {(0, 1), (0, 2)}
+    assert missing(directory, handoff) == {(0, 1), (0, 2)}
     assert directory.usage() == (3, 0, 0)
 
 
@@ -219,19 +299,6 @@ def test_a_claim_is_granted_once_sealed_and_each_block_is_at_least_being_copied(
     assert directory.usage() == (2, 0, 1)
 
 
-def test_a_failed_copy_takes_the_granted_generation_back(directory: SlotDirectory) -> None:
-    handoff = opened(directory, [None])
-    directory.copying(handoff, [(0, 0)])
-    directory.seal(handoff)
-    assert claim(directory, handoff) is ClaimState.GRANTED
-    granted = handoff.generations[0][0]
-    directory.unfilled(handoff, [(0, 0)])
-    assert claim(directory, handoff) is ClaimState.PENDING
-    fill(directory, handoff)
-    assert claim(directory, handoff) is ClaimState.GRANTED
-    assert handoff.generations[0][0] > granted
-
-
 def test_a_complete_handoff_that_is_not_sealed_waits(directory: SlotDirectory) -> None:
     handoff = opened(directory, [None])
     fill(directory, handoff)
@@ -239,12 +306,48 @@ def test_a_complete_handoff_that_is_not_sealed_waits(directory: SlotDirectory) -
     assert directory.pending(handoff.token)
 
 
-def test_a_second_claim_is_answered_like_the_first(directory: SlotDirectory) -> None:
+def test_each_claim_is_a_lease_and_the_slots_go_with_the_last(directory: SlotDirectory) -> None:
     handoff = opened(directory, [None])
     fill(directory, handoff)
     directory.seal(handoff)
-    assert claim(directory, handoff) is claim(directory, handoff) is ClaimState.GRANTED
+    for lease in (1, 2, 1):  # the same claim told twice is one
+        assert claim(directory, handoff, lease) is ClaimState.GRANTED
+    assert directory.usage() == (1, 0, 2)
+    directory.release(handoff.token, 1)
+    directory.release(handoff.token, 1)
+    directory.release(handoff.token, 3)
+    directory.drop(handoff.token)
     assert directory.usage() == (1, 0, 1)
+    directory.release(handoff.token, 2)
+    assert directory.usage() == (0, 0, 0)
+    assert claim(directory, handoff) is ClaimState.UNKNOWN
+
+
+def test_a_lease_ends_by_itself_and_the_others_go_on(
+    directory: SlotDirectory, clock: Clock
+) -> None:
+    handoff = opened(directory, [None])
+    fill(directory, handoff)
+    directory.seal(handoff)
+    claim(directory, handoff, 1)
+    clock.now += TTL / 2
+    claim(directory, handoff, 2)
+    clock.now += TTL / 2
+    assert directory.expire() == 0
+    assert directory.usage() == (1, 0, 1)
+    directory.release(handoff.token, 2)
+    assert directory.usage() == (0, 0, 0)
+
+
+def test_what_nobody_will_claim_is_dropped(directory: SlotDirectory) -> None:
+    handoff = opened(directory, [None])
+    directory.drop(handoff.token)
+    assert not handoff.closed  # nobody but its own prefill knows of it yet
+    directory.seal(handoff)
+    directory.drop(handoff.token)
+    directory.drop(handoff.token)
+    assert handoff.closed
+    assert directory.usage() == (0, 0, 0)
 
 
 def test_a_claim_for_another_prompt_gets_nothing(directory: SlotDirectory) -> None:
@@ -260,7 +363,7 @@ def test_a_claim_for_another_prompt_gets_nothing(directory: SlotDirectory) -> No
         (2, right, "tokens"),
         (4, right, "tokens"),
     ):
-        answer = directory.claim(handoff.token, num_tokens, digest, kind)  # type: ignore[arg-type]
+        answer = directory.claim(handoff.token, num_tokens, digest, kind, 1)  # type: ignore[arg-type]
         assert answer == (ClaimState.OTHER_PROMPT, None)
     assert directory.usage()[2] == 0
     assert claim(directory, handoff) is ClaimState.GRANTED
@@ -304,19 +407,7 @@ def test_a_slot_with_a_copy_in_flight_is_not_handed_out(clock: Clock) -> None:
     assert directory.open(prompt(), [[None]]) is None
     directory.unfilled(handoff, [(0, 1)])
     directory.filled(handoff, [(0, 0)])
-    assert directory.usage() == (0, 1, 0)
-    assert opened(directory, [key(1)]).missing == set()
-
-
-def test_cancelled_copies_leave_nothing_to_share(directory: SlotDirectory) -> None:
-    handoff = opened(directory, [key(1)])
-    directory.copying(handoff, [(0, 0)])
-    directory.unfilled(handoff, [(0, 0)])
-    directory.seal(handoff)
-    assert claim(directory, handoff) is ClaimState.PENDING
-    assert opened(directory, [key(1)]).missing == {(0, 0)}
-    fill(directory, handoff)  # a preempted prefill is computed, and copied, again
-    assert claim(directory, handoff) is ClaimState.GRANTED
+    assert directory.usage() == (0, 0, 0)
 
 
 def test_no_copy_may_start_into_the_slots_of_a_closed_handoff(clock: Clock) -> None:
@@ -325,53 +416,70 @@ def test_no_copy_may_start_into_the_slots_of_a_closed_handoff(clock: Clock) -> N
     directory.seal(closed)
     directory.close(closed.token)
     heir = opened(directory, [key(2)])
-    assert heir.slots == closed.slots
-    assert not directory.copying(closed, [(0, 0)])
+    assert slots(heir) == slots(closed)
+    assert directory.copying(closed, [(0, 0)]) is None
     directory.close(heir.token)
     assert directory.usage() == (0, 0, 0)
 
 
-def test_forget_drops_what_is_cached(directory: SlotDirectory) -> None:
+def test_void_drops_what_is_cached(directory: SlotDirectory) -> None:
     cached(directory, key(1), key(2))
-    directory.forget()
+    assert directory.void() == ([], [])
     assert directory.usage() == (0, 0, 0)
-    assert opened(directory, [key(1), key(2)]).missing == {(0, 0), (0, 1)}
+    assert missing(directory, opened(directory, [key(1), key(2)])) == {(0, 0), (0, 1)}
 
 
-def test_forget_keeps_what_is_handed_off_but_not_for_others(directory: SlotDirectory) -> None:
-    handoff = opened(directory, [key(1)])
-    fill(directory, handoff)
-    directory.seal(handoff)
-    directory.forget()
-    assert claim(directory, handoff) is ClaimState.GRANTED
-    assert opened(directory, [key(1)]).missing == {(0, 0)}
-    directory.close(handoff.token)
-    assert directory.usage()[1] == 0
+def test_void_ends_hand_offs_and_sends_readers_away(directory: SlotDirectory) -> None:
+    leased, unclaimed = opened(directory, [key(1), None]), opened(directory, [key(2)])
+    for handoff in (leased, unclaimed):
+        fill(directory, handoff)
+        directory.seal(handoff)
+    claim(directory, leased)
+    numbers, generations = directory.void()
+    assert numbers == sorted(slots(leased)[0])
+    for number, generation in zip(numbers, generations, strict=True):
+        assert generation > leased.generations[0][slots(leased)[0].index(number)]
+    assert directory.usage() == (0, 0, 0)
+    assert claim(directory, leased) is claim(directory, unclaimed) is ClaimState.UNKNOWN
+    again = opened(directory, [key(1), None])
+    assert missing(directory, again) == {(0, 0), (0, 1)}
+    assert all(g > max(generations) for g in again.generations[0])
 
 
-def test_forget_reaches_the_blocks_that_are_filling(directory: SlotDirectory) -> None:
+def test_void_reaches_the_blocks_that_are_filling(directory: SlotDirectory) -> None:
     handoff = opened(directory, [key(1), key(2)])
     directory.copying(handoff, [(0, 0)])
-    directory.forget()
+    directory.void()
+    assert directory.usage() == (1, 0, 0)
     directory.filled(handoff, [(0, 0)])
-    fill(directory, handoff)
-    assert opened(directory, [key(1), key(2)]).missing == {(0, 0), (0, 1)}
+    assert directory.usage() == (0, 0, 0)
+    assert missing(directory, opened(directory, [key(1), key(2)])) == {(0, 0), (0, 1)}
+
+
+def test_keys_that_were_evicted_are_not_kept_for_ever(clock: Clock) -> None:
+    directory = SlotDirectory(4, clock, TTL)
+    for n in range(100):
+        cached(directory, key(n))
+    assert len(directory._by_key[0]) <= 4 * 4 + 1
+    assert missing(directory, opened(directory, [key(98), key(99)])) == set()
 
 
 # One model block: what a slot holds, told apart by when and for whom it was taken.
 class _Taken:
-    def __init__(self, key: SlotKey | None, epoch: int) -> None:
+    def __init__(self, generation: int, key: SlotKey | None, owner: Prompt, epoch: int) -> None:
+        self.generation = generation
         self.key = key
-        self.epoch = epoch  # forget() calls before it was taken
+        self.owner = owner
+        self.epoch = epoch
         self.ready = False
-        self.copies = 0
+        self.busy = False
 
 
 class DirectoryMachine(RuleBasedStateMachine):
     """The model knows, for each slot number, who took it last and what is in it."""
 
     handoffs: Bundle[Handoff] = Bundle("handoffs")
-    copies: Bundle[tuple[Handoff, list[tuple[int, int]]]] = Bundle("copies")
+    copies: Bundle[tuple[Handoff, list[Block]]] = Bundle("copies")
 
     @initialize(num_slots=st.integers(1, 8))
     def start(self, num_slots: int) -> None:
@@ -380,124 +488,135 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.content: dict[int, _Taken] = {}
         self.generation = dict.fromkeys(range(num_slots), 0)
         self.live: dict[bytes, Handoff] = {}
+        self.epochs: dict[bytes, int] = {}
         self.deadlines: dict[bytes, float] = {}
-        self.leased: set[bytes] = set()
+        self.leases: dict[bytes, dict[int, float]] = {}
         self.sealed: set[bytes] = set()
         self.epoch = 0
-        self.opened = 0
 
     def held(self) -> set[int]:
-        return {n for h in self.live.values() for group in h.slots for n in group}
+        return {n for h in self.live.values() for group in slots(h) for n in group}
 
     def busy(self) -> set[int]:
-        return {n for n, taken in self.content.items() if taken.copies}
+        return {n for n, taken in self.content.items() if taken.busy}
 
-    def block(self, handoff: Handoff, place: tuple[int, int]) -> _Taken:
-        return self.content[handoff.slots[place[0]][place[1]]]
+    def block(self, handoff: Handoff, place: Block) -> _Taken:
+        return self.content[handoff.slot(place)]
+
+    def places(self, handoff: Handoff) -> list[Block]:
+        return [(g, i) for g, group in enumerate(slots(handoff)) for i in range(len(group))]
 
     def claimable(self, handoff: Handoff) -> bool:
-        contents = [self.content[n] for group in handoff.slots for n in group]
-        return handoff.token in self.sealed and all(c.ready or c.copies for c in contents)
+        contents = [self.block(handoff, place) for place in self.places(handoff)]
+        return handoff.token in self.sealed and all(c.ready or c.busy for c in contents)
+
+    def end(self, token: bytes) -> None:
+        if self.live.pop(token, None) is not None:
+            self.leases.pop(token, None)
+            for number, taken in list(self.content.items()):
+                if number not in self.held() and not taken.busy and taken.key is None:
+                    taken.ready = False
 
     @rule(
         target=handoffs,
+        asked=st.integers(1, 6),
         groups=st.lists(
             st.lists(st.sampled_from([None, 0, 1, 2, 3]), max_size=4), min_size=1, max_size=2
         ),
     )
-    def open(self, groups: list[list[int | None]]) -> object:
-        keys = [
-            [None if n is None else key(n, g) for n in dict.fromkeys(group)]
-            for g, group in enumerate(groups)
-        ]
+    def open(self, asked: int, groups: list[list[int | None]]) -> object:
+        keys = [[None if n is None else key(n) for n in dict.fromkeys(group)] for group in groups]
+        # A prompt has its blocks, and no other prompt has all of them.
+        wanted = prompt(asked, *(0 if k is None else 1 + k[-1] for group in keys for k in group))
         total = sum(len(group) for group in keys)
-        self.opened += 1
-        asked = prompt(self.opened, 7)
         if total > self.directory.num_slots:
             with pytest.raises(ArenaFullError):
-                self.directory.open(asked, keys)
+                self.directory.open(wanted, keys)
             return multiple()
-        taken_before = self.held() | self.busy()
-        before = self.directory.usage()
-        ready = {
-            taken.key: n
-            for n, taken in self.content.items()
-            if taken.ready and taken.key is not None and taken.epoch == self.epoch
-        }
-        handoff = self.directory.open(asked, keys)
+        taken_before, before = self.held() | self.busy(), self.directory.usage()
+        twins = [
+            each
+            for each in self.live.values()
+            if each.identity == wanted.identity() and list(map(len, each.keys)) == [*map(len, keys)]
+        ]
+        if not twins and any(h.identity == wanted.identity() for h in self.live.values()):
+            return multiple()  # no such prompt
+        handoff = self.directory.open(wanted, keys)
         if handoff is None:
             assert self.directory.usage() == before
-            shared = sum(1 for group in keys for k in group if k in ready)
-            unheld_shared = {ready[k] for group in keys for k in group if k in ready} - taken_before
-            room = self.directory.num_slots - len(taken_before) - len(unheld_shared)
-            assert total - shared > room
+            assert not twins
+            assert total > self.directory.num_slots - len(taken_before) - before[1]
             return multiple()
-        assert [len(group) for group in handoff.slots] == [len(group) for group in keys]
+        if twins:
+            assert slots(handoff) == slots(twins[0])
         used: set[int] = set()
         for g, group in enumerate(keys):
             for i, block_key in enumerate(group):
-                number, generation = handoff.slots[g][i], handoff.generations[g][i]
+                number, generation = handoff.slot((g, i)), handoff.generation((g, i))
                 assert number not in used
                 used.add(number)
-                if (g, i) in handoff.missing:
+                if generation > self.generation[number]:
                     assert number not in taken_before
-                    assert generation > self.generation[number]
-                    self.content[number] = _Taken(block_key, self.epoch)
+                    self.content[number] = _Taken(generation, block_key, wanted, self.epoch)
                     self.generation[number] = generation
-                else:
-                    taken = self.content[number]
-                    assert taken.ready
+                    continue
+                taken = self.content[number]
+                assert taken.epoch == self.epoch, "shared although void"
+                assert generation == taken.generation == self.generation[number]
+                if not twins:
+                    assert taken.ready or taken.busy
                     assert taken.key is not None
                     assert taken.key == block_key
-                    assert taken.epoch == self.epoch, "shared although forgotten"
-                    assert generation == self.generation[number]
         self.live[handoff.token] = handoff
         return handoff
 
     @rule(target=copies, handoff=handoffs, data=st.data())
     def copying(self, handoff: Handoff, data: st.DataObject) -> object:
-        idle = [
-            place
-            for place in sorted(handoff.missing)
-            if handoff.token not in self.live or not self.block(handoff, place).copies
-        ]
-        if not idle:
+        places = self.places(handoff)
+        if not places:
             return multiple()
-        blocks = data.draw(st.lists(st.sampled_from(idle), min_size=1, unique=True))
+        blocks = data.draw(st.lists(st.sampled_from(places), min_size=1, unique=True))
+        chosen = self.directory.copying(handoff, blocks)
         if handoff.token not in self.live:
-            assert not self.directory.copying(handoff, blocks)
+            assert chosen is None
             return multiple()
-        assert self.directory.copying(handoff, blocks)
-        for place in blocks:
-            self.block(handoff, place).copies += 1
-        return handoff, blocks
+        idle = [
+            p for p in blocks if not (self.block(handoff, p).ready or self.block(handoff, p).busy)
+        ]
+        assert chosen == idle
+        for place in idle:
+            self.block(handoff, place).busy = True
+        return (handoff, idle) if idle else multiple()
 
     @rule(copy=consumes(copies))
-    def filled(self, copy: tuple[Handoff, list[tuple[int, int]]]) -> None:
+    def filled(self, copy: tuple[Handoff, list[Block]]) -> None:
         handoff, blocks = copy
         self.directory.filled(handoff, blocks)
         for place in blocks:
             taken = self.block(handoff, place)
-            taken.copies -= 1
-            taken.ready = True
+            taken.busy = False
+            taken.ready = handoff.slot(place) in self.held()
 
     @rule(copy=consumes(copies))
-    def unfilled(self, copy: tuple[Handoff, list[tuple[int, int]]]) -> None:
+    def unfilled(self, copy: tuple[Handoff, list[Block]]) -> None:
         handoff, blocks = copy
+        numbers = {handoff.slot(place) for place in blocks}
         self.directory.unfilled(handoff, blocks)
-        for g, i in blocks:
-            self.block(handoff, (g, i)).copies -= 1
-            number, generation = handoff.slots[g][i], handoff.generations[g][i]
-            assert generation > self.generation[number], "a reader may have the old one"
-            self.generation[number] = generation
+        for place in blocks:
+            self.block(handoff, place).busy = False
+            self.generation[handoff.slot(place)] += 1  # a reader may have the old one
+        for token, each in list(self.live.items()):
+            if numbers & {n for group in slots(each) for n in group}:
+                assert each.closed
+                self.end(token)
 
     @rule(handoff=handoffs, then_close=st.booleans())
     def finish(self, handoff: Handoff, then_close: bool) -> None:
         """What most hand-offs do: be copied to the end, sealed, and maybe released."""
         if handoff.token not in self.live:
             return
-        blocks = [p for p in sorted(handoff.missing) if not self.block(handoff, p).copies]
-        assert self.directory.copying(handoff, blocks)
+        blocks = self.directory.copying(handoff, self.places(handoff))
+        assert blocks is not None
         self.directory.filled(handoff, blocks)
         for place in blocks:
             self.block(handoff, place).ready = True
@@ -512,19 +631,30 @@ class DirectoryMachine(RuleBasedStateMachine):
             self.sealed.add(handoff.token)
             self.deadlines[handoff.token] = self.clock.now + TTL
 
-    @rule(handoff=handoffs, right=st.booleans(), kind=st.sampled_from(["tokens", "blocks"]))
-    def claim(self, handoff: Handoff, right: bool, kind: str) -> None:
-        asked = handoff.prompt if right else prompt(0, 7)
+    @rule(
+        handoff=handoffs,
+        right=st.booleans(),
+        kind=st.sampled_from(["tokens", "blocks"]),
+        lease=st.integers(1, 3),
+    )
+    def claim(self, handoff: Handoff, right: bool, kind: str, lease: int) -> None:
+        asked = handoff.prompt if right else prompt(*[7] * handoff.prompt.num_tokens)
         digest = asked.digest(kind)  # type: ignore[arg-type]
-        state, granted = self.directory.claim(handoff.token, 2, digest, kind)  # type: ignore[arg-type]
+        state, granted = self.directory.claim(
+            handoff.token,
+            asked.num_tokens,
+            digest,
+            kind,  # type: ignore[arg-type]
+            lease,
+        )
         if handoff.token not in self.live:
             expected = ClaimState.UNKNOWN
         elif not right:
             expected = ClaimState.OTHER_PROMPT
         elif self.claimable(handoff):
             expected = ClaimState.GRANTED
-            self.leased.add(handoff.token)
             self.deadlines[handoff.token] = self.clock.now + TTL
+            self.leases.setdefault(handoff.token, {})[lease] = self.clock.now + TTL
         else:
             expected = ClaimState.PENDING
         assert state is expected
@@ -532,10 +662,24 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert self.directory.pending(handoff.token) == waits
         assert granted is (handoff if expected is ClaimState.GRANTED else None)
 
+    @rule(handoff=handoffs, lease=st.integers(1, 3))
+    def release(self, handoff: Handoff, lease: int) -> None:
+        self.directory.release(handoff.token, lease)
+        leases = self.leases.get(handoff.token, {})
+        if leases.pop(lease, None) is not None and not leases:
+            assert handoff.closed
+            self.end(handoff.token)
+
+    @rule(handoff=handoffs)
+    def drop(self, handoff: Handoff) -> None:
+        self.directory.drop(handoff.token)
+        if handoff.token in self.sealed and not self.leases.get(handoff.token):
+            self.end(handoff.token)
+
     @rule(handoff=handoffs)
     def close(self, handoff: Handoff) -> None:
         assert self.directory.close(handoff.token) == (handoff.token in self.live)
-        self.live.pop(handoff.token, None)
+        self.end(handoff.token)
 
     @rule(seconds=st.sampled_from([1.0, TTL / 2, TTL]))
     def wait_and_expire(self, seconds: float) -> None:
@@ -543,11 +687,28 @@ class DirectoryMachine(RuleBasedStateMachine):
         late = [t for t in self.live if self.deadlines.get(t, float("inf")) <= self.clock.now]
         assert self.directory.expire() == len(late)
         for token in late:
-            del self.live[token]
+            self.end(token)
+        for leases in self.leases.values():
+            for lease, until in list(leases.items()):
+                if until <= self.clock.now:
+                    del leases[lease]
 
     @rule()
-    def forget(self) -> None:
-        self.directory.forget()
+    def void(self) -> None:
+        leased = {
+            number: generation
+            for token, handoff in self.live.items()
+            if self.leases.get(token)
+            for numbers, generations in zip(handoff.slots, handoff.generations, strict=True)
+            for number, generation in zip(numbers.tolist(), generations.tolist(), strict=True)
+        }
+        numbers, generations = self.directory.void()
+        assert numbers == sorted(leased)
+        for number, generation in zip(numbers, generations, strict=True):
+            assert generation == leased[number] + 1
+            self.generation[number] = generation
+        for token in list(self.live):
+            self.end(token)
         self.epoch += 1
 
     @precondition(lambda self: not self.busy())
@@ -555,13 +716,13 @@ class DirectoryMachine(RuleBasedStateMachine):
     def close_everything(self) -> None:
         for token in list(self.live):
             assert self.directory.close(token)
-        self.live.clear()
+            self.end(token)
         assert self.directory.usage()[0] == 0
         assert self.directory.usage()[2] == 0
         # Nothing is lost: the whole arena can be had at once, each slot once.
         handoff = self.directory.open(prompt(), [[None] * self.directory.num_slots])
         assert handoff is not None
-        assert sorted(handoff.slots[0]) == list(range(self.directory.num_slots))
+        assert sorted(slots(handoff)[0]) == list(range(self.directory.num_slots))
         for number, generation in zip(handoff.slots[0], handoff.generations[0], strict=True):
             assert generation > self.generation[number]
             self.generation[number] = generation
@@ -571,6 +732,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @invariant()
     def handoffs_keep_their_slots(self) -> None:
         for handoff in self.live.values():
+            assert not handoff.closed
             for numbers, generations in zip(handoff.slots, handoff.generations, strict=True):
                 for number, generation in zip(numbers, generations, strict=True):
                     assert self.generation[number] == generation
@@ -580,7 +742,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         held, in_cache, leases = self.directory.usage()
         assert held == len(self.held() | self.busy())
         assert 0 <= in_cache <= self.directory.num_slots - held
-        assert leases == len(self.leased & self.live.keys())
+        assert leases == sum(len(each) for each in self.leases.values())
 
 
 TestDirectoryMachine = DirectoryMachine.TestCase

@@ -66,17 +66,18 @@ class Served:
         assert all(to == connection for to, _ in answers)
         return [reply for _, reply in answers]
 
-    def handoff(self, *, filled: bool = True) -> Handoff:
+    def handoff(self, *, filled: bool = True, sealed: bool = True) -> Handoff:
         handoff = self.directory.open(self.prompt, [[None, None], [None]], [0, 3])
         assert handoff is not None
-        self.directory.seal(handoff)
+        if sealed:
+            self.directory.seal(handoff)
         if filled:
             self.fill(handoff)
         return handoff
 
     def fill(self, handoff: Handoff) -> None:
-        blocks = sorted(handoff.missing)
-        self.directory.copying(handoff, blocks)
+        blocks = self.directory.copying(handoff, [(0, 0), (0, 1), (1, 3)])
+        assert blocks is not None
         self.directory.filled(handoff, blocks)
 
     def claim_of(self, handoff: Handoff, sequence: int = 1) -> Claim:
@@ -149,7 +150,7 @@ def test_a_complete_handoff_is_granted_with_slots_and_generations(
             introduced.prompt.num_tokens,
             (0, 3),
             tuple(
-                tuple(zip(slots, generations, strict=True))
+                tuple(zip(slots.tolist(), generations.tolist(), strict=True))
                 for slots, generations in zip(handoff.slots, handoff.generations, strict=True)
             ),
             TTL,
@@ -192,7 +193,8 @@ def test_a_claim_waits_until_the_handoff_is_complete(introduced: Served) -> None
 
 
 def test_parked_claims_do_not_hold_each_other_up(introduced: Served) -> None:
-    slow, quick = introduced.handoff(filled=False), introduced.handoff(filled=False)
+    slow = introduced.handoff(filled=False, sealed=False)
+    quick = introduced.handoff(filled=False)
     introduced.say(ALICE, introduced.claim_of(slow, 1))
     introduced.say(ALICE, introduced.claim_of(quick, 2))
     introduced.fill(quick)
@@ -237,9 +239,44 @@ def test_a_release_gives_the_slots_back_and_is_not_answered(introduced: Served) 
     handoff = introduced.handoff()
     introduced.say(ALICE, introduced.claim_of(handoff))
     for _ in range(2):
-        assert introduced.say(ALICE, Release(handoff.token)) == []
+        assert introduced.say(ALICE, Release(handoff.token, 1)) == []
         assert introduced.directory.usage() == (0, 0, 0)
     assert introduced.say(ALICE, introduced.claim_of(handoff)) == [Denied(1, "unknown_token")]
+
+
+def test_a_release_ends_the_lease_of_its_own_claim_only(
+    introduced: Served, fingerprint: Fingerprint
+) -> None:
+    introduced.say(BOB, Hello.of(fingerprint))
+    handoff = introduced.handoff()
+    introduced.say(ALICE, introduced.claim_of(handoff, 1))
+    introduced.say(ALICE, introduced.claim_of(handoff, 2))
+    introduced.say(BOB, introduced.claim_of(handoff, 1))
+    assert introduced.directory.usage() == (3, 0, 3)
+    for release in (Release(handoff.token, 1), Release(handoff.token, 1), Release(handoff.token)):
+        introduced.say(ALICE, release)
+    assert introduced.directory.usage() == (3, 0, 2)
+    introduced.say(BOB, Release(handoff.token, 1))
+    introduced.say(BOB, Release(handoff.token, 2))
+    assert introduced.directory.usage() == (3, 0, 1)
+    introduced.say(ALICE, Release(handoff.token, 2))
+    assert introduced.directory.usage() == (0, 0, 0)
+
+
+def test_a_claim_that_is_released_while_it_is_parked_is_not_granted(introduced: Served) -> None:
+    handoff = introduced.handoff(filled=False)
+    introduced.say(ALICE, introduced.claim_of(handoff, 4))
+    introduced.say(ALICE, Release(handoff.token, 4))
+    assert not introduced.server.has_parked
+    introduced.fill(handoff)
+    assert introduced.server.recheck() == []
+    assert introduced.directory.usage()[2] == 0
+
+
+def test_who_will_never_claim_a_handoff_says_so(introduced: Served) -> None:
+    handoff = introduced.handoff()
+    assert introduced.say(BOB, Release(handoff.token)) == []
+    assert introduced.directory.usage() == (0, 0, 0)
 
 
 def test_parked_claims_are_bounded(introduced: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arenas over Mooncake's Transfer Engine, on loopback TCP: the contract, and Mooncake's traps."""
 
+import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -35,7 +37,7 @@ from omni_connector.errors import (
 )
 from omni_connector.network.peers import HostPort
 from omni_connector.testing.conformance import TransportConformance, publish
-from omni_connector.transports import mooncake_engine
+from omni_connector.transports import mooncake_engine, mooncake_quarantine
 from omni_connector.transports.arena import Arena
 from omni_connector.transports.arena_format import ArenaGeometry
 from omni_connector.transports.base import Endpoint, RemoteArena
@@ -194,11 +196,12 @@ def test_no_more_than_four_tries(open_connector: Connect) -> None:
 def test_memory_of_failed_reads_is_bounded(
     open_connector: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mooncake_engine, "_MAX_QUARANTINED_BYTES", 8 * 65536)
-    monkeypatch.setattr(mooncake_engine, "_QUARANTINE_S", 1.0)
-    owner, reader = open_connector(), open_connector()
-    with Arena.create(1, 4096) as arena:
+    monkeypatch.setattr(mooncake_quarantine, "MAX_PEER_BYTES", 8 * 4096)
+    monkeypatch.setattr(mooncake_quarantine, "QUARANTINE_S", 1.0)
+    owner, other, reader = open_connector(), open_connector(), open_connector()
+    with Arena.create(1, 4096) as arena, Arena.create(1, 4096) as second:
         publish(arena, 0, 1, b"content")
+        publish(second, 0, 1, b"other")
         endpoint = owner.export(arena, "a")
         flaky = make_flaky(reader, 8)
         for _ in range(2):
@@ -207,10 +210,55 @@ def test_memory_of_failed_reads_is_bounded(
         with pytest.raises(PeerUnreachableError, match="may still write"):
             reader.attach(endpoint, timeout=WAIT_S)
         assert not flaky.failures
+        found = reader.health()
+        assert found["status"] == f"degraded: not reading from {owner._engine.address}"
+        assert found["quarantined_bytes"] == 8 * 4096
+        with reader.attach(other.export(second, "b"), timeout=WAIT_S) as remote:
+            assert remote.read(0, 1).tobytes() == b"other"
         time.sleep(1.1)
         with reader.attach(endpoint, timeout=WAIT_S) as remote:
             assert remote.read(0, 1).tobytes() == b"content"
-        assert reader._engine._quarantined_bytes == 0
+        found = reader.health()
+        assert (found["status"], found["quarantined_bytes"]) == ("healthy", 0)
+
+
+class Memory:
+    """An engine whose reads fill the memory, and of which the named batches fail after that."""
+
+    def __init__(self, *fails: int) -> None:
+        self.fails = fails
+        self.batches = 0
+
+    def batch_transfer_sync_read(
+        self, peer: str, places: list[int], addresses: list[int], sizes: list[int]
+    ) -> int:
+        for place, address, size in zip(places, addresses, sizes, strict=True):
+            ctypes.memset(place, address >> 20, size)
+        self.batches += 1
+        return -1 if self.batches in self.fails else 0
+
+
+def test_of_a_large_read_that_fails_only_the_failed_part_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mooncake_engine, "_QUICK_S", WAIT_S)  # whatever else this machine does
+    engine = Engine(SETTINGS, LOOPBACK)
+    engine._engine = Memory(3)  # the third of four batches, and all is read once more
+    before = resident()
+    spans = [Span(n << 20, 1 << 20) for n in range(256)]
+    buffer = engine.fetch("127.0.0.1:1", spans, time.monotonic() + WAIT_S)
+    assert np.array_equal(buffer[: 256 << 20 : 1 << 20], np.arange(256))
+    assert engine.quarantine.nbytes == 64 << 20
+    assert engine.quarantine.set_aside() == []
+    # The buffer that came, and of the one that did not, the batch that failed.
+    assert resident() - before < (256 + 64 + 32) << 20
+    engine.give_back(buffer)
+
+
+def resident() -> int:
+    """Bytes of anonymous memory that this process has."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
 
 class Registering:
@@ -235,14 +283,14 @@ def test_memory_of_failed_reads_is_unregistered_when_it_is_free_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With RDMA, which reads into registered memory only."""
-    monkeypatch.setattr(mooncake_engine, "_QUARANTINE_S", 0.0)
+    monkeypatch.setattr(mooncake_quarantine, "QUARANTINE_S", 0.0)
     engine = Engine(MooncakeSettings(protocol="rdma"), LOOPBACK)
     engine._engine = inner = Registering()
     for _ in range(3):
         with pytest.raises(PeerUnreachableError):
             engine.fetch("127.0.0.1:1", [Span(0, 8)], time.monotonic() + WAIT_S)
-    assert len(inner.registered) == 1
-    engine._check_quarantine()
+    assert len(inner.registered) == 4
+    engine.tidy()
     assert not inner.registered
     assert not engine._registered
 
@@ -564,10 +612,25 @@ def test_a_peer_that_stands_still_is_given_up() -> None:
             reader.kill()
 
 
+def free_range(count: int) -> tuple[int, int]:
+    """The first and the last of so many ports in a row that nobody has.
+
+    Mooncake keeps to a range below those that the system gives out.
+    """
+    for first in range(15990, 30000, count):
+        try:
+            for port in range(first, first + count):
+                socket.create_server((LOOPBACK, port)).close()
+        except OSError:
+            continue
+        return first, first + count - 1
+    raise AssertionError(f"no {count} free ports in a row")
+
+
 def test_a_peer_that_restarted_on_the_same_port(open_connector: Connect) -> None:
     reader = open_connector()
     # An engine takes two of a range. Nobody has connected, so that none of them is held back.
-    ports = 15990, 15992
+    ports = free_range(3)
     with Peer(ports) as first, ExitStack() as stack:
         first.kill()
         for _ in range(30):
@@ -620,3 +683,24 @@ def test_an_engine_that_is_closed_does_nothing() -> None:
     engine.close()
     with pytest.raises(TransportError):
         engine.fetch("127.0.0.1:1", [Span(0, 1)], time.monotonic() + 1.0)
+
+
+def test_an_object_may_go_in_the_middle_of_anything(open_connector: Connect) -> None:
+    """Its finalizer runs wherever the last array of it goes, on a thread with the lock too."""
+    sender, reader = open_connector(), open_connector()
+    _, _, metadata = sender.put("0", "1", "key", {"a": np.ones(1 << 20, np.uint8)})
+    found = [reader.get("0", "1", "key", metadata)]
+    assert found[0] is not None
+    engine = reader._engine
+    spare = engine._spare_bytes
+
+    def let_go() -> None:
+        with engine._lock:
+            found.clear()
+
+    thread = threading.Thread(target=let_go, daemon=True)
+    thread.start()
+    thread.join(5.0)
+    assert not thread.is_alive()
+    engine.tidy()
+    assert engine._spare_bytes > spare

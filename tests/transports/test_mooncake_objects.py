@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from omni_connector.errors import ConfigError, ProtocolError, TransportError
 from omni_connector.network import resolver as resolver_module
 from omni_connector.network.keys import write_new_key
-from omni_connector.transports import ConnectorSpec, OmniConnectorFactory
+from omni_connector.transports import ConnectorSpec, OmniConnectorFactory, object_lookup
 from omni_connector.transports.mooncake import MooncakeConnector
 from omni_connector.transports.object_lookup import _questions
 from omni_connector.transports.objects import StoredObject, slot_ids
@@ -312,7 +312,7 @@ def test_what_was_read_is_told_and_makes_room(make: Make) -> None:
 
 SENDER = """
 import sys, json
-from omni_connector.transports import ConnectorSpec, OmniConnectorFactory
+from omni_connector.transports import ConnectorSpec, OmniConnectorFactory, object_lookup
 connector = OmniConnectorFactory.create_connector(
     ConnectorSpec("MooncakeTransferEngineConnector", {"transfer_timeout": 2.0, "zmq_port": 0}))
 print(json.dumps(connector.put("0", "1", "key", b"x" * (4 << 20))[2]), flush=True)
@@ -339,3 +339,39 @@ def test_a_sender_that_is_gone_or_stands_still(make: Make, number: signal.Signal
             assert time.monotonic() - started < WAIT_S / 2
         finally:
             sender.kill()
+
+
+def test_links_to_senders_that_have_gone_are_let_go_of(make: Make) -> None:
+    receiver = make(role="receiver")
+    assert receiver.get(*EDGE, "key") is None
+    objects = receiver._objects
+    metadata = []
+    for _ in range(3):
+        sender = make()
+        metadata.append(sender.put(*EDGE, "key", b"object")[2])
+        assert receiver.get(*EDGE, "key", metadata[-1]) == (b"object", 6)
+        sender.close()
+    end = time.monotonic() + WAIT_S
+    while any(source._link for source in list(objects._peers.values())):  # nobody asks again
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert all(source._arena is None for source in objects._peers.values())
+
+
+def test_a_link_that_nobody_uses_is_let_go_of_and_made_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = make(), make(role="receiver")
+    _, _, metadata = sender.put(*EDGE, "key", b"object")
+    assert receiver.get(*EDGE, "key", metadata) == (b"object", 6)
+    [source] = receiver._objects._peers.values()
+    assert source.let_go(time.monotonic())
+    assert source._link is not None
+    monkeypatch.setattr(object_lookup, "_IDLE_S", 0.0)
+    assert not source.let_go(time.monotonic())
+    assert source._link is None
+    assert receiver.get(*EDGE, "key", metadata) == (b"object", 6)
+    end = time.monotonic() + WAIT_S
+    while receiver._objects._peers:
+        assert time.monotonic() < end
+        time.sleep(0.05)

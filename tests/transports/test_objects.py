@@ -551,3 +551,16 @@ def test_chosen_runs_are_free_distinct_and_enough(free: list[bool], data: st.Dat
 )
 def test_request_of_a_key(name: str, request_id: str, wanted: bool) -> None:
     assert key(name).mentions(request_id) is wanted
+
+
+def test_the_hosts_memory_is_asked_for_once(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands in files, which would be read for each object."""
+    put(store, "k", b"object")
+    stored = store.find(key("k").digest)
+    assert stored is not None
+    read_object(store.arena, key("k").digest, stored, Buffers())
+    monkeypatch.setattr(objects, "memory_limit_bytes", lambda: 1 // 0)
+    content = read_object(store.arena, key("k").digest, stored, Buffers())
+    assert bytes(content) == b"object"

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -111,12 +114,21 @@ class Peer:
 
 
 def leaked(before: set[str]) -> list[str]:
-    """New files of /dev/shm, but those that Python's multiprocessing makes for other programs.
+    """New files of /dev/shm that no living process has: what peers that have ended left there.
 
-    That a peer uses none of that kind, `Peer.endpoint` has seen.
+    Other programs of this user make files there as well, and hold them. Those of Python's
+    multiprocessing may be left by any; that a peer uses none of them, `Peer.endpoint` has seen.
     """
     new = set(os.listdir("/dev/shm")) - before
-    return sorted(name for name in new if not name.startswith(("psm_", "sem.mp-")))
+    new = {name for name in new if not name.startswith(("psm_", "sem.mp-"))}
+    for process in Path("/proc").glob("[0-9]*") if new else ():
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            held = (process / "maps").read_text(errors="replace")
+            held += "\n".join(os.readlink(fd) for fd in (process / "fd").iterdir())
+            new = {name for name in new if f"/dev/shm/{name}" not in held}
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(n for n in new if Path("/dev/shm", n).stat().st_uid == os.geteuid())
+    return leaked(before)  # one has gone meanwhile
 
 
 @pytest.fixture
@@ -633,3 +645,51 @@ def test_no_descriptor_is_left(place: Path) -> None:
     assert os.listdir(place) == []
     assert len(os.listdir("/proc/self/fd")) == before
     assert threading.active_count() == threads
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as name:
+        yield Path(name)
+
+
+def test_a_folder_that_a_peer_names_is_not_swept(
+    reader: SharedMemoryConnector, place: Path, elsewhere: Path
+) -> None:
+    plain = Endpoint(transport="shm", address="x", epoch=b"e" * 16, n_slots=1, slot_bytes=4096)
+    for folder in (place, elsewhere):
+        dead = folder / f"a-{'0' * 24}.sock"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+            listening.bind(str(dead))
+        with pytest.raises(PeerUnreachableError):
+            reader.attach(msgspec.structs.replace(plain, address=str(dead)), timeout=WAIT_S)
+        assert dead.exists() is (folder == elsewhere)
+
+
+@pytest.mark.parametrize("character", ["\0", "\n", "\x1b", "\u2028"])
+def test_an_address_is_one_line(reader: SharedMemoryConnector, character: str) -> None:
+    address = f"/tmp/x{character}y/a-{'0' * 24}.sock"
+    with pytest.raises(ValueError, match="is no address"):
+        Endpoint(transport="shm", address=address, epoch=b"e" * 16, n_slots=1, slot_bytes=4096)
+    hint = {"transport": "shm", "address": address}
+    assert reader.get("0", "1", "key", hint) is None
+
+
+def test_the_objects_of_a_sender_that_has_gone_are_let_go_of(
+    reader: SharedMemoryConnector, place: Path
+) -> None:
+    """Their arena, and the connection; nobody asks again."""
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("omni-connector-arena")
+
+    before = mapped()
+    for _ in range(3):
+        with SharedMemoryConnector(folder=place, object_gib=0.01) as sender:
+            assert sender.put("0", "1", "key", b"object")[0]
+            assert reader.get("0", "1", "key") == (b"object", 6)
+            assert mapped() > before
+    end = time.monotonic() + WAIT_S
+    while reader._peers or mapped() > before:
+        assert time.monotonic() < end
+        time.sleep(0.05)

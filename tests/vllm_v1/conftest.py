@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines in this process, each test with a runtime folder of its own."""
 
+import dataclasses
 import logging
 import shutil
 import tempfile
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from omni_connector.vllm_v1 import sharing
+from omni_connector.vllm_v1 import connector
+from omni_connector.vllm_v1.surroundings import SURROUNDINGS
 
 from .harness import InProcessEngine, connector_threads, sockets, wait
 from .stores import MASTER, Shelf
@@ -28,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The runtime folder; short, as the paths of Unix sockets must be."""
-    folder = Path(tempfile.mkdtemp(prefix="omni-"))
+    folder = Path(tempfile.mkdtemp(prefix="omni-", dir="/tmp"))
     monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(folder))
     yield folder
     shutil.rmtree(folder)
@@ -88,7 +90,8 @@ def log() -> Iterator[list[str]]:
 def shelf(monkeypatch: pytest.MonkeyPatch) -> Shelf:
     """The store of this test's engines, in this process."""
     shelf = Shelf()
-    monkeypatch.setattr(sharing, "open_block_store", shelf.connect)
+    surroundings = dataclasses.replace(SURROUNDINGS, block_store=shelf.connect)
+    monkeypatch.setattr(connector, "SURROUNDINGS", surroundings)
     return shelf
 
 

@@ -4,9 +4,10 @@
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Final
 
-PATIENCE: Final = 20.0  # seconds; stops a hang
+PATIENCE: Final = 60.0  # seconds; stops a hang
 
 
 class HeldCopier:
@@ -60,3 +61,13 @@ class HeldCopier:
             if give_up() or time.monotonic() > end:
                 return False
         return True
+
+
+def without_references(ledger: Any) -> None:
+    """Have copies hold no block any more, as a negative control of what their references do."""
+    block = SimpleNamespace(ref_cnt=2)
+    ledger._pool = SimpleNamespace(
+        blocks=[block] * len(ledger._pool.blocks),
+        touch=lambda blocks: None,
+        free_blocks=lambda blocks: None,
+    )

@@ -10,7 +10,7 @@ import socket
 
 import pytest
 
-from omni_connector.control import channel as channel_module
+from omni_connector.control import sockets as control_sockets
 from omni_connector.errors import ConfigError
 from omni_connector.network import resolver as resolver_module
 from omni_connector.network.keys import write_new_key
@@ -86,7 +86,7 @@ def test_who_may_not_be_asked_is_neither_looked_up_nor_connected_to(
     def touched(*_: object, **__: object) -> None:
         raise AssertionError("it was looked up, or connected to")
 
-    monkeypatch.setattr(channel_module, "Link", touched)
+    monkeypatch.setattr(control_sockets, "Link", touched)
     monkeypatch.setattr(resolver_module.socket, "getaddrinfo", touched)
     prefill = engine("kv_producer", extra=SERVES)
     decode = engine("kv_consumer", extra={**ASKS, **settings})

@@ -100,7 +100,9 @@ def test_a_rank_without_an_endpoint_is_a_failed_load(engine, tokens, log):
     for arenas in ((), ((),)):
         job = LoadJob(job_id=-1, request_id="r", arenas=arenas, timeout=10.0)
         job.runs.append(CopyRun(0, [3], [0], [1], []))
-        outcome = loader.work(job, None)(lambda: False)
+        with pytest.raises(StopIteration) as ended:
+            next(loader.work(job, None)(lambda: False))
+        outcome = ended.value.value
         assert outcome.failure in ("load_failed", "peer_refused")
         assert outcome.bad_block_ids == {3}
     assert hand_off(prefill, decode, PROMPT) == tokens(PROMPT, 6)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests lose their KV blocks, to get others later; copies of the old ones may be under way."""
 
-import threading
-
 import pytest
 
-from .harness import HANDOFF, InProcessEngine, assert_clean, prompt, run, wait
+from .harness import HANDOFF, InProcessEngine, Mixin, assert_clean, prompt, wait
+from .held import without_references
 from .toy import BLOCK
 
 pytestmark = pytest.mark.vllm
@@ -57,22 +56,56 @@ def test_a_preempted_prefill_is_handed_off_right(engine, tight, tokens, overlap)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
-def test_copies_of_lost_blocks_are_given_up(engine, tight, tokens, overlap):
+def test_copies_of_lost_blocks_go_on_and_are_made_once(engine, tight, tokens, overlap):
     prefill, decode = tight(async_scheduling=overlap), engine("kv_consumer")
     held = prefill.hold(saves=True)
     long, handed = preempt(prefill)
-    prefill.run(lambda: prefill.done(long))  # its blocks are overwritten
+    for _ in range(10):
+        prefill.step()
+    assert not prefill.done(long)  # what a copy reads is given to nobody
     held.open()
     prefill.settle()
+    assert prefill.answers[long].tokens == tokens(LONG, 2)
+    assert sorted(held.saved_blocks) == sorted({*held.saved_blocks})
+    assert prefill.count("blocks_saved") == 8
     answer = prefill.answers[handed].params
     assert decode.generate(HANDED, 6, params=answer).tokens == tokens(HANDED, 6)
     assert decode.count("handoffs_received") == 1
     assert_clean(prefill, decode)
 
 
-def test_without_the_fence_the_race_is_lost(engine, tight, tokens):
-    prefill, decode = tight(), engine("kv_consumer")
-    prefill.worker_half.fence = lambda metadata: None
+class ZeroesFirst(Mixin):
+    """The V2 runner's order: new blocks are zeroed before the connector hears of the step."""
+
+    def execute(self, engine, worker, step):
+        cached = step.scheduled_cached_reqs
+        for request_id, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id not in cached.resumed_req_ids:  # theirs may be found in the cache
+                for block_ids in new or ():
+                    engine.runner.spoil([each for each in block_ids if each], 7)
+        return super().execute(engine, worker, step)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+def test_blocks_that_are_zeroed_first_are_not_those_under_a_copy(engine, tight, tokens, overlap):
+    prefill = tight(async_scheduling=overlap, mixin=ZeroesFirst())
+    decode = engine("kv_consumer")
+    held = prefill.hold(saves=True)
+    long, handed = preempt(prefill)
+    for _ in range(10):
+        prefill.step()
+    held.open()
+    prefill.settle()
+    assert prefill.answers[long].tokens == tokens(LONG, 2)
+    answer = prefill.answers[handed].params
+    assert decode.generate(HANDED, 6, params=answer).tokens == tokens(HANDED, 6)
+    assert decode.count("handoffs_received") == 1
+    assert_clean(prefill, decode)
+
+
+def test_without_the_references_the_race_is_lost(engine, tight, tokens):
+    prefill, decode = tight(mixin=ZeroesFirst()), engine("kv_consumer")
+    without_references(prefill.half._ledger)
     held = prefill.hold(saves=True)
     long, handed = preempt(prefill)
     prefill.run(lambda: prefill.done(long))
@@ -83,27 +116,33 @@ def test_without_the_fence_the_race_is_lost(engine, tight, tokens):
     assert decode.generate(HANDED, 6, params=answer).tokens != tokens(HANDED, 6)
 
 
-def test_a_copy_that_cannot_stop_is_waited_for(engine, tight, tokens):
-    prefill, decode = tight(), engine("kv_consumer")
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("family", ["full", "window", "all three"])
+def test_a_request_resumes_and_ends_while_its_copies_wait(engine, family, overlap):
+    """Its blocks are left to others under copies that were queued before it was preempted."""
+    options = {"family": family, "usable_blocks": 40}
+    prefill = engine("kv_producer", async_scheduling=overlap, max_tokens_a_step=48, **options)
+    decode, alone = engine("kv_consumer", **options), engine(**options)
     held = prefill.hold(saves=True, deaf=True)
-    long = prefill.submit(LONG, max_tokens=2)
-    handed = prefill.submit(HANDED, params=HANDOFF)
-    for _ in range(3):
+    request_id = prefill.submit(HANDED, params=HANDOFF)
+    for _ in range(2):
         prefill.step()
-    wait(held.waiting.is_set)
-    stepping = threading.Thread(target=prefill.step)
-    stepping.start()
-    wait(lambda: handed in prefill.preempted)
-    stepping.join(0.05)
-    assert stepping.is_alive()  # in the fence, before anything is overwritten
-    assert held.saved_blocks == []
+    with pytest.raises(RuntimeError):  # the copies hold blocks; but all requests are preempted
+        prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
+    prefill.run(lambda: prefill.done(request_id))
+    assert request_id in prefill.preempted
+    others = [prefill.submit(prompt(4 * BLOCK, seed), max_tokens=4) for seed in range(5, 9)]
+    for _ in range(30):
+        prefill.step()
     held.open()
-    stepping.join(20)
-    assert not stepping.is_alive()
     prefill.settle()
-    assert prefill.answers[long].tokens == tokens(LONG, 2)
-    answer = prefill.answers[handed].params
-    assert decode.generate(HANDED, 6, params=answer).tokens == tokens(HANDED, 6)
+    for seed, other in enumerate(others, start=5):
+        right = alone.generate(prompt(4 * BLOCK, seed), 4).tokens
+        assert prefill.answers[other].tokens == right
+    answer = prefill.answers[request_id].params
+    right = alone.generate(HANDED, 6).tokens
+    assert decode.generate(HANDED, 6, params=answer).tokens == right
+    assert decode.count("handoffs_received") == 1
     assert_clean(prefill, decode)
 
 
@@ -151,50 +190,4 @@ def test_a_preempted_decode_recomputes_what_it_had_loaded(engine, tokens, overla
     for request_id, each in zip(ids, prompts, strict=True):
         assert decode.answers[request_id].tokens == tokens(each, 20)
     assert decode.count("handoffs_received") == 2
-    assert_clean(prefill, decode)
-
-
-@pytest.mark.parametrize("chunk", [3 * BLOCK, 4096], ids=["in between", "prompt computed"])
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
-def test_a_reset_in_the_middle_of_a_prefill(engine, tokens, overlap, chunk):
-    prefill = engine("kv_producer", max_tokens_a_step=chunk, async_scheduling=overlap)
-    decode = engine("kv_consumer")
-    held = prefill.hold(saves=True)
-    request_id = prefill.submit(HANDED, max_tokens=4, params=HANDOFF)
-    prefill.step()
-    wait(held.waiting.is_set)
-    assert prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
-    prefill.run(lambda: prefill.done(request_id))
-    held.open()
-    prefill.settle()
-    answer = prefill.answers[request_id]
-    assert answer.tokens == tokens(HANDED, 4)
-    assert decode.generate(HANDED, 6, params=answer.params).tokens == tokens(HANDED, 6)
-    assert decode.count("handoffs_received") == 1
-    assert_clean(prefill, decode)
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
-def test_copies_whose_end_is_told_after_the_answer_are_made_again(engine, tokens, overlap):
-    prefill, decode = engine("kv_producer", async_scheduling=overlap), engine("kv_consumer")
-    held = prefill.hold(saves=True, deaf=True)
-    first = prefill.submit(prompt(40, seed=5), params=HANDOFF)
-    prefill.step()
-    wait(held.waiting.is_set)  # in front of the copies that are cancelled in the queue
-    request_id = prefill.submit(HANDED, max_tokens=2, params=HANDOFF)
-    prefill.run(lambda: bool(prefill.answers[request_id].tokens))
-    with pytest.raises(RuntimeError):  # vLLM misses the blocks of the first, but has preempted
-        prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
-    prefill.run(lambda: prefill.done(request_id))
-    assert request_id in prefill.preempted
-    claim = decode.submit(HANDED, max_tokens=6, params=prefill.answers[request_id].params)
-    for _ in range(10):
-        prefill.step()
-        decode.step()
-    assert not decode.worker_half._loading  # it is told to wait
-    held.open()
-    run([prefill, decode], lambda: decode.done(claim))
-    assert decode.answers[claim].tokens == tokens(HANDED, 6)
-    assert decode.count("handoffs_received") == 1
-    decode.generate(prompt(40, seed=5), params=prefill.answers[first].params)
     assert_clean(prefill, decode)

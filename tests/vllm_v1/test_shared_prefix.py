@@ -7,6 +7,7 @@ from vllm.v1.request import FinishReason
 from omni_connector.vllm_v1 import store_jobs
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, prompt, run, wait
+from .held import without_references
 from .stores import Shelf
 from .toy import BLOCK, WINDOW
 
@@ -21,6 +22,8 @@ def landed(*engines: InProcessEngine) -> None:
     """Wait until nothing is on its way to the store."""
     for engine in engines:
         for half in engine.worker_halves:
+            # A save that waits has yet to take its tray.
+            wait(lambda saves=half._saves: not (saves._queue or saves._running))
             wait(lambda trays=half._store_jobs._trays: trays.qsize() == store_jobs._TRAYS)
 
 
@@ -234,16 +237,12 @@ def test_blocks_that_are_being_copied_go_to_nobody_else(sharer, shelf, tokens, o
     assert_clean(first, second)
 
 
-def test_without_their_reference_the_race_is_lost(sharer, shelf, tokens, monkeypatch):
+def test_without_their_reference_the_race_is_lost(sharer, shelf, tokens):
     first, second = sharer(usable_blocks=28), sharer()
-    pool = first.scheduler.kv_cache_manager.block_pool
-    monkeypatch.setattr(first.half._shared, "_let_go", lambda save, manager: None)
+    without_references(first.half._ledger)
     held = first.hold(saves=True)
-    touch = pool.touch
-    monkeypatch.setattr(pool, "touch", lambda blocks: None)
     request_id = first.submit(PREFIX)
     first.run(lambda: first.done(request_id))
-    monkeypatch.setattr(pool, "touch", touch)
     ids = [first.submit(prompt(5 * BLOCK, seed), max_tokens=3) for seed in range(20, 26)]
     first.run(lambda: first.done(*ids))
     held.open()

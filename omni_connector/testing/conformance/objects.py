@@ -78,6 +78,17 @@ class ObjectConformance(Conformance):
             assert torch.equal(after.to(torch.float64), before.to(torch.float64))
         found[0][0].zero_()
 
+    def test_tensors_arrive_aligned(self, open_connector: Open) -> None:
+        sender, receiver = open_connector(), open_connector()
+        kept = []
+        for length in (1, 100, 1000, 30_000):
+            sent = {"a": np.arange(length, dtype=np.uint8), "b": np.arange(3.0)}
+            assert sender.put("0", "1", "key", sent)[0]
+            found = receiver.get("0", "1", "key")
+            assert found is not None
+            kept.append(found[0])
+            assert [each.ctypes.data % 64 for each in found[0].values()] == [0, 0]
+
     def test_pieces_arrive_joined(self, open_connector: Open) -> None:
         sender, receiver = open_connector(), open_connector()
         pieces = Pieces([b"head", b"", np.arange(9, dtype=np.int32), memoryview(b"tail")])

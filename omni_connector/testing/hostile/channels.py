@@ -20,8 +20,9 @@ from omni_connector.control.directory import SlotDirectory
 from omni_connector.control.messages import Claim, Denied, Refused, decode_reply, encode
 from omni_connector.control.server import ControlServer
 from omni_connector.errors import OmniError
+from omni_connector.network.keys import ClusterKey
 from omni_connector.network.peers import HostPort
-from omni_connector.network.sockets import MAX_MESSAGE_BYTES, make_context
+from omni_connector.network.sockets import MAX_MESSAGE_BYTES, make_context, prepare_tcp
 from omni_connector.testing.hostile.control import (
     EPOCH,
     PROMPT,
@@ -137,13 +138,16 @@ def asking() -> Iterator[Parser]:
 def object_questions() -> Iterator[Parser]:
     """What receivers on other hosts ask for objects."""
     digest = b"d" * 32
-    server = ObjectServer(HostPort("127.0.0.1", 0), None, Missing, lambda read: None)
+    key = ClusterKey(*zmq.curve_keypair())
+    server = ObjectServer(HostPort("127.0.0.1", 0), key, Missing, lambda read: None)
     context = make_context()
     encoded = msgspec.msgpack.encode
     numbers = itertools.count()
     corpus = [encoded(Find(digest)), encoded(Read(digest, 1))]
     try:
         peer = context.socket(zmq.DEALER)
+        prepare_tcp(peer, server.address, key)
+        peer.setsockopt(zmq.CURVE_SERVERKEY, key.public)
         peer.connect(f"tcp://{server.address}")
 
         def make(rng: random.Random) -> bytes:

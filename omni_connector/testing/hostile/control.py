@@ -106,7 +106,7 @@ def granted(handoff: Handoff | None = None) -> Granted:
         tuple(tuple((16 * g + i, 1) for i in blocks) for g, blocks in enumerate(BLOCKS))
         if handoff is None
         else tuple(
-            tuple(zip(slots, generations, strict=True))
+            tuple(zip(slots.tolist(), generations.tolist(), strict=True))
             for slots, generations in zip(handoff.slots, handoff.generations, strict=True)
         )
     )
@@ -135,6 +135,7 @@ class _Served:
                 encode(Claim(1, token, PROMPT.num_tokens, digest, "tokens")),
                 encode(Claim(2, token, PROMPT.num_tokens, b"d" * 32, "blocks")),
                 encode(Release(token)),
+                encode(Release(token, 1)),
             ]
         self.handoffs: dict[bytes, Handoff] = {}
         self._offer()
@@ -193,8 +194,8 @@ class _Served:
             handoff = self.directory.open(PROMPT, [[None] * 3, [None] * 3])
             assert handoff is not None
             if placeholder == _READY:
-                blocks = sorted(handoff.missing)
-                self.directory.copying(handoff, blocks)
+                blocks = self.directory.copying(handoff, [(g, i) for g in (0, 1) for i in range(3)])
+                assert blocks is not None
                 self.directory.filled(handoff, blocks)
                 self.directory.seal(handoff)
             self.handoffs[placeholder] = handoff

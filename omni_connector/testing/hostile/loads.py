@@ -27,8 +27,11 @@ from omni_connector.transports.arena import Arena
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.choice import Transports
 from omni_connector.transports.shm import SharedMemoryConnector
+from omni_connector.turns import TurnThread
 from omni_connector.vllm_v1 import loading
 from omni_connector.vllm_v1 import receiver as receiving
+from omni_connector.vllm_v1.copies import Outcome, Work
+from omni_connector.vllm_v1.ledger import CopyLedger
 from omni_connector.vllm_v1.loading import Loader
 from omni_connector.vllm_v1.metadata import OmniConnectorMetadata
 from omni_connector.vllm_v1.receiver import HandoffReceiver
@@ -62,8 +65,25 @@ class _Channel:
         session.fail(PeerUnreachableError("no answer in time"))
         return future
 
-    def release(self, address: str, token: bytes) -> None:
+    def release(self, grant: Grant) -> None:
         """As `ControlChannel.release`."""
+
+
+class _Pool:
+    """In the place of vLLM's blocks: counts their references."""
+
+    def __init__(self) -> None:
+        self.blocks = [SimpleNamespace(ref_cnt=0) for _ in range(_BLOCKS)]
+
+    def touch(self, blocks: list[Any]) -> None:
+        """As `BlockPool.touch`."""
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: list[Any]) -> None:
+        """As `BlockPool.free_blocks`."""
+        for block in blocks:
+            block.ref_cnt -= 1
 
 
 class _Stats:
@@ -136,14 +156,19 @@ class _Decoder:
             rank=0,
             ranks=ours.ranks,
             checksum=True,
+            clock=time.monotonic,
+            start=TurnThread,
         )
 
     def load(self, frames: list[bytes], timeout: float = _TIMEOUT_S) -> bool | str:
         """Claim, ask, allocate and load, as vLLM has it done."""
         channel: Any = _Channel(self.ours, frames)
         stats: Any = _Stats()
+        pool: Any = _Pool()
+        ledger = CopyLedger(pool, self.ours.ranks, time.monotonic)
         receiver = HandoffReceiver(
             channel=channel,
+            ledger=ledger,
             address_of=lambda remote: "ipc://x",
             fingerprint=self.ours,
             group_ids=(0, 1),
@@ -165,14 +190,26 @@ class _Decoder:
         meta = OmniConnectorMetadata()
         receiver.build(meta)
         [job] = meta.loads
-        work = self.loader.work(job, None)
-        while (outcome := work(lambda: False)) is None:
-            time.sleep(0.0005)
-        receiver.jobs_done({job.job_id: self.ours.ranks}, {job.job_id: outcome.failure or ""})
+        outcome = _done(self.loader.work(job, None))
+        failed = {} if outcome.failure is None else {job.job_id: outcome.failure}
+        ledger.report({job.job_id: self.ours.ranks}, failed)
         receiver.finish("r")
         assert not receiver._loads
-        assert not receiver._jobs
+        assert not ledger
+        assert not any(block.ref_cnt for block in pool.blocks)
         return True if outcome.failure is None else outcome.failure
+
+
+def _done(work: Work) -> Outcome:
+    pieces = work(lambda: False)
+    while True:
+        try:
+            goes_on = next(pieces)
+        except StopIteration as end:
+            outcome: Outcome = end.value
+            return outcome
+        if not goes_on:
+            time.sleep(0.0005)
 
 
 @contextmanager

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns on a thread: made at once, later, or when it is woken; nothing that wakes is lost."""
+
+import os
+import threading
+import time
+
+from omni_connector.turns import WOKEN, TurnThread
+
+LONG = 10.0
+
+
+def test_turns_are_made_until_one_is_the_last():
+    seconds = [0.0, 0.001, 0.0, None]
+    made = []
+
+    def turn() -> float | None:
+        made.append(threading.current_thread().name)
+        return seconds[len(made) - 1]
+
+    thread = TurnThread("omni-test", turn)
+    thread.join(LONG)
+    assert not thread.is_alive()
+    assert made == ["omni-test"] * 4
+
+
+def test_a_thread_that_is_woken_makes_a_turn_also_if_it_was_not_yet_asleep():
+    entered, wanted = threading.Semaphore(0), [1]
+
+    def turn() -> float | None:
+        entered.release()
+        if wanted[0] == 0:
+            return None
+        time.sleep(0.001)  # it is woken meanwhile
+        return WOKEN
+
+    thread = TurnThread("omni-test", turn)
+    for _ in range(50):
+        assert entered.acquire(timeout=LONG)
+        thread.wake()
+    wanted[0] = 0
+    thread.wake()
+    thread.join(LONG)
+    assert not thread.is_alive()
+
+
+def test_a_thread_runs_on_the_cores_that_it_is_given():
+    core = min(os.sched_getaffinity(0))
+    found = []
+
+    def turn() -> None:
+        found.append(os.sched_getaffinity(0))
+
+    TurnThread("omni-test", turn, cores=frozenset({core})).join(LONG)
+    assert found == [{core}]
+    assert core in os.sched_getaffinity(0)

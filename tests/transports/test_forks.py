@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that an engine forks: they neither end what it serves, nor outlive it in its place."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from omni_connector.transports import runtime
+from omni_connector.transports.arena import Arena
+from omni_connector.transports.base import Endpoint
+from omni_connector.transports.shm import SharedMemoryConnector
+
+WAIT_S = 30.0
+
+# Exports an arena, listens for peers as a prefill engine does, and forks a process that lives on.
+OWNER = """
+import os, sys, time
+from pathlib import Path
+import msgspec
+from omni_connector.control.channel import ControlChannel
+from omni_connector.control.directory import SlotDirectory
+from omni_connector.control.messages import Fingerprint, Welcome
+from omni_connector.control.server import ControlServer
+from omni_connector.control.shapes import GroupShape
+from omni_connector.network.keys import own_key
+from omni_connector.network.peers import HostPort
+from omni_connector.transports.arena import Arena
+from omni_connector.transports.shm import SharedMemoryConnector
+
+folder = Path(sys.argv[1])
+connector = SharedMemoryConnector(folder=folder)
+endpoint = connector.export(Arena.create(1, 4096), "arena")
+shape = GroupShape(kind="f", block_size=16, keeps="all", layers="l", pages=("H2.N16.C64",))
+print_ = Fingerprint(
+    model="m", dtype="d", kv_dtype="k", integrity="full", kv_heads=2, ranks=1, groups=(shape,)
+)
+server = ControlServer(
+    fingerprint=print_,
+    welcome=Welcome(b"e" * 16, "", print_, ((endpoint,),)),
+    directory=SlotDirectory(1, time.monotonic, 60.0),
+    clock=time.monotonic,
+    patience=60.0,
+    count=lambda name: None,
+)
+channel = ControlChannel(
+    fingerprint=print_,
+    server=server,
+    listen=folder / "control.sock",
+    listen_tcp=HostPort("127.0.0.1", 0),
+    key=own_key(folder / ".key"),
+)
+print(msgspec.json.encode(endpoint).decode(), channel.tcp_address.port, flush=True)
+sys.stdin.readline()  # whoever is to be connected is
+child = os.fork()
+if not child:
+    connector.close()
+    channel.close()
+    print("closed", flush=True)
+    time.sleep(600)
+print(child, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def owner(place: Path) -> Iterator["subprocess.Popen[str]"]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(place)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    yield process
+    os.killpg(process.pid, signal.SIGKILL)  # with what it forked
+    process.communicate()
+
+
+def test_a_child_neither_ends_nor_outlives_what_its_parent_serves(
+    owner: "subprocess.Popen[str]", place: Path
+) -> None:
+    assert owner.stdin is not None
+    assert owner.stdout is not None
+    told, port = owner.stdout.readline().rsplit(" ", 1)
+    endpoint = msgspec.json.decode(told, type=Endpoint)
+    control = place / "control.sock"
+    tcp = ("127.0.0.1", int(port))
+    with SharedMemoryConnector(folder=place) as reader:
+        remote = reader.attach(endpoint, timeout=WAIT_S)
+        with socket.create_connection(tcp, timeout=WAIT_S) as peer:
+            assert peer.recv(1)  # accepted
+            owner.stdin.write("\n")
+            owner.stdin.flush()
+            lines = {owner.stdout.readline().strip() for _ in range(2)}
+            assert "closed" in lines
+            child = int(lines.difference({"closed"}).pop())
+
+            assert remote.alive
+            reader.attach(endpoint, timeout=WAIT_S).close()
+            assert not runtime.is_dead(control)
+            socket.create_connection(tcp, timeout=WAIT_S).close()
+
+            os.kill(owner.pid, signal.SIGKILL)
+            owner.wait()
+            end = time.monotonic() + WAIT_S
+            while remote.alive or not runtime.is_dead(control):
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            while peer.recv(4096):  # it is hung up on
+                pass
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(tcp, timeout=WAIT_S)
+            os.kill(child, 0)  # while the child lives
+        remote.close()
+    runtime.sweep(place)
+    assert [path.name for path in place.iterdir()] == [".key"]
+
+
+def test_an_arena_is_withdrawn_by_its_process_only(place: Path) -> None:
+    with SharedMemoryConnector(folder=place) as connector, Arena.create(1, 4096) as arena:
+        endpoint = connector.export(arena, "arena")
+        child = os.fork()
+        if not child:
+            try:
+                connector.withdraw(endpoint)
+                connector.close()
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        with SharedMemoryConnector(folder=place) as reader:
+            reader.attach(endpoint, timeout=WAIT_S).close()

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a job raises is its own failure, and a thread that has died fails its jobs at once."""
+
+import pytest
+
+from omni_connector.vllm_v1.copies import CopyThread, Outcome
+
+from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt, wait
+from .toy import BLOCK
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = prompt(6 * BLOCK - 3)
+
+
+class Gone(BaseException):
+    """What no `except Exception` catches."""
+
+
+def fail(*args, **kwargs):
+    raise Gone
+
+
+def end_thread(thread: CopyThread) -> None:
+    """Have a thread die."""
+    thread._thread._turn = lambda: None
+    thread._thread.wake()
+    wait(lambda: not thread._thread.is_alive())
+
+
+@pytest.mark.parametrize("family", ["full", "all three"])
+@pytest.mark.parametrize("kind", ["job_failed", "copy_thread_died"])
+def test_a_load_fails_and_the_prompt_is_computed(engine, family, kind):
+    prefill, decode = engine("kv_producer", family=family), engine("kv_consumer", family=family)
+    alone = engine(family=family)
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    if kind == "job_failed":
+        held = decode.hold()
+        held.before_load = fail
+    else:
+        end_thread(decode.worker_half._loads)
+    assert decode.generate(PROMPT, 6, params=answer).tokens == alone.generate(PROMPT, 6).tokens
+    assert decode.failures() == {kind: 1}
+    assert_clean(prefill, decode)
+    if kind == "job_failed":
+        held.before_load = lambda: None
+        again = prompt(80, seed=2)
+        assert hand_off(prefill, decode, again) == alone.generate(again, 6).tokens
+        assert decode.count("handoffs_received") == 1
+
+
+@pytest.mark.parametrize("kind", ["job_failed", "copy_thread_died"])
+def test_a_save_fails_and_nothing_is_handed_off(engine, tokens, kind):
+    prefill, decode = engine("kv_producer", max_tokens_a_step=2 * BLOCK), engine("kv_consumer")
+    if kind == "job_failed":
+        prefill.instant_copies = True
+        held = prefill.hold()
+        save, held.save = held.save, fail
+    else:
+        end_thread(prefill.worker_half._saves)
+    answer = prefill.generate(PROMPT, params=HANDOFF)
+    assert answer.params["omni_no_handoff"] == kind
+    assert decode.generate(PROMPT, 6, params=answer.params).tokens == tokens(PROMPT, 6)
+    assert_clean(prefill, decode)
+    if kind == "job_failed":
+        held.save = save
+        assert hand_off(prefill, decode, prompt(80, seed=2)) == tokens(prompt(80, seed=2), 6)
+        assert decode.count("handoffs_received") == 1
+
+
+def test_other_jobs_go_on_beside_one_that_raises():
+    thread = CopyThread("omni-test")
+
+    def good(cancelled):
+        yield False
+        return Outcome(2)
+
+    def bad(cancelled):
+        yield False
+        raise Gone
+
+    thread.submit(1, bad, [5, 6])
+    thread.submit(2, good)
+    ended: list[Outcome] = []
+    wait(lambda: len(ended.extend(thread.take_ended()) or ended) == 2)
+    assert [(each.job_id, each.failure, each.bad_block_ids) for each in ended] == [
+        (1, "job_failed", {5, 6}),
+        (2, None, set()),
+    ]
+    thread.close()
+
+
+@pytest.mark.parametrize("how", ["changed", "reused"])
+@pytest.mark.parametrize("first_bad", range(6))
+def test_blocks_before_the_first_bad_one_are_kept(engine, tokens, monkeypatch, first_bad, how):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    handoff = next(iter(prefill.half._directory._handoffs.values()))
+    arena, slot = prefill.worker_half._arena, int(handoff.slots[0][first_bad])
+    if how == "changed":
+        arena.slots[slot][9] ^= 1
+    else:
+        arena.begin_write(slot, int(handoff.generations[0][first_bad]) + 1)
+    bad = set()
+    take = decode.worker_half.take_bad_block_ids
+    monkeypatch.setattr(
+        decode.worker_half, "take_bad_block_ids", lambda: bad.update(x := take()) or x
+    )
+    computed = count_computed(decode)
+    assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
+    assert len(bad) == 6 - first_bad
+    assert computed[0] == len(PROMPT) - first_bad * BLOCK
+    assert_clean(prefill, decode)
+
+
+def count_computed(decode: InProcessEngine) -> list[int]:
+    """Tokens computed in each step with any."""
+    steps: list[int] = []
+    execute = decode.runner.execute
+
+    def counted(step):
+        if step.total_num_scheduled_tokens:
+            steps.append(step.total_num_scheduled_tokens)
+        return execute(step)
+
+    decode.runner.execute = counted
+    return steps

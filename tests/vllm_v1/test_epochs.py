@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New weights: nothing that was computed before is handed off, loaded or kept.
+
+The toy model's weights are changed by what is drawn from: `new_weights`.
+"""
+
+import pytest
+
+from .harness import HANDOFF, InProcessEngine, assert_clean, prompt, wait
+from .toy import BLOCK
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = prompt(6 * BLOCK - 3)
+
+
+def new_weights(*engines: InProcessEngine) -> None:
+    """Have engines compute other KV from now on, all of them the same."""
+    for engine in engines:
+        forward = engine.runner._forward
+
+        def shifted(row, start, end, forward=forward):
+            tokens = row.token_ids
+            row.token_ids = [(each + 7) % 500 for each in tokens]
+            try:
+                return forward(row, start, end)
+            finally:
+                row.token_ids = tokens
+
+        engine.runner._forward = shifted
+
+
+@pytest.fixture
+def after(engine):
+    """What an engine that has the new weights from its start generates."""
+
+    def generate(text: list[int], count: int, **options) -> list[int]:
+        alone = engine(**options)
+        new_weights(alone)
+        return alone.generate(text, count).tokens
+
+    return generate
+
+
+RESETS = {
+    "plain": {},
+    "with connector": {"reset_connector": True},
+    "of running requests": {"reset_running_requests": True},
+}
+
+
+@pytest.mark.parametrize("reset", RESETS)
+def test_slots_that_were_cached_are_not_handed_off_again(engine, after, reset):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    decode.generate(PROMPT, 6, params=answer)
+    assert_clean(prefill, decode)
+    assert prefill.usage[1] > 0
+    for each in (prefill, decode):
+        new_weights(each)
+        assert each.scheduler.reset_prefix_cache(**RESETS[reset])
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    assert decode.generate(PROMPT, 6, params=answer).tokens == after(PROMPT, 6)
+    assert decode.count("handoffs_received") == 2
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("reset", RESETS)
+def test_what_was_handed_off_before_is_not_claimed_after(engine, after, reset):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    for each in (prefill, decode):
+        new_weights(each)
+        assert each.scheduler.reset_prefix_cache(**RESETS[reset])
+    assert decode.generate(PROMPT, 6, params=answer).tokens == after(PROMPT, 6)
+    assert decode.failures() == {"unknown_token": 1}
+    prefill.generate(prompt(20, seed=3))  # an engine without requests learns of it with the next
+    assert_clean(prefill, decode)
+
+
+def test_a_grant_from_before_is_not_used(engine, after):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
+    decode.half._receiver._loads[request_id].future.result(10)
+    for each in (decode, prefill):
+        new_weights(each)
+        assert each.scheduler.reset_prefix_cache()
+    decode.settle()
+    assert decode.answers[request_id].tokens == after(PROMPT, 6)
+    assert decode.failures() == {"weights_changed": 1}
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_load_under_way_comes_to_nothing(engine, after, policy):
+    """vLLM does not reset its blocks while they are loaded, but tells the connector."""
+    prefill, decode = engine("kv_producer"), engine("kv_consumer", policy=policy)
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    held = decode.hold(loads=True)
+    request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
+    decode.run(held.waiting.is_set)
+    new_weights(decode)
+    assert not decode.scheduler.reset_prefix_cache(reset_connector=True)
+    held.open()
+    decode.settle()
+    assert decode.answers[request_id].tokens == after(PROMPT, 6)
+    # Nor is anything of it in the prefix cache.
+    assert decode.generate(PROMPT, 6).tokens == after(PROMPT, 6)
+    assert_clean(prefill, decode)
+
+
+def test_who_reads_slots_of_before_learns_that_they_are_void(engine, after):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
+    decode.half._receiver._loads[request_id].future.result(10)
+    new_weights(prefill, decode)
+    assert prefill.scheduler.reset_prefix_cache()
+    prefill.generate(prompt(20, seed=3))  # a step tells the workers
+    wait(lambda: not prefill.worker_half._saves._queue)
+    decode.settle()
+    assert decode.answers[request_id].tokens == after(PROMPT, 6)
+    assert decode.failures() == {"stale_slot": 1}
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("family", ["full", "all three"])
+def test_a_prefill_under_way_is_copied_anew(engine, after, overlap, family):
+    options = {"family": family}
+    # Half a block a step, so that there are steps in which no copy is under way.
+    prefill = engine(
+        "kv_producer", max_tokens_a_step=BLOCK // 2, async_scheduling=overlap, **options
+    )
+    decode = engine("kv_consumer", **options)
+    prefill.instant_copies = True
+    request_id = prefill.submit(PROMPT, params=HANDOFF)
+    for _ in range(5):
+        prefill.step()
+    prefill.run(lambda: not prefill.half._ledger)
+    assert not prefill.done(request_id)
+    assert family != "full" or prefill.count("blocks_saved") > 1
+    new_weights(prefill, decode)
+    assert prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert decode.scheduler.reset_prefix_cache()
+    prefill.run(lambda: prefill.done(request_id))
+    prefill.settle()
+    answer = prefill.answers[request_id].params
+    assert decode.generate(PROMPT, 6, params=answer).tokens == after(PROMPT, 6, **options)
+    assert_clean(prefill, decode)
+
+
+def test_a_prefill_that_goes_on_upon_old_blocks_is_not_handed_off(engine):
+    prefill = engine("kv_producer", max_tokens_a_step=2 * BLOCK)
+    request_id = prefill.submit(PROMPT, params=HANDOFF)
+    prefill.step()
+    assert not prefill.scheduler.reset_prefix_cache(reset_connector=True)
+    prefill.run(lambda: prefill.done(request_id))
+    assert prefill.answers[request_id].params["omni_no_handoff"] == "weights_changed"
+    assert_clean(prefill)
