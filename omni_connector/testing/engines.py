@@ -109,8 +109,11 @@ class Engine:
         """Start the server, without waiting for it; a started engine is left as it is."""
         if self.process is not None:
             return
-        # The engines of this process meet in its runtime folder, not in their temporary ones.
-        environment = {RUNTIME_DIR_VARIABLE: str(runtime_root()), **os.environ}
+        # Not in the engine's own temporary folder: engines meet in the one, and what torch has
+        # compiled for one engine serves the next.
+        compiled = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+        shared = {RUNTIME_DIR_VARIABLE: runtime_root(), "TORCHINDUCTOR_CACHE_DIR": compiled}
+        environment = {**{name: str(path) for name, path in shared.items()}, **os.environ}
         environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if self.core is not None:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = str(self.core)

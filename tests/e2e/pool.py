@@ -131,6 +131,7 @@ class Pool:
             ],
             environment={
                 **engine_environment(self.runtime),
+                "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "compiled"),
                 "VLLM_CPU_OMP_THREADS_BIND": bind,
                 **chosen.environment,
                 **(environment or {}),
