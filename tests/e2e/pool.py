@@ -131,7 +131,6 @@ class Pool:
             ],
             environment={
                 **engine_environment(self.runtime),
-                "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "compiled"),
                 "VLLM_CPU_OMP_THREADS_BIND": bind,
                 **chosen.environment,
                 **(environment or {}),
@@ -231,6 +230,9 @@ def engine_environment(runtime: Path) -> dict[str, str]:
         "PYTHONPATH": path,
         "OMNI_CONNECTOR_RUNTIME_DIR": str(runtime),
         "VLLM_SERVER_DEV_MODE": "1",
+        # What counts the ranks of log-probabilities, say, is compiled by each engine for half a
+        # minute otherwise.
+        "TORCHDYNAMO_DISABLE": "1",
     }
 
 
