@@ -41,7 +41,7 @@ KV_TRANSFER_CONFIG: Final[Mapping[str, Any]] = {
 
 _ARGUMENTS: Final = (
     *("--logits-processors", "omni_connector.testing.reference:ForcedFirstToken"),
-    *("--dtype", "float32", "--max-model-len", "8192"),
+    *("--dtype", "float32", "--max-model-len", "4096"),
 )
 _NEW_TOKENS: Final = 16
 _WARM_UP: Final = 300

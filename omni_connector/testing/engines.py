@@ -88,7 +88,6 @@ class Engine:
         environment: variables set on top of this process's own.
         core: the CPU core that the engine's threads are bound to; None leaves it to vLLM.
         kv_cache_bytes: size of the KV cache; None leaves it to vLLM.
-        launcher: command that the server is started through, such as `ip netns exec NAME`.
         unix_socket: where the server listens in place of its port; as another network namespace
             can be asked.
     """
@@ -100,7 +99,6 @@ class Engine:
     environment: Mapping[str, str] = field(default_factory=dict)
     core: int | None = None
     kv_cache_bytes: int | None = 256 << 20
-    launcher: Sequence[str] = ()
     unix_socket: Path | None = None
     port: int = field(default_factory=free_port)
     process: Process | None = None
@@ -111,11 +109,16 @@ class Engine:
         """Start the server, without waiting for it; a started engine is left as it is."""
         if self.process is not None:
             return
-        # The engines of this process meet in its runtime folder, not in their temporary ones.
-        environment = {RUNTIME_DIR_VARIABLE: str(runtime_root()), **os.environ}
+        # Not in the engine's own temporary folder: engines meet in the one, and what torch has
+        # compiled for one engine serves the next.
+        compiled = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+        shared = {RUNTIME_DIR_VARIABLE: runtime_root(), "TORCHINDUCTOR_CACHE_DIR": compiled}
+        environment = {**{name: str(path) for name, path in shared.items()}, **os.environ}
         environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if self.core is not None:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = str(self.core)
+        if self.unix_socket is not None:
+            self.unix_socket.unlink(missing_ok=True)  # of one that was killed
         self._temporary = Path(tempfile.mkdtemp(prefix="omni-engine-"))
         environment |= {"TMPDIR": str(self._temporary), **self.environment}
         with self.log.open("wb") as output:
@@ -125,7 +128,7 @@ class Engine:
         self, arguments: list[str], environment: Mapping[str, str], output: IO[bytes]
     ) -> Process:
         return subprocess.Popen(
-            [*self.launcher, sys.executable, "-m", SERVER, *arguments],
+            [sys.executable, "-m", SERVER, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings that engines of these tests run with, by name; each serves with several models.
 
-Every configuration costs every model that is tried with it one start or two, so there are few.
+There are few, and the demo's and that of an engine in process beside them: each costs every model
+that is tried with it an engine or two.
 """
 
 import json
@@ -49,7 +50,7 @@ class Configuration:
 def ours(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
     """The `--kv-transfer-config` of an engine under test, that computes what cannot be loaded."""
     # Longer than a slow machine takes for all that a test does at once.
-    settings = {"arena_gib": 0.25, "handoff_ttl_s": 30.0, "load_timeout_s": 30.0}
+    settings = {"arena_gib": 0.25, "handoff_ttl_s": 120.0, "load_timeout_s": 30.0}
     return {
         "kv_connector": "OmniKVConnector",
         "kv_role": role,
@@ -72,11 +73,9 @@ CONFIGURATIONS = {
     "both": Configuration(ours()),
     # Its cache is made small when it is started, so that requests are preempted.
     "scarce": Configuration(ours()),
-    # For a peer that takes half a minute to start.
-    "patient": Configuration(ours("kv_producer", handoff_ttl_s=120.0)),
     # For peers that end, or time out.
-    "hasty-prefill": Configuration(ours("kv_producer", handoff_ttl_s=8.0, load_timeout_s=5.0)),
-    "hasty-decode": Configuration(ours("kv_consumer", handoff_ttl_s=8.0, load_timeout_s=5.0)),
+    "hasty-prefill": Configuration(ours("kv_producer", handoff_ttl_s=10.0, load_timeout_s=5.0)),
+    "hasty-decode": Configuration(ours("kv_consumer", handoff_ttl_s=10.0, load_timeout_s=5.0)),
     "two-ranks": Configuration(ours(), arguments=("--tensor-parallel-size", "2"), ranks=2),
     # All that is unlike the others: blocks, no cache of prefixes, drafts, and an engine that knows
     # the connector by its module and not by the plugin.
@@ -91,8 +90,5 @@ CONFIGURATIONS = {
     ),
     # Under vLLM's policy "fail": what goes wrong with a cache must not end a request.
     "store": Configuration({**ours(), "kv_load_failure_policy": "fail"}, probe=STORE_PROBE),
-    # On hosts of their own.
-    "far-prefill": Configuration(ours("kv_producer", handoff_ttl_s=20.0, load_timeout_s=5.0)),
-    "far-decode": Configuration(ours("kv_consumer", handoff_ttl_s=20.0, load_timeout_s=5.0)),
 }
 """Addresses of peers and stores, which differ from run to run, are told when one is started."""

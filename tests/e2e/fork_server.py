@@ -8,6 +8,7 @@ own. Engines of users are spawned; those that the demo and the other ways in sta
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 _MESSAGE_BYTES = 1 << 20
+_CLONE_NEWNET = 0x40000000
 
 
 class Forked:
@@ -55,7 +57,11 @@ class Forked:
 
 
 class ForkServer:
-    """The process that has imported vLLM; it ends with this one, or with `close`."""
+    """The process that has imported vLLM.
+
+    It ends with `close`, or with this process however that ends, and takes along what it has
+    started and still runs.
+    """
 
     def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -71,10 +77,20 @@ class ForkServer:
         theirs.close()
 
     def start(
-        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: IO[bytes],
+        *,
+        host: str | None = None,
     ) -> Forked:
-        """Start `python -m module arguments` in a session of its own."""
-        request = {"argv": [module, *arguments], "environment": dict(environment)}
+        """Start `python -m module arguments` in a session of its own.
+
+        Args:
+            host: the network namespace that it lives in; None for this process's.
+        """
+        request = {"argv": [module, *arguments], "environment": dict(environment), "host": host}
         socket.send_fds(self._socket, [json.dumps(request).encode()], [log.fileno()])
         answer, fds, _, _ = socket.recv_fds(self._socket, _MESSAGE_BYTES, 1)
         if not answer:
@@ -82,16 +98,20 @@ class ForkServer:
         return Forked(int(answer), fds[0])
 
     def close(self) -> None:
-        """End it; what it has started goes on. Idempotent."""
+        """End it, and what it has started. Idempotent."""
         self._socket.close()
         self._process.wait(30.0)
 
 
 def _serve(connection: socket.socket) -> None:
-    signal.signal(signal.SIGCHLD, lambda number, frame: _reap())
+    started: set[int] = set()
+    signal.signal(signal.SIGCHLD, lambda number, frame: _reap(started))
     while True:
         message, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 1)
         if not message:
+            for group in started.copy():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
             return
         request = json.loads(message)
         # Not reaped before its pidfd is open.
@@ -101,7 +121,10 @@ def _serve(connection: socket.socket) -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             connection.close()
+            if request["host"] is not None:
+                _move_to(request["host"])
             _become(request["argv"], request["environment"], fds[0])
+        started.add(pid)
         pidfd = os.pidfd_open(pid)
         socket.send_fds(connection, [str(pid).encode()], [pidfd])
         os.close(pidfd)
@@ -109,10 +132,17 @@ def _serve(connection: socket.socket) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
 
 
-def _reap() -> None:
+def _reap(started: set[int]) -> None:
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while pid := os.waitpid(-1, os.WNOHANG)[0]:
+            started.discard(pid)
+
+
+def _move_to(host: str) -> None:
+    """Enter a network namespace, as `ip netns exec` does."""
+    with open(f"/run/netns/{host}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {host}")
 
 
 def _become(argv: list[str], environment: dict[str, str], log: int) -> None:

@@ -24,11 +24,6 @@ class Host:
     address: str
 
     @property
-    def launcher(self) -> list[str]:
-        """What a command is put after to run on this host."""
-        return ["ip", "netns", "exec", self.name]
-
-    @property
     def interface(self) -> str:
         """Its end of the cable."""
         return f"v-{self.name}"[:15]

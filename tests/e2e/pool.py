@@ -25,16 +25,17 @@ MOST_ENGINES = 6
 
 @dataclass(slots=True)
 class PooledEngine(Engine):
-    """An engine that the fork server starts, if it is given one."""
+    """An engine that the fork server starts, if it is given one, in the namespace `host`."""
 
     fork_server: ForkServer | None = None
+    host: str | None = None
 
     def _launch(
         self, arguments: list[str], environment: Mapping[str, str], output: IO[bytes]
     ) -> Process:
         if self.fork_server is None:
             return Engine._launch(self, arguments, environment, output)
-        return self.fork_server.start(SERVER, arguments, environment, output)
+        return self.fork_server.start(SERVER, arguments, environment, output, host=self.host)
 
 
 @dataclass
@@ -104,7 +105,7 @@ class Pool:
             connector: what its `kv_connector_extra_config` has besides, such as addresses.
             arguments: of the server, besides.
             environment: on top of the configuration's.
-            settings: of `Engine`.
+            settings: of `PooledEngine`.
 
         """
         chosen: Configuration = CONFIGURATIONS[configuration]
@@ -118,7 +119,6 @@ class Pool:
         # Engines take turns; the ranks of one have a core each where there are enough.
         first = self._count if chosen.ranks == 1 else 0
         bind = "|".join(str(cores[(first + rank) % len(cores)]) for rank in range(chosen.ranks))
-        forked = chosen.forked and not settings.get("launcher")
         return PooledEngine(
             self.model(recipe),
             self.folder / f"{self._count}-{configuration}-{recipe}.log",
@@ -136,7 +136,7 @@ class Pool:
                 **(environment or {}),
             },
             kv_cache_bytes=settings.pop("kv_cache_bytes", chosen.kv_cache_bytes),
-            fork_server=self._forks() if forked else None,
+            fork_server=self._forks() if chosen.forked else None,
             **settings,
         )
 
@@ -230,6 +230,9 @@ def engine_environment(runtime: Path) -> dict[str, str]:
         "PYTHONPATH": path,
         "OMNI_CONNECTOR_RUNTIME_DIR": str(runtime),
         "VLLM_SERVER_DEV_MODE": "1",
+        # What counts the ranks of log-probabilities, say, is compiled by each engine for half a
+        # minute otherwise.
+        "TORCHDYNAMO_DISABLE": "1",
     }
 
 

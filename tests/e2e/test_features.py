@@ -198,10 +198,14 @@ def test_a_hand_off_of_another_adapter_is_refused(
 def test_prompt_logprobs_on_the_decode_engine(features: Features) -> None:
     prompt, received = random_prompt(50, 300), features.received()
     own = features.own(prompt, prompt_logprobs=0)
-    answer = features.handed_off(prompt, prompt_logprobs=0)
+    params = features.pair.prefill(prompt, salt := new_salt())
+    given = {"cache_salt": salt, "kv_transfer_params": params}
+    answer = features.own(prompt, prompt_logprobs=0, **given)
     assert features.received() == received
     features.require_same(answer, own)
     assert prompt_logprobs(answer) == pytest.approx(prompt_logprobs(own), abs=ROUNDING)
+    # It still serves a request without.
+    features.require_same(features.own(prompt, **given), own)
 
 
 @pytest.mark.supports("prompt_logprobs on the prefill engine", "Llama")

@@ -174,3 +174,5 @@ def test_states_of_another_number_of_ranks_are_refused(
     params = pair.prefill(prompt, salt := new_salt())
     pair.decode(prompt, salt, params).require_same(own, tolerance=ROUNDING)
     assert pair.failures(kind="incompatible_peer") == before + 1
+    # It still serves an engine that is alike.
+    engines.pair(sender, sender).decode(prompt, salt, params)

@@ -67,7 +67,7 @@ def pair(
     key_file: Path,
 ) -> Pair:
     """A producer and a consumer on hosts of their own; only what is dead is started anew."""
-    hosts = {"far-prefill": (cable.left, cable.right), "far-decode": (cable.right, cable.left)}
+    hosts = {"hasty-prefill": (cable.left, cable.right), "hasty-decode": (cable.right, cable.left)}
     starting: dict[str, Engine] = {}
     for name, (own, other) in hosts.items():
         member = members.get(name)
@@ -81,19 +81,19 @@ def pair(
             "peers": [other.address],
             "mooncake": {"timeout_s": TRANSFER_TIMEOUT_S},
         }
-        if name == "far-prefill":
+        if name == "hasty-prefill":
             extra["listen"] = f"{own.address}:7777"
         starting[name] = engine_pool.new(
             name,
             connector=extra,
-            launcher=own.launcher,
+            host=own.name,
             unix_socket=folder / "http",
             environment={"OMNI_CONNECTOR_RUNTIME_DIR": str(folder)},
         )
         starting[name].start()
     for name, engine in starting.items():
         members[name] = engine_pool.adopt(engine)
-    return Pair.of(members["far-prefill"], members["far-decode"])
+    return Pair.of(members["hasty-prefill"], members["hasty-decode"])
 
 
 def test_tokens_are_those_of_one_engine(

@@ -34,7 +34,7 @@ def test_both_sides_hand_off_to_each_other(pool: Pool, case: Case) -> None:
 
 def test_an_engine_in_process_takes_a_hand_off(pool: Pool, cases: dict[str, Case]) -> None:
     case = cases["two-thousand-not-aligned"]
-    [member] = pool.take(("patient", "llama", ""))
+    [member] = pool.take(("both", "llama", "a"))
     answer = member.engine.complete(
         case.prompt, max_tokens=1, kv_transfer_params=dict(PREFILL_PARAMS)
     )
