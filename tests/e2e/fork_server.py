@@ -9,8 +9,12 @@ own. Engines of users are spawned; those that the demo and the other ways in sta
 
 import contextlib
 import ctypes
+import gc
+import importlib
 import json
+import multiprocessing
 import os
+import runpy
 import select
 import signal
 import socket
@@ -22,6 +26,17 @@ from typing import IO
 
 _MESSAGE_BYTES = 1 << 20
 _CLONE_NEWNET = 0x40000000
+_LOADED = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "omni_connector.testing.hollow",
+    "omni_connector.testing.reference",
+    "omni_connector.vllm_v1.connector",
+)
 
 
 class Forked:
@@ -147,8 +162,6 @@ def _move_to(host: str) -> None:
 
 def _become(argv: list[str], environment: dict[str, str], log: int) -> None:
     """Be `python -m` of what was asked for, to the end of this process."""
-    import runpy
-
     os.setsid()
     for fd in (1, 2):
         os.dup2(log, fd)
@@ -171,10 +184,10 @@ def _become(argv: list[str], environment: dict[str, str], log: int) -> None:
 
 
 def main() -> None:
+    """Load what engines load, and serve at the socket that the argument names."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    import gc
-    import multiprocessing
-
+    for module in _LOADED:
+        importlib.import_module(module)
     get_context = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: get_context("fork")
     gc.freeze()

@@ -142,8 +142,11 @@ class Pool:
 
     def _forks(self) -> ForkServer:
         if self._fork_server is None:
+            # Read when torch is loaded, so that vLLM cannot set it for each engine: more threads
+            # than the one core that a rank is bound to would wait for each other.
+            one_thread = {"OMP_NUM_THREADS": "1"}
             self._fork_server = ForkServer(
-                self.folder / "fork-server.log", engine_environment(self.runtime)
+                self.folder / "fork-server.log", engine_environment(self.runtime) | one_thread
             )
         return self._fork_server
 
