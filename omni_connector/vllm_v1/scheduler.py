@@ -382,6 +382,8 @@ class OmniScheduler:
             # It has come, but of other weights than it will be read with.
             recompute(request, self._manager)
         for request in self._receiver.take_failed() if self._receiver is not None else ():
+            if self._shared is not None:
+                self._shared.load_nothing(request.request_id)
             if not self._fails_by_block and request.request_id not in output.failed_recving:
                 logger.warning(
                     "Request %s computes its prompt here: its load failed, and the model "

@@ -329,6 +329,16 @@ class SharedPrefix:
         if prompt is not None and prompt.job_id is not None:
             self._ledger.revoke([prompt.job_id])
 
+    def load_nothing(self, request_id: str) -> None:
+        """A load of this request has failed: all of it is computed here.
+
+        vLLM goes on counting the blocks that it still wanted among those that loads will need.
+        Several such requests that are offered a second load would wait for each other for ever.
+        """
+        prompt = self._prompts.get(request_id)
+        if prompt is not None:
+            prompt.loads, prompt.offered = False, 0
+
     def void(self) -> None:
         """Share nothing with what is stored now: the model may have other weights from here on.
 

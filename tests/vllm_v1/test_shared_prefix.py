@@ -478,3 +478,24 @@ def test_clients_are_closed_with_their_engine(sharer, shelf):
     engine.shutdown()
     assert shelf.open == 0
     engine.shutdown()
+
+
+def test_requests_whose_hand_offs_failed_are_not_offered_another_load(sharer, shelf, tokens):
+    """vLLM would let each wait for blocks that it has promised to the others."""
+    text = prompt(4 * BLOCK + 1)
+    prefill = sharer("kv_producer")
+    decode = sharer("kv_consumer", usable_blocks=10)
+    params = [answer.params for answer in _handed_off(prefill, text, 4)]
+    landed(prefill)
+    prefill.worker_half._arena.slots[:, 7] ^= 0x10
+    claims = [decode.submit(text, max_tokens=2, params=each) for each in params]
+    decode.run(lambda: decode.done(*claims))
+    assert [decode.answers[claim].tokens for claim in claims] == [tokens(text, 2)] * 4
+    assert decode.failures().keys() == {"checksum_mismatch"}
+    assert_clean(prefill, decode)
+
+
+def _handed_off(prefill, text, number):
+    handed = [prefill.submit(text, params=HANDOFF) for _ in range(number)]
+    prefill.run(lambda: prefill.done(*handed))
+    return [prefill.answers[each] for each in handed]
