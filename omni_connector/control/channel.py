@@ -58,6 +58,7 @@ class _Peer:
     link: Any = None  # none while its name is looked up, and after its end
     failed_at: float = 0.0
     asked_at: float = 0.0
+    epoch: bytes = b""  # of the engine that was asked for last
 
 
 class ControlChannel:
@@ -170,10 +171,11 @@ class ControlChannel:
 
         def ask() -> None:
             closed = PeerUnreachableError("the control channel is closed")
-            peer = closed if self._closing else self._peer(address)
+            peer = closed if self._closing else self._peer(address, epoch)
             if isinstance(peer, OmniError):
                 fail_claim(future, peer)
                 return
+            peer.epoch = epoch
             if future.cancelled():  # nobody else will come for these slots
                 self._send(peer, [Release(token)])
                 return
@@ -314,14 +316,18 @@ class ControlChannel:
                 [connection.name, encode(reply)], zmq.NOBLOCK
             )
 
-    def _peer(self, address: str) -> "_Peer | OmniError":
+    def _peer(self, address: str, epoch: bytes | None = None) -> "_Peer | OmniError":
         peer = self._peers.get(address)
         if peer is not None:
+            # An engine that has taken the place of another: what failed says nothing of it, and
+            # the end of the other may still be unknown here.
+            restarted = epoch is not None and peer.epoch not in (b"", epoch)
             failure = peer.session.failure
             if failure is None:
-                peer.asked_at = self._clock()
-                return peer
-            if self._clock() - peer.failed_at < FORGET_REFUSAL_S:
+                if not (restarted and peer.session.idle):
+                    peer.asked_at = self._clock()
+                    return peer
+            elif not restarted and self._clock() - peer.failed_at < FORGET_REFUSAL_S:
                 return failure
             self._drop(peer)
         if address.startswith(_IPC) and not self._sockets.exists(address.removeprefix(_IPC)):

@@ -555,7 +555,7 @@ class Proxy:
     """Passes a TCP connection on, and on demand swallows what is sent, as a cut link does."""
 
     def __init__(self, port: int) -> None:
-        self._target = port
+        self.target = port
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._server.getsockname()[1]
         self.connections = 0
@@ -570,19 +570,27 @@ class Proxy:
             while True:
                 near, _ = self._server.accept()
                 self.connections += 1
-                far = socket.create_connection(("127.0.0.1", self._target))
+                far = socket.create_connection(("127.0.0.1", self.target))
                 self._sockets += [near, far]
                 for pair in ((near, far), (far, near)):
-                    self._threads.append(threading.Thread(target=self._pass, args=pair))
+                    self._threads.append(
+                        threading.Thread(target=self._pass, args=(*pair, self.cut))
+                    )
                     self._threads[-1].start()
 
-    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+    def take_place(self, port: int) -> None:
+        """Swallow what old connections send, and lead new ones to another port."""
+        self.cut.set()
+        self.cut = threading.Event()
+        self.target = port
+
+    def _pass(self, source: socket.socket, target: socket.socket, cut: threading.Event) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                if not self.cut.is_set():
+                if not cut.is_set():
                     self.seen += data
                     target.sendall(data)
-            if not self.cut.is_set():
+            if not cut.is_set():
                 target.shutdown(socket.SHUT_WR)
 
     def __enter__(self) -> "Proxy":
@@ -706,10 +714,10 @@ def test_a_host_that_does_not_answer_fails_the_claim(quick: None, friend: Asker)
         failure(ask(friend.channel, address, b"t" * 16, b"e" * 16, timeout=600.0))
 
 
-def test_an_engine_that_restarts_at_its_port_is_found_again(
+def test_an_engine_that_restarts_at_its_port_is_found_again_at_once(
     monkeypatch: pytest.MonkeyPatch, start_engine: StartEngine, friend: Asker
 ) -> None:
-    monkeypatch.setattr(channel_module, "FORGET_REFUSAL_S", 0.0)
+    monkeypatch.setattr(channel_module, "FORGET_REFUSAL_S", 1e9)
     first = start_engine(listen_tcp=LOOPBACK, key=KEY)
     assert friend.claim_tcp(first, first.handoff()).result(LONG)
     first.channel.close()
@@ -717,6 +725,22 @@ def test_an_engine_that_restarts_at_its_port_is_found_again(
     again = HostPort("127.0.0.1", port_of(first))
     second = start_engine(listen_tcp=again, key=KEY, epoch=b"2" * 16)
     assert friend.claim_tcp(second, second.handoff()).result(LONG).welcome.epoch == b"2" * 16
+
+
+def test_a_new_engine_is_found_before_the_end_of_the_old_one_is_known(
+    start_engine: StartEngine, friend: Asker
+) -> None:
+    first = start_engine(listen_tcp=LOOPBACK, key=KEY)
+    with Proxy(port_of(first)) as proxy:
+        address = f"tcp://127.0.0.1:{proxy.port}"
+        grant = ask(friend.channel, address, first.handoff().token, first.welcome.epoch)
+        friend.channel.release(grant.result(LONG))
+        # As when a host died: nothing ends the connection.
+        second = start_engine("second.sock", listen_tcp=LOOPBACK, key=KEY, epoch=b"2" * 16)
+        proxy.take_place(port_of(second))
+        again = ask(friend.channel, address, second.handoff().token, b"2" * 16)
+        assert again.result(LONG).welcome.epoch == b"2" * 16
+        assert not friend.gone.is_set()
 
 
 def test_close_leaves_nothing(
