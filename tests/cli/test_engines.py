@@ -105,7 +105,9 @@ def test_a_signal_stops_everything_first(
 ) -> None:
     script = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import time, test_engines as t\nfrom pathlib import Path\n"
+        "import signal, time, test_engines as t\nfrom pathlib import Path\n"
+        # What runs in the background of a shell inherits that it is ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "t.module.Router, t.module._STOP_S = t.SleepingRouter, 0.1\n"
         f"folder = Path({str(tmp_path)!r})\n"
         "with t.running(*t._sleepers(folder), folder) as up:\n"
