@@ -36,9 +36,9 @@ import matplotlib as mpl
 import numpy as np
 
 from omni_connector.config import StoreSettings
-from omni_connector.transports.block_store import MooncakeBlockStore
+from omni_connector.objects.mooncake_store import MooncakeStoreConnector
+from omni_connector.prefix.block_store import MooncakeBlockStore
 from omni_connector.transports.mooncake_lib import store_module
-from omni_connector.transports.mooncake_store import MooncakeStoreConnector
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

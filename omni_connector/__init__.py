@@ -26,13 +26,13 @@ if TYPE_CHECKING:
         TransportError,
         UnsupportedVersionError,
     )
+    from omni_connector.objects.base import OmniConnector
+    from omni_connector.objects.codec import Pieces
+    from omni_connector.objects.factory import ConnectorSpec, OmniConnectorFactory
+    from omni_connector.objects.transfer_config import load_omni_transfer_config
     from omni_connector.stage.config import OmniKVCacheConfig
     from omni_connector.stage.manager import OmniKVTransferManager
     from omni_connector.stage.payload import KVCacheTransferData
-    from omni_connector.transports.base import OmniConnector
-    from omni_connector.transports.codec import Pieces
-    from omni_connector.transports.factory import ConnectorSpec, OmniConnectorFactory
-    from omni_connector.transports.transfer_config import load_omni_transfer_config
     from omni_connector.vllm_v1.connector import OmniKVConnector
 
 __version__ = "0.1.0"
@@ -66,16 +66,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ConnectorSpec": "omni_connector.transports.factory",
+    "ConnectorSpec": "omni_connector.objects.factory",
     "KVCacheTransferData": "omni_connector.stage.payload",
     "OmniConfig": "omni_connector.config",
-    "OmniConnector": "omni_connector.transports.base",
-    "OmniConnectorFactory": "omni_connector.transports.factory",
+    "OmniConnector": "omni_connector.objects.base",
+    "OmniConnectorFactory": "omni_connector.objects.factory",
     "OmniKVCacheConfig": "omni_connector.stage.config",
     "OmniKVConnector": "omni_connector.vllm_v1.connector",
     "OmniKVTransferManager": "omni_connector.stage.manager",
-    "Pieces": "omni_connector.transports.codec",
-    "load_omni_transfer_config": "omni_connector.transports.transfer_config",
+    "Pieces": "omni_connector.objects.codec",
+    "load_omni_transfer_config": "omni_connector.objects.transfer_config",
 }
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from omni_connector.errors import ConfigError
-from omni_connector.network.peers import Peers, is_loopback, parse_listen
+from omni_connector.net.peers import Peers, is_loopback, parse_listen
 
 ENV_PREFIX = "OMNI_CONNECTOR_"
 

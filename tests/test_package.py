@@ -81,8 +81,8 @@ def test_importing_the_package_loads_neither_vllm_nor_torch() -> None:
 
 def test_transports_and_control_load_neither_vllm_nor_torch() -> None:
     loaded = _run(
-        "import sys, pkgutil, importlib, omni_connector.transports, omni_connector.control\n"
-        "for room in (omni_connector.transports, omni_connector.control):\n"
+        "import sys, pkgutil, importlib, omni_connector.transports, omni_connector.handoff\n"
+        "for room in (omni_connector.transports, omni_connector.handoff):\n"
         "    for found in pkgutil.walk_packages(room.__path__, room.__name__ + '.'):\n"
         "        importlib.import_module(found.name)\n"
         "print({name.partition('.')[0] for name in sys.modules} & {'vllm', 'torch'})"

@@ -16,10 +16,10 @@ from typing import Final, NamedTuple
 
 from omni_connector.config import OmniConfig, memory_limit_bytes
 from omni_connector.errors import OmniError
+from omni_connector.memory.arena import Arena, ArenaView
+from omni_connector.net.runtime import runtime_dir
 from omni_connector.plugin import CONNECTOR_NAME, require_supported_vllm, supported_range
-from omni_connector.transports.arena import Arena, ArenaView
 from omni_connector.transports.mooncake_lib import engine_module, wheel_name
-from omni_connector.transports.runtime import runtime_dir
 
 _GIB: Final = 1 << 30
 _IMPORT_S: Final = 180.0

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from omni_connector.network.keys import write_new_key
+from omni_connector.net.keys import write_new_key
 
 
 def keygen(path: Path) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from omni_connector.objects.factory import ConnectorSpec, OmniConnectorFactory
 from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.tp import PORT_STRIDE, Topology
-from omni_connector.transports import ConnectorSpec, OmniConnectorFactory
 
 logger = logging.getLogger(__name__)
 

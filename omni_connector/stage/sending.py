@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from omni_connector.errors import ConfigError, TransportError
+from omni_connector.objects.base import OmniConnector
+from omni_connector.objects.codec import Pieces
 from omni_connector.stage.link import ConnectorLink
 from omni_connector.stage.payload import KVCacheTransferData
 from omni_connector.stage.tp import Topology, slice_for_receiver
-from omni_connector.transports import OmniConnector, Pieces
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any, Final
 from vllm_omni.distributed.omni_connectors.connectors.base import OmniConnectorBase
 from vllm_omni.distributed.omni_connectors.factory import OmniConnectorFactory
 
-from omni_connector.transports.factory import SHARED_MEMORY, ConnectorSpec
-from omni_connector.transports.factory import OmniConnectorFactory as OurFactory
+from omni_connector.objects.factory import SHARED_MEMORY, ConnectorSpec
+from omni_connector.objects.factory import OmniConnectorFactory as OurFactory
 
 logger = logging.getLogger(__name__)
 

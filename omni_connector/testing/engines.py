@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final, Protocol, Self
 
-from omni_connector.transports.runtime import RUNTIME_DIR_VARIABLE, runtime_root
+from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE, runtime_root
 
 PREFILL_PARAMS: Mapping[str, Any] = {
     "do_remote_decode": True,

@@ -9,9 +9,10 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.transports.arena import Arena
-from omni_connector.transports.arena_format import SlotHeader
-from omni_connector.transports.base import Endpoint, ObjectKey, OmniConnector, RemoteArena
+from omni_connector.memory.arena import Arena
+from omni_connector.memory.arena_format import SlotHeader
+from omni_connector.objects.base import ObjectKey, OmniConnector
+from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
 
 Verb = Literal[
     "export",
@@ -33,7 +34,7 @@ class _Fault:
     times: int | None
 
 
-class FaultyConnector(OmniConnector):
+class FaultyConnector(ArenaTransport, OmniConnector):
     """Passes everything on to another connector, save for the faults injected into it.
 
     Args:

@@ -1,19 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OmniConnector`, the interface of every transport.
+"""`ArenaTransport`, by which peers read the arenas of one another.
 
-A transport does two things, by three verbs each. It lets peers read an arena that this process
-owns (`export`, `withdraw`, `attach`), and it passes whole objects under keys (`store_object`,
-`load_object`, `drop_objects`). `close` ends both. What users call, `put`, `get`, `cleanup` and
-`health`, is written here once, on those verbs.
+Three verbs: `export` and `withdraw` of an arena that this process owns, `attach` to that of a peer.
+`close` ends them.
 """
 
-import hashlib
-import logging
-import math
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Self
 
 import msgspec
@@ -21,22 +14,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.errors import ChecksumError, OmniError, TransportError
-from omni_connector.transports import codec
-from omni_connector.transports.arena import Arena
-from omni_connector.transports.arena_format import EPOCH_BYTES, PAGE_BYTES, SlotHeader
-
-logger = logging.getLogger(__name__)
+from omni_connector.errors import ChecksumError, TransportError
+from omni_connector.memory.arena import Arena
+from omni_connector.memory.arena_format import EPOCH_BYTES, PAGE_BYTES, SlotHeader
 
 MAX_ADDRESS_BYTES: Final = 1024
-
-
-def check_times(ttl_s: float, *timeouts: float) -> None:
-    """Raise ValueError unless these can be a time to live, and seconds to wait."""
-    if math.isnan(ttl_s):
-        raise ValueError("buffer_ttl_seconds must be a number, not nan")
-    if not all(0 < each < math.inf for each in timeouts):
-        raise ValueError("timeouts must be positive, and not infinite")
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -196,50 +178,8 @@ class RemoteArena(ABC):
         self.close()
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectKey:
-    """The name of an object: the stages it travels between, and the caller's key."""
-
-    from_stage: str
-    to_stage: str
-    key: str
-
-    @property
-    def digest(self) -> bytes:
-        """32 bytes that stand for the key, whatever its length and characters."""
-        parts = (part.encode("utf-8", "surrogatepass") for part in self._parts())
-        return hashlib.sha256(b"".join(b"%d:%b" % (len(part), part) for part in parts)).digest()
-
-    def mentions(self, request_id: str) -> bool:
-        """Whether the key is of this request: it is the id, or the id stands in it, whole.
-
-        Ids are told apart where a character ends them that is no letter, digit, `-` or `.`:
-        `req-1` is not in `req-10`, nor in `req-1-0`. Stage and rank numbers that the key
-        formats `omni_{from}_to_{to}_kv_cache_{id}` and `{id}_{from}_0_{rank}_{rank}` put
-        around an id are no ids.
-        """
-        if not request_id or request_id not in self.key:
-            return False
-        if request_id == self.key:
-            return True
-        start, end = re.escape(self.from_stage), re.escape(self.to_stage)
-        own = re.sub(rf"\Aomni_{start}_to_{end}_kv_cache_", "", self.key)
-        own = re.sub(rf"(?<=.)_{start}_0_\d+_\d+\Z", "", own, flags=re.DOTALL)
-        inner = r"[^\W_]|[-.]"
-        before = rf"(?<!{inner})" if re.match(inner, request_id[0]) else ""
-        after = rf"(?!{inner})" if re.match(inner, request_id[-1]) else ""
-        return re.search(before + re.escape(request_id) + after, own) is not None
-
-    def _parts(self) -> tuple[str, str, str]:
-        return self.from_stage, self.to_stage, self.key
-
-    def __str__(self) -> str:
-        key = self.key if len(self.key) <= 80 else f"{self.key[:77]}..."
-        return f"{key!r} from stage {self.from_stage} to {self.to_stage}"
-
-
-class OmniConnector(ABC):
-    """A transport. Subclasses give the verbs; all methods may be called from any thread.
+class ArenaTransport(ABC):
+    """A way for peers to read an arena. All methods may be called from any thread.
 
     Attributes:
         transport: the registered name, as it stands in endpoints and in the configuration.
@@ -251,24 +191,6 @@ class OmniConnector(ABC):
     def supports_mapping(self) -> bool:
         """Whether an attached arena can be read in place, through `RemoteArena.slots`."""
         return False
-
-    @property
-    def supports_raw_data(self) -> bool:
-        """Whether `put` sends one tensor from its device's memory, without a copy on the host.
-
-        Any transport takes tensors; where this is False they pass through the host's memory.
-        """
-        return False
-
-    @property
-    def is_store(self) -> bool:
-        """Whether objects outlive the process that put them."""
-        return False
-
-    @property
-    def object_timeout(self) -> float:
-        """Seconds that one `get` waits for peers to answer."""
-        return 5.0
 
     @abstractmethod
     def export(self, arena: Arena, name: str) -> Endpoint:
@@ -303,121 +225,16 @@ class OmniConnector(ABC):
         return None
 
     @abstractmethod
-    def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
-        """Keep the concatenated parts under a key, in place of what was there.
-
-        Returns:
-            Metadata that lets `load_object` find it faster: msgpack builtins, a few hundred
-            bytes.
-
-        Raises:
-            ArenaFullError: there is no room.
-            TransportError: the connector is closed, or the store fails.
-        """
-
-    @abstractmethod
-    def load_object(
-        self, key: ObjectKey, metadata: Mapping[str, Any] | None, *, timeout: float
-    ) -> memoryview | None:
-        """The bytes under a key, verified, in memory of their own, aligned to 64 bytes or more.
-
-        None where nobody has them (yet, or any more); the newest where several do.
-
-        Args:
-            key: what to look for.
-            metadata: what `store_object` returned, if it came along; from a peer, so untrusted.
-            timeout: seconds for peers to answer.
-
-        Raises:
-            TransportError, IntegrityError, ProtocolError: somebody has them, but they cannot
-                be had.
-        """
-
-    @abstractmethod
-    def drop_objects(self, request_id: str) -> int:
-        """Free the objects that this connector stored for a request (`ObjectKey.mentions`).
-
-        Returns:
-            How many there were.
-        """
-
-    @abstractmethod
     def close(self) -> None:
         """Withdraw everything and free it, in bounded time. Idempotent."""
-
-    def details(self) -> dict[str, Any]:
-        """What `health` adds for this transport; a `status` in it wins."""
-        return {}
-
-    def put(
-        self, from_stage: str | int, to_stage: str | int, put_key: str, data: object
-    ) -> tuple[bool, int, dict[str, Any] | None]:
-        """Make an object available to another stage, in place of one put under the key before.
-
-        It stays until `cleanup`, `close` or the end of this process. Where room is
-        limited, a later `put` that finds none may evict what was got, never what was not.
-
-        Args:
-            from_stage: the stage that sends.
-            to_stage: the stage that will get it.
-            put_key: any string.
-            data: bytes, bytearray or memoryview, which arrive as bytes; `codec.Pieces`; or
-                torch tensors, numpy arrays, None, bool, int, float, str, bytes, and lists,
-                tuples and dicts of these (`codec` says how they arrive). It must not change
-                until `put` returns.
-
-        Returns:
-            Whether it worked, the size in bytes, and metadata for `get` (None on failure).
-            On failure (no room, closed) the log says why.
-
-        Raises:
-            TypeError: there is something else in `data`; the message says where.
-        """
-        key = ObjectKey(str(from_stage), str(to_stage), put_key)
-        parts = codec.encode(data)
-        size = codec.size_of(parts)
-        try:
-            metadata = self.store_object(key, parts)
-        except OmniError as error:
-            logger.warning("put of %s (%d bytes) failed: %s", key, size, error)
-            return False, 0, None
-        return True, size, metadata
-
-    def get(
-        self,
-        from_stage: str | int,
-        to_stage: str | int,
-        get_key: str,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> tuple[Any, int] | None:
-        """An object that another stage, or this one, has put; does not wait for it to be put.
-
-        Args:
-            from_stage: the stage that sent it.
-            to_stage: the stage it was sent to.
-            get_key: the key it was put under.
-            metadata: what `put` returned, if it came along.
-
-        Returns:
-            The object and its size in bytes; None when it is not there, or not yet, or its
-            sender is gone, or it could not be had (the log then says why). Its tensors lie in
-            one buffer, which is freed with the last of them.
-        """
-        key = ObjectKey(str(from_stage), str(to_stage), get_key)
-        try:
-            content = self.load_object(key, metadata, timeout=self.object_timeout)
-            return None if content is None else codec.decode(content)
-        except OmniError as error:
-            logger.warning("get of %s failed: %s", key, error)
-            return None
-
-    def cleanup(self, request_id: str) -> None:
-        """Free what this connector put for a request: all keys in which its id stands whole."""
-        self.drop_objects(request_id)
 
     def health(self) -> dict[str, Any]:
         """`status` ("healthy", or what is wrong), `transport`, and the transport's details."""
         return {"status": "healthy", "transport": self.transport, **self.details()}
+
+    def details(self) -> dict[str, Any]:
+        """What `health` adds for this transport; a `status` in it wins."""
+        return {}
 
     def __enter__(self) -> Self:
         return self

@@ -7,9 +7,9 @@ from typing import Final, NamedTuple
 
 from omni_connector.config import OmniConfig
 from omni_connector.errors import OmniError, PeerRefusedError
-from omni_connector.network.peers import Peers, is_loopback, parse_listen
-from omni_connector.transports.arena import Arena
-from omni_connector.transports.base import Endpoint, OmniConnector
+from omni_connector.memory.arena import Arena
+from omni_connector.net.peers import Peers, is_loopback, parse_listen
+from omni_connector.transports.base import ArenaTransport, Endpoint
 from omni_connector.transports.registry import AUTO, create_transport
 
 _MAX_CHOSEN: Final = 4096
@@ -39,12 +39,12 @@ class Transports:
     """
 
     def __init__(
-        self, readers: Sequence[OmniConnector], exporters: Sequence[OmniConnector]
+        self, readers: Sequence[ArenaTransport], exporters: Sequence[ArenaTransport]
     ) -> None:
         self._readers = tuple(readers)
         self._exporters = tuple(exporters)
         self._untold: deque[Choice] = deque(maxlen=_MAX_CHOSEN)
-        self._chosen: dict[tuple[Endpoint, ...], tuple[OmniConnector, Endpoint]] = {}
+        self._chosen: dict[tuple[Endpoint, ...], tuple[ArenaTransport, Endpoint]] = {}
 
     def export(self, arena: Arena, name: str) -> tuple[Endpoint, ...]:
         """Let peers read an arena by every exporter; the nearest comes first.
@@ -68,7 +68,7 @@ class Transports:
         of their slot is nothing but their checksum."""
         return not all(connector.supports_mapping for connector in self._exporters)
 
-    def choose(self, endpoints: tuple[Endpoint, ...]) -> tuple[OmniConnector, Endpoint]:
+    def choose(self, endpoints: tuple[Endpoint, ...]) -> tuple[ArenaTransport, Endpoint]:
         """How to read an arena that its owner exports in these ways; stays as it is once chosen.
 
         Raises:
@@ -82,7 +82,7 @@ class Transports:
             self._chosen[endpoints] = chosen
         return chosen
 
-    def _choose(self, endpoints: tuple[Endpoint, ...]) -> tuple[OmniConnector, Endpoint]:
+    def _choose(self, endpoints: tuple[Endpoint, ...]) -> tuple[ArenaTransport, Endpoint]:
         offered = {endpoint.transport: endpoint for endpoint in endpoints}
         ways = [(c, offered[c.transport]) for c in self._readers if c.transport in offered]
         obstacles: list[str] = []
@@ -139,7 +139,7 @@ def make_transports(config: OmniConfig) -> Transports:
     return Transports(connectors, exporters)
 
 
-def _make(name: str, config: OmniConfig) -> OmniConnector:
+def _make(name: str, config: OmniConfig) -> ArenaTransport:
     if name != "mooncake":
         return create_transport(name, namespace=config.namespace)
     from omni_connector.transports.mooncake import MooncakeConnector

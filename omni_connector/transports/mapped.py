@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.errors import IncompatiblePeerError, PeerUnreachableError, ProtocolError
-from omni_connector.transports.arena import ArenaView
-from omni_connector.transports.arena_format import SlotHeader
+from omni_connector.memory.arena import ArenaView
+from omni_connector.memory.arena_format import SlotHeader
+from omni_connector.memory.buffers import Buffers
+from omni_connector.net.unix import Attach, Connection, Find, Found, Grant, Missing, Read
+from omni_connector.objects.object_store import StoredObject, read_object
 from omni_connector.transports.base import Endpoint, RemoteArena
-from omni_connector.transports.buffers import Buffers
-from omni_connector.transports.objects import StoredObject, read_object
-from omni_connector.transports.unix import Attach, Connection, Find, Found, Grant, Missing, Read
 
 # Notes kept for a peer that takes none at the moment; beyond it the oldest are lost.
 _MAX_UNSENT: Final = 1024

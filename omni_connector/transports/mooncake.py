@@ -28,33 +28,27 @@ from omni_connector.errors import (
     ProtocolError,
     TransportError,
 )
-from omni_connector.network.keys import load_key
-from omni_connector.network.peers import HostPort, is_loopback, parse_host, parse_host_port
-from omni_connector.transports.arena import Arena, ArenaView
-from omni_connector.transports.arena_format import (
+from omni_connector.memory.arena import Arena, ArenaView
+from omni_connector.memory.arena_format import (
     HEADER_BYTES,
     SUPERBLOCK_BYTES,
     ArenaGeometry,
     SlotHeader,
 )
-from omni_connector.transports.base import (
-    Endpoint,
-    Fetched,
-    ObjectKey,
-    OmniConnector,
-    RemoteArena,
-    check_times,
-)
-from omni_connector.transports.buffers import share_out
-from omni_connector.transports.mooncake_engine import Engine, Span
-from omni_connector.transports.mooncake_objects import MooncakeObjects
-from omni_connector.transports.objects import (
+from omni_connector.memory.buffers import share_out
+from omni_connector.net.keys import load_key
+from omni_connector.net.peers import HostPort, is_loopback, parse_host, parse_host_port
+from omni_connector.objects.base import ObjectKey, OmniConnector, check_times
+from omni_connector.objects.mooncake_objects import MooncakeObjects
+from omni_connector.objects.object_store import (
     DEFAULT_TTL_S,
     StoredObject,
     check_header,
     object_geometry,
     slot_ids,
 )
+from omni_connector.transports.base import ArenaTransport, Endpoint, Fetched, RemoteArena
+from omni_connector.transports.mooncake_engine import Engine, Span
 
 _ADDRESS: Final = re.compile(
     r"(?P<protocol>tcp|rdma)://(?P<engine>[][A-Za-z0-9.:_-]+)/(?P<base>[0-9a-f]{1,16})\Z"
@@ -65,7 +59,7 @@ _READ_TIMEOUT_S: Final = 30.0
 _OBJECTS: Final = "objects"
 
 
-class MooncakeConnector(OmniConnector):
+class MooncakeConnector(ArenaTransport, OmniConnector):
     """Arenas read over the network, by Mooncake's Transfer Engine.
 
     Args:

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from omni_connector.config import MooncakeSettings
 from omni_connector.errors import PeerUnreachableError, TransportError
-from omni_connector.network.peers import HostPort, parse_host_port
+from omni_connector.memory.quarantine import Quarantine
+from omni_connector.net.peers import HostPort, parse_host_port
 from omni_connector.transports.mooncake_lib import engine_module
-from omni_connector.transports.mooncake_quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 from omni_connector.errors import ConfigError, MissingDependencyError
-from omni_connector.transports.base import OmniConnector
+from omni_connector.transports.base import ArenaTransport
 
 ENTRY_POINT_GROUP: Final = "omni_connector.transports"
 AUTO: Final = "auto"
@@ -21,14 +21,14 @@ AUTO: Final = "auto"
 _BUILT_IN: Final = {
     "shm": "omni_connector.transports.shm:SharedMemoryConnector",
     "mooncake": "omni_connector.transports.mooncake:MooncakeConnector",
-    "mooncake_store": "omni_connector.transports.mooncake_store:MooncakeStoreConnector",
+    "mooncake_store": "omni_connector.objects.mooncake_store:MooncakeStoreConnector",
 }
 
 _lock = threading.Lock()
-_registered: dict[str, type[OmniConnector]] = {}
+_registered: dict[str, type[ArenaTransport]] = {}
 
 
-def register_transport(name: str, transport: type[OmniConnector]) -> None:
+def register_transport(name: str, transport: type[ArenaTransport]) -> None:
     """Make a transport known in this process. The same class may be registered again.
 
     Raises:
@@ -46,7 +46,7 @@ def transport_names() -> list[str]:
     return sorted({*_BUILT_IN, *_registered, *_entry_points()})
 
 
-def transport_class(name: str) -> type[OmniConnector]:
+def transport_class(name: str) -> type[ArenaTransport]:
     """The class of a transport.
 
     Args:
@@ -60,12 +60,12 @@ def transport_class(name: str) -> type[OmniConnector]:
     found: object = _registered.get(name)
     if found is None:
         found = _load(name)
-    if not (isinstance(found, type) and issubclass(found, OmniConnector)):
-        raise ConfigError(f"transport {name!r} is {found!r}, which is no OmniConnector class")
+    if not (isinstance(found, type) and issubclass(found, ArenaTransport)):
+        raise ConfigError(f"transport {name!r} is {found!r}, which is no ArenaTransport class")
     return found
 
 
-def create_transport(name: str, *, namespace: str) -> OmniConnector:
+def create_transport(name: str, *, namespace: str) -> ArenaTransport:
     """A new connector of the named transport; its class is called with `namespace` by keyword.
 
     Raises:

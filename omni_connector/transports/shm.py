@@ -25,25 +25,10 @@ from omni_connector.errors import (
     StaleSlotError,
     TransportError,
 )
-from omni_connector.transports import runtime
-from omni_connector.transports.arena import Arena
-from omni_connector.transports.base import (
-    Endpoint,
-    ObjectKey,
-    OmniConnector,
-    RemoteArena,
-    check_times,
-)
-from omni_connector.transports.buffers import Buffers
-from omni_connector.transports.mapped import MappedArena, ObjectPeer, map_arena
-from omni_connector.transports.objects import (
-    DEFAULT_TTL_S,
-    ObjectStore,
-    StoredObject,
-    object_geometry,
-    read_object,
-)
-from omni_connector.transports.unix import (
+from omni_connector.memory.arena import Arena
+from omni_connector.memory.buffers import Buffers
+from omni_connector.net import runtime
+from omni_connector.net.unix import (
     Answer,
     Attach,
     Connection,
@@ -55,7 +40,17 @@ from omni_connector.transports.unix import (
     Read,
     Refusal,
 )
-from omni_connector.transports.watch import Watch
+from omni_connector.net.watch import Watch
+from omni_connector.objects.base import ObjectKey, OmniConnector, check_times
+from omni_connector.objects.object_store import (
+    DEFAULT_TTL_S,
+    ObjectStore,
+    StoredObject,
+    object_geometry,
+    read_object,
+)
+from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
+from omni_connector.transports.mapped import MappedArena, ObjectPeer, map_arena
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +63,7 @@ _CATCH_UP_S: Final = 0.2
 _MAX_UNLISTED_PEERS: Final = 256
 
 
-class SharedMemoryConnector(OmniConnector):
+class SharedMemoryConnector(ArenaTransport, OmniConnector):
     """Arenas as memfds, passed between processes of one user on one host.
 
     Objects live in an arena of the connector's own, made at the first `put`; its memory is

@@ -4,8 +4,8 @@
 from typing import TYPE_CHECKING
 
 from omni_connector.config import OmniConfig
-from omni_connector.control.messages import Fingerprint
-from omni_connector.control.prompt import Prompt
+from omni_connector.handoff.messages import Fingerprint
+from omni_connector.handoff.prompt import Prompt
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
 from omni_connector.vllm_v1.specs import group_shapes
 

@@ -11,25 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.logger import init_logger
 
 from omni_connector.config import OmniConfig
-from omni_connector.control.channel import ControlChannel
-from omni_connector.control.directory import SlotDirectory
-from omni_connector.control.messages import TOKEN_BYTES, Welcome
-from omni_connector.control.server import ControlServer
 from omni_connector.errors import ConfigError
-from omni_connector.network.keys import ClusterKey, load_key
-from omni_connector.network.peers import Peers, parse_listen
-from omni_connector.transports.runtime import loopback_key, runtime_dir, socket_path
-from omni_connector.vllm_v1.compat import hash_block_size, recompute
-from omni_connector.vllm_v1.epoch import WeightsEpoch
-from omni_connector.vllm_v1.identity import fingerprint, hash_id, prompt_of
-from omni_connector.vllm_v1.ledger import CopyLedger
-from omni_connector.vllm_v1.metadata import (
-    OmniConnectorMetadata,
-    OmniHandshakeMetadata,
-    OmniWorkerMetadata,
-)
-from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
-from omni_connector.vllm_v1.params import (
+from omni_connector.handoff.channel import ControlChannel
+from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.messages import TOKEN_BYTES, Welcome
+from omni_connector.handoff.params import (
     BadParamsError,
     RemotePrefill,
     is_usable,
@@ -38,13 +24,27 @@ from omni_connector.vllm_v1.params import (
     wants_handoff,
     wants_remote_kv,
 )
-from omni_connector.vllm_v1.receiver import HandoffReceiver
-from omni_connector.vllm_v1.sender import HandoffSender
-from omni_connector.vllm_v1.shared_prefix import SharedPrefix
+from omni_connector.handoff.receiver import HandoffReceiver
+from omni_connector.handoff.sender import HandoffSender
+from omni_connector.handoff.server import ControlServer
+from omni_connector.handoff.upkeep import Upkeep
+from omni_connector.kv.ledger import CopyLedger
+from omni_connector.net.keys import ClusterKey, load_key
+from omni_connector.net.peers import Peers, parse_listen
+from omni_connector.net.runtime import loopback_key, runtime_dir, socket_path
+from omni_connector.prefix.shared_prefix import SharedPrefix
+from omni_connector.vllm_v1.compat import hash_block_size, recompute
+from omni_connector.vllm_v1.epoch import WeightsEpoch
+from omni_connector.vllm_v1.identity import fingerprint, hash_id, prompt_of
+from omni_connector.vllm_v1.metadata import (
+    OmniConnectorMetadata,
+    OmniHandshakeMetadata,
+    OmniWorkerMetadata,
+)
+from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
 from omni_connector.vllm_v1.sharing import open_shared_prefix
 from omni_connector.vllm_v1.specs import fails_by_block, keeps_all, transferred_groups
 from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings
-from omni_connector.vllm_v1.upkeep import Upkeep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from omni_connector.config import OmniConfig
-from omni_connector.control.messages import Fingerprint
-from omni_connector.transports.block_store import BlockStore
+from omni_connector.handoff.messages import Fingerprint
+from omni_connector.kv.ledger import CopyLedger
+from omni_connector.prefix.block_store import BlockStore
+from omni_connector.prefix.lookups import StoreLookups
+from omni_connector.prefix.shared_blocks import key_prefix
+from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.vllm_v1.compat import hash_block_size
 from omni_connector.vllm_v1.identity import hash_id
-from omni_connector.vllm_v1.ledger import CopyLedger
-from omni_connector.vllm_v1.lookups import StoreLookups
 from omni_connector.vllm_v1.metrics import OmniStats
-from omni_connector.vllm_v1.shared_blocks import key_prefix
-from omni_connector.vllm_v1.shared_prefix import SharedPrefix
 from omni_connector.vllm_v1.specs import group_specs
 from omni_connector.vllm_v1.surroundings import Surroundings
 

@@ -5,9 +5,9 @@ import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from omni_connector.control.shapes import GroupShape
 from omni_connector.errors import LayoutError
 from omni_connector.kv.canonical import GroupSpec, LayerSpec
+from omni_connector.kv.shapes import GroupShape
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from omni_connector.config import OmniConfig, StoreSettings
-from omni_connector.control.sockets import Sockets, ZmqSockets
 from omni_connector.kv import BlockCopier, CanonicalKVCaches, SlotLayout, make_copier
-from omni_connector.transports.block_store import BlockStore, MooncakeBlockStore
+from omni_connector.net.links import Sockets, ZmqSockets
+from omni_connector.prefix.block_store import BlockStore, MooncakeBlockStore
 from omni_connector.transports.choice import Transports, make_transports
 from omni_connector.turns import StartTurns, TurnThread
 

@@ -10,6 +10,8 @@ from vllm.logger import init_logger
 
 from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError
+from omni_connector.handoff.jobs import CopyRun, SaveJob
+from omni_connector.handoff.loading import Loader, batches, failure_kind
 from omni_connector.kv import (
     BlockCopier,
     CanonicalKVCaches,
@@ -17,23 +19,20 @@ from omni_connector.kv import (
     canonicalize,
     canonicalize_cross_layers,
 )
+from omni_connector.kv.copy_threads import CopyThread, Outcome, Work
+from omni_connector.kv.ledger import NO_JOB_ID
+from omni_connector.prefix.block_store import BlockStore
+from omni_connector.prefix.store_jobs import StoreJobs
 from omni_connector.transports import Arena, Endpoint
-from omni_connector.transports.block_store import BlockStore
 from omni_connector.transports.choice import Transports
-from omni_connector.vllm_v1.copies import CopyThread, Outcome, Work
 from omni_connector.vllm_v1.kernels import attention_of, kernel_orders
-from omni_connector.vllm_v1.loading import Loader, batches, failure_kind
 from omni_connector.vllm_v1.metadata import (
-    NO_JOB_ID,
-    CopyRun,
     OmniConnectorMetadata,
     OmniHandshakeMetadata,
     OmniWorkerMetadata,
-    SaveJob,
 )
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.specs import fails_by_block, group_shapes, group_specs
-from omni_connector.vllm_v1.store_jobs import StoreJobs
 from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from omni_connector.cli.main import main
-from omni_connector.network.keys import load_key
+from omni_connector.net.keys import load_key
 
 
 def test_it_makes_a_key_that_can_be_loaded(

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from omni_connector.control.messages import Fingerprint, Welcome
-from omni_connector.control.prompt import Prompt
-from omni_connector.network.keys import ClusterKey
+from omni_connector.handoff.messages import Fingerprint, Welcome
+from omni_connector.handoff.prompt import Prompt
+from omni_connector.net.keys import ClusterKey
 from omni_connector.transports.base import Endpoint
 
 from .engine import Asker, Engine, StartAsker, StartEngine

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zmq.utils import z85
 
-from omni_connector.network.keys import ClusterKey
+from omni_connector.net.keys import ClusterKey
 
 _FOUND = re.search(r"/\S*libsodium\S*", Path("/proc/self/maps").read_text())
 AVAILABLE = _FOUND is not None

@@ -14,14 +14,14 @@ from typing import Any
 
 import msgspec
 
-from omni_connector.control.channel import ControlChannel
-from omni_connector.control.client import Grant
-from omni_connector.control.directory import Handoff, SlotDirectory
-from omni_connector.control.messages import Fingerprint, Welcome
-from omni_connector.control.prompt import Prompt
-from omni_connector.control.server import ControlServer
 from omni_connector.errors import OmniError
-from omni_connector.network.keys import ClusterKey
+from omni_connector.handoff.channel import ControlChannel
+from omni_connector.handoff.client import Grant
+from omni_connector.handoff.directory import Handoff, SlotDirectory
+from omni_connector.handoff.messages import Fingerprint, Welcome
+from omni_connector.handoff.prompt import Prompt
+from omni_connector.handoff.server import ControlServer
+from omni_connector.net.keys import ClusterKey
 
 PROMPT = Prompt(token_ids=(1, 2, 3), num_tokens=3)
 LONG = 60.0  # a deadline that only a hang reaches

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import msgspec
 
-from omni_connector.control.channel import ControlChannel
-from omni_connector.control.directory import SlotDirectory
-from omni_connector.control.messages import Fingerprint, Welcome
-from omni_connector.control.prompt import Prompt
-from omni_connector.control.server import ControlServer
-from omni_connector.network.keys import load_key
-from omni_connector.network.peers import HostPort
+from omni_connector.handoff.channel import ControlChannel
+from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.messages import Fingerprint, Welcome
+from omni_connector.handoff.prompt import Prompt
+from omni_connector.handoff.server import ControlServer
+from omni_connector.net.keys import load_key
+from omni_connector.net.peers import HostPort
 from omni_connector.transports.base import Endpoint
 
 fingerprint = msgspec.json.decode(sys.argv[2], type=Fingerprint)

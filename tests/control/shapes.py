@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from omni_connector.control.shapes import GroupShape
+from omni_connector.kv.shapes import GroupShape
 
 
 def group_shape(**changes: Any) -> GroupShape:

@@ -17,11 +17,17 @@ import msgspec
 import pytest
 import zmq
 
-from omni_connector.control import channel as channel_module
-from omni_connector.control import sockets as control_sockets
-from omni_connector.control.channel import ControlChannel
-from omni_connector.control.client import ClaimDeniedError, Grant, PeerSession
-from omni_connector.control.messages import (
+from omni_connector.errors import (
+    IncompatiblePeerError,
+    PeerUnreachableError,
+    ProtocolError,
+    TransportError,
+)
+from omni_connector.handoff import channel as channel_module
+from omni_connector.handoff import sockets as control_sockets
+from omni_connector.handoff.channel import ControlChannel
+from omni_connector.handoff.client import ClaimDeniedError, Grant, PeerSession
+from omni_connector.handoff.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Fingerprint,
@@ -30,13 +36,7 @@ from omni_connector.control.messages import (
     decode_reply,
     encode,
 )
-from omni_connector.control.prompt import Prompt
-from omni_connector.errors import (
-    IncompatiblePeerError,
-    PeerUnreachableError,
-    ProtocolError,
-    TransportError,
-)
+from omni_connector.handoff.prompt import Prompt
 
 from .engine import LONG, PROMPT, Asker, StartEngine, ask, failure, start_peer
 

@@ -7,13 +7,19 @@ from concurrent.futures import Future
 import msgspec
 import pytest
 
-from omni_connector.control.client import (
+from omni_connector.errors import (
+    IncompatiblePeerError,
+    OmniError,
+    PeerUnreachableError,
+    ProtocolError,
+)
+from omni_connector.handoff.client import (
     INTRODUCTION_S,
     ClaimDeniedError,
     Grant,
     PeerSession,
 )
-from omni_connector.control.messages import (
+from omni_connector.handoff.messages import (
     TOKEN_BYTES,
     Claim,
     Denied,
@@ -26,13 +32,7 @@ from omni_connector.control.messages import (
     Welcome,
     encode,
 )
-from omni_connector.control.prompt import Prompt
-from omni_connector.errors import (
-    IncompatiblePeerError,
-    OmniError,
-    PeerUnreachableError,
-    ProtocolError,
-)
+from omni_connector.handoff.prompt import Prompt
 
 ADDRESS = "ipc:///nowhere"
 GROUPS = (((0, 1), (1, 1)), ((2, 1),))

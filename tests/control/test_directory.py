@@ -18,16 +18,16 @@ from hypothesis.stateful import (
     rule,
 )
 
-from omni_connector.control.directory import (
+from omni_connector.errors import ArenaFullError
+from omni_connector.handoff.directory import (
     Block,
     ClaimState,
     Handoff,
     SlotDirectory,
     SlotKey,
 )
-from omni_connector.control.messages import DIGEST_BYTES, TOKEN_BYTES
-from omni_connector.control.prompt import Prompt
-from omni_connector.errors import ArenaFullError
+from omni_connector.handoff.messages import DIGEST_BYTES, TOKEN_BYTES
+from omni_connector.handoff.prompt import Prompt
 
 TTL = 120.0
 Keys = Sequence[SlotKey | None]

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from omni_connector.control.messages import (
+from omni_connector.errors import ProtocolError
+from omni_connector.handoff.messages import (
     DIGEST_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_RANKS,
@@ -29,7 +30,6 @@ from omni_connector.control.messages import (
     decode_request,
     encode,
 )
-from omni_connector.errors import ProtocolError
 from omni_connector.transports.base import Endpoint
 
 from .shapes import group_shape

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_connector.control.messages import DIGEST_BYTES, DigestKind
-from omni_connector.control.prompt import Prompt
+from omni_connector.handoff.messages import DIGEST_BYTES, DigestKind
+from omni_connector.handoff.prompt import Prompt
 
 KINDS: tuple[DigestKind, ...] = ("blocks", "tokens")
 MakePrompt = Callable[..., Prompt]

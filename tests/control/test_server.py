@@ -7,9 +7,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from omni_connector.control import server as server_module
-from omni_connector.control.directory import Handoff, SlotDirectory
-from omni_connector.control.messages import (
+from omni_connector.handoff import server as server_module
+from omni_connector.handoff.directory import Handoff, SlotDirectory
+from omni_connector.handoff.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     TOKEN_BYTES,
@@ -25,8 +25,8 @@ from omni_connector.control.messages import (
     Welcome,
     encode,
 )
-from omni_connector.control.prompt import Prompt
-from omni_connector.control.server import Connection, ControlServer
+from omni_connector.handoff.prompt import Prompt
+from omni_connector.handoff.server import Connection, ControlServer
 
 from .shapes import group_shape
 

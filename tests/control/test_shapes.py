@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_connector.control.shapes import GroupShape, difference, same_bytes
+from omni_connector.kv.shapes import GroupShape, difference, same_bytes
 
 from .shapes import group_shape
 

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import zmq
 
-from omni_connector.control import channel as channel_module
-from omni_connector.control import sockets as control_sockets
-from omni_connector.control.channel import ControlChannel
-from omni_connector.control.messages import (
+from omni_connector.errors import ConfigError, PeerUnreachableError, TransportError
+from omni_connector.handoff import channel as channel_module
+from omni_connector.handoff import sockets as control_sockets
+from omni_connector.handoff.channel import ControlChannel
+from omni_connector.handoff.messages import (
     Claim,
     Denied,
     Fingerprint,
@@ -27,18 +28,17 @@ from omni_connector.control.messages import (
     decode_reply,
     encode,
 )
-from omni_connector.errors import ConfigError, PeerUnreachableError, TransportError
-from omni_connector.network import listener as listener_module
-from omni_connector.network import resolver as resolver_module
-from omni_connector.network import sockets as sockets_module
-from omni_connector.network.keys import ClusterKey, write_new_key
-from omni_connector.network.listener import (
+from omni_connector.net import listener as listener_module
+from omni_connector.net import resolver as resolver_module
+from omni_connector.net import sockets as sockets_module
+from omni_connector.net.keys import ClusterKey, write_new_key
+from omni_connector.net.listener import (
     MAX_REQUEST_BYTES,
     MAX_UNFINISHED_BYTES,
     TcpListener,
 )
-from omni_connector.network.peers import HostPort, parse_host_port
-from omni_connector.network.sockets import make_context
+from omni_connector.net.peers import HostPort, parse_host_port
+from omni_connector.net.zeromq import make_context
 
 from . import curve
 from .engine import LONG, PROMPT, Asker, Engine, StartAsker, StartEngine, ask, failure, start_peer

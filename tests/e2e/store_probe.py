@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from omni_connector.vllm_v1 import store_jobs
+from omni_connector.prefix import store_jobs
 
 from .probe import KVProbe
 

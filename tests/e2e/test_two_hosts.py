@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from omni_connector.network.keys import write_new_key
+from omni_connector.net.keys import write_new_key
 from omni_connector.testing import reference
 from omni_connector.testing.engines import Engine
 

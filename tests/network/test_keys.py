@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omni_connector.errors import ConfigError
-from omni_connector.network import keys as keys_module
-from omni_connector.network.keys import ClusterKey, load_key, own_key, write_new_key
-from omni_connector.transports.runtime import loopback_key, runtime_dir
+from omni_connector.net import keys as keys_module
+from omni_connector.net.keys import ClusterKey, load_key, own_key, write_new_key
+from omni_connector.net.runtime import loopback_key, runtime_dir
 
 
 def write(path: Path, content: str | bytes, mode: int = 0o600) -> Path:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_connector.errors import ConfigError
-from omni_connector.network.peers import (
+from omni_connector.net.peers import (
     MAX_HOST_CHARS,
     HostPort,
     Peers,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
 from omni_connector.stage.manager import OmniKVTransferManager
-from omni_connector.transports.runtime import RUNTIME_DIR_VARIABLE
 
 from .forks import Forked
 from .shared import shared_manager

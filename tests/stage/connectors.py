@@ -5,9 +5,9 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from omni_connector.objects.factory import OmniConnectorFactory
 from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.manager import OmniKVTransferManager
-from omni_connector.transports import OmniConnectorFactory
 
 _names = itertools.count()
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace as Namespace
 import pytest
 
 from omni_connector.errors import ConfigError
+from omni_connector.objects.factory import ConnectorSpec, OmniConnectorFactory
 from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.manager import OmniKVTransferManager
-from omni_connector.transports import ConnectorSpec, OmniConnectorFactory
 
 from .connectors import DictConnector, manager, register
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from omni_connector.errors import ConfigError
+from omni_connector.objects.factory import OmniConnectorFactory
 from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.manager import OmniKVTransferManager
 from omni_connector.stage.payload import KVCacheTransferData
-from omni_connector.transports import OmniConnectorFactory
 
 from .caches import cache_of, sequence
 from .connectors import DictConnector, manager, register, send

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from omni_connector.errors import ChecksumError, PeerUnreachableError, StaleSlotError
+from omni_connector.memory.arena import Arena
+from omni_connector.objects.base import OmniConnector
 from omni_connector.testing import FaultyConnector
 from omni_connector.testing.conformance import TransportConformance, publish
-from omni_connector.transports.arena import Arena
-from omni_connector.transports.base import Endpoint, OmniConnector
+from omni_connector.transports.base import Endpoint
 from omni_connector.transports.shm import SharedMemoryConnector
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from omni_connector.control.directory import SlotDirectory
+from omni_connector.handoff.directory import SlotDirectory
 from omni_connector.testing.simulation.campaign import campaign, replayed
 from omni_connector.testing.simulation.mutations import MUTANTS
 from omni_connector.testing.simulation.plan import plan_of

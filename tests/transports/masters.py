@@ -16,7 +16,7 @@ _START_S = 30.0
 
 _LENDER = """
 import sys
-from omni_connector.transports.mooncake_store import MooncakeStoreConnector
+from omni_connector.objects.mooncake_store import MooncakeStoreConnector
 with MooncakeStoreConnector(master=sys.argv[1], segment_gib=float(sys.argv[2])):
     print("lent", flush=True)
     sys.stdin.read()

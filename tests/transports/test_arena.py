@@ -21,15 +21,15 @@ from omni_connector.errors import (
     StaleSlotError,
     TransportError,
 )
-from omni_connector.transports import arena as arena_module
-from omni_connector.transports import population
-from omni_connector.transports.arena import (
+from omni_connector.memory import arena as arena_module
+from omni_connector.memory import prefault as population
+from omni_connector.memory.arena import (
     SEALS,
     Arena,
     ArenaView,
     _memfd,
 )
-from omni_connector.transports.arena_format import ArenaGeometry, SlotState
+from omni_connector.memory.arena_format import ArenaGeometry, SlotState
 
 N_SLOTS = 5
 SLOT_BYTES = 8192

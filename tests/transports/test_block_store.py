@@ -10,7 +10,7 @@ import pytest
 
 from omni_connector.config import StoreSettings
 from omni_connector.errors import PeerUnreachableError
-from omni_connector.transports.block_store import MooncakeBlockStore
+from omni_connector.prefix.block_store import MooncakeBlockStore
 
 from .masters import Master, free_port
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from omni_connector.errors import TransportError
-from omni_connector.transports import buffers as module
-from omni_connector.transports.buffers import LARGE_BYTES, Buffers, share_out
+from omni_connector.memory import buffers as module
+from omni_connector.memory.buffers import LARGE_BYTES, Buffers, share_out
 
 
 def address(array: np.ndarray) -> int:

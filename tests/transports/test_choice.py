@@ -9,7 +9,7 @@ import pytest
 
 from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError, PeerRefusedError, TransportError
-from omni_connector.transports.arena import Arena
+from omni_connector.memory.arena import Arena
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.choice import Choice, Transports, make_transports
 from omni_connector.transports.mooncake import MooncakeConnector

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_connector.errors import MissingDependencyError, OmniError, ProtocolError
-from omni_connector.testing.conformance.values import ARRAY_DTYPES, OBJECTS, same
-from omni_connector.transports.codec import (
+from omni_connector.objects.codec import (
     ALIGNMENT,
     ITEM_BYTES,
     MAX_DEPTH,
@@ -25,6 +24,7 @@ from omni_connector.transports.codec import (
     encode,
     size_of,
 )
+from omni_connector.testing.conformance.values import ARRAY_DTYPES, OBJECTS, same
 
 TORCH_ONLY = sorted(set(ITEM_BYTES) - set(ARRAY_DTYPES))
 TRAILER_BYTES = 17
@@ -360,7 +360,7 @@ def test_tensor_without_torch_is_a_missing_dependency(
 def test_objects_without_tensors_do_not_load_torch() -> None:
     code = (
         "import sys, numpy as np\n"
-        "from omni_connector.transports.codec import decode, encode\n"
+        "from omni_connector.objects.codec import decode, encode\n"
         "content = bytearray().join(encode({'a': np.ones(3), 'b': [1, 'x', b'y']}))\n"
         "assert decode(memoryview(content))[0]['b'] == [1, 'x', b'y']\n"
         "print('torch' in sys.modules)\n"

@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 
 from omni_connector.errors import ConfigError, MissingDependencyError
-from omni_connector.transports import (
-    ConnectorSpec,
-    OmniConnector,
-    OmniConnectorFactory,
-    mooncake_store,
-    registry,
-)
+from omni_connector.objects import mooncake_store
+from omni_connector.objects.base import OmniConnector
+from omni_connector.objects.factory import ConnectorSpec, OmniConnectorFactory
+from omni_connector.transports import registry
 from omni_connector.transports.shm import SharedMemoryConnector
 
 STORES = ("MooncakeStoreConnector", "MooncakeConnector")

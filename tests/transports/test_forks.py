@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from omni_connector.transports import runtime
-from omni_connector.transports.arena import Arena
+from omni_connector.memory.arena import Arena
+from omni_connector.net import runtime
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.shm import SharedMemoryConnector
 
@@ -25,14 +25,14 @@ OWNER = """
 import os, sys, time
 from pathlib import Path
 import msgspec
-from omni_connector.control.channel import ControlChannel
-from omni_connector.control.directory import SlotDirectory
-from omni_connector.control.messages import Fingerprint, Welcome
-from omni_connector.control.server import ControlServer
-from omni_connector.control.shapes import GroupShape
-from omni_connector.network.keys import own_key
-from omni_connector.network.peers import HostPort
-from omni_connector.transports.arena import Arena
+from omni_connector.handoff.channel import ControlChannel
+from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.messages import Fingerprint, Welcome
+from omni_connector.handoff.server import ControlServer
+from omni_connector.kv.shapes import GroupShape
+from omni_connector.net.keys import own_key
+from omni_connector.net.peers import HostPort
+from omni_connector.memory.arena import Arena
 from omni_connector.transports.shm import SharedMemoryConnector
 
 folder = Path(sys.argv[1])

@@ -35,11 +35,12 @@ from omni_connector.errors import (
     StaleSlotError,
     TransportError,
 )
-from omni_connector.network.peers import HostPort
+from omni_connector.memory import quarantine as mooncake_quarantine
+from omni_connector.memory.arena import Arena
+from omni_connector.memory.arena_format import ArenaGeometry
+from omni_connector.net.peers import HostPort
 from omni_connector.testing.conformance import TransportConformance, publish
-from omni_connector.transports import mooncake_engine, mooncake_quarantine
-from omni_connector.transports.arena import Arena
-from omni_connector.transports.arena_format import ArenaGeometry
+from omni_connector.transports import mooncake_engine
 from omni_connector.transports.base import Endpoint, RemoteArena
 from omni_connector.transports.mooncake import MooncakeArena, MooncakeConnector
 from omni_connector.transports.mooncake_engine import Engine, Span, cut, join
@@ -488,7 +489,7 @@ import os, sys
 import msgspec, numpy as np
 from omni_connector.config import MooncakeSettings
 from omni_connector.testing.conformance import publish
-from omni_connector.transports.arena import Arena
+from omni_connector.memory.arena import Arena
 from omni_connector.transports.mooncake import MooncakeConnector
 
 connector = MooncakeConnector(settings=MooncakeSettings(timeout_s=2.0), host="127.0.0.1")

@@ -21,12 +21,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_connector.errors import ConfigError, ProtocolError, TransportError
-from omni_connector.network import resolver as resolver_module
-from omni_connector.network.keys import write_new_key
-from omni_connector.transports import ConnectorSpec, OmniConnectorFactory, object_lookup
+from omni_connector.net import resolver as resolver_module
+from omni_connector.net.keys import write_new_key
+from omni_connector.objects import lookup as object_lookup
+from omni_connector.objects.factory import ConnectorSpec, OmniConnectorFactory
+from omni_connector.objects.lookup import _questions
+from omni_connector.objects.object_store import StoredObject, slot_ids
 from omni_connector.transports.mooncake import MooncakeConnector
-from omni_connector.transports.object_lookup import _questions
-from omni_connector.transports.objects import StoredObject, slot_ids
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 
@@ -312,7 +313,8 @@ def test_what_was_read_is_told_and_makes_room(make: Make) -> None:
 
 SENDER = """
 import sys, json
-from omni_connector.transports import ConnectorSpec, OmniConnectorFactory, object_lookup
+from omni_connector.transports import ConnectorSpec, OmniConnectorFactory
+from omni_connector.objects import lookup as object_lookup
 connector = OmniConnectorFactory.create_connector(
     ConnectorSpec("MooncakeTransferEngineConnector", {"transfer_timeout": 2.0, "zmq_port": 0}))
 print(json.dumps(connector.put("0", "1", "key", b"x" * (4 << 20))[2]), flush=True)

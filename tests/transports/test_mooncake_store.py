@@ -20,18 +20,19 @@ from omni_connector.errors import (
     PeerUnreachableError,
     TransportError,
 )
-from omni_connector.testing.conformance import StoreConformance
-from omni_connector.transports import mooncake_head, mooncake_store
-from omni_connector.transports.arena import Arena
-from omni_connector.transports.base import ObjectKey, OmniConnector
-from omni_connector.transports.mooncake_head import (
+from omni_connector.memory.arena import Arena
+from omni_connector.objects import manifest as mooncake_head
+from omni_connector.objects import mooncake_store
+from omni_connector.objects.base import ObjectKey, OmniConnector
+from omni_connector.objects.manifest import (
     CONTENT_AT,
     INLINE_BYTES,
     PIECE_BYTES,
     head_name,
 )
+from omni_connector.objects.mooncake_store import MooncakeStoreConnector
+from omni_connector.testing.conformance import StoreConformance
 from omni_connector.transports.mooncake_lib import store_module
-from omni_connector.transports.mooncake_store import MooncakeStoreConnector
 
 from .masters import Master, free_port, lender
 
@@ -116,7 +117,7 @@ def test_object_of_a_process_that_was_killed_is_there(
 ) -> None:
     code = """
 import os, signal, sys
-from omni_connector.transports.mooncake_store import MooncakeStoreConnector
+from omni_connector.objects.mooncake_store import MooncakeStoreConnector
 sender = MooncakeStoreConnector(master=sys.argv[1], namespace=sys.argv[2], segment_gib=0)
 assert sender.put("0", "1", "key", bytes(range(256)) * 40_000)[0]
 os.kill(os.getpid(), signal.SIGKILL)

@@ -20,13 +20,13 @@ from omni_connector.errors import (
     StaleSlotError,
     TransportError,
 )
-from omni_connector.testing import FakeClock
-from omni_connector.transports import arena, buffers, objects
-from omni_connector.transports.arena import Arena
-from omni_connector.transports.arena_format import SlotState
-from omni_connector.transports.base import ObjectKey
-from omni_connector.transports.buffers import Buffers
-from omni_connector.transports.objects import (
+from omni_connector.memory import arena, buffers
+from omni_connector.memory.arena import Arena
+from omni_connector.memory.arena_format import SlotState
+from omni_connector.memory.buffers import Buffers
+from omni_connector.objects import object_store as objects
+from omni_connector.objects.base import ObjectKey
+from omni_connector.objects.object_store import (
     MAX_OBJECT_SLOTS,
     ObjectStore,
     StoredObject,
@@ -34,6 +34,7 @@ from omni_connector.transports.objects import (
     object_geometry,
     read_object,
 )
+from omni_connector.testing import FakeClock
 
 SLOT_BYTES = 4096
 N_SLOTS = 8

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from omni_connector.errors import ConfigError, TransportError
-from omni_connector.transports.runtime import (
+from omni_connector.net.runtime import (
     RUNTIME_DIR_VARIABLE,
     check_private,
     listen,

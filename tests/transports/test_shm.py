@@ -23,13 +23,14 @@ from omni_connector.errors import (
     StaleSlotError,
     TransportError,
 )
+from omni_connector.memory.arena import Arena
+from omni_connector.net import runtime
+from omni_connector.objects.base import ObjectKey, OmniConnector
+from omni_connector.objects.object_store import StoredObject
 from omni_connector.testing import FakeClock
 from omni_connector.testing.conformance import TransportConformance, publish
-from omni_connector.transports import runtime
-from omni_connector.transports.arena import Arena
-from omni_connector.transports.base import Endpoint, ObjectKey, OmniConnector
+from omni_connector.transports.base import Endpoint
 from omni_connector.transports.mapped import ObjectPeer
-from omni_connector.transports.objects import StoredObject
 from omni_connector.transports.shm import SharedMemoryConnector
 
 
@@ -50,8 +51,8 @@ SETUP = """
 import os, signal, sys, time
 from pathlib import Path
 import numpy as np, xxhash, msgspec
-from omni_connector.transports.arena import Arena
-from omni_connector.transports import runtime
+from omni_connector.memory.arena import Arena
+from omni_connector.net import runtime
 from omni_connector.transports.shm import SharedMemoryConnector
 
 def die(*args, **kwargs):
@@ -225,7 +226,7 @@ def test_object_replaced_while_it_is_read_is_read_again(
 # A sender, and a receiver, that die in the middle of an object. Their own deadlines are the test.
 
 PUT_AND_DIE = """
-import omni_connector.transports.objects as objects
+import omni_connector.objects.object_store as objects
 connector.put("0", "1", "before", [np.arange(5)])
 say(connector.put("0", "1", "key", b"first")[0])
 objects.np.copyto = die
@@ -233,7 +234,7 @@ connector.put("0", "1", "key", [np.ones(5 << 20)])
 """
 
 GET_AND_DIE = """
-import omni_connector.transports.objects as objects
+import omni_connector.objects.object_store as objects
 objects.np.copyto = die
 connector.get("0", "1", "key")
 """

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from omni_connector.errors import ConfigError, MissingDependencyError
-from omni_connector.transports import ConnectorSpec, OmniTransferConfig, load_omni_transfer_config
+from omni_connector.objects.factory import ConnectorSpec
+from omni_connector.objects.transfer_config import OmniTransferConfig, load_omni_transfer_config
 
 PIPELINE: dict[str, Any] = {
     "model": "some/model",

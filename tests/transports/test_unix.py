@@ -22,14 +22,10 @@ from omni_connector.errors import (
     ProtocolError,
     TransportError,
 )
-from omni_connector.transports import unix
-from omni_connector.transports.arena import Arena
-from omni_connector.transports.base import ObjectKey
-from omni_connector.transports.codec import encode
-from omni_connector.transports.objects import ObjectStore
-from omni_connector.transports.runtime import listen, socket_path
-from omni_connector.transports.shm import SharedMemoryConnector
-from omni_connector.transports.unix import (
+from omni_connector.memory.arena import Arena
+from omni_connector.net import unix
+from omni_connector.net.runtime import listen, socket_path
+from omni_connector.net.unix import (
     MAX_MESSAGE_BYTES,
     Attach,
     Connection,
@@ -41,6 +37,10 @@ from omni_connector.transports.unix import (
     Read,
     Refusal,
 )
+from omni_connector.objects.base import ObjectKey
+from omni_connector.objects.codec import encode
+from omni_connector.objects.object_store import ObjectStore
+from omni_connector.transports.shm import SharedMemoryConnector
 
 SOON_S = 20.0
 KEY = ObjectKey("0", "1", "key")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.transports.block_store import BlockStore
+from omni_connector.prefix.block_store import BlockStore
 
 MASTER = {"store": {"master": "127.0.0.1:50051"}}
 

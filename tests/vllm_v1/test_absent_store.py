@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from omni_connector.prefix import shared_prefix, store_jobs
 from omni_connector.testing.toy import BLOCK
-from omni_connector.vllm_v1 import shared_prefix, store_jobs
 
 from .harness import assert_clean, prompt
 from .test_shared_prefix import PREFIX, QUESTION, landed, publish

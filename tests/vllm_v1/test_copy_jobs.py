@@ -3,8 +3,8 @@
 
 import pytest
 
+from omni_connector.kv.copy_threads import CopyThread, Outcome
 from omni_connector.testing.toy import BLOCK
-from omni_connector.vllm_v1.copies import CopyThread, Outcome
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt, wait
 

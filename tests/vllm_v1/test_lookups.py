@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_connector.control.shapes import GroupShape
+from omni_connector.kv.shapes import GroupShape
+from omni_connector.prefix import lookups
+from omni_connector.prefix.lookups import Held, Lookup, Recently, StoreLookups
+from omni_connector.prefix.shared_blocks import block_key
 from omni_connector.testing.clock import FakeClock
-from omni_connector.vllm_v1 import lookups
-from omni_connector.vllm_v1.lookups import Held, Lookup, Recently, StoreLookups
-from omni_connector.vllm_v1.shared_blocks import block_key
 
 from .harness import wait
 from .stores import Shelf

@@ -6,9 +6,9 @@ import threading
 import numpy as np
 import pytest
 
+from omni_connector.handoff.loading import Loader
 from omni_connector.testing.toy import BLOCK, FAMILIES
 from omni_connector.transports.mooncake import MooncakeConnector
-from omni_connector.vllm_v1.loading import Loader
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt, run
 from .test_failed_loads import FAILURES, PROMPT, copier_fails, granted, peer_is_gone

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_connector.network.peers import HostPort, Peers
-from omni_connector.vllm_v1.params import (
+from omni_connector.handoff.params import (
     PARAMS_VERSION,
     BadParamsError,
     RemotePrefill,
@@ -20,6 +19,7 @@ from omni_connector.vllm_v1.params import (
     wants_handoff,
     wants_remote_kv,
 )
+from omni_connector.net.peers import HostPort, Peers
 
 EPOCH, TOKEN = bytes(range(16)), b"\xff" * 16
 MISSING = object()

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from omni_connector.errors import PeerUnreachableError
+from omni_connector.handoff.jobs import CopyRun, LoadJob
 from omni_connector.transports import Endpoint
+from omni_connector.transports import peer_arenas as arenas_module
+from omni_connector.transports.peer_arenas import PeerArenas
+from omni_connector.transports.reading import MAX_THREADS, THREADS_A_PEER, PeerThreads
 from omni_connector.transports.shm import SharedMemoryConnector
-from omni_connector.vllm_v1 import arenas as arenas_module
-from omni_connector.vllm_v1.arenas import PeerArenas
-from omni_connector.vllm_v1.metadata import CopyRun, LoadJob
-from omni_connector.vllm_v1.reading import MAX_THREADS, THREADS_A_PEER, PeerThreads
 
 from .harness import DEADLINE, HANDOFF, hand_off, prompt, wait
 

@@ -10,10 +10,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_connector.control.messages import Fingerprint
-from omni_connector.control.shapes import GroupShape
 from omni_connector.errors import ChecksumError
-from omni_connector.vllm_v1.shared_blocks import (
+from omni_connector.handoff.messages import Fingerprint
+from omni_connector.kv.shapes import GroupShape
+from omni_connector.prefix.shared_blocks import (
     TRAILER_BYTES,
     block_key,
     holder,

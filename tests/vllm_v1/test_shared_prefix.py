@@ -4,8 +4,8 @@
 import pytest
 from vllm.v1.request import FinishReason
 
+from omni_connector.prefix import store_jobs
 from omni_connector.testing.toy import BLOCK, WINDOW
-from omni_connector.vllm_v1 import store_jobs
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, prompt, run, wait
 from .held import without_references

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from omni_connector.transports.runtime import locked
-from omni_connector.vllm_v1.upkeep import Upkeep
+from omni_connector.handoff.upkeep import Upkeep
+from omni_connector.net.runtime import locked
 
 pytestmark = pytest.mark.vllm
 

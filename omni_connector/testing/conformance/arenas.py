@@ -17,6 +17,7 @@ from omni_connector.errors import (
     StaleSlotError,
     TransportError,
 )
+from omni_connector.memory.arena import Arena
 from omni_connector.testing.conformance.base import (
     ATTACH_S,
     N_SLOTS,
@@ -25,7 +26,6 @@ from omni_connector.testing.conformance.base import (
     Open,
     publish,
 )
-from omni_connector.transports.arena import Arena
 from omni_connector.transports.base import Endpoint, RemoteArena
 
 

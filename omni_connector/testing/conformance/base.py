@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from omni_connector.transports.arena import Arena
-from omni_connector.transports.base import Endpoint, OmniConnector, RemoteArena
+from omni_connector.memory.arena import Arena
+from omni_connector.objects.base import OmniConnector
+from omni_connector.transports.base import Endpoint, RemoteArena
 
 N_SLOTS = 6
 SLOT_BYTES = 8192

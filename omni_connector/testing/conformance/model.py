@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
+from omni_connector.objects.codec import encode
 from omni_connector.testing.conformance.base import Conformance, Open
 from omni_connector.testing.conformance.values import OBJECTS, same
-from omni_connector.transports.codec import encode
 
 REQUESTS = ("req-1", "req-10", "req-1-0", "a", "é", "a.b")
 KEY_SHAPES = ("{}", "omni_0_to_1_kv_cache_{}", "{}_0_0_0_1", "{}_chunk")

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from omni_connector.errors import ArenaFullError
+from omni_connector.objects.base import ObjectKey
+from omni_connector.objects.codec import Pieces, encode
 from omni_connector.testing.conformance.base import Conformance, Open
 from omni_connector.testing.conformance.values import same
-from omni_connector.transports.base import ObjectKey
-from omni_connector.transports.codec import Pieces, encode
 
 ODD_KEYS = (
     "",

@@ -13,6 +13,7 @@ from omni_connector.errors import (
     ProtocolError,
     TransportError,
 )
+from omni_connector.memory.arena import Arena
 from omni_connector.testing.conformance.base import (
     ATTACH_S,
     N_SLOTS,
@@ -21,7 +22,6 @@ from omni_connector.testing.conformance.base import (
     Open,
     publish,
 )
-from omni_connector.transports.arena import Arena
 from omni_connector.transports.base import Endpoint
 
 

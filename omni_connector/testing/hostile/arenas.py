@@ -17,21 +17,23 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.errors import OmniError, PeerUnreachableError
-from omni_connector.testing.hostile.mutation import damage, distort_msgpack
-from omni_connector.testing.hostile.trial import Parser
-from omni_connector.transports import object_lookup, unix
-from omni_connector.transports.arena import Arena, ArenaView
-from omni_connector.transports.arena_format import (
+from omni_connector.memory.arena import Arena, ArenaView
+from omni_connector.memory.arena_format import (
     HEADER_BYTES,
     PAGE_BYTES,
     SUPERBLOCK_BYTES,
     ArenaGeometry,
 )
-from omni_connector.transports.base import Endpoint, ObjectKey
-from omni_connector.transports.buffers import Buffers
+from omni_connector.memory.buffers import Buffers
+from omni_connector.net import unix
+from omni_connector.objects import lookup as object_lookup
+from omni_connector.objects.base import ObjectKey
+from omni_connector.objects.object_store import ObjectStore, StoredObject, read_object
+from omni_connector.testing.hostile.mutation import damage, distort_msgpack
+from omni_connector.testing.hostile.trial import Parser
+from omni_connector.transports.base import Endpoint
 from omni_connector.transports.mooncake import MooncakeArena
 from omni_connector.transports.mooncake_engine import Span
-from omni_connector.transports.objects import ObjectStore, StoredObject, read_object
 
 N_SLOTS: Final = 8
 SLOT_BYTES: Final = 2 * PAGE_BYTES

@@ -14,15 +14,16 @@ from typing import Final
 import msgspec
 import zmq
 
-from omni_connector.control.channel import ControlChannel
-from omni_connector.control.client import ClaimDeniedError
-from omni_connector.control.directory import SlotDirectory
-from omni_connector.control.messages import Claim, Denied, Refused, decode_reply, encode
-from omni_connector.control.server import ControlServer
 from omni_connector.errors import OmniError
-from omni_connector.network.keys import ClusterKey
-from omni_connector.network.peers import HostPort
-from omni_connector.network.sockets import MAX_MESSAGE_BYTES, make_context, prepare_tcp
+from omni_connector.handoff.channel import ControlChannel
+from omni_connector.handoff.client import ClaimDeniedError
+from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.messages import Claim, Denied, Refused, decode_reply, encode
+from omni_connector.handoff.server import ControlServer
+from omni_connector.net.keys import ClusterKey
+from omni_connector.net.peers import HostPort
+from omni_connector.net.zeromq import MAX_MESSAGE_BYTES, make_context, prepare_tcp
+from omni_connector.objects.lookup import Find, Missing, ObjectServer, Read, _answers
 from omni_connector.testing.hostile.control import (
     EPOCH,
     PROMPT,
@@ -34,7 +35,6 @@ from omni_connector.testing.hostile.control import (
 )
 from omni_connector.testing.hostile.mutation import distort_msgpack
 from omni_connector.testing.hostile.trial import Parser
-from omni_connector.transports.object_lookup import Find, Missing, ObjectServer, Read, _answers
 
 _WAIT_S: Final = 20.0
 _WAIT_MS: Final = int(_WAIT_S * 1000)

@@ -9,9 +9,10 @@ from typing import Final
 
 import msgspec
 
-from omni_connector.control.client import Grant, PeerSession
-from omni_connector.control.directory import Handoff, SlotDirectory
-from omni_connector.control.messages import (
+from omni_connector.errors import OmniError
+from omni_connector.handoff.client import Grant, PeerSession
+from omni_connector.handoff.directory import Handoff, SlotDirectory
+from omni_connector.handoff.messages import (
     Claim,
     Denied,
     Fingerprint,
@@ -23,10 +24,9 @@ from omni_connector.control.messages import (
     decode_reply,
     encode,
 )
-from omni_connector.control.prompt import Prompt
-from omni_connector.control.server import Connection, ControlServer
-from omni_connector.control.shapes import GroupShape
-from omni_connector.errors import OmniError
+from omni_connector.handoff.prompt import Prompt
+from omni_connector.handoff.server import Connection, ControlServer
+from omni_connector.kv.shapes import GroupShape
 from omni_connector.testing.clock import FakeClock
 from omni_connector.testing.hostile.mutation import distort_msgpack
 from omni_connector.testing.hostile.trial import Parser

@@ -16,25 +16,25 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.control.client import Grant, PeerSession
-from omni_connector.control.messages import Fingerprint, Granted, Welcome, encode
 from omni_connector.errors import PeerUnreachableError
+from omni_connector.handoff import loading
+from omni_connector.handoff import receiver as receiving
+from omni_connector.handoff.client import Grant, PeerSession
+from omni_connector.handoff.loading import Loader
+from omni_connector.handoff.messages import Fingerprint, Granted, Welcome, encode
+from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.kv import SlotLayout
+from omni_connector.kv.copy_threads import Outcome, Work
+from omni_connector.kv.ledger import CopyLedger
+from omni_connector.memory.arena import Arena
 from omni_connector.testing.hostile.control import EPOCH, PROMPT, fingerprint, readers
 from omni_connector.testing.hostile.mutation import distort_msgpack
 from omni_connector.testing.hostile.trial import Parser
-from omni_connector.transports.arena import Arena
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.choice import Transports
 from omni_connector.transports.shm import SharedMemoryConnector
 from omni_connector.turns import TurnThread
-from omni_connector.vllm_v1 import loading
-from omni_connector.vllm_v1 import receiver as receiving
-from omni_connector.vllm_v1.copies import Outcome, Work
-from omni_connector.vllm_v1.ledger import CopyLedger
-from omni_connector.vllm_v1.loading import Loader
 from omni_connector.vllm_v1.metadata import OmniConnectorMetadata
-from omni_connector.vllm_v1.receiver import HandoffReceiver
 
 _BLOCKS: Final = 64
 _TIMEOUT_S: Final = 0.01

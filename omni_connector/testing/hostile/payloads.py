@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from omni_connector.errors import OmniError
+from omni_connector.objects import codec
 from omni_connector.stage.payload import DTYPES, KVCacheTransferData
 from omni_connector.stage.receiving import check_tokens, place, read_payload
 from omni_connector.stage.tp import Topology, merge_shards, own_heads
 from omni_connector.testing.hostile.mutation import damage, distort_json, distort_msgpack
 from omni_connector.testing.hostile.trial import Parser
-from omni_connector.transports import codec
 
 _TRAILER: Final = struct.Struct("<QQB")
 _LENGTH: Final = struct.Struct(">I")

@@ -12,15 +12,7 @@ import msgspec
 
 from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError, OmniError
-from omni_connector.network.peers import HostPort, Peers
-from omni_connector.stage.config import read_model_config
-from omni_connector.testing.hostile.mutation import distort_value
-from omni_connector.testing.hostile.trial import Parser
-from omni_connector.transports.base import ObjectKey
-from omni_connector.transports.mooncake import _read_hint as read_hint_of_mooncake
-from omni_connector.transports.shm import _read_hint as read_hint_of_shared_memory
-from omni_connector.transports.transfer_config import load_omni_transfer_config
-from omni_connector.vllm_v1.params import (
+from omni_connector.handoff.params import (
     BadParamsError,
     handoff_answer,
     is_usable,
@@ -30,6 +22,14 @@ from omni_connector.vllm_v1.params import (
     wants_handoff,
     wants_remote_kv,
 )
+from omni_connector.net.peers import HostPort, Peers
+from omni_connector.objects.base import ObjectKey
+from omni_connector.objects.transfer_config import load_omni_transfer_config
+from omni_connector.stage.config import read_model_config
+from omni_connector.testing.hostile.mutation import distort_value
+from omni_connector.testing.hostile.trial import Parser
+from omni_connector.transports.mooncake import _read_hint as read_hint_of_mooncake
+from omni_connector.transports.shm import _read_hint as read_hint_of_shared_memory
 
 PARAMS: list[dict[str, Any]] = [
     {"do_remote_decode": True, "do_remote_prefill": False},

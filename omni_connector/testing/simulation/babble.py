@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from omni_connector.config import OmniConfig
-from omni_connector.control.messages import (
+from omni_connector.errors import ProtocolError
+from omni_connector.handoff.messages import (
     DIGEST_BYTES,
     PROTOCOL_VERSION,
     TOKEN_BYTES,
@@ -26,13 +27,12 @@ from omni_connector.control.messages import (
     decode_request,
     encode,
 )
-from omni_connector.errors import ProtocolError
+from omni_connector.handoff.params import handoff_answer
+from omni_connector.memory.arena_format import EPOCH_BYTES
+from omni_connector.net.runtime import runtime_dir, socket_path
 from omni_connector.testing.simulation.wires import STRANGER, Net, Router, SimulatedPoller
 from omni_connector.testing.simulation.world import NEVER, Actor
-from omni_connector.transports.arena_format import EPOCH_BYTES
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.runtime import runtime_dir, socket_path
-from omni_connector.vllm_v1.params import handoff_answer
 
 _FAR = 1 << 40
 

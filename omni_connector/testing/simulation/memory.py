@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.errors import PeerUnreachableError, ProtocolError, TransportError
+from omni_connector.memory.arena import Arena, ArenaView
+from omni_connector.memory.arena_format import SlotHeader
+from omni_connector.objects.base import ObjectKey, OmniConnector
+from omni_connector.prefix.block_store import BlockStore
 from omni_connector.testing.simulation.world import World
-from omni_connector.transports.arena import Arena, ArenaView
-from omni_connector.transports.arena_format import SlotHeader
-from omni_connector.transports.base import Endpoint, ObjectKey, OmniConnector, RemoteArena
-from omni_connector.transports.block_store import BlockStore
+from omni_connector.transports.base import Endpoint, RemoteArena
 
 
 class Host:

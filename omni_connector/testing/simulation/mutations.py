@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 _V1: Final = "omni_connector.vllm_v1"
-_CONTROL: Final = "omni_connector.control"
+_CONTROL: Final = "omni_connector.handoff"
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,15 @@ from typing import Any, Final
 
 import torch
 
+from omni_connector.handoff import loading
+from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
+from omni_connector.prefix import store_jobs
 from omni_connector.testing.simulation.check import leases_of, leftovers, sizes
 from omni_connector.testing.simulation.cluster import Cluster
 from omni_connector.testing.simulation.engine import SimulatedEngine
 from omni_connector.testing.simulation.plan import Plan
 from omni_connector.testing.simulation.settings import HANDOFF_TTL_S
 from omni_connector.testing.simulation.world import Violation
-from omni_connector.transports.runtime import RUNTIME_DIR_VARIABLE
-from omni_connector.vllm_v1 import loading, store_jobs
 
 _QUIET_S: Final = 700.0
 """Seconds after which everything that is remembered for a while is forgotten too."""

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import zmq
 
-from omni_connector.control.messages import Hello, decode_request
+from omni_connector.handoff.messages import Hello, decode_request
 from omni_connector.testing.simulation.world import NEVER, Actor, World
 
 STRANGER: Final = "stranger"
@@ -66,7 +66,7 @@ class Pipe(Actor):
 
 
 class SimulatedPoller:
-    """See `omni_connector.control.sockets.Poller`."""
+    """See `omni_connector.net.links.Poller`."""
 
     def __init__(self) -> None:
         self.turns: Any = None
@@ -118,7 +118,7 @@ class Router(_Socket):
 
 
 class SimulatedLink:
-    """The asking end; see `omni_connector.network.sockets.Link`."""
+    """The asking end; see `omni_connector.net.zeromq.Link`."""
 
     def __init__(self, net: "Net", owner: str, name: bytes, router: Router, poller: Any) -> None:
         self._net = net
@@ -203,7 +203,7 @@ class Net:
 
 
 class SimulatedSockets:
-    """Those of one channel; see `omni_connector.control.sockets.Sockets`."""
+    """Those of one channel; see `omni_connector.net.links.Sockets`."""
 
     def __init__(self, net: Net, owner: str) -> None:
         self._net = net

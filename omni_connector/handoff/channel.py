@@ -1,0 +1,441 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control channel: one thread that owns every control socket of an engine.
+
+The engine's thread only appends to a deque and wakes the thread; answers come back as futures
+that it looks at when it likes. ZeroMQ carries the frames, so that an address may be `ipc://`
+or `tcp://`; a peer that is gone shows as a disconnect event of its socket: at once when its
+process has ended, by missing heartbeats when its host or the link to it has.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import zmq
+
+from omni_connector.errors import ConfigError, OmniError, PeerUnreachableError, ProtocolError
+from omni_connector.handoff.client import Grant, PeerSession, fail_claim
+from omni_connector.handoff.messages import (
+    Fingerprint,
+    Release,
+    Reply,
+    encode,
+)
+from omni_connector.handoff.messages import (
+    Request as ControlRequest,
+)
+from omni_connector.handoff.prompt import Prompt
+from omni_connector.handoff.server import Connection, ControlServer
+from omni_connector.net.keys import ClusterKey
+from omni_connector.net.links import Sockets, ZmqSockets
+from omni_connector.net.listener import TcpListener
+from omni_connector.net.peers import HostPort, parse_host, parse_host_port
+from omni_connector.net.resolver import Found, Resolver
+from omni_connector.turns import StartTurns, TurnThread
+
+logger = logging.getLogger(__name__)
+
+TICK_S: Final = 0.5
+CLOSE_S: Final = 5.0
+FORGET_REFUSAL_S: Final = 5.0
+MAX_PEERS: Final = 256
+
+_IPC: Final = "ipc://"
+_TCP: Final = "tcp://"
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    session: PeerSession
+    link: Any = None  # none while its name is looked up, and after its end
+    failed_at: float = 0.0
+    asked_at: float = 0.0
+    epoch: bytes = b""  # of the engine that was asked for last
+
+
+class ControlChannel:
+    """Serves and asks on the control channel, in a thread of its own.
+
+    Args:
+        fingerprint: what we tell peers that we ask.
+        server: answers peers that ask us; None where this engine hands nothing off.
+        listen: path of the Unix socket to serve on; None where `server` is.
+        listen_tcp: where to serve on TCP too; None opens no port.
+        key: what peers on TCP must hold, and we show them; without one there is no TCP.
+        on_tick: called about twice a second on the channel's thread.
+        on_peer_gone: called on the channel's thread when a peer turns out dead.
+        clock: seconds, monotonic.
+        start: starts the thread.
+        sockets: opens the sockets, and is closed with this; None: of ZeroMQ.
+
+    Raises:
+        zmq.ZMQError: the Unix socket cannot be bound.
+        TransportError: another engine listens there, or the folder cannot be locked.
+        ConfigError: there is no listening at the TCP address.
+    """
+
+    def __init__(
+        self,
+        *,
+        fingerprint: Fingerprint,
+        server: ControlServer | None = None,
+        listen: Path | None = None,
+        listen_tcp: HostPort | None = None,
+        key: ClusterKey | None = None,
+        on_tick: Callable[[], object] = lambda: None,
+        on_peer_gone: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        start: StartTurns = TurnThread,
+        sockets: Sockets | None = None,
+    ) -> None:
+        self._fingerprint = fingerprint
+        self._server = server
+        self._key = key
+        self._on_tick = on_tick
+        self._on_peer_gone = on_peer_gone
+        self._clock = clock
+        self._commands: deque[Callable[[], None]] = deque()
+        self._closing = False
+        self._ended = False
+        self._post_lock = threading.Lock()
+        self._close_lock = threading.Lock()
+        self._peers: dict[str, _Peer] = {}
+        self._told: set[tuple[str, str]] = set()
+        self._resolver = Resolver()
+        self._sockets = sockets or ZmqSockets()
+        self._poller = self._sockets.poller
+        self._routers: list[Any] = []
+        self._listener: TcpListener | None = None
+        try:
+            if server is not None and listen_tcp is not None:
+                if key is None:
+                    raise ConfigError("listen: a port is opened only with a key")
+                self._listener = self._sockets.serve_tcp(listen_tcp, key, clock)
+                self._routers.append(self._listener.router)
+                for socket in self._listener.watched:
+                    self._poller.register(socket)
+            if server is not None and listen is not None:
+                self._routers.append(self._sockets.serve(listen))
+        except BaseException:
+            self._sockets.close()
+            self._poller.close()
+            raise
+        for socket in self._routers:
+            self._poller.register(socket)
+        self._process = os.getpid()
+        self._next_tick = clock()
+        self._thread = start("omni-control", self._turn, sleep=self._poller)
+
+    @property
+    def tcp_address(self) -> HostPort | None:
+        """Where it serves on TCP, with the port that it has; None where no port is open."""
+        return None if self._listener is None else self._listener.address
+
+    @property
+    def alive(self) -> bool:
+        """Whether peers are answered and asked; once False, it stays so."""
+        return self._thread.is_alive() and not self._closing
+
+    def claim(
+        self,
+        address: str,
+        token: bytes,
+        prompt: Prompt,
+        *,
+        epoch: bytes,
+        hash_id: str,
+        timeout: float,
+    ) -> "Future[Grant]":
+        """Ask the peer at `address` for a hand-off; returns at once.
+
+        The future gets a `Grant`, or an `OmniError` before `timeout` seconds are over. Cancel
+        it to give up: a grant that comes all the same is given back.
+        """
+        future: Future[Grant] = Future()
+        deadline = self._clock() + timeout
+
+        def run() -> None:
+            try:
+                ask()
+            except Exception:
+                fail_claim(future, ProtocolError("the claim could not be made"))
+                raise
+
+        def ask() -> None:
+            closed = PeerUnreachableError("the control channel is closed")
+            peer = closed if self._closing else self._peer(address, epoch)
+            if isinstance(peer, OmniError):
+                fail_claim(future, peer)
+                return
+            peer.epoch = epoch
+            if future.cancelled():  # nobody else will come for these slots
+                self._send(peer, [Release(token)])
+                return
+            self._send(
+                peer,
+                peer.session.claim(
+                    token, prompt, epoch=epoch, hash_id=hash_id, deadline=deadline, future=future
+                ),
+            )
+
+        self._post(run)
+        return future
+
+    def release(self, grant: Grant) -> None:
+        """Tell the peer that a lease is done with; returns at once, lost if it is gone."""
+
+        def run() -> None:
+            peer = None if self._closing else self._peers.get(grant.address)
+            if peer is not None and peer.session.failure is None:
+                self._send(peer, [peer.session.release(grant)])
+
+        self._post(run)
+
+    def drop(self, address: str, token: bytes) -> None:
+        """Tell the peer that nobody will claim a hand-off; returns at once, lost if it is gone."""
+
+        def run() -> None:
+            peer = None if self._closing else self._peer(address)
+            if isinstance(peer, _Peer) and peer.session.failure is None:
+                self._send(peer, [Release(token)])
+
+        self._post(run)
+
+    def recheck(self) -> None:
+        """Have the server look at its parked claims again; returns at once."""
+        if self._server is not None and self._server.has_parked:
+            self._post(lambda: None)
+
+    def close(self) -> None:
+        """Stop the thread and take the socket away. Idempotent, within `CLOSE_S` seconds."""
+        if os.getpid() != self._process:  # both are the parent's
+            return
+        with self._close_lock:
+            self._closing = True
+            self._post(lambda: None)
+            self._thread.join(CLOSE_S)
+            if not self._thread.is_alive():
+                self._poller.close()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._post_lock:
+            if not self._ended:
+                self._commands.append(command)
+                self._poller.wake()
+                return
+        self._guarded(command)  # without the thread all that it does is fail its future
+
+    def _turn(self) -> float | None:
+        if not self._closing:
+            try:
+                return self._attend_all()
+            except Exception:
+                logger.exception(
+                    "The control channel stopped: no hand-offs until this engine restarts"
+                )
+        self._closing = True
+        with self._post_lock:
+            self._ended = True
+        self._end()
+        return None
+
+    def _end(self) -> None:
+        self._run_commands()
+        for peer in self._peers.values():
+            peer.session.fail(PeerUnreachableError("the control channel is closed"))
+        self._sockets.close()
+
+    def _attend_all(self) -> float:
+        ready = self._poller.ready()
+        self._run_commands()
+        if self._listener is not None:
+            self._guarded(self._listener.attend, ready)
+        for door, router in enumerate(self._routers):
+            if router in ready:
+                self._serve(door, router)
+        for peer in list(self._peers.values()):
+            if not self._guarded(self._attend, peer, ready):
+                self._fail(peer, ProtocolError("what the peer says cannot be handled"))
+                self._disconnect(peer)
+        if self._clock() >= self._next_tick:
+            self._next_tick = self._clock() + TICK_S
+            self._forget_failed()
+            self._guarded(self._on_tick)
+        self._recheck()
+        wake_at = min([self._next_tick, *(p.session.deadline() for p in self._peers.values())])
+        return max(0.0, wake_at - self._clock())
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            self._guarded(self._commands.popleft())
+
+    def _guarded(self, call: Callable[..., object], *args: object) -> bool:
+        """Make a call whose failure must not end the channel; whether it went well."""
+        try:
+            call(*args)
+        except Exception as error:
+            known = type(error).__name__, getattr(call, "__qualname__", "")
+            if known not in self._told:  # a peer may choose how often it happens
+                self._told.add(known)
+                logger.exception("The control channel could not do one thing, and goes on")
+            return False
+        return True
+
+    def _serve(self, door: int, router: Any) -> None:
+        assert self._server is not None
+        for _ in range(256):  # then give the other sockets a turn
+            try:
+                if self._listener is not None and router is self._listener.router:
+                    frames = self._listener.receive()
+                else:
+                    frames = router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) == 2:
+                name, frame = frames
+                for answer in self._server.receive(Connection(door, name), frame):
+                    self._guarded(self._reply, *answer)
+
+    def _recheck(self) -> None:
+        if self._server is not None and self._server.has_parked:
+            for answer in self._server.recheck():
+                self._guarded(self._reply, *answer)
+
+    def _reply(self, connection: Connection, reply: Reply) -> None:
+        # A peer that does not read its answers loses them; it has a deadline of its own.
+        with contextlib.suppress(zmq.Again):
+            self._routers[connection.door].send_multipart(
+                [connection.name, encode(reply)], zmq.NOBLOCK
+            )
+
+    def _peer(self, address: str, epoch: bytes | None = None) -> "_Peer | OmniError":
+        peer = self._peers.get(address)
+        if peer is not None:
+            # An engine that has taken the place of another: what failed says nothing of it, and
+            # the end of the other may still be unknown here.
+            restarted = epoch is not None and peer.epoch not in (b"", epoch)
+            failure = peer.session.failure
+            if failure is None:
+                if not (restarted and peer.session.idle):
+                    peer.asked_at = self._clock()
+                    return peer
+            elif not restarted and self._clock() - peer.failed_at < FORGET_REFUSAL_S:
+                return failure
+            self._drop(peer)
+        if address.startswith(_IPC) and not self._sockets.exists(address.removeprefix(_IPC)):
+            return PeerUnreachableError(f"no engine listens at {address}")
+        if len(self._peers) >= MAX_PEERS:
+            # One that has failed stays for a while, so that it is not asked for every request.
+            idle = [p for p in self._peers.values() if p.session.idle and not p.session.failure]
+            if not idle:
+                return PeerUnreachableError(f"{MAX_PEERS} engines are being talked to already")
+            self._drop(min(idle, key=lambda each: each.asked_at))
+        session = PeerSession(address, self._fingerprint, self._clock)
+        peer = _Peer(session, asked_at=self._clock())
+        try:
+            self._reach(peer)
+        except (ValueError, zmq.ZMQError) as error:
+            return PeerUnreachableError(f"cannot connect to {address}: {error}")
+        self._peers[address] = peer
+        return peer
+
+    def _reach(self, peer: _Peer) -> None:
+        address = peer.session.address
+        if address.startswith(_IPC):
+            self._connect(peer, address.removeprefix(_IPC))
+            return
+        if not address.startswith(_TCP):
+            raise ValueError("it is neither an ipc:// nor a tcp:// address")
+        target = parse_host_port(address.removeprefix(_TCP))
+        if not isinstance(parse_host(target.host), str):
+            self._connect(peer, target)
+            return
+        self._resolver.look_up(
+            target, lambda found: self._post(lambda: self._resolved(peer, found))
+        )
+
+    def _resolved(self, peer: _Peer, found: Found) -> None:
+        if self._closing or self._peers.get(peer.session.address) is not peer:
+            return  # nobody waits for it any more
+        if peer.session.failure is not None:
+            return
+        if isinstance(found, PeerUnreachableError):
+            self._fail(peer, found)
+            return
+        try:
+            self._connect(peer, found)
+        except (ValueError, zmq.ZMQError) as error:
+            self._fail(peer, PeerUnreachableError(f"cannot connect to {found}: {error}"))
+
+    def _connect(self, peer: _Peer, target: str | HostPort) -> None:
+        peer.link = link = self._sockets.link(target, self._key)
+        self._poller.register(link.socket)
+        self._poller.register(link.monitor)
+        self._send(peer, [peer.session.hello()])
+
+    def _disconnect(self, peer: _Peer) -> None:
+        if peer.link is not None:
+            self._poller.unregister(peer.link.socket)
+            self._poller.unregister(peer.link.monitor)
+            peer.link.close()
+            peer.link = None
+
+    def _drop(self, peer: _Peer) -> None:
+        del self._peers[peer.session.address]
+        self._disconnect(peer)
+
+    def _fail(self, peer: _Peer, error: OmniError) -> None:
+        peer.session.fail(error)
+        peer.failed_at = self._clock()
+
+    def _forget_failed(self) -> None:
+        now = self._clock()
+        for peer in list(self._peers.values()):
+            if peer.session.failure is not None and now - peer.failed_at >= FORGET_REFUSAL_S:
+                self._drop(peer)
+
+    def _attend(self, peer: _Peer, ready: dict[Any, int]) -> None:
+        session, link = peer.session, peer.link
+        if link is None:
+            session.tick()
+        else:
+            lost = link.why_lost() if link.monitor in ready else None
+            if lost is not None or link.socket in ready:
+                with contextlib.suppress(zmq.Again):
+                    for _ in range(256):
+                        self._send(peer, session.receive(link.socket.recv(zmq.NOBLOCK)))
+            if session.failure is None:
+                self._send(peer, session.tick())
+            if lost is not None:
+                self._lost(peer, lost)
+                return
+        if session.failure is not None and not peer.failed_at:
+            peer.failed_at = self._clock()
+
+    def _lost(self, peer: _Peer, why: str) -> None:
+        address = peer.session.address
+        self._fail(peer, PeerUnreachableError(f"the engine at {address} {why}"))
+        if address.startswith(_TCP):
+            # To find out again may take seconds each time: it is not tried for every request.
+            self._disconnect(peer)
+        else:
+            self._drop(peer)
+        self._guarded(self._on_peer_gone)
+
+    def _send(self, peer: _Peer, messages: "list[ControlRequest]") -> None:
+        for message in messages:
+            if peer.link is None:  # so no claim was sent that there were something to say to
+                return
+            try:
+                peer.link.socket.send(encode(message), zmq.NOBLOCK)
+            except zmq.Again:
+                peer.session.fail(PeerUnreachableError(f"{peer.session.address} does not read"))
+                return

@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slot directory: which slots hold what, who may read them, and until when.
+
+One directory lives in an engine's scheduler half and decides for all its ranks: slot number n
+is slot n of every rank's arena. It is plain Python behind one lock that is never held over
+I/O, used by the engine's thread and by the control thread. What is known of the slots lies in
+arrays, as a prompt may have tens of thousands of them.
+
+A slot is *free*, *taken* for a block that is yet to be copied, *busy* (a worker copies into it), or
+*ready*. Hand-offs hold slots, several the same ones where their prompts begin alike or are the
+same: also slots that are not ready, whose copy is made once. A ready slot with a key that nobody
+holds is *cached*: kept as long as nobody needs the room, so that the next hand-off of the same
+prefix need not copy it.
+
+A hand-off is leased to each peer that claims it. It ends with the last lease, or when none was
+claimed or released in time; and with a copy that failed, for all that hold the slot.
+"""
+
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import repeat
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.errors import ArenaFullError
+from omni_connector.handoff.messages import TOKEN_BYTES, DigestKind
+from omni_connector.handoff.prompt import Prompt
+
+SlotKey = bytes
+"""vLLM's block hash, within a cache group."""
+
+Block = tuple[int, int]
+"""(cache group, logical index)."""
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(slots=True, eq=False)
+class Handoff:
+    """One finished or running prefill whose KV a peer may claim.
+
+    Attributes:
+        token: unguessable name of the hand-off.
+        prompt: what the slots will hold the KV of.
+        keys: of each logical block, one list a cache group; see `SlotDirectory.open`.
+        firsts: logical index of the first block that is held, one a cache group.
+        slots: slot of each logical block from there, one array a cache group.
+        generations: generation of each of these slots.
+        deadline: seconds of the clock when the slots go if nobody claims or releases them.
+        sealed: the prefill is finished; the hand-off can be granted once each block is at least
+            being copied.
+        leases: who has claimed it, and until when.
+        identity: of the prompt.
+        closed: it has ended.
+    """
+
+    token: bytes
+    prompt: Prompt
+    keys: Sequence[Sequence[SlotKey | None]]
+    firsts: list[int]
+    slots: list[Ints]
+    generations: list[Ints]
+    identity: Hashable
+    deadline: float = float("inf")
+    sealed: bool = False
+    leases: dict[Hashable, float] = field(default_factory=dict)
+    closed: bool = False
+
+    def slot(self, block: Block) -> int:
+        """Slot of a block."""
+        return int(self.slots[block[0]][block[1] - self.firsts[block[0]]])
+
+    def generation(self, block: Block) -> int:
+        """Generation of the slot of a block."""
+        return int(self.generations[block[0]][block[1] - self.firsts[block[0]]])
+
+    @property
+    def held(self) -> Ints:
+        """All its slots."""
+        return np.concatenate([*self.slots, np.empty(0, np.int64)])
+
+
+class ClaimState(Enum):
+    """Outcome of `SlotDirectory.claim`."""
+
+    GRANTED = "granted"
+    PENDING = "pending"
+    UNKNOWN = "unknown_token"
+    OTHER_PROMPT = "other_prompt"
+
+
+class SlotDirectory:
+    """Allocates the slots of an arena and keeps its hand-offs.
+
+    Args:
+        num_slots: slots of each rank's arena.
+        clock: seconds, monotonic.
+        ttl: seconds a hand-off waits for its claim, and a claimed one for its release.
+        randbytes: so many bytes that nobody can guess.
+
+    Attributes:
+        releases: changes when a slot comes free, or could be evicted.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        clock: Callable[[], float],
+        ttl: float,
+        randbytes: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
+        self.num_slots = num_slots
+        self.releases = 0
+        self._clock = clock
+        self._ttl = ttl
+        self._randbytes = randbytes
+        self._lock = threading.Lock()
+        self._generation: Ints = np.zeros(num_slots, np.int64)
+        self._holders: Ints = np.zeros(num_slots, np.int64)
+        self._busy = np.zeros(num_slots, bool)
+        self._ready = np.zeros(num_slots, bool)
+        self._keyed = np.zeros(num_slots, bool)  # found by its key, while the generation is that
+        self._free = np.ones(num_slots, bool)
+        self._num_free = num_slots
+        # Cached slots, in batches of one stamp each, the oldest first. A slot that has another
+        # stamp by now is not cached any more, or again since.
+        self._stamp: Ints = np.zeros(num_slots, np.int64)
+        self._batches: deque[tuple[int, Ints]] = deque()
+        self._last_stamp = 0
+        self._num_cached = 0
+        # By group and key: generation and slot in one number. Those of an earlier generation are
+        # left behind, and swept when they are many.
+        self._by_key: dict[int, dict[SlotKey, int]] = {}
+        self._handoffs: dict[bytes, Handoff] = {}
+        self._twins: dict[Hashable, dict[bytes, Handoff]] = {}
+        self._num_leases = 0
+
+    def open(
+        self,
+        prompt: Prompt,
+        keys: Sequence[Sequence[SlotKey | None]],
+        firsts: Sequence[int] | None = None,
+    ) -> Handoff | None:
+        """Take the slots for a hand-off, all of them or none.
+
+        Args:
+            prompt: what the slots will hold.
+            keys: for each cache group the key of each block to be held, None for one that only
+                the same prompt can use (the last, partial one; or where blocks are not hashed).
+            firsts: for each cache group the logical index of the first of them, else 0.
+
+        Returns:
+            The hand-off, or None when there is no room now.
+
+        Raises:
+            ArenaFullError: it would not fit into an empty arena.
+        """
+        total = sum(map(len, keys))
+        if total > self.num_slots:
+            raise ArenaFullError(
+                f"a prompt of {prompt.num_tokens} tokens needs {total} slots, "
+                f"the arena has {self.num_slots}; raise arena_gib"
+            )
+        identity = prompt.identity()
+        with self._lock:
+            twins = self._twins.get(identity)
+            if twins:
+                slots = next(iter(twins.values())).slots
+                self._holders[np.concatenate(slots)] += 1
+            else:
+                found = self._allocate(keys, total)
+                if found is None:
+                    return None
+                slots = np.split(found, np.cumsum([len(group) for group in keys])[:-1])
+            handoff = Handoff(
+                token=self._randbytes(TOKEN_BYTES),
+                prompt=prompt,
+                keys=keys,
+                firsts=list(firsts or (0 for _ in keys)),
+                slots=slots,
+                generations=[self._generation[group] for group in slots],
+                identity=identity,
+            )
+            self._handoffs[handoff.token] = handoff
+            self._twins.setdefault(identity, {})[handoff.token] = handoff
+            return handoff
+
+    def _allocate(self, keys: Sequence[Sequence[SlotKey | None]], total: int) -> Ints | None:
+        found = np.concatenate(
+            [self._find(g, group) for g, group in enumerate(keys)] or [np.empty(0, np.int64)]
+        )
+        lacks = found < 0
+        shared = found[~lacks]
+        from_cache = shared[self._stamp[shared] > 0]
+        needed = total - len(shared)
+        if needed > self._num_free + self._num_cached - len(from_cache):
+            return None
+        self._stamp[from_cache] = 0
+        self._num_cached -= len(from_cache)
+        self._holders[shared] += 1
+        found[lacks] = self._take(needed)
+        return found
+
+    def _find(self, group: int, keys: Sequence[SlotKey | None]) -> Ints:
+        """The slot of each of these blocks, -1 where there is none."""
+        known = self._by_key.get(group)
+        if not known:
+            return np.full(len(keys), -1, np.int64)
+        packed = np.fromiter(map(known.get, keys, repeat(-1)), np.int64, len(keys))  # type: ignore[arg-type]
+        slots = packed % self.num_slots
+        alive = (self._generation[slots] == packed // self.num_slots) & self._keyed[slots]
+        return np.where((packed >= 0) & alive, slots, -1)
+
+    def _take(self, count: int) -> Ints:
+        numbers = np.flatnonzero(self._free)[:count]  # low slots are warm and consecutive
+        self._free[numbers] = False
+        self._num_free -= len(numbers)
+        if len(numbers) < count:
+            numbers = np.concatenate([numbers, self._evict(count - len(numbers))])
+        self._generation[numbers] += 1
+        self._ready[numbers] = self._keyed[numbers] = False
+        self._holders[numbers] = 1
+        return numbers
+
+    def _evict(self, count: int) -> Ints:
+        evicted: list[Ints] = []
+        self._num_cached -= count
+        while count:
+            stamp, batch = self._batches.popleft()
+            batch = batch[self._stamp[batch] == stamp]
+            if len(batch) > count:
+                self._batches.appendleft((stamp, batch[count:]))
+                batch = batch[:count]
+            self._stamp[batch] = 0
+            evicted.append(batch)
+            count -= len(batch)
+        return np.concatenate(evicted)
+
+    def copying(self, handoff: Handoff, blocks: Sequence[Block]) -> list[Block] | None:
+        """A worker is about to write blocks of a hand-off.
+
+        Returns:
+            Those of them that it shall write, and that end with `filled` or `unfilled`: their slots
+            stay taken until then, whatever becomes of the hand-off. The others were copied for
+            another one. None when the hand-off is closed: its slots may be another's already.
+        """
+        with self._lock:
+            if handoff.closed:
+                return None
+            chosen = []
+            for block in blocks:
+                number = handoff.slot(block)
+                if not (self._busy[number] or self._ready[number]):
+                    self._busy[number] = True
+                    self._name(handoff, block, number)
+                    chosen.append(block)
+            return chosen
+
+    def _name(self, handoff: Handoff, block: Block, number: int) -> None:
+        group, index = block
+        key = handoff.keys[group][index - handoff.firsts[group]]
+        if key is None:
+            return
+        known = self._by_key.setdefault(group, {})
+        packed = known.get(key, -1)
+        other = packed % self.num_slots
+        if (
+            packed >= 0
+            and self._keyed[other]
+            and self._generation[other] == packed // self.num_slots
+        ):
+            return  # another hand-off has the same block in a slot of its own
+        if len(known) > 4 * self.num_slots:
+            alive = self._find(group, list(known)) >= 0
+            self._by_key[group] = known = dict(
+                item for item, lives in zip(known.items(), alive.tolist(), strict=True) if lives
+            )
+        known[key] = int(self._generation[number]) * self.num_slots + number
+        self._keyed[number] = True
+
+    def filled(self, handoff: Handoff, blocks: Sequence[Block]) -> None:
+        """Every rank has published these blocks."""
+        with self._lock:
+            numbers = np.array([handoff.slot(block) for block in blocks], np.int64)
+            self._busy[numbers] = False
+            self._ready[numbers] = True
+            self._settle(numbers[self._holders[numbers] == 0])
+
+    def unfilled(self, handoff: Handoff, blocks: Sequence[Block]) -> None:
+        """The copies were cancelled or failed: nothing may be read from these slots, and every
+        hand-off that holds one of them is closed."""
+        with self._lock:
+            numbers = np.array([handoff.slot(block) for block in blocks], np.int64)
+            self._busy[numbers] = self._keyed[numbers] = False
+            # A rank may have published it all the same: the next copy is another one.
+            self._generation[numbers] += 1
+            unheld = numbers[self._holders[numbers] == 0]
+            if len(unheld) < len(numbers):
+                for each in list(self._handoffs.values()):
+                    if np.isin(each.held, numbers).any():
+                        self._close(each)
+            self._settle(unheld)
+
+    def wanted(self, handoff: Handoff, blocks: Sequence[Block]) -> bool:
+        """Whether any hand-off holds the slots of these blocks of a closed one."""
+        with self._lock:
+            return any(self._holders[handoff.slot(block)] for block in blocks)
+
+    def seal(self, handoff: Handoff) -> None:
+        """The prefill is finished; from now on the hand-off's time to live runs."""
+        with self._lock:
+            handoff.sealed = True
+            handoff.deadline = self._clock() + self._ttl
+
+    def claim(
+        self, token: bytes, num_tokens: int, digest: bytes, kind: DigestKind, lease: Hashable
+    ) -> tuple[ClaimState, Handoff | None]:
+        """Lease a hand-off's slots to a peer until `ttl` seconds from now.
+
+        The copies of its last blocks may still be under way: readers see in each slot's header
+        when it is published, or that it will not be.
+
+        Args:
+            lease: names this claim; the same one again is the same lease.
+        """
+        with self._lock:
+            handoff = self._handoffs.get(token)
+        if handoff is None:
+            return ClaimState.UNKNOWN, None
+        prompt = handoff.prompt
+        if prompt.num_tokens != num_tokens or not secrets.compare_digest(
+            prompt.digest(kind), digest
+        ):
+            return ClaimState.OTHER_PROMPT, None
+        with self._lock:
+            if handoff.closed:
+                return ClaimState.UNKNOWN, None
+            if self._waits(handoff):
+                return ClaimState.PENDING, None
+            handoff.deadline = self._clock() + self._ttl
+            self._num_leases += lease not in handoff.leases
+            handoff.leases[lease] = handoff.deadline
+            return ClaimState.GRANTED, handoff
+
+    def pending(self, token: bytes) -> bool:
+        """Whether a claim of this hand-off has to wait; cheaper than to claim it."""
+        with self._lock:
+            handoff = self._handoffs.get(token)
+            return handoff is not None and self._waits(handoff)
+
+    def _waits(self, handoff: Handoff) -> bool:
+        held = handoff.held
+        return not handoff.sealed or not bool((self._ready[held] | self._busy[held]).all())
+
+    def release(self, token: bytes, lease: Hashable) -> None:
+        """A lease has ended; with the last one the hand-off has. Unknown ones are ignored."""
+        with self._lock:
+            handoff = self._handoffs.get(token)
+            if handoff is None or handoff.leases.pop(lease, None) is None:
+                return
+            self._num_leases -= 1
+            if not handoff.leases:
+                self._close(handoff)
+
+    def drop(self, token: bytes) -> None:
+        """Nobody will claim this hand-off; one that is leased, or not sealed, stays."""
+        with self._lock:
+            handoff = self._handoffs.get(token)
+            if handoff is not None and handoff.sealed and not handoff.leases:
+                self._close(handoff)
+
+    def close(self, token: bytes) -> bool:
+        """End a hand-off; unknown tokens are ignored. True if it was there."""
+        with self._lock:
+            handoff = self._handoffs.get(token)
+            if handoff is None:
+                return False
+            self._close(handoff)
+            return True
+
+    def _close(self, handoff: Handoff) -> None:
+        del self._handoffs[handoff.token]
+        handoff.closed = True
+        self._num_leases -= len(handoff.leases)
+        handoff.leases.clear()
+        twins = self._twins[handoff.identity]
+        del twins[handoff.token]
+        if not twins:
+            del self._twins[handoff.identity]
+        held = handoff.held[::-1]  # of a prefix its end is evicted first
+        self._holders[held] -= 1
+        self._settle(held[self._holders[held] == 0])
+
+    def _settle(self, unheld: Ints) -> None:
+        """What becomes of slots that nobody holds."""
+        # A copy under way may be cancelled now: nobody joins it any more.
+        self._keyed[unheld[~self._ready[unheld]]] = False
+        idle = unheld[~self._busy[unheld]]
+        keep = self._ready[idle] & self._keyed[idle]
+        kept, gone = idle[keep], idle[~keep]
+        if len(kept):
+            self._last_stamp += 1
+            self._stamp[kept] = self._last_stamp
+            self._batches.append((self._last_stamp, kept))
+            self._num_cached += len(kept)
+        self._free[gone] = True
+        self._ready[gone] = False
+        self._num_free += len(gone)
+        self.releases += 1
+
+    def expire(self) -> int:
+        """Close the hand-offs past their deadline; how many there were."""
+        now = self._clock()
+        with self._lock:
+            late = [each for each in self._handoffs.values() if each.deadline <= now]
+            for handoff in late:
+                self._close(handoff)
+            for handoff in self._handoffs.values():
+                ended = [lease for lease, until in handoff.leases.items() if until <= now]
+                for lease in ended:
+                    del handoff.leases[lease]
+                self._num_leases -= len(ended)
+        return len(late)
+
+    def void(self) -> tuple[list[int], list[int]]:
+        """Close every hand-off, and let no later one share a block that is here now.
+
+        Returns:
+            Slots that peers may be reading, and for each a generation that no block has: given
+            to the slot, it tells them that what they read is void.
+        """
+        with self._lock:
+            leased = [each.held for each in self._handoffs.values() if each.leases]
+            for handoff in list(self._handoffs.values()):
+                self._close(handoff)
+            self._by_key.clear()
+            self._keyed[:] = False
+            cached = np.flatnonzero(self._stamp)
+            self._stamp[cached] = 0
+            self._batches.clear()
+            self._num_cached = 0
+            self._settle(cached)
+            numbers = np.unique(np.concatenate([*leased, np.empty(0, np.int64)]))
+            self._generation[numbers] += 1
+            return numbers.tolist(), self._generation[numbers].tolist()
+
+    def usage(self) -> tuple[int, int, int]:
+        """(slots held, slots cached, leases)."""
+        with self._lock:
+            held = self.num_slots - self._num_free - self._num_cached
+            return held, self._num_cached, self._num_leases

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines say to each other on the control channel.
+
+Messages are msgspec structs in MessagePack, tagged by type, one to a ZeroMQ message. Every
+field is bounded, and a decoded message has only these types: nothing from the network chooses
+a class. The protocol version stands in `Hello`; sides of different versions do not talk.
+"""
+
+from typing import Annotated, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from omni_connector.errors import ProtocolError
+from omni_connector.kv.shapes import GroupShape
+from omni_connector.kv.shapes import difference as groups_difference
+from omni_connector.net.zeromq import MAX_MESSAGE_BYTES
+from omni_connector.transports.base import Endpoint
+
+PROTOCOL_VERSION: Final = 1
+TOKEN_BYTES: Final = 16
+DIGEST_BYTES: Final = 32
+MAX_RANKS: Final = 1024
+MAX_TRANSPORTS: Final = 8
+MAX_GROUPS: Final = 256
+
+Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+Text = Annotated[str, Meta(max_length=1024)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
+Positive = Annotated[int, Meta(ge=1, lt=1 << 40)]
+Sequence = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Generation = Annotated[int, Meta(ge=0, lt=1 << 62)]
+SlotRef = tuple[Count, Generation]
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]  # neither nan nor infinity
+DigestKind = Literal["blocks", "tokens"]
+
+
+class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine keeps in its slots.
+
+    Attributes:
+        model: model id and revision.
+        dtype: dtype of the weights and activations.
+        kv_dtype: dtype of the KV cache.
+        integrity: whether slots carry checksums.
+        kv_heads: KV heads of the whole model; 0 where it has no attention.
+        ranks: tensor-parallel size; each rank has an arena.
+        groups: the cache groups, in the order of the slots that are granted.
+    """
+
+    model: Text
+    dtype: Text
+    kv_dtype: Text
+    integrity: Text
+    kv_heads: Count
+    ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+    groups: Annotated[tuple[GroupShape, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
+
+    def difference(self, reader: "Fingerprint") -> tuple[str, object, object] | None:
+        """Why `reader` cannot read our slots: what differs, with both values; None if it can."""
+        for field in ("model", "dtype", "kv_dtype", "integrity", "kv_heads"):
+            ours, theirs = getattr(self, field), getattr(reader, field)
+            if ours != theirs:
+                return field, ours, theirs
+        return groups_difference(
+            self.groups, self.ranks, reader.groups, reader.ranks, self.kv_heads
+        )
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """First message of a session, from the side that wants to read.
+
+    Attributes:
+        protocol: `PROTOCOL_VERSION`.
+        fingerprint: a `Fingerprint`, left encoded as another version's may have other fields.
+    """
+
+    protocol: Count
+    fingerprint: msgspec.Raw
+
+    @classmethod
+    def of(cls, fingerprint: Fingerprint) -> "Hello":
+        """Introduce ourselves."""
+        return cls(PROTOCOL_VERSION, msgspec.Raw(_encoder.encode(fingerprint)))
+
+    def decode_fingerprint(self) -> Fingerprint:
+        """What the peer says it is.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        return _decode(_fingerprint_decoder, self.fingerprint)
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `Hello`: who we are and where our ranks' arenas are.
+
+    Attributes:
+        epoch: changes each time the engine starts; references of an earlier one are void.
+        hash_id: how this engine hashes blocks ("" when it does not): sides with the same id
+            compare block hashes, others the prompt's tokens.
+        fingerprint: what the slots hold.
+        arenas: where each rank's arena is, in rank order: an endpoint for each transport that
+            exports it.
+    """
+
+    epoch: Token
+    hash_id: Text
+    fingerprint: Fingerprint
+    arenas: Annotated[
+        tuple[Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=MAX_TRANSPORTS)], ...],
+        Meta(min_length=1, max_length=MAX_RANKS),
+    ]
+
+    def __post_init__(self) -> None:
+        if len(self.arenas) != self.fingerprint.ranks:
+            raise ValueError(f"{len(self.arenas)} arenas of {self.fingerprint.ranks} ranks")
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Answer to a `Hello` that does not fit: the field that differs and both values."""
+
+    field: Text
+    ours: Text
+    theirs: Text
+
+
+class Claim(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the slots of one hand-off.
+
+    Attributes:
+        sequence: repeated in the answer.
+        num_tokens: tokens of the prompt on the asking side.
+        digest: `prompt_digest` of these tokens, by `digest_kind`.
+    """
+
+    sequence: Sequence
+    token: Token
+    num_tokens: Positive
+    digest: Digest
+    digest_kind: DigestKind
+
+
+class Granted(msgspec.Struct, frozen=True, tag=True):
+    """The slots are leased to the asker.
+
+    Attributes:
+        num_tokens: tokens whose KV the slots hold.
+        firsts: logical index of the first block in each group's list: what is before it no
+            later token reads.
+        groups: (slot, generation) of each logical block from there, one list a cache group.
+        lease_s: seconds from now until the slots may be reused.
+    """
+
+    sequence: Sequence
+    num_tokens: Positive
+    firsts: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
+    groups: Annotated[
+        tuple[Annotated[tuple[SlotRef, ...], Meta(max_length=1 << 20)], ...],
+        Meta(min_length=1, max_length=MAX_GROUPS),
+    ]
+    lease_s: Seconds
+
+    def __post_init__(self) -> None:
+        if len(self.firsts) != len(self.groups):
+            raise ValueError(f"{len(self.firsts)} first blocks of {len(self.groups)} groups")
+
+
+class Denied(msgspec.Struct, frozen=True, tag=True):
+    """The claim is refused; `reason` is one of the `REASONS` of the metrics."""
+
+    sequence: Sequence
+    reason: Text
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """The asker is done with a hand-off. Not answered.
+
+    Attributes:
+        sequence: of the claim whose lease ends; 0: nobody will claim the hand-off, so that one
+            that is not leased ends.
+    """
+
+    token: Token
+    sequence: Sequence = 0
+
+
+Request = Hello | Claim | Release
+Reply = Welcome | Refused | Granted | Denied
+
+_T = TypeVar("_T")
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(Request)
+_reply_decoder = msgspec.msgpack.Decoder(Reply)
+_fingerprint_decoder = msgspec.msgpack.Decoder(Fingerprint)
+
+
+def encode(message: Request | Reply) -> bytes:
+    """MessagePack of `message`."""
+    return _encoder.encode(message)
+
+
+def decode_request(raw: bytes | memoryview) -> Request:
+    """Decode what an asking peer sent.
+
+    Raises:
+        ProtocolError: oversized, malformed or of another type.
+    """
+    request: Request = _decode(_request_decoder, raw)
+    return request
+
+
+def decode_reply(raw: bytes | memoryview) -> Reply:
+    """Decode what a serving peer answered.
+
+    Raises:
+        ProtocolError: oversized, malformed or of another type.
+    """
+    reply: Reply = _decode(_reply_decoder, raw)
+    return reply
+
+
+def _decode(decoder: "msgspec.msgpack.Decoder[_T]", raw: bytes | memoryview) -> _T:
+    if len(raw) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message of {len(raw)} bytes, the limit is {MAX_MESSAGE_BYTES}")
+    try:
+        return decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"malformed message: {error}") from None

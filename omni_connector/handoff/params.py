@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kv_transfer_params`: what routers carry from the prefill answer to the decode request.
+
+The shape is NIXL's, so that routers made for it forward it unchanged; our own keys start with
+`omni_`. It comes from outside and is checked field by field: what does not fit means "compute
+it yourself", never an error of the engine.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from omni_connector.handoff.messages import TOKEN_BYTES
+from omni_connector.net.peers import MAX_HOST_CHARS, HostPort, Peers, is_loopback, parse_host
+
+PARAMS_VERSION: Final = 1
+
+_Hex = Annotated[
+    str, Meta(pattern=r"^[0-9a-f]+\Z", min_length=2 * TOKEN_BYTES, max_length=2 * TOKEN_BYTES)
+]
+
+
+class BadParamsError(Exception):
+    """The params cannot be used; `reason` is one of the failure kinds of the metrics."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a decode request finds the KV of its prompt.
+
+    Attributes:
+        remote_engine_id: `engine_id` of the prefill engine.
+        remote_host, remote_port: its control address between hosts, null where it has none.
+        omni_version: version of these keys.
+        omni_epoch: hex of the prefill engine's epoch.
+        omni_token: hex of the hand-off's token.
+    """
+
+    remote_engine_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    remote_host: Annotated[str, Meta(max_length=MAX_HOST_CHARS)] | None = None
+    remote_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
+    omni_version: int
+    omni_epoch: _Hex
+    omni_token: _Hex
+
+    @property
+    def epoch(self) -> bytes:
+        """The prefill engine's epoch."""
+        return bytes.fromhex(self.omni_epoch)
+
+    @property
+    def token(self) -> bytes:
+        """The hand-off's token."""
+        return bytes.fromhex(self.omni_token)
+
+
+def is_usable(params: object) -> bool:
+    """Whether `kv_transfer_params` have a shape at all; what they say is checked by others."""
+    return isinstance(params, dict) and isinstance(params.get("do_remote_decode"), bool | None)
+
+
+def wants_handoff(params: Any) -> bool:
+    """Whether a request asks to be prefilled here and decoded elsewhere."""
+    return isinstance(params, Mapping) and params.get("do_remote_decode") is True
+
+
+def wants_remote_kv(params: Any) -> bool:
+    """Whether a request says that its prompt was prefilled elsewhere."""
+    return isinstance(params, Mapping) and bool(params.get("do_remote_prefill"))
+
+
+def parse_remote_prefill(params: Mapping[str, Any]) -> RemotePrefill:
+    """Check the params of a request that was prefilled elsewhere.
+
+    Raises:
+        BadParamsError: `foreign_params` made by another connector, `malformed_params` ill-typed
+            or incomplete.
+    """
+    if params.get("do_remote_prefill") is not True:
+        raise BadParamsError("malformed_params", "do_remote_prefill is not a boolean")
+    if not any(str(key).startswith("omni_") for key in params):
+        raise BadParamsError(
+            "foreign_params", "the prefill engine's answer was not made by OmniKVConnector"
+        )
+    try:
+        remote = msgspec.convert(dict(params), RemotePrefill)
+    except (msgspec.ValidationError, TypeError, UnicodeError) as error:
+        # JSON can say half a surrogate pair, which no text can.
+        raise BadParamsError("malformed_params", str(error)) from None
+    if remote.omni_version != PARAMS_VERSION:
+        raise BadParamsError(
+            "malformed_params",
+            f"omni_version is {remote.omni_version}, this engine speaks {PARAMS_VERSION}",
+        )
+    if (remote.remote_host is None) != (remote.remote_port is None):
+        raise BadParamsError("malformed_params", "remote_host and remote_port go together")
+    if remote.remote_host is not None:
+        try:
+            parse_host(remote.remote_host)
+        except ValueError as error:
+            raise BadParamsError(
+                "malformed_params", f"remote_host is {remote.remote_host!r}: {error}"
+            ) from None
+    return remote
+
+
+def tcp_address(remote: RemotePrefill, peers: Peers, *, has_key: bool) -> HostPort:
+    """The address between hosts that a prefill engine gave; nothing is looked up or connected to.
+
+    Args:
+        peers: whom this engine may ask.
+        has_key: whether what answers must prove that it belongs to the cluster.
+
+    Raises:
+        BadParamsError: `disallowed_peer` this engine may not connect there.
+    """
+    host, port = remote.remote_host, remote.remote_port
+    assert host is not None
+    assert port is not None
+    if not peers.allows(host):
+        raise BadParamsError(
+            "disallowed_peer",
+            f"{host!r} is not among the hosts that the configuration key 'peers' lists",
+        )
+    if not has_key and not is_loopback(host):
+        raise BadParamsError(
+            "disallowed_peer",
+            f"{host!r} is asked only with a key: set 'key_file' on both engines to the file that "
+            "`omni-connector keygen` makes",
+        )
+    return HostPort(str(parse_host(host)), port)
+
+
+def handoff_answer(
+    *,
+    engine_id: str,
+    request_id: str,
+    epoch: bytes,
+    token: bytes,
+    num_tokens: int,
+    tp_size: int,
+    address: HostPort | None,
+) -> dict[str, Any]:
+    """The prefill answer of a request whose KV is handed off.
+
+    Args:
+        address: of our control channel between hosts; None where it has none.
+    """
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [],  # as routers know the key; slots are told with a lease
+        "remote_engine_id": engine_id,
+        "remote_request_id": request_id,
+        "remote_host": None if address is None else address.host,
+        "remote_port": None if address is None else address.port,
+        "remote_num_tokens": num_tokens,
+        "tp_size": tp_size,
+        "omni_version": PARAMS_VERSION,
+        "omni_epoch": epoch.hex(),
+        "omni_token": token.hex(),
+    }
+
+
+def no_handoff_answer(reason: str) -> dict[str, Any]:
+    """The prefill answer that tells the decode engine to compute the prompt itself."""
+    return {
+        "do_remote_prefill": False,
+        "do_remote_decode": False,
+        "omni_version": PARAMS_VERSION,
+        "omni_no_handoff": reason,
+    }

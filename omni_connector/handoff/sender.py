@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler half of a prefill engine: which blocks go to which slots, and when.
+
+A request that asks for a hand-off takes all its slots before it is first scheduled; while the
+arena has no room it waits in vLLM's queue. Blocks are copied as they fill, the last one with
+the step that ends the prompt. Whatever happens to the request then, a copy that was decided is of
+blocks that stay as they are (see `CopyLedger`), and is not made again.
+"""
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from omni_connector.errors import ArenaFullError
+from omni_connector.handoff.directory import Handoff, SlotDirectory, SlotKey
+from omni_connector.handoff.jobs import CopyRun, HandoffWork, SaveJob
+from omni_connector.handoff.messages import Fingerprint
+from omni_connector.handoff.params import handoff_answer, no_handoff_answer
+from omni_connector.handoff.prompt import Prompt
+from omni_connector.kv.ledger import CANCELLED, Block, CopyLedger
+from omni_connector.kv.shapes import GroupShape
+from omni_connector.net.peers import HostPort
+from omni_connector.stats import Stats
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.omni_connector.sender")
+
+_FINISHED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+@dataclass(slots=True, eq=False)
+class _Send:
+    request: "Request"
+    prompt: Prompt
+    firsts: list[int]
+    keys: list[list[SlotKey | None]]
+    copied: list[int]  # for each group the first block that is yet to be copied
+    wait_until: float | None = None
+    handoff: Handoff | None = None
+    refusal: str | None = None
+    jobs: dict[int, list[Block]] = field(default_factory=dict)
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is neither room for it nor a reason to go without."""
+        return self.handoff is None and self.refusal is None
+
+
+class HandoffSender:
+    """Hands finished prefills off.
+
+    Args:
+        directory: where slots come from.
+        ledger: the copy jobs.
+        fingerprint: of this engine.
+        group_ids: index of each transferred group among vLLM's groups.
+        engine_id, epoch, address: what the answer says of this engine.
+        arena_wait: seconds a request may wait for room.
+        clock: seconds, monotonic.
+        stats: where to count.
+        on_complete: called when a hand-off may have become claimable, or void.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: SlotDirectory,
+        ledger: CopyLedger,
+        fingerprint: Fingerprint,
+        group_ids: tuple[int, ...],
+        engine_id: str,
+        epoch: bytes,
+        address: HostPort | None,
+        arena_wait: float,
+        clock: Callable[[], float],
+        stats: Stats,
+        on_complete: Callable[[], None],
+    ) -> None:
+        self._directory = directory
+        self._ledger = ledger
+        self._groups = fingerprint.groups
+        self._ranks = fingerprint.ranks
+        self._group_ids = group_ids
+        self._engine_id = engine_id
+        self._epoch = epoch
+        self._address = address
+        self._arena_wait = arena_wait
+        self._clock = clock
+        self._stats = stats
+        self._on_complete = on_complete
+        self._sends: dict[str, _Send] = {}
+        self._waiting: deque[_Send] = deque()
+        self._tried: tuple[_Send, int] | None = None  # in vain, at that count of releases
+
+    def add(self, request: "Request", prompt: Prompt, refusal: str | None = None) -> None:
+        """A request that asks for a hand-off has arrived.
+
+        Args:
+            prompt: what the decode engine will ask for.
+            refusal: why it is not handed off, known already.
+        """
+        needed = [group.needed(prompt.num_tokens) for group in self._groups]
+        self._sends[request.request_id] = _Send(
+            request=request,
+            prompt=prompt,
+            firsts=[blocks.start for blocks in needed],
+            keys=[_keys(group, prompt) for group in self._groups],
+            copied=[blocks.start for blocks in needed],
+            refusal=refusal,
+        )
+
+    def may_schedule(self, request_id: str) -> bool:
+        """False while the request should wait for room in the arena."""
+        send = self._sends.get(request_id)
+        if send is None or not send.waits:
+            return True
+        if send.wait_until is None:
+            send.wait_until = self._clock() + self._arena_wait
+            self._waiting.append(send)
+        self._admit()
+        return not send.waits
+
+    def _admit(self) -> None:
+        """Give room to those that wait for some, in their order, so that none is overtaken for
+        ever by smaller ones. Without new room it looks at nobody but the first."""
+        while self._waiting:
+            send = self._waiting[0]
+            if send.refusal is None and self._tried != (send, self._directory.releases):
+                self._tried = send, self._directory.releases
+                try:
+                    send.handoff = self._directory.open(send.prompt, send.keys, send.firsts)
+                except ArenaFullError as error:
+                    self._refuse(send, "prompt_too_long", str(error))
+            assert send.wait_until is not None
+            if send.waits:
+                if self._clock() < send.wait_until:
+                    return
+                text = f"no room in the arena for {self._arena_wait:g} s"
+                self._refuse(send, "arena_full", text)
+            self._waiting.popleft()
+        self._tried = None
+
+    def _refuse(self, send: _Send, reason: str, text: str) -> None:
+        send.refusal = reason
+        self._stats.fail(reason)
+        logger.warning("Request %s is not handed off: %s", send.request.request_id, text)
+
+    def build(
+        self,
+        meta: HandoffWork,
+        scheduler_output: "SchedulerOutput",
+        blocks_of: "Callable[[str], KVCacheBlocks]",
+    ) -> None:
+        """Add this step's copies to `meta`."""
+        if not self._sends:
+            return
+        self._admit()
+        for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
+            send = self._sends.get(request_id)
+            if send is None or send.handoff is None or send.refusal is not None:
+                continue
+            ready = self._filled_blocks(send, send.request.num_computed_tokens + tokens)
+            if ready and (job := self._job(send, send.handoff, ready, blocks_of(request_id))):
+                meta.saves.append(job)
+
+    def _filled_blocks(self, send: _Send, computed: int) -> list[Block]:
+        """Blocks that this step fills, and are not being copied yet."""
+        ends = computed >= send.prompt.num_tokens
+        filled: list[Block] = []
+        for g, group in enumerate(self._groups):
+            end = send.firsts[g] + len(send.keys[g])
+            if not ends:
+                # A recurrent state is that of the last token, so it is not ready before.
+                end = 0 if group.keeps == "last" else min(end, computed // group.block_size)
+            filled += [(g, i) for i in range(send.copied[g], end)]
+            send.copied[g] = max(send.copied[g], end)
+        return filled
+
+    def _job(
+        self, send: _Send, handoff: Handoff, filled: list[Block], blocks: "KVCacheBlocks"
+    ) -> SaveJob | None:
+        chosen = self._directory.copying(handoff, filled)
+        if chosen is None:  # given up by its peer, or expired, or void
+            self._abandon(send)
+            return None
+        tables = [blocks.blocks[group_id] for group_id in self._group_ids]
+        if any(i >= len(tables[g]) or tables[g][i].is_null for g, i in filled):
+            self._directory.unfilled(handoff, chosen)
+            self._refuse(send, "not_computed", "vLLM has freed blocks that the next token reads")
+            self._abandon(send)
+            return None
+        if not chosen:  # all of them are, or were, copied for another hand-off
+            return None
+        runs = []
+        for g, members in itertools.groupby(chosen, key=lambda block: block[0]):
+            indices = [i for _, i in members]
+            runs.append(
+                CopyRun(
+                    group=g,
+                    block_ids=[tables[g][i].block_id for i in indices],
+                    slots=[handoff.slot((g, i)) for i in indices],
+                    generations=[handoff.generation((g, i)) for i in indices],
+                    keys=[(send.keys[g][i - send.firsts[g]] or b"")[:32] for i in indices],
+                )
+            )
+        job_id = self._ledger.start(
+            itertools.chain(*(run.block_ids for run in runs)),
+            lambda failure: self._job_ended(send, handoff, job_id, chosen, failure),
+        )
+        send.jobs[job_id] = chosen
+        return SaveJob(job_id, runs)
+
+    def _job_ended(
+        self,
+        send: _Send,
+        handoff: Handoff,
+        job_id: int,
+        blocks: list[Block],
+        failure: str | None,
+    ) -> None:
+        send.jobs.pop(job_id, None)
+        if failure is None:
+            self._directory.filled(handoff, blocks)
+        elif handoff is not send.handoff:  # void, and it is copied anew
+            self._directory.unfilled(handoff, blocks)
+        else:
+            if failure != CANCELLED:
+                self._refuse(send, failure, f"copying its blocks failed: {failure}")
+            self._directory.unfilled(handoff, blocks)
+            self._abandon(send)
+        self._on_complete()
+
+    def void(self) -> tuple[list[int], list[int]]:
+        """What was copied so far is of other weights: see `SlotDirectory.void`.
+
+        Requests that vLLM computes anew from their first token are copied anew.
+        """
+        voided = self._directory.void()
+        for send in self._sends.values():
+            self._ledger.revoke(send.jobs)
+            if send.handoff is None:
+                continue
+            if send.request.num_computed_tokens:
+                self._refuse(send, "weights_changed", "the prefix cache was reset under it")
+                continue
+            send.handoff, send.wait_until, send.jobs = None, None, {}
+            send.copied = list(send.firsts)
+        self._tried = None
+        self._on_complete()
+        return voided
+
+    def _abandon(self, send: _Send) -> str:
+        send.refusal = send.refusal or "not_computed"
+        if send.handoff is not None:
+            self._directory.close(send.handoff.token)
+            # Copies that other hand-offs wait for go on.
+            for job_id, blocks in send.jobs.items():
+                if not self._directory.wanted(send.handoff, blocks):
+                    self._ledger.revoke([job_id])
+        return send.refusal
+
+    def finish(self, request: "Request") -> dict[str, Any] | None:
+        """The request is over; the answer for the router."""
+        send = self._sends.pop(request.request_id, None)
+        if send is None:
+            return None
+        if send.waits and send.wait_until is not None:
+            self._waiting.remove(send)
+            self._tried = None
+        handoff = send.handoff
+        well = request.status in _FINISHED_WELL
+        ends = [first + len(keys) for first, keys in zip(send.firsts, send.keys, strict=True)]
+        if send.copied != ends or not well or handoff is None or handoff.closed or send.refusal:
+            refusal = self._abandon(send)
+            return no_handoff_answer(refusal) if well else None
+        self._stats.count("handoffs_offered")
+        self._directory.seal(handoff)
+        self._on_complete()
+        return handoff_answer(
+            engine_id=self._engine_id,
+            request_id=request.request_id,
+            epoch=self._epoch,
+            token=handoff.token,
+            num_tokens=handoff.prompt.num_tokens,
+            tp_size=self._ranks,
+            address=self._address,
+        )
+
+
+def _keys(shape: GroupShape, prompt: Prompt) -> list[SlotKey | None]:
+    """Keys of the blocks that the next token reads; those that can have one."""
+    needed = shape.needed(prompt.num_tokens)
+    if shape.keeps == "last" or prompt.hash_block_size != shape.block_size:
+        return [None] * len(needed)
+    full = max(needed.start, min(needed.stop, len(prompt.block_hashes)))
+    full = min(full, max(needed.start, prompt.num_tokens // shape.block_size))
+    hashed: list[SlotKey | None] = list(prompt.block_hashes[needed.start : full])
+    return hashed + [None] * (needed.stop - full)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copy jobs on threads of their own: saves in one, loads in another.
+
+The engine's thread submits a job and later asks what has ended; it waits for nothing.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from omni_connector.turns import WOKEN, StartTurns, TurnThread
+
+logger = logging.getLogger("vllm.omni_connector.worker")
+
+CLOSE_S: Final = 5.0
+
+THREAD_DIED: Final = "copy_thread_died"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        job_id: the job.
+        failure: kind of failure; None when all went well, `cancelled` when told to stop.
+        blocks: blocks copied.
+        size: bytes copied.
+        seconds: how long it took, waiting in the queue not included.
+        bad_block_ids: blocks that do not hold what they should.
+    """
+
+    job_id: int
+    failure: str | None = None
+    blocks: int = 0
+    size: int = 0
+    seconds: float = 0.0
+    bad_block_ids: frozenset[int] = frozenset()
+
+
+Work = Callable[[Callable[[], bool]], Generator[bool, None, Outcome]]
+"""A job's body: given a function that says whether to stop, it copies piece by piece and tells how
+it went. After each piece it yields whether it goes on at once; if not, the other jobs have their
+turn first. It looks before each piece: a job that was cancelled copies nothing any more."""
+
+_NOT_YET_S: Final = 0.0003
+
+
+class _Job:
+    def __init__(self, job_id: int, work: Work, writes: frozenset[int]) -> None:
+        self.job_id = job_id
+        self.writes = writes
+        self.cancelled = False
+        self.seconds = 0.0
+        self.pieces = work(lambda: self.cancelled)
+
+
+class CopyThread:
+    """Runs jobs one after the other. Whatever a job raises is that job's failure.
+
+    Args:
+        name: of the thread.
+        affinity: cores it may run on; None leaves those of the creating thread.
+        start: starts it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        affinity: frozenset[int] | None = None,
+        start: StartTurns = TurnThread,
+    ) -> None:
+        self._changed = threading.Condition()
+        self._queue: deque[_Job] = deque()
+        self._running: _Job | None = None
+        self._ended: list[Outcome] = []
+        self._closing = False
+        self._thread = start(name, self._turn, cores=affinity)
+
+    def submit(self, job_id: int, work: Work, writes: Iterable[int] = ()) -> None:
+        """Queue a job; returns at once.
+
+        Args:
+            writes: the KV blocks that it fills, of which none is good if it raises.
+        """
+        with self._changed:
+            self._queue.append(_Job(job_id, work, frozenset(writes)))
+        self._thread.wake()
+
+    def take_ended(self) -> list[Outcome]:
+        """Outcomes since the last call, each once. Without its thread all jobs have failed."""
+        under_way = self._queue or self._running is not None
+        if under_way and not self._closing and not self._thread.is_alive():
+            self._fail_all()
+        if not self._ended:
+            return []
+        with self._changed:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def _fail_all(self) -> None:
+        with self._changed:
+            jobs = [*self._queue, *([] if self._running is None else [self._running])]
+            self._queue.clear()
+            self._running = None
+            self._ended += [_failed(job, THREAD_DIED) for job in jobs]
+
+    def cancel(self, job_ids: set[int]) -> None:
+        """Tell these jobs to stop, without waiting for it; unknown and ended ones are ignored."""
+        with self._changed:
+            self._mark(job_ids)
+
+    def _mark(self, job_ids: set[int]) -> None:
+        for job in (*self._queue, self._running):
+            if job is not None and job.job_id in job_ids:
+                job.cancelled = True
+
+    def close(self) -> None:
+        """Cancel everything and stop the thread. Idempotent, within `CLOSE_S` seconds."""
+        with self._changed:
+            self._closing = True
+            for job in (*self._queue, self._running):
+                if job is not None:
+                    job.cancelled = True
+        self._thread.wake()
+        self._thread.join(CLOSE_S)
+
+    def _turn(self) -> float | None:
+        with self._changed:
+            if not self._queue:
+                return None if self._closing else WOKEN
+            job = self._queue.popleft()
+            self._running = job
+        outcome: Outcome | None = None
+        goes_on = False
+        started = time.perf_counter()
+        try:
+            goes_on = next(job.pieces)
+        except StopIteration as end:
+            outcome = end.value
+        except BaseException:  # it is this job's, and the others go on
+            logger.exception("Copy job %d failed; please report it", job.job_id)
+            outcome = _failed(job, "job_failed")
+        job.seconds += time.perf_counter() - started
+        with self._changed:
+            self._running = None
+            if outcome is not None:
+                outcome.seconds = job.seconds
+                self._ended.append(outcome)
+            elif goes_on:
+                self._queue.appendleft(job)
+            else:
+                self._queue.append(job)
+            self._changed.notify_all()
+        return 0.0 if goes_on or outcome is not None else _NOT_YET_S
+
+
+def _failed(job: _Job, kind: str) -> Outcome:
+    return Outcome(job.job_id, kind, bad_block_ids=job.writes)

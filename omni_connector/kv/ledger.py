@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The copy jobs of an engine: saves and loads, of hand-offs and of the shared store alike.
+
+A job has one start and one end: done, failed or cancelled, once every rank has said so. From its
+start to its end each of its blocks has a reference of ours in vLLM's block pool, and nothing else
+keeps it: whatever happens to its request (preemption, abort, its end, a window that moves on), vLLM
+gives the block to nobody, so that nobody zeroes it or writes to it. A request that goes on writes
+to no token that it has computed; only a recurrent state is written in place, and a request whose
+state is handed off ends with the step that computes it.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+NULL_BLOCK_ID: Final = 0
+"""The block that vLLM puts in a table where there is none: never read, never written."""
+
+NO_JOB_ID: Final = 0
+"""Of work that no ledger has started, and nobody asks after."""
+
+Block = tuple[int, int]
+"""(position of the group among the transferred ones, logical index in the request)."""
+
+CANCELLED: Final = "cancelled"
+"""How a job ends that was told to stop."""
+
+End = Callable[[str | None], None]
+"""Called once with the kind of failure, `CANCELLED`, or None when all ranks have copied."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    block_ids: list[int]
+    ranks_left: int
+    end: End
+    soon_until: float
+    failure: str | None = None
+
+
+class CopyLedger:
+    """Starts and ends jobs, and holds their blocks meanwhile.
+
+    Args:
+        pool: vLLM's blocks.
+        ranks: workers that report each job.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, pool: "BlockPool", ranks: int, clock: Callable[[], float]) -> None:
+        self._pool = pool
+        self._ranks = ranks
+        self._clock = clock
+        self._ids = itertools.count(1)
+        self._jobs: dict[int, _Job] = {}
+        self._revoked: set[int] = set()
+
+    def __bool__(self) -> bool:
+        """Whether a job is under way, whose blocks come free without any request's doing."""
+        return bool(self._jobs)
+
+    def start(self, block_ids: Iterable[int], end: End, *, soon: float = math.inf) -> int:
+        """A job that the workers are told of with this step; its number.
+
+        Args:
+            block_ids: what it copies, to or from; none of them vLLM's null block.
+            end: see `End`.
+            soon: seconds in which it is expected to end, whatever the network does.
+        """
+        job_id = next(self._ids)
+        blocks = list(block_ids)
+        self._pool.touch([self._pool.blocks[each] for each in blocks])
+        self._jobs[job_id] = _Job(blocks, self._ranks, end, self._clock() + soon)
+        return job_id
+
+    def revoke(self, job_ids: Iterable[int]) -> None:
+        """Nobody wants these any more: the workers are told to stop. They end all the same."""
+        self._revoked.update(job_id for job_id in job_ids if job_id in self._jobs)
+
+    def take_revoked(self) -> list[int]:
+        """Jobs that were revoked since the last call, and have not ended."""
+        revoked, self._revoked = sorted(self._revoked), set()
+        return revoked
+
+    def report(self, done: Mapping[int, int], failed: Mapping[int, str]) -> None:
+        """What the workers say: how many ranks ended each job, and on which it failed."""
+        for job_id, ranks in done.items():
+            job = self._jobs.get(job_id)
+            if job is None:
+                continue
+            job.ranks_left -= ranks
+            job.failure = job.failure or failed.get(job_id)
+            if job.ranks_left <= 0:
+                del self._jobs[job_id]
+                self._revoked.discard(job_id)
+                # Of a prefix its end is evicted first.
+                self._pool.free_blocks([self._pool.blocks[i] for i in reversed(job.block_ids)])
+                job.end(job.failure)
+
+    def frees_soon(self) -> bool:
+        """Whether blocks that nothing but a copy holds come free sooner than a preemption pays."""
+        now, blocks = self._clock(), self._pool.blocks
+        return any(
+            now < job.soon_until and any(blocks[each].ref_cnt == 1 for each in job.block_ids)
+            for job in self._jobs.values()
+        )

@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An arena: equal slots in one memfd, written by its owner and mapped read-only by peers.
+
+The file is [superblock | one header of 64 bytes per slot | slots], each part starting on a
+page. It has no name, so nothing is left of it whoever is killed. It is sealed: its size cannot
+change, so that no reader can be made to fault, and no mapping made after the owner's can be
+written.
+
+There is no lock in the file. The owner marks a slot as being written and gives it a new
+generation *before* it touches the bytes, and marks it published *after*. A reader verifies the
+slot, copies, and verifies again: when both calls succeed with the same generation, the bytes
+copied in between are those of that generation.
+"""
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Callable
+from typing import Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.errors import (
+    PeerRefusedError,
+    ProtocolError,
+    SlotPendingError,
+    StaleSlotError,
+    TransportError,
+)
+from omni_connector.memory.arena_format import (
+    EPOCH_BYTES,
+    HEADER_BYTES,
+    KEY_LENGTH_SHIFT,
+    MAX_KEY_BYTES,
+    PAGE_BYTES,
+    SUPERBLOCK_BYTES,
+    ArenaGeometry,
+    SlotHeader,
+    SlotState,
+    state_of,
+)
+from omni_connector.memory.prefault import (
+    POPULATE_AHEAD,
+    Populator,
+    overcommit_is_strict,
+    populate,
+)
+
+# Linux constants that the standard library of Python 3.11 does not name.
+F_SEAL_FUTURE_WRITE: Final = 0x0010
+MFD_NOEXEC_SEAL: Final = 0x0008
+
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+
+_BODY_WORDS: Final = struct.Struct("=4Q")
+_WORDS: Final = HEADER_BYTES // 8
+
+_fence_lock = threading.Lock()
+
+
+def _fence() -> None:
+    # Python has no memory barrier. Two acquire/release pairs order the accesses before the
+    # first against those after the second on x86 and on ARMv8, where neither a release may
+    # pass an earlier access nor an acquire a later one, and the two keep their order.
+    with _fence_lock:
+        pass
+    with _fence_lock:
+        pass
+
+
+class _Mapping:
+    """The headers and slots of a mapped arena; what owner and reader have in common."""
+
+    def __init__(self, mapped: mmap.mmap, geometry: ArenaGeometry, epoch: bytes) -> None:
+        self.n_slots: Final = geometry.n_slots
+        self.slot_bytes: Final = geometry.slot_bytes
+        self.epoch: Final = epoch
+        self._map: mmap.mmap | None = mapped
+        headers = memoryview(mapped)[PAGE_BYTES : PAGE_BYTES + self.n_slots * HEADER_BYTES]
+        self._words: memoryview[int] | None = headers.cast("Q")
+        content = self.n_slots * self.slot_bytes
+        flat = np.frombuffer(mapped, np.uint8, count=content, offset=geometry.slots_at)
+        self._slots: NDArray[np.uint8] | None = flat.reshape(self.n_slots, self.slot_bytes)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._map is None
+
+    @property
+    def slots(self) -> NDArray[np.uint8]:
+        """The bytes: (n_slots, slot_bytes). Arrays that outlive `close` stay valid."""
+        slots = self._slots
+        if slots is None:
+            raise TransportError("the arena is closed")
+        return slots
+
+    def header(self, slot: int) -> SlotHeader:
+        """The header of one slot, consistent in itself.
+
+        Raises:
+            IndexError: there is no such slot.
+            SlotPendingError: the owner was changing the header.
+            IntegrityError: the header is not one that an owner writes.
+            TransportError: the arena is closed.
+        """
+        words, first = self._locate(slot)
+        _fence()
+        raw = words[first : first + _WORDS].tobytes()
+        _fence()
+        if words[first : first + 2].tobytes() != raw[:16]:
+            raise SlotPendingError(f"slot {slot} changed while its header was read")
+        return SlotHeader.decode(raw, slot, self.slot_bytes)
+
+    def verify(self, slot: int, generation: int) -> SlotHeader:
+        """The header of one slot, published with exactly this generation.
+
+        Call it before the bytes are copied, to know their length, and again after, to know
+        that they were not overwritten meanwhile.
+
+        Raises:
+            SlotPendingError: the slot is not published with this generation yet.
+            StaleSlotError: nor will it be: it has a later generation, or was taken back.
+            IndexError, IntegrityError, TransportError: as `header`.
+        """
+        header = self.header(slot)
+        header.require_published(slot, generation)
+        return header
+
+    def close(self) -> None:
+        """Unmap the arena. Idempotent.
+
+        Arrays taken from `slots` stay valid: the mapping goes with the last of them.
+        """
+        mapped, self._map = self._map, None
+        self._words = self._slots = None
+        if mapped is not None:
+            # A copy that is still running holds an array: the mapping then goes with that.
+            with contextlib.suppress(BufferError):
+                mapped.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _locate(self, slot: int) -> tuple["memoryview[int]", int]:
+        words = self._words
+        if words is None:
+            raise TransportError("the arena is closed")
+        if not 0 <= slot < self.n_slots:
+            raise IndexError(f"slot {slot} is outside an arena of {self.n_slots} slots")
+        return words, int(slot) * _WORDS
+
+
+class Arena(_Mapping):
+    """The owner's side of an arena; made by `Arena.create`.
+
+    One thread at a time may write a given slot; different slots may be written by different
+    threads.
+    """
+
+    def __init__(self, fd: int, mapped: mmap.mmap, geometry: ArenaGeometry, epoch: bytes) -> None:
+        super().__init__(mapped, geometry, epoch)
+        self._fd = fd
+        self._slots_at = geometry.slots_at
+        self._populator: Populator | None = None
+
+    @classmethod
+    def create(
+        cls,
+        n_slots: int,
+        slot_bytes: int,
+        *,
+        populate: bool = False,
+        randbytes: Callable[[int], bytes] = os.urandom,
+    ) -> Self:
+        """Make an arena of `n_slots` slots of `slot_bytes` bytes, all of them free.
+
+        Args:
+            n_slots: number of slots, at least one.
+            slot_bytes: bytes of a slot, a positive multiple of `PAGE_BYTES`.
+            populate: allocate memory in the background, ahead of the slots in use. The first
+                touch of a page costs many times a copy into it.
+            randbytes: where the epoch, which names this arena, comes from.
+
+        Raises:
+            ValueError: the geometry is not as above.
+            TransportError: the kernel has no memory for it, or lacks a seal (before Linux 5.1).
+        """
+        geometry = ArenaGeometry(n_slots, slot_bytes)
+        epoch = randbytes(EPOCH_BYTES)
+        try:
+            fd = _memfd("omni-connector-arena")
+        except OSError as error:
+            raise TransportError(f"cannot make a memfd: {error}") from error
+        try:
+            os.ftruncate(fd, geometry.total_bytes)
+            if overcommit_is_strict():
+                os.posix_fallocate(fd, 0, geometry.total_bytes)
+            mapped = mmap.mmap(fd, geometry.total_bytes)
+            superblock = geometry.superblock(epoch)
+            mapped[: len(superblock)] = superblock
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        except (OSError, OverflowError, ValueError) as error:
+            os.close(fd)
+            raise TransportError(
+                f"cannot make an arena of {n_slots} slots of {slot_bytes} bytes: {error}"
+            ) from error
+        arena = cls(fd, mapped, geometry, epoch)
+        if populate:
+            arena._populator = Populator(fd, mapped)
+            arena._populator.want(min(POPULATE_AHEAD, geometry.total_bytes))
+        return arena
+
+    @property
+    def fd(self) -> int:
+        """The memfd, valid until `close`; who needs it for longer duplicates it."""
+        if self.closed:
+            raise TransportError("the arena is closed")
+        return self._fd
+
+    def touch(self, slot: int) -> None:
+        """Say that this slot is about to be used, so that population keeps ahead. Cheap."""
+        if self._populator is not None:
+            self._populator.want(self._slots_at + (slot + 1) * self.slot_bytes + POPULATE_AHEAD)
+
+    def populate(self, slot: int, nbytes: int) -> None:
+        """Allocate memory for the first bytes of a slot now, where the first touch would.
+
+        Raises:
+            TransportError: there is none, or the arena is closed.
+        """
+        mapped = self._map
+        if mapped is None:
+            raise TransportError("the arena is closed")
+        pages: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
+        start = self._slots_at + slot * self.slot_bytes
+        try:
+            populate(self._fd, pages, start, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+        except OSError as error:
+            raise TransportError(f"no memory for {nbytes} bytes of slot {slot}: {error}") from error
+
+    def begin_write(self, slot: int, generation: int) -> None:
+        """Give the slot a new generation; from here on no reader accepts its bytes.
+
+        Raises:
+            IndexError: there is no such slot.
+            ValueError: the slot is published with this very generation, so that readers could
+                not tell the new bytes from the old, or it is not a u64.
+            TransportError: the arena is closed.
+        """
+        words, first = self._locate(slot)
+        if not 0 <= generation < 1 << 64:
+            raise ValueError(f"generation {generation} is not a u64")
+        if state_of(words[first + 1]) == SlotState.PUBLISHED and words[first] == generation:
+            raise ValueError(f"slot {slot} is already published with generation {generation}")
+        self.touch(slot)
+        words[first + 1] = SlotState.WRITING
+        words[first] = generation
+        _fence()
+
+    def publish(self, slot: int, generation: int, key: bytes, length: int, checksum: int) -> None:
+        """Let readers have the slot, whose bytes are complete.
+
+        Args:
+            slot: the slot that `begin_write` was called for.
+            generation: the one given to `begin_write`.
+            key: up to 32 bytes that name the content.
+            length: bytes of content, from the start of the slot.
+            checksum: xxh3_64 of those bytes, or 0.
+
+        Raises:
+            IndexError: there is no such slot.
+            StaleSlotError: the slot is not being written, or by now with another generation.
+            ValueError: `key` or `length` is too long, or `checksum` is not a u64.
+            TransportError: the arena is closed.
+        """
+        words, first = self._locate(slot)
+        if len(key) > MAX_KEY_BYTES:
+            raise ValueError(f"a key has at most {MAX_KEY_BYTES} bytes, not {len(key)}")
+        if not 0 <= length <= self.slot_bytes:
+            raise ValueError(f"{length} bytes of content in a slot of {self.slot_bytes}")
+        if not 0 <= checksum < 1 << 64:
+            raise ValueError(f"checksum {checksum} is not a u64")
+        if state_of(words[first + 1]) != SlotState.WRITING or words[first] != generation:
+            raise StaleSlotError(
+                f"slot {slot} is not being written with generation {generation} (any more)"
+            )
+        padded = key.ljust(MAX_KEY_BYTES, b"\0")
+        for i, word in enumerate(_BODY_WORDS.unpack(padded)):
+            words[first + 2 + i] = word
+        words[first + 6] = length
+        words[first + 7] = checksum
+        _fence()
+        words[first + 1] = SlotState.PUBLISHED | len(key) << KEY_LENGTH_SHIFT
+
+    def retire(self, slot: int) -> None:
+        """Take the slot back: readers refuse it from here on. Idempotent.
+
+        Raises:
+            IndexError: there is no such slot.
+            TransportError: the arena is closed.
+        """
+        words, first = self._locate(slot)
+        words[first + 1] = SlotState.FREE
+        _fence()
+
+    def close(self) -> None:
+        """Stop population, unmap, and close the memfd. Peers keep what they mapped. Idempotent."""
+        if self._populator is not None:
+            self._populator.stop()
+        super().close()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class ArenaView(_Mapping):
+    """A reader's side of an arena: a read-only mapping of a memfd that a peer sent."""
+
+    @classmethod
+    def open(cls, fd: int, *, epoch: bytes, n_slots: int, slot_bytes: int) -> Self:
+        """Map a received memfd, after making sure that reading it is safe.
+
+        The caller keeps, and closes, `fd`.
+
+        Args:
+            fd: what came over the socket; anything at all.
+            epoch: the arena that was asked for.
+            n_slots: its number of slots, as announced.
+            slot_bytes: the bytes of each, as announced.
+
+        Raises:
+            PeerRefusedError: not a memfd, or not sealed against change of size and writing.
+            ProtocolError: not an arena, or its size does not fit what it says of itself.
+            IncompatiblePeerError: another format, geometry or epoch than announced.
+        """
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError as error:
+            raise PeerRefusedError(f"the peer sent a file that is no memfd: {error}") from error
+        if seals & SEALS != SEALS:
+            raise PeerRefusedError(f"the peer's memfd has seals {seals:#x}, wanted {SEALS:#x}")
+        try:
+            geometry = ArenaGeometry(n_slots, slot_bytes)
+        except ValueError as error:
+            raise ProtocolError(f"the peer announces an impossible arena: {error}") from error
+        size = os.fstat(fd).st_size
+        if size != geometry.total_bytes:
+            raise ProtocolError(
+                f"the peer's memfd has {size} bytes, {n_slots} slots of {slot_bytes} bytes "
+                f"need {geometry.total_bytes}"
+            )
+        try:
+            mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise TransportError(f"cannot map the peer's {size} bytes: {error}") from error
+        try:
+            geometry.check_superblock(bytes(mapped[:SUPERBLOCK_BYTES]), epoch)
+        except ProtocolError:
+            mapped.close()
+            raise
+        return cls(mapped, geometry, epoch)
+
+
+def _memfd(name: str) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        # Some hosts refuse memfds that might be executed.
+        return os.memfd_create(name, flags | MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # EINVAL: the flag is unknown before Linux 6.3
+            raise
+    return os.memfd_create(name, flags)

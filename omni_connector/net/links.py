@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sockets of a control channel: where it serves, how it reaches others, how it waits."""
+
+import math
+import os
+import socket as unix_socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import zmq
+
+from omni_connector.errors import TransportError
+from omni_connector.net.forks import close_bound_to, forget_in_child
+from omni_connector.net.keys import ClusterKey
+from omni_connector.net.listener import TcpListener
+from omni_connector.net.peers import HostPort
+from omni_connector.net.runtime import locked
+from omni_connector.net.zeromq import Context, Link, Socket, make_context, prepare
+from omni_connector.turns import WOKEN
+
+
+class Poller(Protocol):
+    """Waits for sockets; as a `Sleep`, the same for a thread."""
+
+    def register(self, socket: Any) -> None:
+        """Wait for this one too."""
+
+    def unregister(self, socket: Any) -> None:
+        """Wait for it no more."""
+
+    def ready(self) -> dict[Any, int]:
+        """The sockets that can be read now."""
+
+    def wait(self, seconds: float) -> None:
+        """Return when a socket can be read, after so many seconds, or when woken."""
+
+    def wake(self) -> None:
+        """End the wait that is under way, else the next one; from any thread."""
+
+    def close(self) -> None:
+        """Wait no more. Idempotent."""
+
+
+class Sockets(Protocol):
+    """Opens the sockets of one channel. All but `poller.wake` is for the channel's thread, once
+    that runs."""
+
+    poller: Poller
+
+    def serve(self, path: Path) -> Any:
+        """A ROUTER at a Unix socket, which appears at `path` once it accepts.
+
+        Raises:
+            zmq.ZMQError: it cannot be bound.
+            TransportError: another engine listens there, or the folder cannot be locked.
+        """
+
+    def serve_tcp(
+        self, address: HostPort, key: ClusterKey, clock: Callable[[], float]
+    ) -> TcpListener:
+        """A listener at a TCP address.
+
+        Raises:
+            ConfigError: there is no listening at the address.
+        """
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a socket at a path."""
+
+    def link(self, target: str | HostPort, key: ClusterKey | None) -> Any:
+        """A connection to a serving peer; see `Link`.
+
+        Raises:
+            zmq.ZMQError: the target is no address, or there are no more sockets.
+        """
+
+    def close(self) -> None:
+        """Close all of them, and take away the path. Idempotent."""
+
+
+class ZmqSockets:
+    """Those of ZeroMQ; see `Sockets`."""
+
+    def __init__(self) -> None:
+        self._context = make_context()
+        self._path: Path | None = None
+        self.poller: Poller = _ZmqPoller()
+
+    def serve(self, path: Path) -> Socket:
+        router = bind_unix(self._context, path)
+        self._path = path
+        forget_in_child(self, ZmqSockets._abandon)
+        return router
+
+    def _abandon(self) -> None:
+        # In a process that was forked, whose ZeroMQ has no threads.
+        if self._path is not None:
+            close_bound_to(str(hidden_path(self._path)))
+
+    def serve_tcp(
+        self, address: HostPort, key: ClusterKey, clock: Callable[[], float]
+    ) -> TcpListener:
+        return TcpListener(self._context, address, key, clock)
+
+    def exists(self, path: str) -> bool:
+        return os.path.exists(path)
+
+    def link(self, target: str | HostPort, key: ClusterKey | None) -> Link:
+        return Link(self._context, target, key)
+
+    def close(self) -> None:
+        try:
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
+        finally:
+            self._context.destroy(linger=0)
+
+
+class _ZmqPoller:
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._fd, zmq.POLLIN)
+
+    def register(self, socket: Socket) -> None:
+        self._poller.register(socket, zmq.POLLIN)
+
+    def unregister(self, socket: Socket) -> None:
+        self._poller.unregister(socket)
+
+    def ready(self) -> dict[Any, int]:
+        ready = dict(self._poller.poll(0))
+        if ready.pop(self._fd, None):
+            os.eventfd_read(self._fd)
+        return ready
+
+    def wait(self, seconds: float) -> None:
+        self._poller.poll(None if seconds == WOKEN else math.ceil(seconds * 1000))
+
+    def wake(self) -> None:
+        os.eventfd_write(self._fd, 1)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def bind_unix(context: Context, path: Path) -> Socket:
+    """A ROUTER at a Unix socket, which appears at `path` once it accepts.
+
+    Raises:
+        zmq.ZMQError: it cannot be bound.
+        TransportError: another engine listens there, or the folder cannot be locked.
+    """
+    router = context.socket(zmq.ROUTER)
+    prepare(router)
+    # A socket is visible only once it accepts, so that a peer may take "refused" for dead;
+    # under the lock nobody sweeps it before.
+    hidden = hidden_path(path)
+    with locked(path.parent):
+        if _accepts(path):
+            raise TransportError(
+                f"another engine listens at {path}; give each engine its own engine_id"
+            )
+        router.bind(f"ipc://{hidden}")
+        os.rename(hidden, path)
+    return router
+
+
+def hidden_path(path: Path) -> Path:
+    """Where a socket is bound before it appears at `path`: its address to the kernel."""
+    return path.with_name(f".{path.name}")
+
+
+def _accepts(path: Path) -> bool:
+    with unix_socket.socket(unix_socket.AF_UNIX, unix_socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(os.fspath(path)) == 0

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host names to addresses, off the control thread: the C library may take half a minute.
+
+Both sides of a connection choose alike: the first IPv4 address of a name, else its first one.
+"""
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from omni_connector.errors import PeerUnreachableError
+from omni_connector.net.peers import HostPort, parse_host
+
+MAX_LOOKUPS: Final = 16
+
+Found = HostPort | PeerUnreachableError
+
+
+def resolve(address: HostPort) -> HostPort:
+    """The same with an IP address in place of a name; waits as long as the C library does.
+
+    Raises:
+        PeerUnreachableError: the name is not known, or cannot be looked up.
+    """
+    if not isinstance(parse_host(address.host), str):
+        return address
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise PeerUnreachableError(f"cannot look up {address.host!r}: {error}") from error
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    return HostPort(str(found[0][4][0]), address.port)
+
+
+class Resolver:
+    """Looks names up, each in a thread of its own, which no call waits for."""
+
+    def __init__(self) -> None:
+        self._free = threading.BoundedSemaphore(MAX_LOOKUPS)
+
+    def look_up(self, address: HostPort, done: Callable[[Found], None]) -> None:
+        """Have `done` called with what `resolve` says, on another thread; at once, on this one,
+        where too many lookups are under way, or no thread can be had."""
+        if not self._free.acquire(blocking=False):
+            done(PeerUnreachableError(f"{MAX_LOOKUPS} host names are being looked up already"))
+            return
+        thread = threading.Thread(
+            target=self._look_up, args=(address, done), name="omni-resolve", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no more threads for us
+            self._free.release()
+            done(PeerUnreachableError(f"cannot look up {address.host!r}: {error}"))
+
+    def _look_up(self, address: HostPort, done: Callable[[Found], None]) -> None:
+        found: Found
+        try:
+            found = resolve(address)
+        except PeerUnreachableError as error:
+            found = error
+        finally:
+            self._free.release()
+        done(found)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runtime folder, where the sockets of one user's engines are, and how they come and go.
+
+A process that is killed leaves its socket behind; `sweep` removes those that nobody listens
+on. A socket is visible under its name only while it accepts: it is bound and listening under a
+temporary name before it gets its own. Both happen under a lock on the folder itself, so that a
+socket about to listen is never taken for a dead one; the kernel drops the lock of a process
+that is killed.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from omni_connector.errors import ConfigError, TransportError
+from omni_connector.net.keys import ClusterKey, own_key
+
+logger = logging.getLogger(__name__)
+
+RUNTIME_DIR_VARIABLE: Final = "OMNI_CONNECTOR_RUNTIME_DIR"
+LOCK_TIMEOUT_S: Final = 5.0
+
+_FOLDER: Final = "omni-connector"
+_KEY: Final = ".loopback.key"  # no namespace begins with a dot
+_SUN_PATH_BYTES: Final = 108
+_PLAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
+_POLL_S: Final = 0.005
+
+
+def runtime_root(environ: Mapping[str, str] | None = None) -> Path:
+    """Where the folders of all namespaces lie, made or not.
+
+    It is `$OMNI_CONNECTOR_RUNTIME_DIR` if that is set, else `$XDG_RUNTIME_DIR/omni-connector` if
+    that is a folder of this user, else `omni-connector-<uid>` of the temporary folder.
+
+    Args:
+        environ: the environment to read, `os.environ` by default.
+
+    Raises:
+        ConfigError: the variable holds no absolute path.
+    """
+    environ = os.environ if environ is None else environ
+    override = environ.get(RUNTIME_DIR_VARIABLE, "")
+    xdg = environ.get("XDG_RUNTIME_DIR", "")
+    if override:
+        if not os.path.isabs(override):
+            raise ConfigError(f"{RUNTIME_DIR_VARIABLE} must be an absolute path, not {override!r}")
+        return Path(override)
+    if _is_own_folder(xdg):
+        return Path(xdg) / _FOLDER
+    return Path(tempfile.gettempdir()) / f"{_FOLDER}-{os.geteuid()}"
+
+
+def runtime_dir(namespace: str = "default", environ: Mapping[str, str] | None = None) -> Path:
+    """The folder of a namespace in `runtime_root`, made if need be: private to this user.
+
+    Args:
+        namespace: any name; engines that share it find each other.
+        environ: the environment to read, `os.environ` by default.
+
+    Raises:
+        ConfigError: the folder belongs to somebody else, others may enter it, it is a symbolic
+            link or no folder at all, or it cannot be made.
+    """
+    base = runtime_root(environ)
+    folder = base / _short(namespace)
+    for path in (base, folder):
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o700)
+        except OSError as error:
+            raise ConfigError(f"cannot make the runtime folder {path}: {error}") from error
+        check_private(path)
+    return folder
+
+
+def loopback_key(environ: Mapping[str, str] | None = None) -> ClusterKey:
+    """The key of this user's engines for each other's ports on loopback, where they have no
+    `key_file`: whatever their namespaces, who has the same runtime folder has it.
+
+    Raises:
+        ConfigError: as `runtime_dir`; or the file is not as it must be, or cannot be made.
+    """
+    return own_key(runtime_dir(environ=environ).parent / _KEY)
+
+
+def check_private(folder: Path) -> None:
+    """Make sure that nobody but this user can put anything into a folder.
+
+    Raises:
+        ConfigError: it is not a folder, not this user's, or open to others.
+    """
+    try:
+        status = os.lstat(folder)
+    except OSError as error:
+        raise ConfigError(f"cannot look at the runtime folder {folder}: {error}") from error
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"the runtime folder {folder} is no folder (symbolic links are refused)")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"the runtime folder {folder} belongs to user {status.st_uid}, not {os.geteuid()}; "
+            f"set {RUNTIME_DIR_VARIABLE} to another one"
+        )
+    if status.st_mode & 0o077:
+        raise ConfigError(
+            f"the runtime folder {folder} is open to others (mode {status.st_mode & 0o777:o}); "
+            f"empty it and chmod it to 700, or set {RUNTIME_DIR_VARIABLE} to another one"
+        )
+
+
+def socket_path(folder: Path, name: str, *, kind: str = "") -> Path:
+    """Where the socket of this name is, whatever the name's length and characters.
+
+    Args:
+        folder: a runtime folder.
+        name: any string.
+        kind: a few letters that tell the sockets of one use from others.
+
+    Raises:
+        ConfigError: the folder's path is too long for a socket in it.
+    """
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:24]
+    path = folder / f"{kind}{digest}.sock"
+    length = len(os.fsencode(path))
+    if length >= _SUN_PATH_BYTES:
+        raise ConfigError(
+            f"the socket path {path} has {length} bytes, Linux allows {_SUN_PATH_BYTES - 1}; "
+            f"set {RUNTIME_DIR_VARIABLE} to a shorter folder"
+        )
+    return path
+
+
+@contextlib.contextmanager
+def locked(folder: Path, *, timeout: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+    """Hold the folder's lock, under which sockets appear in it and are swept from it.
+
+    Raises:
+        TransportError: somebody else held it for `timeout` seconds, or the folder is gone.
+    """
+    deadline = time.monotonic() + timeout
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransportError(f"cannot open the runtime folder {folder}: {error}") from error
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise TransportError(
+                        f"the runtime folder {folder} was locked by another process for "
+                        f"{timeout:g} s; is one of this user's engines stopped?"
+                    ) from None
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(fd)
+
+
+def listen(path: Path, *, backlog: int = 64) -> socket.socket:
+    """A listening, non-blocking SOCK_SEQPACKET socket at `path`, which appears there accepting.
+
+    A socket of that name that nobody listens on is replaced.
+
+    Raises:
+        TransportError: another process listens there, or the socket cannot be made.
+    """
+    temporary = path.with_name(f".{os.urandom(8).hex()}.new")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.setblocking(False)
+        with locked(path.parent):
+            if path.exists() and not is_dead(path):
+                raise TransportError(f"another process listens at {path} already")
+            try:
+                listener.bind(os.fspath(temporary))
+                os.chmod(temporary, 0o600)
+                listener.listen(backlog)
+                os.rename(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+    except OSError as error:
+        listener.close()
+        raise TransportError(f"cannot listen at {path}: {error}") from error
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def sweep(folder: Path, *, timeout: float = LOCK_TIMEOUT_S) -> list[str]:
+    """Remove the sockets in a runtime folder that nobody listens on, whoever made them.
+
+    Returns:
+        The names removed.
+
+    Raises:
+        TransportError: the folder cannot be read, or not locked within `timeout` seconds.
+    """
+    removed = []
+    with locked(folder, timeout=timeout):
+        try:
+            with os.scandir(folder) as entries:
+                names = [entry.name for entry in entries if _is_own_socket(entry)]
+            for name in names:
+                if is_dead(folder / name):
+                    (folder / name).unlink(missing_ok=True)
+                    removed.append(name)
+        except OSError as error:
+            raise TransportError(f"cannot sweep the runtime folder {folder}: {error}") from error
+    if removed:
+        logger.info("removed %d dead sockets from %s", len(removed), folder)
+    return removed
+
+
+def is_dead(path: Path) -> bool:
+    """Whether nobody listens at a socket that is there. Does not wait."""
+    # Only a refused connection proves that nobody listens: EAGAIN is a full backlog,
+    # EPROTOTYPE a live socket of another type.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(os.fspath(path)) == errno.ECONNREFUSED
+
+
+def _is_own_socket(entry: "os.DirEntry[str]") -> bool:
+    try:
+        status = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:  # its owner closed it just now
+        return False
+    return stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def _is_own_folder(path: str) -> bool:
+    # After `su`, XDG_RUNTIME_DIR may still name the folder of the user one was before.
+    if not os.path.isabs(path):
+        return False
+    try:
+        status = os.stat(path)
+    except OSError:  # named, but not there: the same as not named
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def _short(namespace: str) -> str:
+    if _PLAIN.fullmatch(namespace):
+        return namespace
+    return hashlib.sha256(namespace.encode("utf-8", "surrogatepass")).hexdigest()[:24]

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeroMQ sockets between engines: how they are set up, connected and watched.
+
+On one host they are Unix sockets, between hosts TCP. A TCP link that is cut says nothing, so its
+two ends send heartbeats: each notices within 9 seconds, however long the link was idle before.
+"""
+
+from typing import Final
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from omni_connector.net.keys import ClusterKey
+from omni_connector.net.peers import HostPort
+
+MAX_MESSAGE_BYTES: Final = 8 << 20
+MAX_QUEUED: Final = 1 << 14
+HEARTBEAT_MS: Final = 3000
+HEARTBEAT_TIMEOUT_MS: Final = 6000
+HANDSHAKE_MS: Final = 5000
+CONNECT_MS: Final = 5000
+
+IO_THREADS: Final = 2
+_UNIX_IO: Final = 1  # bits of ZMQ_AFFINITY: strangers on TCP take no time from peers on this host
+_TCP_IO: Final = 2
+
+_GONE: Final = zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED
+_REFUSED: Final = (
+    zmq.Event.HANDSHAKE_FAILED_AUTH
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+)
+
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
+
+
+def make_context() -> Context:
+    """A context with an I/O thread for Unix sockets and one for TCP."""
+    return zmq.Context(IO_THREADS)
+
+
+def prepare(socket: Socket) -> None:
+    """Set what all sockets have in common."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)  # what exceeds it is lost without a word
+    socket.setsockopt(zmq.AFFINITY, _UNIX_IO)
+
+
+def prepare_tcp(socket: Socket, address: HostPort, key: ClusterKey) -> None:
+    """Set, beyond that, what a TCP socket needs to notice dead peers, and our half of CURVE."""
+    socket.setsockopt(zmq.AFFINITY, _TCP_IO)
+    socket.setsockopt(zmq.IPV6, ":" in address.host)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
+
+
+class Link:
+    """A connection to a serving peer: the DEALER, and the monitor that tells its end.
+
+    Args:
+        context: whose socket it is.
+        target: path of a Unix socket, or an IP address and port.
+        key: what the peer must hold, and we show; of no use on Unix sockets.
+
+    Raises:
+        ValueError: there is no key for TCP.
+        zmq.ZMQError: the target is no address, or there are no more sockets.
+    """
+
+    def __init__(self, context: Context, target: str | HostPort, key: ClusterKey | None) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        try:
+            prepare(self.socket)
+            if isinstance(target, HostPort):
+                if key is None:
+                    raise ValueError("over TCP nobody is asked without a key")
+                prepare_tcp(self.socket, target, key)
+                self.socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
+                self.socket.setsockopt(zmq.CURVE_SERVERKEY, key.public)
+                address, events = f"tcp://{target}", _GONE | _REFUSED
+            else:
+                address, events = f"ipc://{target}", _GONE
+            self.monitor = self.socket.get_monitor_socket(events)
+            try:
+                self.socket.connect(address)
+            except BaseException:
+                self.socket.disable_monitor()
+                self.monitor.close(0)
+                raise
+        except BaseException:
+            self.socket.close(0)
+            raise
+
+    def why_lost(self) -> str | None:
+        """Why the connection ended, or never came to be; None while it may still do."""
+        try:
+            event = recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"]
+        except zmq.Again:
+            return None
+        if not event & _REFUSED:
+            return "is gone"
+        return "does not show that it has our key (of key_file, else of the runtime folder)"
+
+    def close(self) -> None:
+        """Let go of it; what was not sent yet is lost."""
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(0)

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects as bytes: plain values by msgpack, tensors and arrays as raw bytes beside it.
+
+The bytes of an object are
+
+    tensors | leaves (msgpack) | tree (msgpack) | trailer
+
+Each tensor starts at a multiple of 64 bytes, so that it can be read in place. The leaves say of
+each whether it is a torch tensor or a numpy array, its dtype and its shape; where it lies follows
+from that. The tree is the object, with an extension value in place of each tensor. Of bytes sent
+as they are there is no tree.
+
+Nothing is unpickled, dtypes are of a fixed list, and every size is checked against the bytes that
+are there before anything is made of it. torch is imported only where a tensor passes.
+"""
+
+import math
+import struct
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.errors import MissingDependencyError, ProtocolError
+from omni_connector.memory.buffers import ALIGNMENT, aligned
+
+MAX_DEPTH: Final = 100
+MAX_DIMENSIONS: Final = 64
+
+# dtype -> bytes of an item. By these names torch and, but for the last ones, numpy know them.
+ITEM_BYTES: Final = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+}
+_TORCH_ONLY: Final = frozenset(name for name in ITEM_BYTES if "bfloat" in name or "_e" in name)
+
+_BYTES, _PIECES, _TREE = range(3)
+_TRAILER: Final = struct.Struct("<QQB")
+_EXTENSION: Final = 1
+_INDEX: Final = struct.Struct("<I")
+_PADDING: Final = bytes(ALIGNMENT)
+
+_BUFFERS: Final = (bytes, bytearray, memoryview)
+_PLAIN: Final = frozenset({type(None), bool, int, float, str, *_BUFFERS})
+_KEYS: Final = frozenset({type(None), bool, int, float, str, bytes})
+
+# What msgspec, numpy and torch say of what cannot be; RuntimeError is also RecursionError.
+_DECODE_ERRORS: Final = (
+    msgspec.MsgspecError,
+    ValueError,
+    TypeError,
+    OverflowError,
+    RuntimeError,
+)
+
+# The way to a value in an object: the way to its container, and its key or index there.
+_Where = tuple[Any, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Bytes given in pieces, to be joined on their way; they arrive as one memoryview.
+
+    Attributes:
+        parts: contiguous buffers (bytes, numpy arrays of bytes, ...). They must not change until
+            `put` returns.
+    """
+
+    parts: tuple[memoryview, ...]
+
+    def __init__(self, parts: Iterable[Any]) -> None:
+        object.__setattr__(self, "parts", tuple(_flat(part) for part in parts))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        return sum(part.nbytes for part in self.parts)
+
+
+class _Leaf(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
+    """A tensor or array: how to read its bytes."""
+
+    torch: bool
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        # Dimensions of zero are left out first, so that no view of the shape can overflow either.
+        item = ITEM_BYTES.get(self.dtype)
+        if item is None or (self.dtype in _TORCH_ONLY and not self.torch):
+            raise ValueError(f"dtype {self.dtype[:40]!r} is not one of {', '.join(ITEM_BYTES)}")
+        if len(self.shape) > MAX_DIMENSIONS or any(extent < 0 for extent in self.shape):
+            raise ValueError(f"shape {self.shape[:MAX_DIMENSIONS]} is impossible")
+        largest = item * math.prod(extent for extent in self.shape if extent)
+        if largest >= 1 << 63:
+            raise ValueError(f"shape {self.shape} is too large")
+        return largest if all(self.shape) else 0
+
+
+_leaves_decoder = msgspec.msgpack.Decoder(list[_Leaf])
+
+
+def encode(data: object) -> list[memoryview]:
+    """The bytes of an object, in pieces that view its own memory where they can.
+
+    The last piece is the trailer, which is no part of the object's size (`size_of`).
+
+    Args:
+        data: bytes, bytearray, memoryview, or `Pieces`; or a value made of None, bool, int,
+            float, str, bytes, numpy scalars, torch tensors, numpy arrays, and lists, tuples and
+            dicts of these. Tensors of a device are copied to the host, once.
+
+    Raises:
+        TypeError: there is something else in it, at the place that the message names.
+    """
+    if isinstance(data, _BUFFERS):
+        return [_flat(data), _trailer(_BYTES)]
+    if isinstance(data, Pieces):
+        return [*data.parts, _trailer(_PIECES)]
+    return _Encoding().parts(data)
+
+
+def size_of(parts: list[memoryview]) -> int:
+    """Bytes of an encoded object, the trailer left out."""
+    return sum(part.nbytes for part in parts) - _TRAILER.size
+
+
+def decode(content: memoryview) -> tuple[Any, int]:
+    """The object that `encode` made these bytes of, and its size.
+
+    Bytes arrive as bytes (a copy), `Pieces` as a memoryview, tuples as lists, numpy scalars as
+    Python numbers. Tensors and arrays arrive on the CPU, contiguous and in the byte order of this
+    machine; they, and the memoryview, are views of `content`, which lives as long as any of them.
+
+    Args:
+        content: contiguous bytes; nobody else may write them. Aligned to 16 bytes or more.
+
+    Raises:
+        ProtocolError: `encode` has not made these bytes.
+        MissingDependencyError: there is a torch tensor in it, and torch is not installed.
+    """
+    size = content.nbytes - _TRAILER.size
+    if size < 0:
+        raise ProtocolError(f"{content.nbytes} bytes are no object")
+    leaves_bytes, tree_bytes, kind = _TRAILER.unpack_from(content, size)
+    data_bytes = size - leaves_bytes - tree_bytes
+    if data_bytes < 0 or (kind != _TREE and data_bytes != size):
+        raise ProtocolError(f"a tree of {leaves_bytes} + {tree_bytes} bytes in {size} bytes")
+    if kind == _BYTES:
+        return bytes(content[:size]), size
+    if kind == _PIECES:
+        return content[:size], size
+    if kind != _TREE:
+        raise ProtocolError(f"an object of unknown kind {kind}")
+    tree_at = data_bytes + leaves_bytes
+    try:
+        leaves = _leaves_decoder.decode(content[data_bytes:tree_at])
+        found = _views(content[:data_bytes], leaves)
+        tree = msgspec.msgpack.decode(content[tree_at:size], ext_hook=_picker(found))
+    except _DECODE_ERRORS as error:
+        raise ProtocolError(f"an object that cannot be decoded: {error}") from error
+    return tree, size
+
+
+class _Encoding:
+    """One object on its way to bytes."""
+
+    def __init__(self) -> None:
+        self._leaves: list[_Leaf] = []
+        self._data: list[memoryview] = []
+        # By identity: what stands in the tree for each value that msgpack does not know.
+        self._stand_ins: dict[int, object] = {}
+        # Where it is not loaded, nobody has tensors.
+        self._torch: Any = sys.modules.get("torch")
+
+    def parts(self, data: object) -> list[memoryview]:
+        self._look_at(data, None, 0)
+        try:
+            tree = msgspec.msgpack.encode(data, enc_hook=self._stand_in)
+            leaves = msgspec.msgpack.encode(self._leaves)
+        except (ValueError, OverflowError, BufferError, RecursionError) as error:
+            raise TypeError(f"the object cannot be sent: {error}") from error
+        trailer = _trailer(_TREE, len(leaves), len(tree))
+        return [*self._data, memoryview(leaves), memoryview(tree), trailer]
+
+    def _look_at(self, value: object, where: _Where, depth: int) -> None:
+        kind = type(value)
+        if kind in _PLAIN or id(value) in self._stand_ins:
+            return
+        if depth > MAX_DEPTH:
+            raise TypeError(f"the object is nested more than {MAX_DEPTH} deep")
+        if isinstance(value, dict):
+            for key, each in value.items():
+                if type(key) not in _KEYS:
+                    raise TypeError(
+                        f"{_path(where)} has a key of type {type(key).__name__}, which cannot be "
+                        "sent; keys are str, int, float, bool, bytes or None"
+                    )
+                if type(each) not in _PLAIN:
+                    self._look_at(each, (where, key), depth + 1)
+        elif isinstance(value, list | tuple):
+            if not _PLAIN.issuperset(map(type, value)):
+                for index, each in enumerate(value):
+                    self._look_at(each, (where, index), depth + 1)
+        elif isinstance(value, np.generic) and value.dtype.kind in "biuf":
+            self._stand_ins[id(value)] = value.item()
+        else:
+            try:
+                self._add(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise TypeError(f"{_path(where)} cannot be sent: {error}") from error
+
+    def _add(self, value: object) -> None:
+        if isinstance(value, np.ndarray) and type(value) in (np.ndarray, np.memmap):
+            leaf, content = _of_array(value)
+        elif self._torch is not None and isinstance(value, self._torch.Tensor):
+            leaf, content = _of_tensor(value, self._torch)
+        else:
+            raise TypeError(
+                f"it is of type {type(value).__qualname__}; an object is bytes, numbers, strings, "
+                "tensors, numpy arrays, and lists and dicts of these"
+            )
+        if leaf.nbytes != content.nbytes:
+            raise TypeError(f"{content.nbytes} bytes of {leaf.dtype} {leaf.shape}")
+        self._stand_ins[id(value)] = msgspec.msgpack.Ext(_EXTENSION, _INDEX.pack(len(self._leaves)))
+        self._leaves.append(leaf)
+        if content.nbytes:
+            self._data.append(content)
+            padding = -content.nbytes % ALIGNMENT
+            if padding:
+                self._data.append(memoryview(_PADDING)[:padding])
+
+    def _stand_in(self, value: object) -> object:
+        try:
+            return self._stand_ins[id(value)]
+        except KeyError:
+            raise TypeError("the object was changed while it was sent") from None
+
+
+def _of_array(array: NDArray[Any]) -> tuple[_Leaf, memoryview]:
+    if array.dtype.kind not in "biufc":
+        raise TypeError(f"a numpy array of {array.dtype}")
+    native = np.asarray(array, array.dtype.newbyteorder("="), order="C")
+    leaf = _Leaf(False, native.dtype.name, array.shape)
+    return leaf, native.reshape(-1).view(np.uint8).data
+
+
+def _of_tensor(tensor: Any, torch: Any) -> tuple[_Leaf, memoryview]:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise TypeError(f"a tensor of layout {tensor.layout}, quantized or nested")
+    if tensor.device.type == "meta":
+        raise TypeError("a tensor of device meta has no content")
+    leaf = _Leaf(True, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    if not leaf.nbytes:
+        return leaf, memoryview(b"")
+    # Made contiguous where it is, so that one copy brings it to the host.
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    return leaf, memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+
+
+def _views(data: memoryview, leaves: list[_Leaf]) -> list[Any]:
+    """A tensor or array for each leaf."""
+    spans = []
+    at = 0
+    for leaf in leaves:
+        end = at + leaf.nbytes
+        spans.append(slice(at, end))
+        at = end + -end % ALIGNMENT
+    if at != data.nbytes:
+        raise ValueError(f"leaves of {at} bytes in {data.nbytes} bytes")
+    whole: NDArray[np.uint8] = np.frombuffer(data, np.uint8)
+    if data.readonly:  # torch has no read-only tensors
+        copy = aligned(whole.size)
+        copy[:] = whole
+        whole = copy
+    dtypes, tensors = _torch_side(whole) if any(leaf.torch for leaf in leaves) else ({}, None)
+    return [
+        tensors[span].view(dtypes[leaf.dtype]).view(leaf.shape)
+        if tensors is not None and leaf.torch
+        else whole[span].view(leaf.dtype).reshape(leaf.shape)
+        for leaf, span in zip(leaves, spans, strict=True)
+    ]
+
+
+def _torch_side(whole: NDArray[np.uint8]) -> tuple[dict[str, Any], Any]:
+    try:
+        torch = import_module("torch")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"the object has torch tensors, and torch cannot be imported: {error}"
+        ) from error
+    return {name: getattr(torch, name) for name in ITEM_BYTES}, torch.from_numpy(whole)
+
+
+def _picker(found: list[Any]) -> Callable[[int, memoryview], Any]:
+    def pick(code: int, index: memoryview) -> Any:
+        if code != _EXTENSION or index.nbytes != _INDEX.size:
+            raise ValueError(f"an extension of type {code} and {index.nbytes} bytes")
+        (which,) = _INDEX.unpack(index)
+        if which >= len(found):
+            raise ValueError(f"tensor {which} of {len(found)}")
+        return found[which]
+
+    return pick
+
+
+def _flat(buffer: Any) -> memoryview:
+    view = memoryview(buffer)
+    if not view.c_contiguous:
+        return memoryview(view.tobytes())
+    return view if view.nbytes == 0 else view.cast("B")
+
+
+def _trailer(kind: int, leaves_bytes: int = 0, tree_bytes: int = 0) -> memoryview:
+    return memoryview(_TRAILER.pack(leaves_bytes, tree_bytes, kind))
+
+
+def _path(where: _Where) -> str:
+    keys: list[str] = []
+    while where is not None:
+        where, key = where
+        keys.append(f"[{key!r:.80}]" if len(keys) < 20 else "[...]")
+    return "object" + "".join(reversed(keys))

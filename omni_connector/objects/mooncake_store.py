@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MooncakeStoreConnector`: whole objects in a Mooncake Store, where they outlive who put them.
+
+An object is a *head* under a name that follows from its key, and, where it is larger than a head
+holds, *pieces* under names of their own, which no other version of the object has. The head says
+which pieces belong to it and what their checksum is. It is written last and in one go, so that a
+reader gets the version before or the one after, whole, or sees that it did not.
+
+Mooncake never overwrites what is put, but replaces what is "upserted"; heads are upserted.
+"""
+
+import dataclasses
+import logging
+import math
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from omni_connector.errors import (
+    ArenaFullError,
+    ChecksumError,
+    IntegrityError,
+    OmniError,
+    TransportError,
+)
+from omni_connector.memory.buffers import Buffers
+from omni_connector.objects.base import ObjectKey, OmniConnector
+from omni_connector.objects.manifest import (
+    CONTENT_AT,
+    HEAD_BYTES,
+    PIECE_BYTES,
+    Version,
+    checksum_of,
+    head_name,
+)
+from omni_connector.transports.mooncake_client import (
+    MISSING,
+    NO_ROOM,
+    OK,
+    PASSING,
+    ClientSettings,
+    StoreClient,
+    name_of,
+)
+from omni_connector.transports.mooncake_lib import store_module
+from omni_connector.transports.mooncake_memory import Staging, addresses
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS: Final = 4
+_WINDOW: Final = 2
+_GROUP_PIECES: Final = 4
+_RETRY_S: Final = 0.005
+_NOT_READY_S: Final = 0.25
+# What is copied is still in the processor's cache when its checksum is taken.
+_CACHED_BYTES: Final = 256 << 10
+# What was put longer ago is left to Mooncake's eviction: a pipeline need not clean up.
+_MAX_REMEMBERED: Final = 1 << 16
+
+
+class MooncakeStoreConnector(OmniConnector):
+    """Objects in a Mooncake Store; it exports no arenas.
+
+    Connectors of one process with the same settings share one client of Mooncake.
+
+    Args:
+        master: `host:port` of Mooncake's master.
+        metadata_server: where Mooncake's clients find each other; by default they ask each other.
+        host: address of this machine that the others reach, by default the one towards the master.
+        protocol: `tcp` or `rdma`.
+        device: RDMA devices, comma separated.
+        segment_gib: memory that this process lends to the store, for the objects of all; what is
+            kept in it goes with this process. 0 for none.
+        buffer_mib: memory that objects pass through, and that is kept for the next ones.
+        namespace: connectors find the objects of those that share it.
+        object_timeout: seconds that a `put` or `get` takes at most, and the construction.
+
+    Raises:
+        MissingDependencyError: Mooncake is not installed.
+        TransportError: the master does not answer in time.
+        ValueError: an argument is out of range.
+    """
+
+    transport = "mooncake_store"
+
+    def __init__(
+        self,
+        *,
+        master: str = "127.0.0.1:50051",
+        metadata_server: str = "P2PHANDSHAKE",
+        host: str | None = None,
+        protocol: str = "tcp",
+        device: str = "",
+        segment_gib: float = 0.25,
+        buffer_mib: float = 64.0,
+        namespace: str = "default",
+        object_timeout: float = 10.0,
+    ) -> None:
+        numbers = (object_timeout, segment_gib, buffer_mib)
+        if not (all(map(math.isfinite, numbers)) and min(numbers) >= 0 and object_timeout > 0):
+            raise ValueError(
+                "object_timeout must be positive, segment_gib and buffer_mib not negative"
+            )
+        settings = ClientSettings(
+            master=master,
+            metadata_server=metadata_server,
+            protocol=protocol,
+            device=device,
+            host=host,
+            segment_bytes=int(segment_gib * (1 << 30)),
+        )
+        self._prefix = f"{namespace}/objects"
+        self._object_timeout = object_timeout
+        self._pinned = _pinned()
+        self._client = StoreClient.open(settings)
+        try:
+            self._client.wait(object_timeout)
+        except BaseException:
+            self._client.close()
+            raise
+        self._pieces = Staging(self._client, PIECE_BYTES, int(buffer_mib * (1 << 20)))
+        self._heads = Staging(self._client, HEAD_BYTES, 4 * HEAD_BYTES)
+        self._buffers = Buffers()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._stored: OrderedDict[bytes, tuple[ObjectKey, Version]] = OrderedDict()
+
+    @property
+    def is_store(self) -> bool:
+        return True
+
+    @property
+    def object_timeout(self) -> float:
+        return self._object_timeout
+
+    def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
+        self._check_open()
+        deadline = time.monotonic() + self._object_timeout
+        length = sum(part.nbytes for part in parts)
+        digest = key.digest
+        self._client.turns.take(digest, deadline)
+        try:
+            version = Version.new(digest, length)
+            try:
+                source = _Source(parts)
+                if not version.inline:
+                    checksum = self._store_pieces(version, source, deadline)
+                    version = dataclasses.replace(version, checksum=checksum)
+                version, head = self._start_head(version, source, deadline)
+            except BaseException:
+                self._remove(version.piece_names(self._prefix))
+                raise
+        except BaseException:
+            self._client.turns.end(digest)
+            raise
+        # A head that comes late must not replace that of a later put.
+        head.add_done_callback(lambda _: self._client.turns.end(digest))
+        try:
+            self._check(self._client.codes(head, deadline), [key])
+        except BaseException:
+            self._remove(version.piece_names(self._prefix))
+            raise
+        self._remember(key, version)
+        return {"transport": self.transport, "length": length}
+
+    def load_object(
+        self, key: ObjectKey, metadata: Mapping[str, Any] | None, *, timeout: float
+    ) -> memoryview | None:
+        self._check_open()
+        deadline = time.monotonic() + timeout
+        failed: Version | None = None
+        problem: OmniError | None = None
+        for _ in range(_ATTEMPTS):
+            try:
+                found = self._load_head(key.digest, deadline)
+            except IntegrityError as error:
+                # It may have been replaced while it was read.
+                problem = error
+                time.sleep(_RETRY_S)
+                continue
+            if found is None:
+                return None
+            version, content = found
+            if content is not None:
+                return content.data
+            if version == failed:
+                break
+            problem = None
+            try:
+                loaded = self._load_pieces(version, deadline)
+            except IntegrityError as error:
+                problem, loaded = error, None
+            if loaded is not None:
+                return loaded.data
+            failed = version
+        if problem is not None:
+            raise problem
+        return None
+
+    def drop_objects(self, request_id: str) -> int:
+        with self._lock:
+            dropped = [
+                (digest, version)
+                for digest, (key, version) in self._stored.items()
+                if key.mentions(request_id)
+            ]
+            for digest, _ in dropped:
+                del self._stored[digest]
+        deadline = time.monotonic() + self._object_timeout
+        names: list[str] = []
+        try:
+            for digest, version in dropped:
+                names += version.piece_names(self._prefix)
+                # Somebody else may have put a newer one, which stays.
+                found = self._load_head(digest, deadline)
+                if found is not None and found[0] == version:
+                    names.append(head_name(self._prefix, version.digest))
+        except OmniError as error:
+            logger.warning("Objects of %r are left to Mooncake's eviction: %s", request_id, error)
+        self._remove(names, deadline)
+        return len(dropped)
+
+    def close(self) -> None:
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if closed:
+            return
+        self._pieces.close()
+        self._heads.close()
+        self._buffers.close()
+        self._client.close()
+
+    def details(self) -> dict[str, Any]:
+        with self._lock:
+            found: dict[str, Any] = {
+                "master": self._client.settings.master,
+                "objects": len(self._stored),
+            }
+            if self._closed:
+                return found | {"status": "closed"}
+        try:
+            self._client.check()
+        except TransportError as error:
+            found["status"] = f"unhealthy: {error}"
+        return found
+
+    def _store_pieces(self, version: Version, source: "_Source", deadline: float) -> int:
+        names = version.piece_names(self._prefix)
+        sizes = version.pieces
+        checksums = [0] * len(sizes)
+        before: tuple[str, Future[list[int]]] | None = None
+        for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
+            memory = self._pieces.take()
+            checksums[index] = source.fill(memory[:size])
+            place = int(memory.ctypes.data)
+            # A piece is copied while the one before is on its way; two on their way are slower.
+            if before is not None:
+                try:
+                    self._check(self._client.codes(before[1], deadline), [before[0]])
+                except BaseException:
+                    self._pieces.give_back(memory)
+                    raise
+
+            def call(store: Any, name: str = name, place: int = place, size: int = size) -> Any:
+                return store.batch_put_from([name], [place], [size], self._pinned)
+
+            before = name, self._start(self._pieces, memory, call)
+        if before is not None:
+            self._check(self._client.codes(before[1], deadline), [before[0]])
+        return checksum_of(version.length, checksums)
+
+    def _start_head(
+        self, version: Version, source: "_Source", deadline: float
+    ) -> "tuple[Version, Future[list[int]]]":
+        memory = self._heads.take()
+        end = CONTENT_AT
+        if version.inline:
+            end += version.length
+            checksum = source.fill(memory[CONTENT_AT:end])
+            version = dataclasses.replace(version, checksum=checksum)
+        memory[:CONTENT_AT] = np.frombuffer(version.encode(), np.uint8)
+        name, size = [head_name(self._prefix, version.digest)], [end]
+        place = addresses(memory, [0])
+
+        def call(store: Any) -> list[int]:
+            codes: list[int] = store.batch_upsert_from(name, place, size, self._pinned)
+            while codes[0] in PASSING and time.monotonic() < deadline:
+                time.sleep(_RETRY_S)
+                codes = store.batch_upsert_from(name, place, size, self._pinned)
+            return codes
+
+        return version, self._start(self._heads, memory, call)
+
+    def _load_head(
+        self, digest: bytes, deadline: float
+    ) -> tuple[Version, NDArray[np.uint8] | None] | None:
+        memory = self._heads.take()
+        name, place = [head_name(self._prefix, digest)], addresses(memory, [0])
+        ready = min(deadline, time.monotonic() + _NOT_READY_S)
+
+        def call(store: Any) -> list[int]:
+            codes: list[int] = store.batch_get_into(name, place, [HEAD_BYTES])
+            while codes[0] in PASSING and time.monotonic() < ready:
+                time.sleep(_RETRY_S)
+                codes = store.batch_get_into(name, place, [HEAD_BYTES])
+            return codes
+
+        try:
+            future = self._client.start(call)
+        except OmniError:
+            self._heads.give_back(memory)
+            raise
+        try:
+            (size,) = self._client.codes(future, deadline)
+            if size == MISSING or size in PASSING:
+                return None
+            if size < 0:
+                raise TransportError(f"Mooncake cannot read {name[0]}: {name_of(size)}")
+            version = Version.decode(memory[:size], digest)
+            if not version.inline:
+                return version, None
+            return version, self._content(version, memory[CONTENT_AT:size])
+        finally:
+            self._heads.settle(memory, future)
+
+    def _content(self, version: Version, following: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        content = self._buffers.take(version.length)
+        np.copyto(content, following)
+        if xxhash.xxh3_64_intdigest(content.data) != version.checksum:
+            raise ChecksumError("an object has other bytes than were put")
+        return content
+
+    def _load_pieces(self, version: Version, deadline: float) -> NDArray[np.uint8] | None:
+        names, sizes = version.piece_names(self._prefix), version.pieces
+        self._pieces.sweep()
+        content = self._buffers.take(version.length)
+        self._client.register(content)
+        checksums = [0] * len(sizes)
+        under_way: deque[tuple[range, Future[list[int]]]] = deque()
+        groups = deque(
+            range(start, min(start + _GROUP_PIECES, len(sizes)))
+            for start in range(0, len(sizes), _GROUP_PIECES)
+        )
+        started: list[Future[list[int]]] = []
+        try:
+            while groups or under_way:
+                while groups and len(under_way) < _WINDOW:
+                    group = groups.popleft()
+                    asked = [names[i] for i in group]
+                    wanted = [sizes[i] for i in group]
+                    places = addresses(content, [i * version.piece_bytes for i in group])
+
+                    def call(
+                        store: Any, asked: Any = asked, places: Any = places, wanted: Any = wanted
+                    ) -> Any:
+                        return store.batch_get_into(asked, places, wanted)
+
+                    started.append(self._client.start(call))
+                    under_way.append((group, started[-1]))
+                group, future = under_way[0]
+                codes = self._client.codes(future, deadline)
+                under_way.popleft()
+                for i, code in zip(group, codes, strict=True):
+                    if code == MISSING:
+                        return None
+                    if code < 0:
+                        raise TransportError(f"Mooncake cannot read {names[i]}: {name_of(code)}")
+                    if code != sizes[i]:
+                        raise IntegrityError(f"piece {i} has {code} bytes, not {sizes[i]}")
+                    start = i * version.piece_bytes
+                    piece = content[start : start + sizes[i]]
+                    checksums[i] = xxhash.xxh3_64_intdigest(piece.data)
+            if checksum_of(version.length, checksums) != version.checksum:
+                raise ChecksumError("an object has other bytes than were put")
+            return content
+        finally:
+            self._pieces.retire(content, started)
+
+    def _start(self, staging: Staging, memory: NDArray[np.uint8], call: Any) -> "Future[list[int]]":
+        try:
+            future = self._client.start(call)
+        except OmniError:
+            staging.give_back(memory)
+            raise
+        staging.settle(memory, future)
+        return future
+
+    def _check(self, codes: list[int], names: Sequence[object]) -> None:
+        for code, name in zip(codes, names, strict=True):
+            if code == NO_ROOM:
+                raise ArenaFullError(
+                    f"Mooncake has no room for {name}: {name_of(code)}; lend it more (segment_gib)"
+                )
+            if code != OK:
+                raise TransportError(f"Mooncake does not take {name}: {name_of(code)}")
+
+    def _remember(self, key: ObjectKey, version: Version) -> None:
+        with self._lock:
+            before = self._stored.pop(version.digest, None)
+            self._stored[version.digest] = key, version
+            if len(self._stored) > _MAX_REMEMBERED:
+                self._stored.popitem(last=False)
+        if before is not None:
+            self._remove(before[1].piece_names(self._prefix))
+
+    def _remove(self, names: list[str], deadline: float | None = None) -> None:
+        # Best effort: what stays is evicted some day, and belongs to no head.
+        if not names:
+            return
+        try:
+            future = self._client.start(lambda store: store.batch_remove(names, True))
+            if deadline is not None:
+                codes = self._client.codes(future, deadline)
+                left = [name_of(code) for code in codes if code not in (OK, MISSING)]
+                if left:
+                    logger.warning("Mooncake does not remove %d entries: %s", len(left), left[0])
+        except OmniError as error:
+            logger.debug("%d entries are left to Mooncake's eviction: %s", len(names), error)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError("the connector is closed")
+
+
+class _Source:
+    """Parts, read one after the other."""
+
+    def __init__(self, parts: Sequence[memoryview]) -> None:
+        self._pieces: Iterator[NDArray[np.uint8]] = (
+            np.frombuffer(part, np.uint8) for part in parts if part.nbytes
+        )
+        self._left: NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def fill(self, room: NDArray[np.uint8]) -> int:
+        """Copy the next bytes, as many as there is room for; their checksum."""
+        checksum = xxhash.xxh3_64()
+        while room.size:
+            if not self._left.size:
+                self._left = next(self._pieces)
+            count = min(room.size, self._left.size, _CACHED_BYTES)
+            np.copyto(room[:count], self._left[:count])
+            checksum.update(room[:count].data)
+            room, self._left = room[count:], self._left[count:]
+        return checksum.intdigest()
+
+
+def _pinned() -> Any:
+    """Objects go last when Mooncake evicts; how that is said differs between its versions."""
+    module = store_module()
+    config = module.ReplicateConfig()
+    if hasattr(module, "SoftPinAction"):
+        config.soft_pin_action = module.SoftPinAction.ENABLE
+    else:
+        config.with_soft_pin = True
+    return config

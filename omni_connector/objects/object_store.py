@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole objects in the slots of an arena: who holds which slots, and how a reader checks them.
+
+An object has one header, that of its first slot. Its owner changes that before it lets any slot of
+the object be written again, so that a reader who finds the first slot published with the object's
+generation, before the copy and after it, has copied all of the object. The header's checksum is
+that of the checksums of the slots' contents, which can so be had by several threads.
+
+An object that was read whole may be evicted when another needs its room. One that was not is kept
+until its time to live is over, as its reader may have died or never come.
+"""
+
+import functools
+import itertools
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from omni_connector.config import memory_limit_bytes
+from omni_connector.errors import (
+    ArenaFullError,
+    ChecksumError,
+    ConfigError,
+    ProtocolError,
+    StaleSlotError,
+    TransportError,
+)
+from omni_connector.memory.arena import Arena, ArenaView
+from omni_connector.memory.arena_format import SlotHeader
+from omni_connector.memory.buffers import Buffers, share_out
+from omni_connector.objects.base import ObjectKey, check_times
+
+# An object in as many pieces as can be must still be described by one bounded message.
+MAX_OBJECT_SLOTS: Final = 4096
+
+_SLOT_BYTES: Final = 1 << 20
+_MAX_DEFAULT_BYTES: Final = 4 << 30
+# What vLLM-Omni waits by default.
+DEFAULT_TTL_S: Final = 300.0
+
+Runs = tuple[tuple[int, int], ...]
+
+
+def object_geometry(gib: float | None) -> tuple[int, int]:
+    """Slots, and bytes of each, of an arena for objects.
+
+    Args:
+        gib: its size in GiB; None takes a tenth of the machine's memory, 4 GiB at most.
+
+    Raises:
+        ConfigError: it is not a positive number.
+    """
+    if gib is None:
+        total = min(memory_limit_bytes() // 10, _MAX_DEFAULT_BYTES)
+    elif math.isfinite(gib * (1 << 30)) and gib > 0:
+        total = int(gib * (1 << 30))
+    else:
+        raise ConfigError(f"object_gib must be a positive number, not {gib!r}")
+    slot_bytes = _SLOT_BYTES
+    while total > slot_bytes * MAX_OBJECT_SLOTS:
+        slot_bytes *= 2
+    return max(1, total // slot_bytes), slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """Where an object is.
+
+    Attributes:
+        runs: (first slot, number of slots) in the order of the bytes.
+        generation: that of its first slot.
+        length: bytes.
+        stamp: the host's monotonic clock in ns when it was stored; the greater is the newer.
+    """
+
+    runs: Runs
+    generation: int
+    length: int
+    stamp: int
+
+
+class ObjectStore:
+    """The objects of this process, in an arena that it owns and closes.
+
+    Args:
+        arena: an arena that nobody else writes.
+        clock_ns: a clock that all processes of the host share.
+        catch_up: called without a lock when there is no room, before that is final: marks what
+            peers have said that they read.
+        ttl_s: seconds after which an object may be evicted though nobody has read it; zero, or
+            less, is never.
+        clock: seconds, monotonic, for `ttl_s`.
+
+    Raises:
+        ValueError: the arena has more than `MAX_OBJECT_SLOTS` slots, or `ttl_s` is no number.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        catch_up: Callable[[], None] | None = None,
+        *,
+        ttl_s: float = DEFAULT_TTL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_times(ttl_s)
+        if arena.n_slots > MAX_OBJECT_SLOTS:
+            raise ValueError(f"at most {MAX_OBJECT_SLOTS} slots of objects, not {arena.n_slots}")
+        self.arena: Final = arena
+        self._clock_ns = clock_ns
+        self._catch_up = catch_up
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._objects: dict[bytes, tuple[ObjectKey, StoredObject]] = {}
+        # Digests of those that nobody has read, with the time when they may go: the earliest first.
+        self._unread: OrderedDict[bytes, float] = OrderedDict()
+        # Of the others, in the order in which they go, and their slots in all.
+        self._evictable: OrderedDict[bytes, None] = OrderedDict()
+        self._evictable_slots = 0
+        self._free = np.ones(arena.n_slots, np.bool_)
+        # Bytes of each slot that have memory: it comes with the first use and stays.
+        self._populated = np.zeros(arena.n_slots, np.int64)
+        self._generations = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that hold nothing."""
+        return int(np.count_nonzero(self._free))
+
+    @property
+    def evictable_slots(self) -> int:
+        """Slots of objects that were read, or whose time is over, which others may take."""
+        with self._lock:
+            self._expire()
+            return self._evictable_slots
+
+    def store(self, key: ObjectKey, parts: Sequence[memoryview]) -> StoredObject:
+        """Keep the concatenated parts under a key, in place of what was there.
+
+        What was there stays until the new object is complete, unless there is only room for
+        one of them. Where room is short, objects go that were read, or whose time to live is over:
+        those first of which this is so for longest.
+
+        Raises:
+            ArenaFullError: there is no room; what was there is still there.
+            TransportError: the arena is closed.
+        """
+        length = sum(part.nbytes for part in parts)
+        digest = key.digest
+        needed = self._slots_for(length)
+        runs = self._allocate(digest, needed)
+        if runs is None and self._catch_up is not None:
+            self._catch_up()
+            runs = self._allocate(digest, needed)
+        if runs is None:
+            raise self._full(digest, length, needed)
+        generation = next(self._generations)
+        try:
+            self._write(runs, generation, digest, parts, length)
+        except BaseException:
+            with self._lock:
+                self._release(runs)
+            raise
+        with self._lock:
+            if self.arena.closed:
+                raise TransportError("the objects were freed while one was stored")
+            stored = StoredObject(runs, generation, length, self._clock_ns())
+            if digest in self._objects:
+                self._remove(digest)
+            self._objects[digest] = key, stored
+            self._unread[digest] = self._clock() + self._ttl_s if self._ttl_s > 0 else math.inf
+        return stored
+
+    def mark_read(self, digest: bytes, generation: int) -> None:
+        """Say that this object was read whole just now; one that is not here (any more) is not."""
+        with self._lock:
+            entry = self._objects.get(digest)
+            if entry is None or entry[1].generation != generation:
+                return
+            self._let_go(digest)
+            self._evictable.move_to_end(digest)
+
+    def find(self, digest: bytes) -> StoredObject | None:
+        """The object whose key has this digest."""
+        with self._lock:
+            entry = self._objects.get(digest)
+        return None if entry is None else entry[1]
+
+    def drop(self, request_id: str) -> int:
+        """Free the objects whose keys mention a request; returns how many there were."""
+        with self._lock:
+            dropped = [d for d, (key, _) in self._objects.items() if key.mentions(request_id)]
+            for digest in dropped:
+                self._remove(digest)
+        return len(dropped)
+
+    def close(self) -> None:
+        """Free everything. Idempotent."""
+        with self._lock:
+            self._objects.clear()
+            self._unread.clear()
+            self._evictable.clear()
+            self._evictable_slots = 0
+            self.arena.close()
+
+    def _slots_for(self, length: int) -> int:
+        needed = max(1, -(-length // self.arena.slot_bytes))
+        if needed > self.arena.n_slots:
+            raise ArenaFullError(
+                f"an object of {length} bytes can never fit in {self.arena.n_slots} slots of "
+                f"{self.arena.slot_bytes} bytes; raise object_gib"
+            )
+        return needed
+
+    def _allocate(self, digest: bytes, needed: int) -> Runs | None:
+        with self._lock:
+            self._expire()
+            own, others = self._replaceable(digest)
+            free = self.free_slots
+            if needed > free + own + others:
+                return None
+            # What is replaced goes early only where the room of all the others is too little.
+            if needed > free + others:
+                self._remove(digest)
+                free += own
+            while needed > free:
+                oldest = next(each for each in self._evictable if each != digest)
+                free += self._remove(oldest)
+            runs = _choose(self._free, needed)
+            for start, count in runs:
+                self._free[start : start + count] = False
+        return runs
+
+    def _replaceable(self, digest: bytes) -> tuple[int, int]:
+        # Holds the lock. Slots of the object under this key, and of all others that may go.
+        entry = self._objects.get(digest)
+        own = 0 if entry is None else _count(entry[1].runs)
+        return own, self._evictable_slots - (own if digest in self._evictable else 0)
+
+    def _full(self, digest: bytes, length: int, needed: int) -> ArenaFullError:
+        with self._lock:
+            room = self.free_slots + sum(self._replaceable(digest))
+        return ArenaFullError(
+            f"an object of {length} bytes needs {needed} slots, {room} of {self.arena.n_slots} are "
+            "free or hold what was received; the others hold what nobody has received yet: "
+            "receive it, clean up requests that are done, raise object_gib, or lower "
+            "buffer_ttl_seconds"
+        )
+
+    def _expire(self) -> None:
+        # Holds the lock. All have the same time to live, so the first is the next to go.
+        now = self._clock()
+        while self._unread:
+            digest, until = next(iter(self._unread.items()))
+            if until > now:
+                return
+            self._let_go(digest)
+
+    def _let_go(self, digest: bytes) -> None:
+        # Holds the lock. Makes an object evictable.
+        if self._unread.pop(digest, None) is not None:
+            self._evictable[digest] = None
+            self._evictable_slots += _count(self._objects[digest][1].runs)
+
+    def _remove(self, digest: bytes) -> int:
+        # Holds the lock. Returns how many slots become free.
+        _, stored = self._objects.pop(digest)
+        count = _count(stored.runs)
+        if self._unread.pop(digest, None) is None:
+            del self._evictable[digest]
+            self._evictable_slots -= count
+        self._release(stored.runs)
+        return count
+
+    def _release(self, runs: Runs) -> None:
+        # Holds the lock. A closed arena has no slots to retire. Retired before any of its slots
+        # can be chosen again: a reader of any of them checks the first.
+        if not self.arena.closed:
+            self.arena.retire(runs[0][0])
+        for start, count in runs:
+            self._free[start : start + count] = True
+
+    def _write(
+        self, runs: Runs, generation: int, digest: bytes, parts: Sequence[memoryview], length: int
+    ) -> None:
+        slots = self.arena.slots
+        ids = _slot_ids(runs)
+        checksums = np.empty(len(ids), np.uint64)
+
+        def fill(job: tuple[int, int, list[NDArray[np.uint8]]]) -> None:
+            index, slot, pieces = job
+            room = slots[slot]
+            used = sum(piece.size for piece in pieces)
+            if used > self._populated[slot]:
+                self.arena.populate(slot, used)
+                self._populated[slot] = used
+            at = 0
+            for piece in pieces:
+                np.copyto(room[at : at + piece.size], piece)
+                at += piece.size
+            checksums[index] = xxhash.xxh3_64_intdigest(room[:used].data)
+
+        self.arena.begin_write(ids[0], generation)
+        pieces = _cut(parts, self.arena.slot_bytes)
+        share_out(fill, zip(range(len(ids)), ids, pieces, strict=True), length)
+        first = min(length, self.arena.slot_bytes)
+        self.arena.publish(ids[0], generation, digest, first, _checksum(length, checksums))
+
+
+def read_object(
+    arena: Arena | ArenaView, digest: bytes, stored: StoredObject, buffers: Buffers
+) -> memoryview:
+    """A verified copy of an object in an arena.
+
+    Args:
+        arena: where it is.
+        digest: of the key that was asked for.
+        stored: what its owner says of it; checked.
+        buffers: where the memory for the copy comes from.
+
+    Raises:
+        StaleSlotError: it was replaced or dropped meanwhile.
+        ChecksumError: the bytes are not those that were stored.
+        ProtocolError: the description makes no sense.
+        TransportError: the arena is closed, or there is no memory for the copy.
+    """
+    slot_bytes = arena.slot_bytes
+    ids = slot_ids(stored, arena.n_slots, slot_bytes)
+    slots = arena.slots
+    arena.verify(ids[0], stored.generation)
+    content = buffers.take(stored.length)
+    checksums = np.empty(len(ids), np.uint64)
+
+    def read(job: tuple[int, int]) -> None:
+        index, slot = job
+        piece = content[index * slot_bytes : (index + 1) * slot_bytes]
+        np.copyto(piece, slots[slot, : piece.size])
+        checksums[index] = xxhash.xxh3_64_intdigest(piece.data)
+
+    share_out(read, enumerate(ids), stored.length)
+    header = arena.verify(ids[0], stored.generation)
+    check_header(header, digest, stored, slot_bytes, checksums)
+    return content.data
+
+
+def slot_ids(stored: StoredObject, n_slots: int, slot_bytes: int) -> list[int]:
+    """The slots of an object, in the order of its bytes, in an arena of this geometry.
+
+    Raises:
+        ProtocolError: the description makes no sense.
+    """
+    count = _count(stored.runs)
+    capacity = count * slot_bytes
+    impossible = stored.length < 0 or any(
+        start < 0 or count < 1 or start + count > n_slots for start, count in stored.runs
+    )
+    # No slot counts twice. What is allocated is bounded by the arena, and by what this host has
+    # where the arena is only announced.
+    impossible = impossible or count > min(n_slots, MAX_OBJECT_SLOTS)
+    impossible = impossible or stored.length > _host_bytes()
+    if impossible or not capacity - slot_bytes < max(stored.length, 1) <= capacity:
+        raise ProtocolError(
+            f"{stored.length} bytes in slots {stored.runs[:8]} do not describe an object in "
+            f"{n_slots} slots of {slot_bytes} bytes"
+        )
+    return _slot_ids(stored.runs)
+
+
+@functools.cache
+def _host_bytes() -> int:
+    return memory_limit_bytes()
+
+
+def check_header(
+    header: SlotHeader,
+    digest: bytes,
+    stored: StoredObject,
+    slot_bytes: int,
+    checksums: NDArray[np.uint64],
+) -> None:
+    """Raise unless the first slot's header, found after the copy, is that of what was copied.
+
+    Args:
+        header: of that slot.
+        digest, stored: which object it should be.
+        slot_bytes: bytes of a slot.
+        checksums: xxh3_64 of each slot's part of the copy.
+
+    Raises:
+        StaleSlotError: it is another object's.
+        ChecksumError: the bytes are not those that were stored.
+    """
+    if header.key != digest or header.length != min(stored.length, slot_bytes):
+        raise StaleSlotError(f"the slot holds {header.length} bytes of another object")
+    if header.checksum != _checksum(stored.length, checksums):
+        raise ChecksumError(f"generation {header.generation} of an object: wrong checksum")
+
+
+def _checksum(length: int, checksums: NDArray[np.uint64]) -> int:
+    """That of an object of so many bytes whose slots' contents have these."""
+    return xxhash.xxh3_64_intdigest(length.to_bytes(8, "little") + checksums.tobytes())
+
+
+def _cut(parts: Sequence[memoryview], slot_bytes: int) -> Iterator[list[NDArray[np.uint8]]]:
+    """The parts, cut into what each slot takes; of no bytes at all, one slot of nothing."""
+    pieces: list[NDArray[np.uint8]] = []
+    room = slot_bytes
+    for part in parts:
+        left: NDArray[np.uint8] = np.frombuffer(part, np.uint8)
+        while left.size:
+            if not room:
+                yield pieces
+                pieces, room = [], slot_bytes
+            pieces.append(left[:room])
+            left = left[room:]
+            room -= pieces[-1].size
+    yield pieces
+
+
+def _count(runs: Runs) -> int:
+    return sum(count for _, count in runs)
+
+
+def _slot_ids(runs: Runs) -> list[int]:
+    return [slot for start, count in runs for slot in range(start, start + count)]
+
+
+def _choose(free: NDArray[np.bool_], needed: int) -> Runs:
+    """The smallest run of free slots that suffices, else the largest ones there are."""
+    walled = np.zeros(free.size + 2, np.bool_)
+    walled[1:-1] = free
+    edges = np.flatnonzero(walled[1:] != walled[:-1])
+    runs = [(int(start), int(end - start)) for start, end in edges.reshape(-1, 2)]
+    enough = [run for run in runs if run[1] >= needed]
+    if enough:
+        return ((min(enough, key=lambda run: run[1])[0], needed),)
+    chosen: list[tuple[int, int]] = []
+    for start, count in sorted(runs, key=lambda run: -run[1]):
+        chosen.append((start, min(count, needed)))
+        needed -= chosen[-1][1]
+        if not needed:
+            break
+    return tuple(chosen)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`load_omni_transfer_config`: which connector serves which edge between stages."""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from omni_connector.errors import ConfigError, MissingDependencyError
+from omni_connector.objects.factory import SHARED_MEMORY, ConnectorSpec
+
+logger = logging.getLogger(__name__)
+
+Edge = tuple[str, str]
+
+_StageId = int | str
+
+
+class _Connector(msgspec.Struct, frozen=True):
+    name: str
+    extra: dict[str, Any] | None = None
+
+    def spec(self) -> ConnectorSpec:
+        return ConnectorSpec(self.name, dict(self.extra or {}))
+
+
+_Connectors = dict[str, _Connector] | None
+_References = dict[str, str | _Connector] | None
+
+
+class _Stage(msgspec.Struct, frozen=True):
+    stage_id: _StageId
+    output_connectors: _References = None
+    input_connectors: _References = None
+    engine_input_source: list[_StageId] | None = None
+
+
+class _Edge(msgspec.Struct, frozen=True, rename={"from_stage": "from", "to_stage": "to"}):
+    from_stage: _StageId
+    to_stage: _StageId
+
+
+class _Runtime(msgspec.Struct, frozen=True):
+    connectors: _Connectors = None
+    edges: list[_Edge] | None = None
+
+
+class _Pipeline(msgspec.Struct, frozen=True):
+    """What of a pipeline's configuration is about connectors; the rest is others'.
+
+    `runtime` and `stage_args` are the older places of `connectors`, `edges` and `stages`.
+    """
+
+    connectors: _Connectors = None
+    edges: list[_Edge] | None = None
+    stages: list[_Stage] | None = None
+    runtime: _Runtime | None = None
+    stage_args: list[_Stage] | None = None
+
+
+@dataclass
+class OmniTransferConfig:
+    """The connectors of a pipeline.
+
+    Attributes:
+        connectors: (sending stage, receiving stage) -> connector.
+        default_connector: that of the edges not named.
+    """
+
+    connectors: dict[Edge, ConnectorSpec] = field(default_factory=dict)
+    default_connector: ConnectorSpec | None = None
+
+    def get_connector_for_edge(
+        self, from_stage: str | int, to_stage: str | int
+    ) -> ConnectorSpec | None:
+        """The connector of an edge; None where it has none."""
+        return self.connectors.get((str(from_stage), str(to_stage)), self.default_connector)
+
+    def has_connector_for_edge(self, from_stage: str | int, to_stage: str | int) -> bool:
+        """Whether an edge has a connector."""
+        return self.get_connector_for_edge(from_stage, to_stage) is not None
+
+
+def load_omni_transfer_config(
+    config_path: str | Path | None = None, config_dict: Mapping[str, Any] | None = None
+) -> OmniTransferConfig | None:
+    """Read the connectors of a pipeline from a file or a mapping; None where neither is given.
+
+    Edges are those that the stages' connectors name, those of `edges`, and those of the stages'
+    `engine_input_source`; one without a connector gets shared memory.
+
+    Args:
+        config_path: a file .json, .yaml or .yml; it goes before `config_dict`.
+        config_dict: the same, read already.
+
+    Raises:
+        ConfigError (a ValueError): a reference to a connector that is not defined, two types of
+            connector on one edge, an ill-typed value, a file of another kind.
+        FileNotFoundError: there is no such file.
+        MissingDependencyError: the file is YAML and PyYAML is not installed.
+    """
+    if config_path is not None:
+        config_dict = _read(Path(config_path))
+    if config_dict is None:
+        return None
+    try:
+        pipeline = msgspec.convert(config_dict, _Pipeline)
+    except (msgspec.ValidationError, UnicodeError) as error:
+        raise ConfigError(f"the transfer configuration is malformed: {error}") from error
+    runtime = pipeline.runtime or _Runtime()
+    defined = dict(runtime.connectors or {}) | dict(pipeline.connectors or {})
+    stages = pipeline.stages or pipeline.stage_args or []
+    connectors: dict[Edge, ConnectorSpec] = {}
+    for stage in stages:
+        for edge, reference in _references(stage):
+            _connect(connectors, edge, _resolve(edge, reference, defined))
+    for edge in _plain_edges(stages, pipeline.edges or runtime.edges or []):
+        if edge not in connectors:
+            logger.info("edge %s -> %s has no connector: it gets %s", *edge, SHARED_MEMORY)
+            connectors[edge] = ConnectorSpec(SHARED_MEMORY)
+    return OmniTransferConfig(connectors)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    kind = path.suffix.lower()
+    if kind not in (".json", ".yaml", ".yml"):
+        raise ConfigError(f"{path} must be a .json, .yaml or .yml file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text: {error}") from error
+    if kind == ".json":
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} is not JSON: {error}") from error
+    else:
+        try:
+            yaml: Any = import_module("yaml")
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"reading {path} needs PyYAML: pip install 'omni-connector[yaml]'"
+            ) from error
+        try:
+            found = yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} is not YAML: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold a mapping, not {type(found).__name__}")
+    return found
+
+
+def _references(stage: _Stage) -> Iterator[tuple[Edge, str | _Connector]]:
+    own = str(stage.stage_id)
+    for key, reference in (stage.input_connectors or {}).items():
+        yield (_other(own, key, "from_stage_"), own), reference
+    for key, reference in (stage.output_connectors or {}).items():
+        yield (own, _other(own, key, "to_stage_")), reference
+
+
+def _other(stage: str, key: str, prefix: str) -> str:
+    other = key.removeprefix(prefix)
+    if not other or other == key:
+        raise ConfigError(f"stage {stage}: {key!r} should be {prefix}<stage id>")
+    return other
+
+
+def _resolve(
+    edge: Edge, reference: str | _Connector, defined: Mapping[str, _Connector]
+) -> ConnectorSpec:
+    if isinstance(reference, _Connector):
+        return reference.spec()
+    if reference not in defined:
+        raise ConfigError(
+            f"edge {edge[0]} -> {edge[1]} refers to connector {reference!r}, which is not "
+            f"defined; defined are: {', '.join(sorted(defined)) or 'none'}"
+        )
+    return defined[reference].spec()
+
+
+def _connect(connectors: dict[Edge, ConnectorSpec], edge: Edge, spec: ConnectorSpec) -> None:
+    present = connectors.setdefault(edge, spec)
+    if present.name != spec.name:
+        raise ConfigError(
+            f"edge {edge[0]} -> {edge[1]} has two types of connector: {present.name!r} and "
+            f"{spec.name!r}"
+        )
+    if present.extra != spec.extra:
+        logger.warning(
+            "edge %s -> %s: its two stages give different settings; those of the stage that is "
+            "listed first count",
+            *edge,
+        )
+
+
+def _plain_edges(stages: list[_Stage], edges: list[_Edge]) -> Iterator[Edge]:
+    for edge in edges:
+        yield str(edge.from_stage), str(edge.to_stage)
+    for stage in stages:
+        for source in stage.engine_input_source or []:
+            yield str(source), str(stage.stage_id)

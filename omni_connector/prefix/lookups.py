@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asking the shared store, beside the engine's thread, which blocks of a prompt it holds."""
+
+import logging
+import math
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, islice
+from typing import Final
+
+from omni_connector.kv.shapes import GroupShape
+from omni_connector.prefix.block_store import BlockStore
+from omni_connector.prefix.shared_blocks import FailuresOf, block_key, holder
+from omni_connector.stats import Stats
+from omni_connector.turns import WOKEN, StartTurns, TurnThread
+
+logger = logging.getLogger("vllm.omni_connector.lookups")
+
+CLOSE_S: Final = 5.0
+
+_MAX_KEYS: Final = 2048
+"""Keys of one question to the store."""
+
+_DISTRUST_S: Final = 600.0
+_MAX_REMEMBERED: Final = 1 << 16
+
+BlockName = tuple[int, bytes]
+"""(position of the group among the transferred ones, block hash)."""
+
+
+class Recently:
+    """Names of blocks, each remembered for a while. One thread adds, any may ask.
+
+    Args:
+        seconds: how long a name is remembered; the oldest go earlier when they are too many.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._until: OrderedDict[BlockName, float] = OrderedDict()
+
+    def add(self, names: Iterable[BlockName]) -> None:
+        """Remember these from now on."""
+        until = self._clock() + self._seconds
+        for name in names:
+            self._until[name] = until
+            self._until.move_to_end(name)
+        while len(self._until) > _MAX_REMEMBERED:
+            self._until.popitem(last=False)
+
+    def __contains__(self, name: BlockName) -> bool:
+        return self._until.get(name, -math.inf) > self._clock()
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Which blocks of one group the store holds, on all ranks.
+
+    Attributes:
+        blocks: for each block from the first one on; those behind the last are not known.
+        runs: for each block how many up to and with it are held without a gap.
+        misses: the blocks that are not held, in order.
+    """
+
+    blocks: list[bool]
+    runs: list[int]
+    misses: list[int]
+
+    @classmethod
+    def of(cls, blocks: list[bool]) -> "Held":
+        """Count runs and gaps."""
+        runs = accumulate(blocks, lambda run, held: run + 1 if held else 0, initial=0)
+        return cls(blocks, list(runs)[1:], [i for i, held in enumerate(blocks) if not held])
+
+    def has(self, wanted: range) -> bool:
+        """Whether all of these are held."""
+        last = wanted.stop - 1
+        return not wanted or (last < len(self.runs) and self.runs[last] >= len(wanted))
+
+    def reach(self, start: int) -> int:
+        """The first block from `start` on that is not held."""
+        at = bisect_left(self.misses, start)
+        return self.misses[at] if at < len(self.misses) else max(start, len(self.blocks))
+
+
+@dataclass(slots=True, eq=False)
+class Lookup:
+    """A question about one prompt.
+
+    Attributes:
+        prefix: of the keys.
+        hashes: block hashes, one list a group.
+        deadline: when nobody waits for the answer any more, in seconds of the clock.
+        held: the answer, one entry a group; None until it is there.
+    """
+
+    prefix: str
+    hashes: list[list[bytes]]
+    deadline: float
+    held: list[Held] | None = field(default=None)
+
+
+class StoreLookups:
+    """Answers lookups one after the other, on a thread of its own.
+
+    Args:
+        store: is asked, and closed with this.
+        groups: what this engine keeps.
+        ranks: a block counts as held when it is for all of them.
+        clock: seconds, monotonic.
+        start: starts the thread.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        groups: Sequence[GroupShape],
+        ranks: int,
+        clock: Callable[[], float],
+        start: StartTurns = TurnThread,
+    ) -> None:
+        self._store = store
+        self._failures = FailuresOf(store)
+        self._clock = clock
+        self._distrusted = Recently(_DISTRUST_S, clock)
+        # A prefix of such a group ends at the first block that is missing.
+        self._whole = [shape.keeps == "all" for shape in groups]
+        self._holders = [sorted({holder(shape, rank) for rank in range(ranks)}) for shape in groups]
+        self._step = max(1, _MAX_KEYS // sum(map(len, self._holders)))
+        self._queue: deque[Lookup] = deque()
+        self._closing = False
+        self._thread = start("omni-lookup", self._turn)
+
+    def ask(self, lookup: Lookup) -> None:
+        """Have a question answered; returns at once."""
+        self._queue.append(lookup)
+        self._thread.wake()
+
+    def distrust(self, names: Iterable[BlockName]) -> None:
+        """Count these blocks as missing for some minutes: an entry among them is wrong."""
+        self._distrusted.add(names)
+
+    def count_into(self, stats: Stats) -> None:
+        """Add what failed in the store since the last call."""
+        self._failures.count_into(stats)
+
+    def close(self) -> None:
+        """Stop the thread, within `CLOSE_S` seconds, and let go of the store. Idempotent."""
+        self._closing = True
+        self._thread.wake()
+        self._thread.join(CLOSE_S)
+        self._store.close()
+
+    def _turn(self) -> float | None:
+        try:
+            lookup = self._queue.popleft()
+        except IndexError:
+            return None if self._closing else WOKEN
+        if self._clock() >= lookup.deadline:
+            return 0.0  # of a request that went on without
+        try:
+            held = self._answer(lookup)
+            # A store that did not answer in time says that it holds nothing.
+            if self._clock() < lookup.deadline:
+                lookup.held = held
+        except Exception:  # the request goes on at its deadline, and so must this thread
+            logger.exception("A lookup in the shared store failed; please report it")
+        return 0.0
+
+    def _answer(self, lookup: Lookup) -> list[Held]:
+        found: list[list[bool]] = [[] for _ in lookup.hashes]
+        total = max(map(len, lookup.hashes))
+        for first in range(0, total, self._step):
+            asked = [(g, h) for g, hs in enumerate(lookup.hashes) for h in hs[first:][: self._step]]
+            keys = [
+                block_key(lookup.prefix, g, rank, block_hash)
+                for g, block_hash in asked
+                for rank in self._holders[g]
+            ]
+            left = lookup.deadline - self._clock()
+            answers = iter(self._store.exists(keys, timeout=max(0.0, left)))
+            for name in asked:
+                ranks = list(islice(answers, len(self._holders[name[0]])))
+                found[name[0]].append(all(ranks) and name not in self._distrusted)
+            if any(w and not all(found[g][first:]) for g, w in enumerate(self._whole)):
+                break  # no prefix goes past it
+        return [Held.of(blocks) for blocks in found]

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all engines that share prefixes agree on: names and form of blocks in the store.
+
+A block of one cache group and one rank is one entry: the bytes of its slot, then a trailer of 16
+bytes that tells whether they are what was stored under this key. The key names all that the
+bytes depend on, so that engines which would not understand each other never meet.
+"""
+
+import hashlib
+import struct
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from omni_connector.errors import ChecksumError
+from omni_connector.handoff.messages import Fingerprint
+from omni_connector.kv.shapes import GroupShape
+from omni_connector.prefix.block_store import BlockStore
+from omni_connector.stats import Stats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_TRAILER: Final = struct.Struct("<8sQ")
+_MAGIC: Final = b"omnikv-1"
+
+TRAILER_BYTES: Final = _TRAILER.size
+"""Bytes of an entry behind those of the slot."""
+
+
+CORRUPT: Final = "store_checksum_mismatch"
+"""How a load fails that found other bytes than were stored."""
+
+
+def key_prefix(
+    namespace: str, fingerprint: Fingerprint, hash_id: str, vllm_config: "VllmConfig"
+) -> str:
+    """The part of a key that says who can read the block.
+
+    Args:
+        namespace: engines share within one.
+        fingerprint: model, dtypes, ranks, and the byte order of each group's pages.
+        hash_id: how blocks are hashed.
+        vllm_config: of this engine: what else changes the numbers that a model computes.
+    """
+    model = vllm_config.model_config
+    # Entries always carry a checksum, whatever slots do.
+    readers = msgspec.structs.replace(fingerprint, integrity="")
+    what = (readers, hash_id, str(model.quantization), str(model.hf_overrides))
+    digest = hashlib.blake2b(msgspec.msgpack.encode(what), digest_size=16, person=_MAGIC)
+    return f"{namespace}/{digest.hexdigest()}"
+
+
+def block_key(prefix: str, group: int, rank: int, block_hash: bytes) -> str:
+    """Key of one block.
+
+    Args:
+        prefix: of `key_prefix`.
+        group: position of the group among the transferred ones.
+        rank: whose shard it is; see `holder`.
+        block_hash: vLLM's, over all tokens up to the block's end, cache salt, LoRA and
+            multimodal inputs.
+    """
+    return f"{prefix}/{group}.{rank}/{block_hash.hex()}"
+
+
+class FailuresOf:
+    """Brings what a store counts of its failures into statistics, each once."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store = store
+        self._told: Counter[str] = Counter()
+
+    def count_into(self, stats: Stats) -> None:
+        """Add the entries that failed since the last call, as `store:<kind>`."""
+        failures = Counter(self._store.failures)
+        for kind, number in (failures - self._told).items():
+            stats.fail(f"store:{kind}", number)
+        self._told = failures
+
+
+def holder(shape: GroupShape, rank: int) -> int:
+    """The rank whose entry a rank reads: its own, or the first where all hold the same bytes."""
+    return 0 if shape.replicated else rank
+
+
+def seal(row: NDArray[np.uint8], size: int, checksum: int, key: str) -> int:
+    """Write the trailer; bytes of the entry.
+
+    Args:
+        row: the entry, at least `size + TRAILER_BYTES` bytes.
+        size: bytes of the block.
+        checksum: xxh3-64 of these.
+        key: what the entry will be found by.
+    """
+    row[size : size + TRAILER_BYTES] = np.frombuffer(
+        _TRAILER.pack(_MAGIC, _stamp(checksum, key)), np.uint8
+    )
+    return size + TRAILER_BYTES
+
+
+def verify(row: NDArray[np.uint8], size: int, checksum: int, key: str) -> None:
+    """Compare a block that was read with its trailer; the arguments are those of `seal`.
+
+    Raises:
+        ChecksumError: these are not the bytes that were stored under the key.
+    """
+    magic, stamp = _TRAILER.unpack(row[size : size + TRAILER_BYTES].tobytes())
+    if magic != _MAGIC or stamp != _stamp(checksum, key):
+        raise ChecksumError(f"the entry {key} does not hold what was stored under it")
+
+
+def _stamp(checksum: int, key: str) -> int:
+    # With the key, so that neither a sound block of another key is taken for this one.
+    return checksum ^ xxhash.xxh3_64_intdigest(key.encode())

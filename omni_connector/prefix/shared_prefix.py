@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler half of the shared prefix cache: what is fetched from the store, what goes there.
+
+All of it is best effort. A lookup that is late, a block that is gone when it is fetched, a copy
+for which there is no room: each means that tokens are computed here, and nothing else. So a
+failed load is never reported to vLLM, whose policy could end the request for it: the request is
+sent back to its queue before vLLM hears that the load is over.
+
+Blocks are copied as they fill, and held meanwhile (see `CopyLedger`).
+"""
+
+import itertools
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from omni_connector.kv.ledger import CANCELLED, NULL_BLOCK_ID, CopyLedger
+from omni_connector.kv.shapes import GroupShape
+from omni_connector.prefix.jobs import (
+    PrefixWork,
+    StoreLoad,
+    StoreRun,
+    StoreSave,
+)
+from omni_connector.prefix.lookups import BlockName, Lookup, Recently, StoreLookups
+from omni_connector.prefix.shared_blocks import CORRUPT
+from omni_connector.stats import Stats
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.omni_connector.shared_prefix")
+
+# Copies under way hold this part of all KV blocks at most; what is beyond it is not stored.
+_HELD_PART: Final = 4
+
+# For so long a block that was sent to the store is not sent again.
+_RECENT_S: Final = 30.0
+
+_NEVER: Final = 1 << 62
+
+# A copy that began this long ago is one that waits for the store.
+_COPY_S: Final = 0.1
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    request: "Request"
+    loads: bool
+    hashed_tokens: int | None  # where hashes cease to be those of its tokens
+    sent: list[int]  # for each group, the blocks already considered for the store
+    lookup: Lookup | None = None
+    local: int | None = None  # tokens that vLLM has itself; None until it asks
+    offered: int = 0  # tokens beyond them that can be loaded
+    missed: bool = False
+    admitted: bool = False  # since the lookup
+    job_id: int | None = None
+    void: bool = False  # what is loaded for it is of other weights
+
+
+class SharedPrefix:
+    """Finds, loads and stores the full blocks of prompts in a store that engines share.
+
+    Args:
+        lookups: asks the store; closed with this.
+        ledger: the copy jobs.
+        prefix: of this engine's keys.
+        groups: what this engine keeps, none of it recurrent.
+        group_ids: index of each transferred group among vLLM's groups.
+        hash_block_size: tokens of one of a request's hashes; divides every group's block size.
+        num_blocks: KV blocks of this engine.
+        lookup_timeout: seconds a request waits for the store's answer.
+        load_timeout: seconds for the bytes.
+        clock: seconds, monotonic.
+        randbytes: so many bytes that nobody can guess.
+        stats: where to count.
+    """
+
+    def __init__(
+        self,
+        *,
+        lookups: StoreLookups,
+        ledger: CopyLedger,
+        prefix: str,
+        groups: tuple[GroupShape, ...],
+        group_ids: tuple[int, ...],
+        hash_block_size: int,
+        num_blocks: int,
+        lookup_timeout: float,
+        load_timeout: float,
+        clock: Callable[[], float],
+        randbytes: Callable[[int], bytes],
+        stats: Stats,
+    ) -> None:
+        self._randbytes = randbytes
+        self._lookups = lookups
+        self._ledger = ledger
+        self._engines_prefix = self._prefix = prefix
+        self._groups = groups
+        self._group_ids = group_ids
+        self._hashes_a_block = [shape.block_size // hash_block_size for shape in groups]
+        self._unit = math.lcm(*(shape.block_size for shape in groups))
+        self._max_held = max(1, num_blocks // _HELD_PART)
+        self._lookup_timeout = lookup_timeout
+        self._load_timeout = load_timeout
+        self._clock = clock
+        self._stats = stats
+        self._prompts: dict[str, _Prompt] = {}
+        self._num_held = 0
+        self._queued: list[StoreLoad] = []
+        self._failed: list[Request] = []
+        self._sent = Recently(_RECENT_S, clock)
+
+    def add(self, request: "Request", *, stops_early: bool = False) -> None:
+        """A request has arrived: ask what the store holds of its prompt.
+
+        Args:
+            stops_early: its prompt was shortened, and its hashes were not.
+        """
+        prompt = _Prompt(
+            request=request,
+            # As for prompt log-probabilities: every token is computed.
+            loads=not request.skip_reading_prefix_cache,
+            hashed_tokens=request.num_prompt_tokens if stops_early else None,
+            sent=[0] * len(self._groups),
+        )
+        self._prompts[request.request_id] = prompt
+        self._look_up(prompt)
+
+    def _look_up(self, prompt: _Prompt) -> None:
+        prompt.admitted, prompt.local = False, None
+        hashes = [self._hashes(prompt, g, 0, None) for g in range(len(self._groups))]
+        if any(hashes):
+            deadline = self._clock() + self._lookup_timeout
+            prompt.lookup = Lookup(self._prefix, hashes, deadline)
+            self._lookups.ask(prompt.lookup)
+
+    def _hashes(self, prompt: _Prompt, group: int, first: int, end: int | None) -> list[bytes]:
+        """Hashes of these blocks of a group, as far as they are known."""
+        step = self._hashes_a_block[group]
+        if prompt.hashed_tokens is not None:
+            known = prompt.hashed_tokens // self._groups[group].block_size
+            end = known if end is None else min(end, known)
+        stop = None if end is None else end * step
+        return [
+            bytes(h) for h in prompt.request.block_hashes[first * step + step - 1 : stop : step]
+        ]
+
+    def matched_tokens(self, request: "Request", num_computed: int) -> int | None:
+        """Tokens that can be loaded beyond `num_computed`; None while the store is asked."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None or not prompt.loads:
+            return 0
+        if prompt.admitted:  # and preempted since
+            self._look_up(prompt)
+        lookup = prompt.lookup
+        if lookup is None:
+            return 0
+        if lookup.held is None:
+            if self._clock() < lookup.deadline:
+                return None
+            self._stats.fail("store_lookup_timeout")
+            prompt.lookup = None
+            return 0
+        if prompt.local == num_computed:  # asked again, as there was no room
+            return prompt.offered
+        prompt.local = num_computed
+        last = (request.num_tokens - 1) // self._unit * self._unit  # one is computed for its logits
+        prompt.offered = max(0, self._reach(lookup, num_computed, last) - num_computed)
+        prompt.missed = not prompt.offered and num_computed < last
+        return prompt.offered
+
+    def _reach(self, lookup: Lookup, start: int, end: int) -> int:
+        """Where the longest prefix ends that can be had by loading from token `start` on."""
+        assert lookup.held is not None
+        pairs = list(zip(self._groups, lookup.held, strict=True))
+        for shape, held in pairs:
+            if shape.keeps == "all":
+                end = min(end, held.reach(start // shape.block_size) * shape.block_size)
+        for tokens in range(end // self._unit * self._unit, start, -self._unit):
+            if all(held.has(_read(shape, start, tokens)) for shape, held in pairs):
+                return tokens
+        return start
+
+    def offers(self, request_id: str) -> bool:
+        """Whether tokens that vLLM now allocates blocks for are to be loaded by us."""
+        prompt = self._prompts.get(request_id)
+        return prompt is not None and prompt.offered > 0
+
+    def allocated(self, request: "Request", blocks: "KVCacheBlocks", num_external: int) -> None:
+        """vLLM has allocated blocks for `num_external` tokens of ours, or decided against it."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None:
+            return
+        local, prompt.local, prompt.offered = prompt.local, None, 0
+        if num_external <= 0:
+            prompt.admitted = True
+            self._stats.count("store_misses", prompt.missed)
+            prompt.missed = False
+            return
+        lookup = prompt.lookup
+        assert lookup is not None, "tokens are matched only by a lookup"
+        assert local is not None
+        self._queued.append(self._load(prompt, lookup, blocks, local, local + num_external))
+
+    def _load(
+        self, prompt: _Prompt, lookup: Lookup, blocks: "KVCacheBlocks", start: int, end: int
+    ) -> StoreLoad:
+        request_id = prompt.request.request_id
+        tables = blocks.get_block_ids()
+        names: list[BlockName] = []
+        runs: list[StoreRun] = []
+        zeros: list[tuple[int, list[int]]] = []
+        for g, shape in enumerate(self._groups):
+            table, read = tables[self._group_ids[g]], _read(shape, start, end)
+            if any(table[i] == NULL_BLOCK_ID for i in read):
+                raise RuntimeError(f"request {request_id}: vLLM allocated no block of group {g}")
+            names += [(g, lookup.hashes[g][i]) for i in read]
+            runs.append(StoreRun(g, [table[i] for i in read], [lookup.hashes[g][i] for i in read]))
+            unread = range(start // shape.block_size, read.start)
+            if ids := [table[i] for i in unread if table[i] != NULL_BLOCK_ID]:
+                zeros.append((g, ids))
+        written = [*(run.block_ids for run in runs), *(ids for _, ids in zeros)]
+        prompt.job_id = self._ledger.start(
+            itertools.chain(*written),
+            lambda failure: self._loaded(prompt, end - start, names, failure),
+        )
+        return StoreLoad(prompt.job_id, request_id, lookup.prefix, self._load_timeout, runs, zeros)
+
+    def build(
+        self,
+        meta: PrefixWork,
+        scheduler_output: "SchedulerOutput",
+        manager: "KVCacheManager",
+    ) -> None:
+        """Add this step's loads and saves to `meta`."""
+        meta.store_loads.extend(self._queued)
+        self._queued.clear()
+        for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
+            prompt = self._prompts.get(request_id)
+            if prompt is None:
+                continue
+            computed = prompt.request.num_computed_tokens + tokens
+            if job := self._save(prompt, computed, manager):
+                meta.store_saves.append(job)
+
+    def _save(self, prompt: _Prompt, computed: int, manager: "KVCacheManager") -> StoreSave | None:
+        runs = []
+        tables = None
+        for g, shape in enumerate(self._groups):
+            first, end = prompt.sent[g], computed // shape.block_size
+            if end <= first:
+                continue
+            hashes = self._hashes(prompt, g, first, end)
+            if not hashes:
+                continue
+            prompt.sent[g] = first + len(hashes)
+            if tables is None:
+                tables = manager.get_block_ids(prompt.request.request_id)
+            run = self._run(prompt, g, first, hashes, tables[self._group_ids[g]])
+            if run.block_ids:
+                runs.append(run)
+        if not runs:
+            return None
+        block_ids = [block_id for run in runs for block_id in run.block_ids]
+        self._num_held += len(block_ids)
+        job_id = self._ledger.start(
+            block_ids, lambda failure: self._let_go(len(block_ids)), soon=_COPY_S
+        )
+        return StoreSave(job_id, self._prefix, runs)
+
+    def _run(
+        self, prompt: _Prompt, group: int, first: int, hashes: list[bytes], table: list[int]
+    ) -> StoreRun:
+        """The blocks among these that are to be stored."""
+        lookup = prompt.lookup
+        held = lookup.held[group].blocks if lookup is not None and lookup.held else []
+        run = StoreRun(group, [], [])
+        for i, block_hash in enumerate(hashes, first):
+            name = (group, block_hash)
+            if (i < len(held) and held[i]) or table[i] == NULL_BLOCK_ID:
+                continue
+            if name in self._sent:
+                continue
+            if self._num_held + len(run.block_ids) >= self._max_held:
+                self._stats.count("blocks_dropped")
+                continue
+            self._sent.add([name])
+            run.block_ids.append(table[i])
+            run.hashes.append(block_hash)
+        return run
+
+    def _let_go(self, num_blocks: int) -> None:
+        self._num_held -= num_blocks
+
+    def _loaded(
+        self, prompt: _Prompt, num_tokens: int, names: list[BlockName], failure: str | None
+    ) -> None:
+        prompt.job_id = None
+        if prompt.void:
+            prompt.void, prompt.lookup = False, None
+            self._failed.append(prompt.request)
+            return
+        if failure is None:
+            self._stats.count("tokens_shared", num_tokens)
+            return
+        prompt.loads = False
+        prompt.lookup = None  # it is not as it said: what is computed now is stored again
+        if failure != CANCELLED:
+            self._stats.fail(failure)
+        if failure == CORRUPT:
+            self._lookups.distrust(names)
+        self._failed.append(prompt.request)
+
+    def take_failed(self) -> "list[Request]":
+        """Requests whose loads have failed since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def finish(self, request_id: str) -> None:
+        """The request is over; a load under way is told to stop."""
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is not None and prompt.job_id is not None:
+            self._ledger.revoke([prompt.job_id])
+
+    def load_nothing(self, request_id: str) -> None:
+        """A load of this request has failed: all of it is computed here.
+
+        vLLM goes on counting the blocks that it still wanted among those that loads will need.
+        Several such requests that are offered a second load would wait for each other for ever.
+        """
+        prompt = self._prompts.get(request_id)
+        if prompt is not None:
+            prompt.loads, prompt.offered = False, 0
+
+    def void(self) -> None:
+        """Share nothing with what is stored now: the model may have other weights from here on.
+
+        Nor with other engines, of which nobody knows whether they have the same ones.
+        """
+        self._prefix = f"{self._engines_prefix}/{self._randbytes(8).hex()}"
+        self._sent = Recently(_RECENT_S, self._clock)
+        for prompt in self._prompts.values():
+            # What vLLM computes anew is stored anew; what goes on upon old blocks is not stored.
+            goes_on = prompt.request.num_computed_tokens and prompt.job_id is None
+            prompt.sent = [_NEVER if goes_on else 0] * len(self._groups)
+            if prompt.job_id is None:
+                prompt.lookup, prompt.offered = None, 0
+            else:
+                prompt.void = True
+                self._ledger.revoke([prompt.job_id])
+
+    def count_failures(self) -> None:
+        """Count what failed in the store since the last call."""
+        self._lookups.count_into(self._stats)
+
+    def close(self) -> None:
+        """Stop asking the store. Idempotent."""
+        self._lookups.close()
+
+
+def _read(shape: GroupShape, start: int, end: int) -> range:
+    """Blocks of the tokens from `start` to `end` that a later token reads."""
+    needed = shape.needed(end)
+    return range(max(needed.start, start // shape.block_size), needed.stop)

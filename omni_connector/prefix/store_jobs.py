@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's copies between its KV blocks and the shared store.
+
+A save is copied on the thread of all saves, into rows of memory that the store can send, and the
+engine may have its blocks back; the rows are sent on a thread of their own. A load asks the store
+and copies on another. So a store that is slow holds up neither the engine nor a hand-off.
+"""
+
+import logging
+import queue
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.errors import ChecksumError, OmniError
+from omni_connector.kv import BlockCopier, SlotLayout
+from omni_connector.kv.copy_threads import CLOSE_S, CopyThread, Outcome, Work
+from omni_connector.kv.shapes import GroupShape
+from omni_connector.prefix.block_store import BlockStore
+from omni_connector.prefix.jobs import StoreLoad, StoreRun, StoreSave
+from omni_connector.prefix.shared_blocks import (
+    CORRUPT,
+    TRAILER_BYTES,
+    FailuresOf,
+    block_key,
+    holder,
+    seal,
+    verify,
+)
+from omni_connector.stats import Stats
+from omni_connector.turns import WOKEN, StartTurns
+
+logger = logging.getLogger("vllm.omni_connector.store")
+
+# What goes to the store, or comes from it, in one call; and how many such trays wait to be sent.
+_TRAY_BYTES: Final = 8 << 20
+_MAX_ROWS: Final = 256
+_TRAYS: Final = 8
+
+_PUT_S: Final = 5.0
+_GET_S: Final = 2.0
+# A copy that finds no tray for so long is given up: the store is slower than the engine computes.
+_TRAY_WAIT_S: Final = 1.0
+
+
+# Events that are no failures.
+_COUNTERS: Final = frozenset({"blocks_stored", "blocks_dropped"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    """Entries that are ready to be sent, in the rows of one tray."""
+
+    tray: int
+    keys: list[str]
+    rows: NDArray[np.uint8]
+    lengths: list[int]
+
+
+class StoreJobs:
+    """Makes the work of jobs with the shared store.
+
+    Args:
+        store: closed with this.
+        copier, layout: of this rank's KV caches.
+        groups: what this engine keeps.
+        rank: of this worker.
+        affinity: cores that its threads may run on.
+        clock: seconds, monotonic.
+        start: starts its threads.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: BlockStore,
+        copier: BlockCopier,
+        layout: SlotLayout,
+        groups: tuple[GroupShape, ...],
+        rank: int,
+        affinity: frozenset[int],
+        clock: Callable[[], float],
+        start: StartTurns,
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._failures = FailuresOf(store)
+        self._copier = copier
+        self._sizes = layout.group_bytes
+        self._holders = [holder(shape, rank) for shape in groups]
+        self._rank = rank
+        row_bytes = max(self._sizes) + TRAILER_BYTES
+        self._rows = max(1, min(_MAX_ROWS, _TRAY_BYTES // row_bytes))
+        self._outgoing = store.buffer(_TRAYS * self._rows, row_bytes)
+        self._incoming = store.buffer(self._rows, row_bytes)
+        self._trays: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for tray in range(_TRAYS):
+            self._trays.put(tray)
+        self._parcels: deque[_Parcel] = deque()
+        self._closing = False
+        # From the threads; `Stats` belongs to the engine's.
+        self._events: deque[tuple[str, int]] = deque()
+        self.loads = CopyThread("omni-store-load", affinity, start)
+        self._sender = start("omni-store-put", self._send)
+
+    def count_into(self, stats: Stats) -> None:
+        """Add what was counted since the last call."""
+        while self._events:
+            name, amount = self._events.popleft()
+            if name in _COUNTERS:
+                stats.count(name, amount)
+            else:
+                stats.fail(name, amount)
+        self._failures.count_into(stats)
+
+    def close(self) -> None:
+        """Stop the threads, then let go of the store. No save may be under way. Idempotent."""
+        self.loads.close()
+        self._closing = True
+        self._sender.wake()
+        self._sender.join(CLOSE_S)
+        self._store.close()
+
+    def save_work(self, job: StoreSave, fence: object) -> Work:
+        """The body of a save; see `Work`. It fails at nothing: what is not stored is counted."""
+        outcome = Outcome(job.job_id)
+        waiting = deque(
+            self._batches([r for r in job.runs if self._holders[r.group] == self._rank])
+        )
+
+        def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
+            give_up_at: float | None = None
+            try:
+                while waiting and not cancelled():
+                    try:
+                        tray = self._trays.get_nowait()
+                    except queue.Empty:
+                        now = self._clock()
+                        give_up_at = give_up_at or now + _TRAY_WAIT_S
+                        if now < give_up_at:
+                            yield False
+                            continue
+                        break
+                    give_up_at = None
+                    self._pack(tray, job.prefix, waiting[0], fence, cancelled)
+                    waiting.popleft()
+                    yield True
+            except Exception:  # whatever it is, the engine goes on without
+                logger.exception("Copying KV blocks for the shared store failed")
+                self._events.append(("store_save_failed", 1))
+            if waiting:
+                self._events.append(("blocks_dropped", sum(len(r.block_ids) for r in waiting)))
+            return outcome
+
+        return work
+
+    def _pack(
+        self, tray: int, prefix: str, run: StoreRun, fence: object, cancelled: Callable[[], bool]
+    ) -> None:
+        rows = self._outgoing[tray * self._rows :][: len(run.block_ids)]
+        parcel = None
+        try:
+            checksums = self._copier.save(
+                run.group,
+                np.asarray(run.block_ids, dtype=np.int64),
+                rows,
+                np.arange(len(rows), dtype=np.int64),
+                checksum=True,
+                fence=fence,
+                cancelled=cancelled,
+            )
+            if checksums is not None:
+                keys = [block_key(prefix, run.group, self._rank, each) for each in run.hashes]
+                size = self._sizes[run.group]
+                lengths = [
+                    seal(row, size, checksum, key)
+                    for row, checksum, key in zip(rows, checksums.tolist(), keys, strict=True)
+                ]
+                parcel = _Parcel(tray, keys, rows, lengths)
+        finally:
+            if parcel is None:
+                self._trays.put(tray)
+        if parcel is not None:
+            self._parcels.append(parcel)
+            self._sender.wake()
+
+    def _send(self) -> float | None:
+        try:
+            parcel = self._parcels.popleft()
+        except IndexError:
+            return None if self._closing else WOKEN
+        try:
+            stored = self._store.put(parcel.keys, parcel.rows, parcel.lengths, timeout=_PUT_S)
+            if number := sum(stored):
+                self._events.append(("blocks_stored", number))
+            if not all(stored):
+                self._events.append(("store_put_failed", 1))
+        except Exception:  # the next blocks may fare better
+            logger.exception("Sending KV blocks to the shared store failed")
+            self._events.append(("store_put_failed", 1))
+        finally:
+            self._trays.put(parcel.tray)
+        return 0.0
+
+    def load_work(self, job: StoreLoad, fence: object) -> Work:
+        """The body of a load; see `Work`. Blocks that it could not fill are zero when it ends."""
+        deadline = self._clock() + job.timeout
+        waiting = deque(self._batches(job.runs))
+
+        def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
+            outcome = Outcome(job.job_id)
+            try:
+                for group, block_ids in job.zeros:
+                    self._zero(group, block_ids, fence)
+                    yield True
+                while waiting:
+                    if cancelled():
+                        outcome.failure = "cancelled"
+                        break
+                    left = deadline - self._clock()
+                    if left <= 0:
+                        raise _LateError(f"not all was there within {job.timeout:g} s")
+                    yield from self._unpack(job.prefix, waiting[0], min(left, _GET_S), fence)
+                    outcome.blocks += len(waiting.popleft().block_ids)
+                    yield True
+            except Exception as error:  # whatever it is, the request must not wait for ever
+                outcome.failure = _failure_kind(error)
+                logger.warning(
+                    "Request %s computes its prompt here: its prefix in the shared store was not "
+                    "used (%s: %s)",
+                    job.request_id,
+                    outcome.failure,
+                    error,
+                )
+                if not isinstance(error, OmniError):
+                    logger.exception("This should not happen; please report it")
+            if outcome.failure is not None:
+                self._wipe(waiting, fence)
+            return outcome
+
+        return work
+
+    def _unpack(
+        self, prefix: str, run: StoreRun, timeout: float, fence: object
+    ) -> Generator[bool, None, None]:
+        size, rows = self._sizes[run.group], self._incoming[: len(run.block_ids)]
+        rank = self._holders[run.group]
+        keys = [block_key(prefix, run.group, rank, each) for each in run.hashes]
+        there = self._store.get(keys, rows, [size + TRAILER_BYTES] * len(keys), timeout=timeout)
+        if not all(there):
+            raise _GoneError(f"{len(there) - sum(there)} of {len(there)} blocks did not come")
+        yield True
+        checksums = self._copier.load(
+            run.group,
+            np.asarray(run.block_ids, dtype=np.int64),
+            rows,
+            np.arange(len(rows), dtype=np.int64),
+            checksum=True,
+            fence=fence,
+        )
+        for row, checksum, key in zip(rows, checksums.tolist(), keys, strict=True):
+            verify(row, size, checksum, key)
+
+    def _batches(self, runs: list[StoreRun]) -> Iterator[StoreRun]:
+        for run in runs:
+            for at in range(0, len(run.block_ids), self._rows):
+                part = slice(at, at + self._rows)
+                yield StoreRun(run.group, run.block_ids[part], run.hashes[part])
+
+    def _wipe(self, runs: deque[StoreRun], fence: object) -> None:
+        try:
+            for run in runs:
+                self._zero(run.group, run.block_ids, fence)
+        except Exception:  # the request is reported as failed in any case, and must be
+            logger.exception("Blocks of a failed load could not be zeroed")
+
+    def _zero(self, group: int, block_ids: list[int], fence: object) -> None:
+        self._copier.zero(group, np.asarray(block_ids, dtype=np.int64), fence=fence)
+
+
+class _GoneError(OmniError):
+    """Blocks that were found are not there any more, or did not come in time."""
+
+
+class _LateError(OmniError):
+    """The whole load took too long."""
+
+
+def _failure_kind(error: Exception) -> str:
+    if isinstance(error, ChecksumError):
+        return CORRUPT
+    if isinstance(error, _LateError):
+        return "store_load_timeout"
+    return "store_blocks_gone" if isinstance(error, _GoneError) else "store_load_failed"

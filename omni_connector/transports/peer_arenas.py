@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The peers' arenas that one rank reads: attached once for all its loads, and let go of in time.
+
+Nobody waits for a peer but threads that are there for it: a load asks for an arena until it is
+there. One is let go of when its owner has gone and no load reads it any more; one that is not
+mapped, whose owner's end nothing tells, when it was idle for a while.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Final
+
+from omni_connector.net.watch import WATCH_S, Watch
+from omni_connector.transports import Endpoint, RemoteArena
+from omni_connector.transports.choice import Transports
+from omni_connector.transports.reading import PeerThreads
+from omni_connector.turns import StartTurns, TurnThread
+
+ATTACH_S: Final = 10.0
+IDLE_S: Final = 10.0
+
+
+class _Attached:
+    """An arena, or the attempt to attach one, and the loads that have asked for it."""
+
+    def __init__(self, endpoint: Endpoint, mapped: bool) -> None:
+        self.endpoint = endpoint
+        self.mapped = mapped
+        self.arena: Future[RemoteArena] = Future()
+        self.users = 0
+        self.used_at = 0.0
+        self.dropped = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it could not be attached."""
+        return self.arena.done() and self.arena.exception() is not None
+
+    def useless(self, now: float) -> bool:
+        """Whether nobody reads it, nor is likely to."""
+        if self.users or not self.arena.done():
+            return False
+        if self.failed:
+            return True
+        return not self.arena.result().alive if self.mapped else now - self.used_at >= IDLE_S
+
+
+class PeerArenas:
+    """The arenas of all peers, by address. All methods may be called from any thread.
+
+    Args:
+        transports: attach them.
+        threads: where that is waited for.
+        clock: seconds, monotonic.
+        period: seconds between two looks at who has gone.
+        start: starts the thread that looks.
+    """
+
+    def __init__(
+        self,
+        transports: Transports,
+        threads: PeerThreads,
+        clock: Callable[[], float] = time.monotonic,
+        period: float = WATCH_S,
+        start: StartTurns = TurnThread,
+    ) -> None:
+        self._transports = transports
+        self._threads = threads
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._known: dict[str, _Attached] = {}
+        self._watch = Watch(self.let_go, period, start)
+
+    def open(self) -> "OpenArenas":
+        """What one load needs of them."""
+        return OpenArenas(self)
+
+    def let_go(self) -> bool:
+        """Close those that are of no use any more; whether there are others."""
+        now = self._clock()
+        with self._lock:
+            for each in [each for each in self._known.values() if each.useless(now)]:
+                self._drop(each)
+            return bool(self._known)
+
+    def close(self) -> None:
+        """Let go of all. No load may be under way."""
+        self._watch.close()
+        with self._lock:
+            for each in list(self._known.values()):
+                self._drop(each)
+
+    def take(
+        self, endpoint: Endpoint, mapped: bool, attach: Callable[[], RemoteArena]
+    ) -> _Attached:
+        """The one at an address, for a load that will `leave` it."""
+        with self._lock:
+            known = self._known.get(endpoint.address)
+            if known is None or known.endpoint != endpoint or known.failed:
+                if known is not None:
+                    self._drop(known)
+                known = self._known[endpoint.address] = _Attached(endpoint, mapped)
+                self._threads.submit(endpoint.address, _into(known.arena, attach))
+            known.users += 1
+        self._watch.start()
+        return known
+
+    def leave(self, attached: _Attached, *, failed: bool) -> None:
+        """A load is done with it. After one that failed, the next load attaches it anew."""
+        with self._lock:
+            attached.users -= 1
+            attached.used_at = self._clock()
+            if failed:
+                self._drop(attached)
+            elif attached.dropped and not attached.users:
+                attached.arena.add_done_callback(_close)
+
+    def _drop(self, attached: _Attached) -> None:
+        # Holds the lock. Who reads it goes on; the last one closes it.
+        if self._known.get(attached.endpoint.address) is attached:
+            del self._known[attached.endpoint.address]
+        attached.dropped = True
+        if not attached.users:
+            attached.arena.add_done_callback(_close)
+
+
+class OpenArenas:
+    """Those that one load reads; one thread at a time has it."""
+
+    def __init__(self, arenas: PeerArenas) -> None:
+        self._arenas = arenas
+        self._taken: dict[tuple[Endpoint, ...], _Attached] = {}
+
+    @property
+    def addresses(self) -> list[str]:
+        """Those that were asked for."""
+        return [attached.endpoint.address for attached in self._taken.values()]
+
+    @property
+    def mapped(self) -> bool:
+        """Whether all of these are read in place."""
+        return all(attached.mapped for attached in self._taken.values())
+
+    def get(self, endpoints: tuple[Endpoint, ...]) -> RemoteArena | None:
+        """One that its owner exports in these ways; None: not there yet.
+
+        Raises:
+            OmniError: it cannot be had.
+        """
+        arena = self._take(endpoints).arena
+        return arena.result() if arena.done() else None
+
+    def close(self, *, failed: bool) -> None:
+        """The load is over. Idempotent."""
+        taken, self._taken = self._taken, {}
+        for attached in taken.values():
+            self._arenas.leave(attached, failed=failed)
+
+    def _take(self, endpoints: tuple[Endpoint, ...]) -> _Attached:
+        attached = self._taken.get(endpoints)
+        if attached is None:
+            connector, endpoint = self._arenas._transports.choose(endpoints)
+            attached = self._taken[endpoints] = self._arenas.take(
+                endpoint,
+                connector.supports_mapping,
+                lambda: connector.attach(endpoint, timeout=ATTACH_S),
+            )
+        return attached
+
+
+def _into(future: "Future[RemoteArena]", attach: Callable[[], RemoteArena]) -> Callable[[], None]:
+    def run() -> None:
+        try:
+            future.set_result(attach())
+        except BaseException as error:  # noqa: BLE001 - it is raised where the arena is asked for
+            future.set_exception(error)
+
+    return run
+
+
+def _close(future: "Future[RemoteArena]") -> None:
+    if future.exception() is None:
+        future.result().close()
