@@ -12,9 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-from vllm.v1.request import RequestStatus
+from typing import TYPE_CHECKING, Any, Final
 
 from omni_connector.errors import ArenaFullError
 from omni_connector.handoff.directory import Handoff, SlotDirectory, SlotKey
@@ -34,7 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.omni_connector.sender")
 
-_FINISHED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+# Of vLLM's `RequestStatus`.
+_FINISHED_WELL: Final = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 
 
 @dataclass(slots=True, eq=False)
@@ -277,7 +276,7 @@ class HandoffSender:
             self._waiting.remove(send)
             self._tried = None
         handoff = send.handoff
-        well = request.status in _FINISHED_WELL
+        well = request.status.name in _FINISHED_WELL
         ends = [first + len(keys) for first, keys in zip(send.firsts, send.keys, strict=True)]
         if send.copied != ends or not well or handoff is None or handoff.closed or send.refusal:
             refusal = self._abandon(send)

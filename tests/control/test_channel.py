@@ -24,7 +24,6 @@ from omni_connector.errors import (
     TransportError,
 )
 from omni_connector.handoff import channel as channel_module
-from omni_connector.handoff import sockets as control_sockets
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.client import ClaimDeniedError, Grant, PeerSession
 from omni_connector.handoff.messages import (
@@ -37,6 +36,7 @@ from omni_connector.handoff.messages import (
     encode,
 )
 from omni_connector.handoff.prompt import Prompt
+from omni_connector.net import links as control_sockets
 
 from .engine import LONG, PROMPT, Asker, StartEngine, ask, failure, start_peer
 

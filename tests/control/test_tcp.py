@@ -17,7 +17,6 @@ import zmq
 
 from omni_connector.errors import ConfigError, PeerUnreachableError, TransportError
 from omni_connector.handoff import channel as channel_module
-from omni_connector.handoff import sockets as control_sockets
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.messages import (
     Claim,
@@ -28,6 +27,7 @@ from omni_connector.handoff.messages import (
     decode_reply,
     encode,
 )
+from omni_connector.net import links as control_sockets
 from omni_connector.net import listener as listener_module
 from omni_connector.net import resolver as resolver_module
 from omni_connector.net import sockets as sockets_module

@@ -11,7 +11,7 @@ import socket
 import pytest
 
 from omni_connector.errors import ConfigError
-from omni_connector.handoff import sockets as control_sockets
+from omni_connector.net import links as control_sockets
 from omni_connector.net import resolver as resolver_module
 from omni_connector.net.keys import write_new_key
 from omni_connector.testing.toy import BLOCK
