@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -168,6 +169,7 @@ def _become(argv: list[str], environment: dict[str, str], log: int) -> None:
     os.close(log)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # it is the fork server's
     sys.argv = argv
     status = 1
     try:
