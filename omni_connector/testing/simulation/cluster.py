@@ -77,6 +77,7 @@ class Cluster:
         self.host = Host(self.world, mapped=plan.mapped)
         self.host.failing = trouble.get("failing", 0.0)
         self.host.slow = trouble.get("slow", 0.0)
+        self.host.garbled = trouble.get("garbled", 0.0)
         self.shelf = Shelf(self.world)
         self.shelf.absent = trouble.get("store_absent", 0.0)
         self.shelf.slow = trouble.get("store_slow", 0.0)
@@ -95,6 +96,8 @@ class Cluster:
         self.liars: list[Liar] = []
         self.operating = 0
         self.intents = 0  # what clients are about to do
+        self.deaf: set[str] = set()  # engines whose leases end with their steps
+        self.lingers = False  # whether there may be hand-offs that nobody claims
         self.lag = 0.0  # seconds that passed without anybody's fault
         self._weights = 0
         self._numbers = itertools.count()
@@ -231,6 +234,7 @@ class Cluster:
         pause: float,
         priority: int,
         mixed_up: bool,
+        rejected: bool,
     ) -> None:
         """A prompt is prefilled here and decoded there.
 
@@ -240,7 +244,10 @@ class Cluster:
             prefills: how often the same prefill is asked for at once.
             pause: seconds between the two.
             mixed_up: the decode request is of another text.
+            rejected: the decode engine's server refuses the request, and vLLM passes a prompt of
+                one token on in its place, aborted at once, for the sake of its hand-off.
         """
+        self.lingers = self.lingers or mixed_up
         asked = ((prompt[0] + 1) % 3, prompt[1]) if mixed_up else prompt
 
         def decoded(left: int, params: Any) -> None:
@@ -262,6 +269,9 @@ class Cluster:
                 if not well or params is None:
                     self._send(decode, prompt, tokens, priority=priority)
                     return
+                if rejected:
+                    self._reject(decode, params)
+                    return
                 for number in range(times):
                     decoded(1 + (again if number == 0 else 0), params)
 
@@ -269,6 +279,14 @@ class Cluster:
 
         for _ in range(prefills):
             self._send(prefill, prompt, 1, prefilled, params=dict(HANDOFF), priority=priority)
+
+    def _reject(self, engine: str, params: Any) -> None:
+        target = self.engines.get(engine)
+        if target is not None:
+            request_id = f"r{next(self._numbers)}"
+            self.world.tell(f"{request_id}: {engine} rejects a request, and passes on its params")
+            target.submit(request_id, [0], 1, params=dict(params))
+            target.abort(request_id)
 
     def abort(self, number: int) -> None:
         """A client goes away."""
@@ -386,6 +404,21 @@ class Cluster:
                     return  # nothing would notice
                 self.world.tell(f"a byte of each slot of {name} flips")
                 arena.slots[:, 7] ^= 0x10
+
+    def end_thread(self, engine: str, thread: str) -> None:
+        """One of the connector's threads ends, as none should."""
+        target = self.engines.get(engine)
+        if target is None:
+            return
+        self.excuses = self.expected_errors = True
+        self.world.tell(f"{thread} of {engine} ends")
+        for turns in target.turns(thread):
+            if thread == "omni-control":  # it says what it leaves, and that it does
+                self.deaf.add(engine)
+                turns.sleep.broken = True
+                turns.wake()
+            else:
+                turns.die()
 
     def babble(self, engine: str, number: int) -> None:
         """A stranger says anything that decodes to a serving engine."""

@@ -33,6 +33,7 @@ from omni_connector.testing.simulation.settings import (
     extra_config,
     vllm_config,
 )
+from omni_connector.testing.simulation.waiting import Waiters
 from omni_connector.testing.simulation.world import NEVER, Actor, Killed, Violation, World
 from omni_connector.testing.toy import Reference
 from omni_connector.testing.toy_runner import ToyRunner, WrongBytes
@@ -109,6 +110,8 @@ class SimulatedEngine(Actor):
         init_none_hash(hash_fn)
         self._hasher = get_request_block_hasher(hash_block_size, hash_fn)
         self._batches = self.config.max_concurrent_batches
+        self._waiters = Waiters(shape.name)
+        self.failures: set[str] = set()
         self.all_free = self.free_blocks
         self.due = world.now
         world.add(self)
@@ -213,6 +216,8 @@ class SimulatedEngine(Actor):
         if in_flight < self._batches and self.scheduler.has_requests():
             step = self.scheduler.schedule()
             self._scheduled.append(step)
+            for half in self.halves[:1]:
+                self._waiters.look(half)
             return True
         if self._scheduled:
             step = self._scheduled.popleft()
@@ -237,6 +242,7 @@ class SimulatedEngine(Actor):
 
     def _update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> bool:
         for engine_output in self.scheduler.update_from_output(step, output).values():
+            self._count(engine_output.scheduler_stats)
             for out in engine_output.outputs:
                 self._output(
                     out.request_id, out.new_token_ids, out.finish_reason, out.kv_transfer_params
@@ -245,6 +251,12 @@ class SimulatedEngine(Actor):
             return False
         self._idle = 0
         return True
+
+    def _count(self, stats: Any) -> None:
+        counts = (getattr(stats, "kv_connector_stats", None) or {}).get("counts", {})
+        self.failures |= {
+            name.removeprefix("failure:") for name in counts if name.startswith("failure:")
+        }
 
     # What an operator does
 
@@ -286,6 +298,10 @@ class SimulatedEngine(Actor):
             return []
         workers = [each for each in self.workers if isinstance(each, OmniKVConnector)]
         return [connector._scheduler, *(each._worker for each in workers)]
+
+    def turns(self, name: str) -> list[Any]:
+        """Threads of the connector that have this name."""
+        return [each for each in self.world.actors if each.name == f"{self.owner}'s {name}"]
 
     @property
     def free_blocks(self) -> int:

@@ -94,7 +94,7 @@ def _engines(draw: random.Random) -> tuple[EngineShape, ...]:
     # A page must hold a rank's state.
     block_size = draw.choice((4, 4, 8)) if family not in ("state and full", "all three") else 8
     ranks = draw.choice((1, 1, 1, 2))
-    integrity = "full" if draw.random() < 0.9 else "generation"
+    integrity = "full" if draw.random() < 0.8 else "generation"
     roles: tuple[Role, ...] = draw.choice(
         (
             ("kv_producer", "kv_consumer"),
@@ -144,6 +144,8 @@ def _trouble(draw: random.Random, *, shares: bool) -> dict[str, float]:
             found[name] = draw.choice(often)
     if draw.random() < 0.15:
         found["slow"] = draw.choice((0.01, 0.5, 2.0))
+    if draw.random() < 0.25:
+        found["garbled"] = draw.choice(often)
     if shares:
         if draw.random() < 0.3:
             found["store_absent"] = draw.choice(often)
@@ -175,6 +177,7 @@ def _events(
         "babble": draw.choice((0.0, 0.0, 1.0)),
         "mislead": draw.choice((0.0, 0.0, 1.0)),
         "spoil": draw.choice((0.0, 0.0, 0.0, 1.0)),
+        "end_thread": draw.choice((0.0, 0.0, 0.0, 0.0, 1.0)),
     }
     kinds = [kind for kind, weight in weights.items() if weight]
     likely = [weights[kind] for kind in kinds]
@@ -194,6 +197,7 @@ def _events(
                 "pause": draw.choice((0.0, 0.0, 0.01, 1.0)),
                 "priority": draw.randrange(3),
                 "mixed_up": draw.random() < 0.05,
+                "rejected": draw.random() < 0.05,
             }
         elif kind == "serve":
             how = {
@@ -226,6 +230,9 @@ def _events(
             how = {"engine": draw.choice(consumers), "number": draw.randrange(1 << 30)}
         elif kind == "spoil":
             how = {"engine": draw.choice(producers)}
+        elif kind == "end_thread":
+            thread = draw.choice(("omni-control", "omni-load", "omni-save"))
+            how = {"engine": draw.choice(names), "thread": thread}
         acts = draw.choice((0, 0, 1, 3, 10, 30, 100))
         events.append(Event(kind, how, acts, number))
     return tuple(events)
