@@ -33,7 +33,6 @@ from omni_connector.testing.simulation.settings import (
     extra_config,
     vllm_config,
 )
-from omni_connector.testing.simulation.waiting import Waiters
 from omni_connector.testing.simulation.world import NEVER, Actor, Killed, Violation, World
 from omni_connector.testing.toy import Reference
 from omni_connector.testing.toy_runner import ToyRunner, WrongBytes
@@ -45,6 +44,9 @@ _SLOT_BYTES = 4096
 Output = Callable[[str, list[int], Any, Any], None]
 """Called with request id, new tokens, finish reason and `kv_transfer_params`."""
 
+Look = Callable[[], None]
+"""Called when a step was scheduled."""
+
 
 class SimulatedEngine(Actor):
     """An engine's main thread.
@@ -54,16 +56,20 @@ class SimulatedEngine(Actor):
         shape: of the engine.
         weights: of its model.
         output: takes what it answers.
+        look: looks at whether all holds.
     """
 
     on_engine_thread = True
 
-    def __init__(self, world: World, shape: EngineShape, weights: bytes, output: Output) -> None:
+    def __init__(
+        self, world: World, shape: EngineShape, weights: bytes, output: Output, look: Look
+    ) -> None:
         super().__init__(shape.name, shape.name)
         self.world = world
         self.shape = shape
         self.alive = True
         self._output = output
+        self._look = look
         self._idle = 0
         self._inputs: deque[Callable[[], object]] = deque()
         self._aborts: list[str] = []
@@ -110,7 +116,6 @@ class SimulatedEngine(Actor):
         init_none_hash(hash_fn)
         self._hasher = get_request_block_hasher(hash_block_size, hash_fn)
         self._batches = self.config.max_concurrent_batches
-        self._waiters = Waiters(shape.name)
         self.failures: set[str] = set()
         self.all_free = self.free_blocks
         self.due = world.now
@@ -216,8 +221,7 @@ class SimulatedEngine(Actor):
         if in_flight < self._batches and self.scheduler.has_requests():
             step = self.scheduler.schedule()
             self._scheduled.append(step)
-            for half in self.halves[:1]:
-                self._waiters.look(half)
+            self._look()
             return True
         if self._scheduled:
             step = self._scheduled.popleft()

@@ -66,17 +66,6 @@ MENDED: Final = (
         ),
     ),
     mutant(
-        "defect 2: what is void is read",
-        "KV that came in an epoch that has ended is computed with",
-        (
-            f"{_V1}.scheduler",
-            "            # It has come, but of other weights than it will be read "
-            "with.\n"
-            "            recompute(request, self._manager)\n",
-            "            pass\n",
-        ),
-    ),
-    mutant(
         "defect 2: claims are granted meanwhile",
         "between a reset and the engine's next step old hand-offs can be claimed",
         (f"{_CONTROL}.server", "        if not self._valid():", "        if False:"),
@@ -94,15 +83,6 @@ MENDED: Final = (
             "            self._num_cached = 0\n"
             "            self._settle(cached)\n",
             "",
-        ),
-    ),
-    mutant(
-        "defect 2: what goes on is stored",
-        "blocks that were computed upon old ones go to the store",
-        (
-            f"{_V1}.shared_prefix",
-            "            goes_on = prompt.request.num_computed_tokens and prompt.job_id is None\n",
-            "            goes_on = 0\n",
         ),
     ),
     mutant(
@@ -136,25 +116,6 @@ MENDED: Final = (
             f"{_V1}.upkeep",
             "            self._next_expiry = self._clock() + TICK_S\n            self._expire()\n",
             "            self._next_expiry = self._clock() + TICK_S\n",
-        ),
-    ),
-    mutant(
-        "defect 3: prefills wait without the thread",
-        "they wait for room that nobody gives back, although there is no control thread",
-        (
-            f"{_V1}.scheduler",
-            '        refusal = "control_ended" if self._upkeep.ended() else None\n',
-            "        refusal = None\n",
-        ),
-        (f"{_V1}.scheduler", "                and not self._upkeep.ended()\n", ""),
-    ),
-    mutant(
-        "defect 4: a rank without endpoints",
-        "a Welcome with a rank that is nowhere is taken for one",
-        (
-            f"{_CONTROL}.messages",
-            "Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=MAX_TRANSPORTS)]",
-            "Annotated[tuple[Endpoint, ...], Meta(max_length=MAX_TRANSPORTS)]",
         ),
     ),
     mutant(

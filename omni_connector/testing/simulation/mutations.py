@@ -30,6 +30,15 @@ OWN: Final = (
         ),
     ),
     mutant(
+        "a slot keeps its generation",
+        "what a slot held before is taken for what it holds",
+        (
+            f"{_CONTROL}.directory",
+            "        self._generation[numbers] += 1\n        self._ready[numbers] =",
+            "        self._ready[numbers] =",
+        ),
+    ),
+    mutant(
         "early save",
         "blocks are saved before they are full",
         (
@@ -41,7 +50,11 @@ OWN: Final = (
     mutant(
         "early state",
         "a recurrent state is saved before its last token",
-        (f"{_V1}.sender", 'end = 0 if group.keeps == "last" else', "end ="),
+        (
+            f"{_V1}.sender",
+            'end = 0 if group.keeps == "last" else min(',
+            'end = end if group.keeps == "last" else min(',
+        ),
     ),
     mutant(
         "saves before the forward pass",
@@ -70,15 +83,6 @@ OWN: Final = (
             f"{_V1}.reading",
             "            _checksum(self._remote.verify(slot, generation), slot, self._length)\n",
             "            _checksum(self._remote._view.header(slot), slot, self._length)\n",
-        ),
-    ),
-    mutant(
-        "an unfilled slot keeps its generation",
-        "what a failed copy has left can be read",
-        (
-            f"{_CONTROL}.directory",
-            "            self._generation[numbers] += 1\n            unheld",
-            "            unheld",
         ),
     ),
     mutant(

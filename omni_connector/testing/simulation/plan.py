@@ -140,11 +140,11 @@ def _trouble(draw: random.Random, *, shares: bool) -> dict[str, float]:
     often = (0.02, 0.1, 0.3)
     found: dict[str, float] = {}
     for name in ("lost", "doubled", "late", "failing", "raising_saves", "raising_loads"):
-        if draw.random() < 0.2:
+        if draw.random() < 0.25:
             found[name] = draw.choice(often)
     if draw.random() < 0.15:
         found["slow"] = draw.choice((0.01, 0.5, 2.0))
-    if draw.random() < 0.25:
+    if draw.random() < 0.4:
         found["garbled"] = draw.choice(often)
     if shares:
         if draw.random() < 0.3:
@@ -166,12 +166,12 @@ def _events(
     weights = {
         "hand_off": 10.0,
         "serve": draw.choice((1.0, 6.0)),
-        "abort": draw.choice((0.0, 3.0)),
+        "abort": draw.choice((0.0, 3.0, 6.0)),
         "update_weights": draw.choice((0.0, 0.0, 1.5)),
         "reset": draw.choice((0.0, 0.0, 1.0)),
         "preempt": draw.choice((0.0, 0.0, 2.0)),
-        "kill": draw.choice((0.0, 0.0, 0.0, 1.0)),
-        "restart": draw.choice((0.0, 0.0, 0.0, 1.0)),
+        "kill": draw.choice((0.0, 0.0, 0.0, 2.0)),
+        "restart": draw.choice((0.0, 0.0, 0.0, 2.0)),
         "stop": draw.choice((0.0, 0.0, 0.0, 1.0)),
         "jump": draw.choice((0.0, 0.0, 1.0)),
         "babble": draw.choice((0.0, 0.0, 1.0)),
@@ -194,7 +194,7 @@ def _events(
                 "times": draw.choice((1, 1, 1, 2, 4)),
                 "again": draw.choice((0, 0, 0, 1)),
                 "prefills": draw.choice((1, 1, 1, 2, 4)),
-                "pause": draw.choice((0.0, 0.0, 0.01, 1.0)),
+                "pause": draw.choice((0.0, 0.0, 0.01, 0.5, 2.0)),
                 "priority": draw.randrange(3),
                 "mixed_up": draw.random() < 0.05,
                 "rejected": draw.random() < 0.05,

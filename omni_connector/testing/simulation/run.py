@@ -45,6 +45,7 @@ _FAULTS: Final = {
     "peer_unreachable",
     "save_failed",
 }
+_STALE: Final = {"stale_slot", "weights_changed"}
 
 _HANG_CPU_S: Final = 20
 _HANG_S: Final = 300
@@ -157,7 +158,7 @@ def _nothing_waits_for_its_time(cluster: Cluster) -> None:
             raise Violation("left_behind", f"{engine.name} has {leases} leases, and no requests")
         if slots and not cluster.lingers:
             raise Violation("left_behind", f"{engine.name} holds {slots} slots for nobody")
-        if failures := engine.failures & _FAULTS:
+        if failures := engine.failures & (_FAULTS if cluster.voids else _FAULTS | _STALE):
             raise Violation(
                 "request_failed", f"{engine.name} counts {sorted(failures)}, and nothing went wrong"
             )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold of an arena's slots after each step: they are given in order, and none twice."""
+"""What must hold of an arena's slots after each step: they are given in order, none twice, and kept
+while somebody reads them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,29 @@ class Waiters:
     def _compare(self, held: list[Any]) -> None:
         if not all(np.array_equal(held[0], other) for other in held[1:]):
             raise Violation("left_behind", f"{self._name} keeps two copies of one prompt")
+
+
+def leases_hold(name: str, half: Any, owners: Mapping[str, Any]) -> None:
+    """Look at what a scheduler half was granted, where nothing went wrong.
+
+    Args:
+        name: of its engine.
+        owners: the scheduler halves of all engines.
+
+    Raises:
+        Violation: slots that it may read are not held for it.
+    """
+    loads = half._receiver._loads.values() if half._receiver is not None else ()
+    for load in loads:
+        owner = owners.get(load.engine_id)
+        if load.grant is None or owner is None or owner._clock() >= load.grant.expires:
+            continue
+        handoff = owner._directory._handoffs.get(load.grant.token)
+        if handoff is None or not handoff.leases:
+            raise Violation(
+                "lease_lost",
+                f"{load.engine_id} does not hold what it granted {_id(load)} at {name}",
+            )
 
 
 def _fits(send: Any, directory: Any) -> bool:
