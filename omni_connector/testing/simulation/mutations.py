@@ -11,16 +11,6 @@ _CONTROL: Final = "omni_connector.control"
 
 OWN: Final = (
     mutant(
-        "loads hold no blocks",
-        "blocks that a load fills are not held",
-        (
-            f"{_V1}.receiver",
-            "            job.block_ids(), lambda failure: self._job_ended(load, "
-            "num_external, failure)\n",
-            "            (), lambda failure: self._job_ended(load, num_external, failure)\n",
-        ),
-    ),
-    mutant(
         "saves to the store hold no blocks",
         "what is copied for the store is not held",
         (
@@ -126,15 +116,6 @@ OWN: Final = (
         (
             f"{_V1}.worker",
             "                self._bad_block_ids |= outcome.bad_block_ids\n",
-            "                pass\n",
-        ),
-    ),
-    mutant(
-        "a failed load is kept to itself",
-        "with several groups a failed load counts as done",
-        (
-            f"{_V1}.worker",
-            "                self._failed_loads.add(request_id)\n",
             "                pass\n",
         ),
     ),

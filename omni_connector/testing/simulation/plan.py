@@ -90,7 +90,7 @@ def plan_of(seed: int) -> Plan:
 def _engines(draw: random.Random) -> tuple[EngineShape, ...]:
     family = draw.choice(_FAMILIES)
     caching = draw.random() < 0.9
-    shares = caching and "state" not in family and family != "all three" and draw.random() < 0.4
+    shares = caching and "state" not in family and family != "all three" and draw.random() < 0.5
     # A page must hold a rank's state.
     block_size = draw.choice((4, 4, 8)) if family not in ("state and full", "all three") else 8
     ranks = draw.choice((1, 1, 1, 2))
@@ -149,7 +149,7 @@ def _trouble(draw: random.Random, *, shares: bool) -> dict[str, float]:
     if shares:
         if draw.random() < 0.3:
             found["store_absent"] = draw.choice(often)
-        if draw.random() < 0.3:
+        if draw.random() < 0.5:
             found["store_slow"] = draw.choice((0.05, 0.5, 3.0))
         if draw.random() < 0.3:
             found["store_forgets"] = draw.choice(often)

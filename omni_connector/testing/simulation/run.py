@@ -39,6 +39,7 @@ _FAULTS: Final = {
     "job_failed",
     "load_failed",
     "malformed_answer",
+    "not_computed",
     "not_introduced",
     "other_epoch",
     "peer_refused",
