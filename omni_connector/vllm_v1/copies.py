@@ -109,6 +109,8 @@ class CopyThread:
             self._queue.clear()
             self._running = None
             self._ended += [_failed(job, THREAD_DIED) for job in jobs]
+        for job in jobs:
+            job.pieces.close()  # what they hold is let go of
 
     def cancel(self, job_ids: set[int]) -> None:
         """Tell these jobs to stop, without waiting for it; unknown and ended ones are ignored."""
@@ -129,6 +131,8 @@ class CopyThread:
                     job.cancelled = True
         self._thread.wake()
         self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._fail_all()  # there are none, unless it had died
 
     def _turn(self) -> float | None:
         with self._changed:

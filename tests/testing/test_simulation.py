@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from omni_connector.control.directory import SlotDirectory
+from omni_connector.testing.simulation import mutants
 from omni_connector.testing.simulation.campaign import campaign, replayed
 from omni_connector.testing.simulation.mutations import MUTANTS
 from omni_connector.testing.simulation.plan import plan_of
@@ -29,7 +30,7 @@ def test_the_plans_of_seeds_differ_and_hold_all_kinds_of_engines_and_events():
     for name in ("family", "ranks", "runner", "overlap", "policy", "shares", "caching"):
         assert len({getattr(shape, name) for shape in shapes}) > 1, name
     assert {plan.mapped for plan in plans} == {True, False}
-    assert len({event.what for plan in plans for event in plan.events}) == 13
+    assert len({event.what for plan in plans for event in plan.events}) == 14
 
 
 def test_the_time_that_passes_is_virtual():
@@ -59,6 +60,25 @@ def test_mutants_fit_the_sources():
         for change in mutant.changes:
             spec = importlib.util.find_spec(change.module)
             assert Path(spec.origin).read_text().count(change.old) == 1, mutant.name
+
+
+def test_the_table_of_mutants_is_kept_with_those_that_were_not_found(tmp_path, monkeypatch, capsys):
+    found = {MUTANTS[0]: 7, MUTANTS[1]: None}
+
+    def all_of_them(chosen, most, jobs):
+        for mutant, seeds in found.items():
+            yield mutants.Found(mutant, seeds, "" if seeds is None else "wrong_answer: 3 | 4")
+
+    monkeypatch.setattr(mutants, "_all", all_of_them)
+    path = tmp_path / "mutants.md"
+    assert mutants.main(["--keep", str(path), "--most", "9"]) == 1
+    text = path.read_text()
+    assert f"| {MUTANTS[0].name} | {MUTANTS[0].why} | 7 | wrong_answer: 3 / 4 |" in text
+    assert f"| {MUTANTS[1].name} | {MUTANTS[1].why} | **not found** |" in text
+    assert "1 of 2 mutants found within 9 seeds each" in text
+    assert "1 of 2 mutants" in capsys.readouterr().out
+    del found[MUTANTS[1]]
+    assert mutants.main([]) == 0
 
 
 def test_reference_and_runner_agree():

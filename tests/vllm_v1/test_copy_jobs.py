@@ -125,3 +125,29 @@ def count_computed(decode: InProcessEngine) -> list[int]:
 
     decode.runner.execute = counted
     return steps
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_job_that_its_thread_has_left_lets_go_of_what_it_holds(asked):
+    """When the engine looks for what has ended, and at the latest when it closes."""
+    thread, held = CopyThread("omni-test"), set()
+
+    def endless(cancelled):
+        held.add("an arena")
+        try:
+            while True:
+                yield False
+        finally:
+            held.clear()
+
+    thread.submit(1, endless)
+    wait(lambda: held)
+    end_thread(thread)
+    assert held
+    if asked:
+        assert [(each.job_id, each.failure) for each in thread.take_ended()] == [
+            (1, "copy_thread_died")
+        ]
+        assert not held
+    thread.close()
+    assert not held

@@ -38,10 +38,13 @@ def sizes(engine: SimulatedEngine) -> dict[str, int]:
     return found
 
 
-def leases_of(engine: SimulatedEngine) -> int:
-    """How many peers may read slots of an engine."""
+def held_by(engine: SimulatedEngine) -> tuple[int, int]:
+    """Slots of an engine that are held, and how many peers may read some."""
     directory = engine.halves[0]._directory if engine.halves else None
-    return 0 if directory is None else int(directory.usage()[2])
+    if directory is None:
+        return 0, 0
+    held, _, leases = directory.usage()
+    return int(held), int(leases)
 
 
 def leftovers(engine: SimulatedEngine, before: Mapping[str, int]) -> list[str]:

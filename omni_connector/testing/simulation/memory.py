@@ -25,6 +25,7 @@ class Host:
         silent: engines that do not answer who attaches.
         failing: how often an attach or a fetch fails.
         slow: seconds that a fetch takes at most.
+        garbled: how often a fetch brings other bytes.
         views: mappings that readers have, by reader.
     """
 
@@ -34,6 +35,7 @@ class Host:
         self.silent: set[str] = set()
         self.failing = 0.0
         self.slow = 0.0
+        self.garbled = 0.0
         self.arenas: dict[str, tuple[str, Arena]] = {}
         self.views: dict[str, list[View]] = {}
 
@@ -81,6 +83,9 @@ class View(RemoteArena):
         if not self.alive or host.world.chance(host.failing):
             raise PeerUnreachableError("the fetch failed")
         dst[:] = self._view.slots[np.asarray(slot_ids), : dst.shape[1]]
+        if host.world.chance(host.garbled):
+            host.world.tell(f"a fetch from {self.endpoint.address} brings other bytes")
+            dst ^= 0x10
 
     def close(self) -> None:
         self._view.close()

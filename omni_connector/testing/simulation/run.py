@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from omni_connector.testing.simulation.check import leases_of, leftovers, sizes
+from omni_connector.testing.simulation.check import held_by, leftovers, sizes
 from omni_connector.testing.simulation.cluster import Cluster
 from omni_connector.testing.simulation.engine import SimulatedEngine
 from omni_connector.testing.simulation.plan import Plan
@@ -30,6 +30,23 @@ _QUIET_S: Final = 700.0
 """Seconds after which everything that is remembered for a while is forgotten too."""
 
 _TICKS_S: Final = 1.2
+
+# Failures, as they are counted, that need something to go wrong.
+_FAULTS: Final = {
+    "checksum_mismatch",
+    "copy_thread_died",
+    "incompatible_peer",
+    "job_failed",
+    "load_failed",
+    "malformed_answer",
+    "not_computed",
+    "not_introduced",
+    "other_epoch",
+    "peer_refused",
+    "peer_unreachable",
+    "save_failed",
+}
+_STALE: Final = {"stale_slot", "weights_changed"}
 
 _HANG_CPU_S: Final = 20
 _HANG_S: Final = 300
@@ -108,9 +125,12 @@ def _run(cluster: Cluster, plan: Plan, errors: "_Errors") -> None:
 def _settle(cluster: Cluster, look: Any) -> None:
     world = cluster.world
 
-    while not cluster.quiet:
-        world.run(lambda: cluster.quiet, world.now + 5.0)
-        look()
+    def quieten() -> None:
+        while not cluster.quiet:
+            world.run(lambda: cluster.quiet, world.now + 5.0)
+            look()
+
+    quieten()
     for liar in cluster.liars:
         liar.close()
     # Leases and whatever else has a time to live.
@@ -121,18 +141,28 @@ def _settle(cluster: Cluster, look: Any) -> None:
         world.run(lambda end=end: world.now >= end, end)  # type: ignore[misc]
         look()
         if not seconds and not cluster.excuses:
-            _no_lease_is_left(cluster)
+            _nothing_waits_for_its_time(cluster)
+    for name in sorted(cluster.deaf):
+        cluster.serve(name, (0, 1), 1, 0)
+    quieten()
     while len(cluster.engines) < len(cluster.shapes):
         world.run(lambda: len(cluster.engines) == len(cluster.shapes), world.now + 5.0)
         look()
 
 
-def _no_lease_is_left(cluster: Cluster) -> None:
-    """Where nothing went wrong, leases end with their requests, not with their time to live."""
+def _nothing_waits_for_its_time(cluster: Cluster) -> None:
+    """Where nothing went wrong, leases and slots end with their requests, not with their time to
+    live; and nothing fails as it does where something goes wrong."""
     for engine in cluster.engines.values():
-        leases = leases_of(engine)
+        slots, leases = held_by(engine)
         if leases:
             raise Violation("left_behind", f"{engine.name} has {leases} leases, and no requests")
+        if slots and not cluster.lingers:
+            raise Violation("left_behind", f"{engine.name} holds {slots} slots for nobody")
+        if failures := engine.failures & (_FAULTS if cluster.voids else _FAULTS | _STALE):
+            raise Violation(
+                "request_failed", f"{engine.name} counts {sorted(failures)}, and nothing went wrong"
+            )
 
 
 def _nothing_is_left(cluster: Cluster, before: dict[SimulatedEngine, dict[str, int]]) -> None:
@@ -143,6 +173,8 @@ def _nothing_is_left(cluster: Cluster, before: dict[SimulatedEngine, dict[str, i
         for view in cluster.host.views.get(str(engine.owner), ()):
             if not view.alive:
                 raise Violation("left_behind", f"{engine.name} maps an arena whose owner is gone")
+        if lost := cluster.net.lost_by(str(engine.owner)):
+            raise Violation("left_behind", f"{engine.name} has {lost} links to who is gone")
 
 
 def _nothing_of_the_process(cluster: Cluster, threads: int, descriptors: int) -> None:
@@ -265,6 +297,7 @@ def laboratory() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(torch_threads)
+        gc.collect()
         sys.unraisablehook = unraisable
         gc.enable()
         gc.unfreeze()

@@ -18,6 +18,9 @@ from omni_connector.turns import Sleep, Turn
 NEVER: Final = math.inf
 
 _BACK_OFF_S: Final = 0.2
+
+# Threads that all jobs and messages share: who waits for one peer there holds up the others.
+_SHARED_THREADS: Final = ("omni-control", "omni-load", "omni-save")
 _DEPTH: Final = 4
 
 
@@ -47,9 +50,11 @@ class Actor:
         speed: how often it is drawn, beside others that are due.
         waits: it is in the middle of an act.
         on_engine_thread: whether what it does is done by an engine's thread, which may not wait.
+        is_shared: whether what it does is done by another thread that may not.
     """
 
     on_engine_thread = False
+    is_shared = False
 
     def __init__(self, name: str, owner: str | None = None) -> None:
         self.name = name
@@ -158,8 +163,8 @@ class World:
             raise Killed
 
     def forbid_waiting(self, what: str) -> None:
-        """Something is called that may take long: that must not be on an engine's thread."""
-        if self.acting and self.acting[-1].on_engine_thread:
+        """Something is called that may take long, not on an engine's thread nor a shared one."""
+        if self.acting and (self.acting[-1].on_engine_thread or self.acting[-1].is_shared):
             raise Violation("engine_waits", f"{self.acting[-1].name} calls {what}")
 
     def _act(self, deadline: float, *, threads_only: bool = False) -> bool:
@@ -242,6 +247,8 @@ class SimulatedTurns(Actor):
         self._world = world
         self._turn = turn
         self._alive = True
+        self.sleep = sleep
+        self.is_shared = name in _SHARED_THREADS
         self._idle = 0
         self._woken = False
         self.due = world.now
@@ -257,6 +264,11 @@ class SimulatedTurns(Actor):
 
     def is_alive(self) -> bool:
         return self._alive
+
+    def die(self) -> None:
+        """End in the middle of what it does, as a thread does that an interpreter's error ends."""
+        self._alive = False
+        self._world.remove(self)
 
     def join(self, timeout: float) -> None:
         """Make all turns that are left; the caller has told it to end."""
