@@ -75,13 +75,6 @@ MUTANTS: Final = (
         "            pass\n",
     ),
     _mutant(
-        "defect 2: readers are not told",
-        "void slots keep their generation in the arena",
-        f"{_V1}.worker",
-        "            self._saves.submit(NO_JOB_ID, self._void_work(*metadata.void))\n",
-        "            pass\n",
-    ),
-    _mutant(
         "defect 2: the store's keys stay",
         "prefixes of other weights are found in the shared store",
         f"{_V1}.shared_prefix",

@@ -172,8 +172,8 @@ def _events(
         "restart": draw.choice((0.0, 0.0, 0.0, 1.0)),
         "stop": draw.choice((0.0, 0.0, 0.0, 1.0)),
         "jump": draw.choice((0.0, 0.0, 1.0)),
-        "babble": draw.choice((0.0, 0.0, 0.0, 1.0)),
-        "mislead": draw.choice((0.0, 0.0, 0.0, 1.0)),
+        "babble": draw.choice((0.0, 0.0, 1.0)),
+        "mislead": draw.choice((0.0, 0.0, 1.0)),
         "spoil": draw.choice((0.0, 0.0, 0.0, 1.0)),
     }
     kinds = [kind for kind, weight in weights.items() if weight]

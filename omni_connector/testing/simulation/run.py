@@ -265,6 +265,7 @@ def laboratory() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(torch_threads)
+        gc.collect()
         sys.unraisablehook = unraisable
         gc.enable()
         gc.unfreeze()
