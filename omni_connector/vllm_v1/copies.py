@@ -121,7 +121,11 @@ class CopyThread:
                 job.cancelled = True
 
     def close(self) -> None:
-        """Cancel everything and stop the thread. Idempotent, within `CLOSE_S` seconds."""
+        """Cancel everything and stop the thread. Idempotent, within `CLOSE_S` seconds.
+
+        No job goes on after that, but for a piece that takes longer: what jobs hold and write to
+        may be taken from them.
+        """
         with self._changed:
             self._closing = True
             for job in (*self._queue, self._running):
@@ -129,6 +133,10 @@ class CopyThread:
                     job.cancelled = True
         self._thread.wake()
         self._thread.join(CLOSE_S)
+        with self._changed:
+            left, self._queue = self._queue, deque()
+        for job in left:  # of a thread that has died, or is slow
+            job.pieces.close()
 
     def _turn(self) -> float | None:
         with self._changed:
