@@ -10,6 +10,7 @@ else. `ToyRunner` (in `toy_runner`) reads and writes a KV cache as vLLM's model 
 """
 
 import copy
+import functools
 import hashlib
 import json
 from collections import deque
@@ -214,16 +215,18 @@ class Mind:
         return 3 + int.from_bytes(hasher.digest(), "little") % (VOCAB - 3)
 
 
+_MOST_MINDS: Final = 10_000
+
+
 class Reference:
     """What the model answers, computed without a cache.
 
     Args:
-        config: cache groups of one rank of an engine.
-        ranks: tensor-parallel size of that engine; each keeps states of its own.
+        kinds: of the cache groups of all ranks; see `kinds_of`.
     """
 
-    def __init__(self, config: KVCacheConfig, ranks: int = 1) -> None:
-        self._kinds = kinds_of(config, ranks)
+    def __init__(self, kinds: Sequence[Kind]) -> None:
+        self._kinds = kinds
         self._minds: dict[tuple[bytes, tuple[int, ...]], Mind] = {}
 
     def next_token(self, weights: bytes, token_ids: Sequence[int]) -> int:
@@ -235,11 +238,25 @@ class Reference:
             mind = Mind(weights, self._kinds) if before is None else before.copy()
             for token_id in known if before is None else known[-1:]:
                 mind.step(token_id)
+            if len(self._minds) >= _MOST_MINDS:
+                self._minds.clear()
             self._minds[weights, known] = mind
         return mind.token()
 
 
-def kinds_of(config: KVCacheConfig, ranks: int) -> list[Kind]:
+@functools.cache
+def reference(kinds: tuple[Kind, ...]) -> Reference:
+    """The one of all engines whose cache groups are of these kinds."""
+    return Reference(kinds)
+
+
+def kinds_of(config: KVCacheConfig, ranks: int) -> tuple[Kind, ...]:
+    """What the model keeps in the groups of an engine.
+
+    Args:
+        config: cache groups of one rank.
+        ranks: tensor-parallel size; each keeps states of its own.
+    """
     found = []
     for group in config.kv_cache_groups:
         spec, layers = group.kv_cache_spec, len(group.layer_names)
@@ -251,4 +268,4 @@ def kinds_of(config: KVCacheConfig, ranks: int) -> list[Kind]:
         window = getattr(spec, "sliding_window", None)
         keeps = "all" if window is None else "window"
         found.append(Kind(keeps, window or 1, layers * heads * content))
-    return found
+    return tuple(found)
