@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from omni_connector.testing.simulation.plan import Plan, plan_of
-from omni_connector.testing.simulation.run import Failure, laboratory, run
+from omni_connector.testing.simulation.run import Failure, laboratory, run, told
 
 _COLLECT_EVERY = 25
 _ORDERS = 6
@@ -21,12 +21,14 @@ class Verdict:
         plan: what was run, shrunk if it failed.
         order: which of the orders of that plan; 0 is the seed's own.
         failure: None when all held.
+        story: what happened, a line each.
     """
 
     seed: int
     plan: Plan
     order: int
     failure: Failure | None
+    story: tuple[str, ...] = ()
 
     def lines(self, *, story: bool) -> list[str]:
         """The verdict in words."""
@@ -41,7 +43,7 @@ class Verdict:
         lines += [f"  event   {event}" for event in self.plan.events]
         if self.plan.trouble:
             lines.append(f"  trouble {self.plan.trouble}")
-        lines += [f"  {line}" for line in (self.failure.story if self.failure else ())]
+        lines += [f"  {line}" for line in (self.failure.story if self.failure else self.story)]
         lines.append(
             f"  again: python -m omni_connector.testing.simulation --seeds {self.seed} "
             f"--only {numbers} --order {self.order}"
@@ -67,7 +69,7 @@ def replayed(seed: int, only: set[int] | None, order: int) -> Verdict:
     if only is not None:
         plan = _ordered(plan.only(only), order)
     with laboratory():
-        return Verdict(seed, plan, order, run(plan))
+        return Verdict(seed, plan, order, *told(plan))
 
 
 def shrunk(seed: int, failure: Failure) -> Verdict:

@@ -10,12 +10,14 @@ import argparse
 import importlib
 import importlib.util
 import multiprocessing
+import os
 import sys
 import time
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 
+from omni_connector.testing.simulation import HASHES_VARIABLE
 from omni_connector.testing.simulation.mutations import MUTANTS, Mutant
 
 MOST_SEEDS: Final = 1000
@@ -54,6 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     work = [(mutant.name, options.most) for mutant in chosen]
     missed = 0
     print("| mutant | what is wrong | seeds | found by |\n|---|---|---|---|", flush=True)
+    os.environ[HASHES_VARIABLE] = "0"  # of the processes that are started
     # Each in a process of its own: what is imported there is the mutant.
     with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
         for found in pool.imap(_try, work, chunksize=1):
