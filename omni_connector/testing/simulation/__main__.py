@@ -7,7 +7,7 @@ import sys
 from omni_connector.testing.simulation import HASHES_VARIABLE
 
 
-def _with_the_same_hashes() -> None:
+def with_the_same_hashes() -> None:
     """Start anew where strings are hashed differently each time: vLLM goes through sets of request
     ids, and in which order would not be the seed's to draw."""
     if os.environ.get(HASHES_VARIABLE) != "0":
@@ -17,7 +17,7 @@ def _with_the_same_hashes() -> None:
 
 
 if __name__ == "__main__":
-    _with_the_same_hashes()
+    with_the_same_hashes()
     from omni_connector.testing.simulation.command import main
 
     sys.exit(main())
