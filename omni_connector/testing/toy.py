@@ -148,6 +148,10 @@ class Kind:
     size: int
 
 
+_MOST_DRAWN: Final = 10_000
+_DRAWN: Final[dict[Any, tuple[list[list[bytes]], bytes]]] = {}
+
+
 class Mind:
     """The model after some positions: what it has read so far, and what it drew last."""
 
@@ -205,6 +209,26 @@ class Mind:
             else:
                 self._seen[group] = content
         self._last = drawn
+        return drawn
+
+    def steps(self, token_ids: Sequence[int]) -> list[list[bytes]]:
+        """The last positions: what is to be stored for each. Only `token` may be asked after it.
+
+        Engines are given the same prompts again and again: what was drawn from the same bytes is
+        remembered.
+        """
+        read = self._full.copy()
+        for seen in self._seen:
+            read.update(seen if isinstance(seen, bytes) else b"".join(seen))
+        key = tuple(self._kinds), self._weights, read.digest(), tuple(token_ids)
+        found = _DRAWN.get(key)
+        if found is None:
+            drawn = [self.step(token_id) for token_id in token_ids]
+            if len(_DRAWN) >= _MOST_DRAWN:
+                _DRAWN.clear()
+            found = _DRAWN[key] = drawn, self._seed
+        drawn, self._seed = found
+        self._last = drawn[-1]
         return drawn
 
     def token(self, stored: Sequence[bytes] | None = None) -> int:

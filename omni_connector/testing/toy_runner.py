@@ -119,7 +119,7 @@ class ToyRunner:
                 mind.read(g, group.read(row.tables[g], start - 1, start).tobytes())
         if full:  # by position, as they were drawn
             mind.read_full(np.concatenate(full, axis=1).tobytes())
-        drawn = [mind.step(token_id) for token_id in row.token_ids[start:end]]
+        drawn = mind.steps(row.token_ids[start:end])
         stored = []
         for g, group in enumerate(self._groups):
             group.write(row.tables[g], start, end, [each[g] for each in drawn])
