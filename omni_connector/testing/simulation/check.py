@@ -63,13 +63,14 @@ def leftovers(engine: SimulatedEngine, before: Mapping[str, int]) -> list[str]:
 
 
 def _walk(thing: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, int]]:
-    manner = _manner(type(thing))
+    kind: Any = type(thing)
+    manner = _manner(kind)
     if manner is None or id(thing) in seen or depth > _DEPTH:
         return
     seen.add(id(thing))
     if manner == "object":
         for name, value in _attributes(thing):
-            if _manner(type(value)) is not None:
+            if value is not None:
                 yield from _walk(value, f"{path}.{name}", seen, depth + 1)
         return
     if manner == "container":
