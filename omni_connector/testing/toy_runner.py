@@ -119,7 +119,7 @@ class ToyRunner:
                 mind.read(g, group.read(row.tables[g], start - 1, start).tobytes())
         if full:  # by position, as they were drawn
             mind.read_full(np.concatenate(full, axis=1).tobytes())
-        drawn = [mind.step(token_id) for token_id in row.token_ids[start:end]]
+        drawn = mind.steps(row.token_ids[start:end])
         stored = []
         for g, group in enumerate(self._groups):
             group.write(row.tables[g], start, end, [each[g] for each in drawn])
@@ -161,18 +161,21 @@ class _Attention:
     def read(self, table: list[int], start: int, end: int) -> NDArray[np.uint8]:
         """KV of these positions: (positions, bytes)."""
         blocks, offsets = self._places(table, start, end)
-        found = np.stack(
-            [
-                np.concatenate([rank[blocks, :, offsets] for rank in layer], axis=1)
-                for layer in self._layers
-            ],
-            axis=1,
+        ranks = len(self._layers[0])
+        found = np.empty(
+            (end - start, len(self._layers), ranks * self._kept, self._content), np.uint8
         )
-        first = found[:, :, :: self._copies]
+        for number, layer in enumerate(self._layers):
+            for place, rank in enumerate(layer):
+                first = place * self._kept
+                found[:, number, first : first + self._kept] = rank[blocks, :, offsets]
+        if self._copies == 1:
+            return found.reshape(end - start, self._size)
+        one = found[:, :, :: self._copies]
         for number in range(1, self._copies):
-            if (found[:, :, number :: self._copies] != first).any():
+            if (found[:, :, number :: self._copies] != one).any():
                 raise WrongBytes("two ranks keep different bytes of one head")
-        return first.reshape(end - start, self._size)
+        return one.reshape(end - start, self._size)
 
     def write(self, table: list[int], start: int, end: int, content: list[bytes]) -> None:
         """Put KV at positions."""
@@ -188,10 +191,12 @@ class _Attention:
     def _places(
         self, table: list[int], start: int, end: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        positions = np.arange(start, end)
-        blocks = np.asarray(table, np.int64)[positions // self._block_size]
-        assert blocks.all(), "vLLM has taken a block away that is still used"
-        return blocks, positions % self._block_size
+        size = self._block_size
+        first = start // size
+        used = table[first : -(-end // size)]
+        assert 0 not in used, "vLLM has taken a block away that is still used"
+        number, offsets = np.divmod(np.arange(start - first * size, end - first * size), size)
+        return np.asarray(used, np.int64)[number], offsets
 
 
 class _State:

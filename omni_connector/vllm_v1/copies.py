@@ -123,7 +123,11 @@ class CopyThread:
                 job.cancelled = True
 
     def close(self) -> None:
-        """Cancel everything and stop the thread. Idempotent, within `CLOSE_S` seconds."""
+        """Cancel everything and stop the thread. Idempotent, within `CLOSE_S` seconds.
+
+        No job goes on after that, but for a piece that takes longer: what jobs hold and write to
+        may be taken from them.
+        """
         with self._changed:
             self._closing = True
             for job in (*self._queue, self._running):
@@ -133,6 +137,10 @@ class CopyThread:
         self._thread.join(CLOSE_S)
         if not self._thread.is_alive():
             self._fail_all()  # there are none, unless it had died
+        with self._changed:
+            left, self._queue = self._queue, deque()
+        for job in left:  # of a thread that is slow
+            job.pieces.close()
 
     def _turn(self) -> float | None:
         with self._changed:

@@ -413,6 +413,8 @@ class OmniWorker:
 
 def _void(arena: Arena, job: SaveJob) -> None:
     """Tell readers that wait for these slots that they will not come with this generation."""
+    if arena.closed:  # the piece outlived the arena: who still reads that sees its owner go
+        return
     for run in job.runs:
         for slot, generation in zip(run.slots, run.generations, strict=True):
             arena.begin_write(slot, generation + 1)

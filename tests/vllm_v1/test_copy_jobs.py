@@ -90,6 +90,57 @@ def test_other_jobs_go_on_beside_one_that_raises():
     thread.close()
 
 
+class Stuck:
+    """Stands in for a thread that makes no turn any more, and does not end either."""
+
+    def __init__(self, name, turn, **_):
+        self.turn = turn
+
+    def wake(self):
+        pass
+
+    def join(self, timeout):
+        pass
+
+    def is_alive(self):
+        return True
+
+
+def test_jobs_that_are_left_end_when_their_thread_is_closed():
+    ended = []
+
+    def work(cancelled):
+        try:
+            yield True
+            yield True
+        finally:
+            ended.append(cancelled())
+
+    thread = CopyThread("omni-test", None, Stuck)
+    thread.submit(1, work)
+    thread.submit(2, work)
+    thread._thread.turn()
+    assert not ended
+    thread.close()
+    assert ended == [True]  # that of the other has not begun
+    assert thread._thread.turn() is None
+
+
+def test_a_save_that_outlives_the_arena_raises_nothing(engine, monkeypatch):
+    """Nobody could catch it: it would be raised where a generator is thrown away."""
+    prefill = engine("kv_producer")
+    worker = prefill.worker_half
+    saves = []
+    monkeypatch.setattr(worker._saves, "submit", lambda number, work: saves.append(work))
+    prefill.submit(PROMPT, params=HANDOFF)
+    prefill.run(lambda: bool(saves))
+    pieces = saves[0](lambda: False)
+    assert next(pieces)
+    prefill.shutdown()
+    assert worker._arena.closed
+    pieces.close()
+
+
 @pytest.mark.parametrize("how", ["changed", "reused"])
 @pytest.mark.parametrize("first_bad", range(6))
 def test_blocks_before_the_first_bad_one_are_kept(engine, tokens, monkeypatch, first_bad, how):

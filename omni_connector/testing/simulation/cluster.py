@@ -132,6 +132,7 @@ class Cluster:
 
     def _surroundings(self, owner: str) -> Surroundings:
         world = self.world
+        model = f"weights {self._weights}/"
         transport = functools.partial(SimulatedTransport, self.host, owner)
 
         def transports(config: Any) -> Transports:
@@ -147,7 +148,7 @@ class Cluster:
             start=functools.partial(SimulatedTurns, world, owner),
             sockets=lambda: SimulatedSockets(self.net, owner),
             transports=transports,
-            block_store=lambda settings, lends: SimulatedStore(self.shelf),
+            block_store=lambda settings, lends: SimulatedStore(self.shelf, model),
             copier=copier,
             populate=False,
         )

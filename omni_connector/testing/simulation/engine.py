@@ -34,7 +34,7 @@ from omni_connector.testing.simulation.settings import (
     vllm_config,
 )
 from omni_connector.testing.simulation.world import NEVER, Actor, Killed, Violation, World
-from omni_connector.testing.toy import Reference
+from omni_connector.testing.toy import reference
 from omni_connector.testing.toy_runner import ToyRunner, WrongBytes
 from omni_connector.vllm_v1.connector import OmniKVConnector
 
@@ -319,7 +319,7 @@ class _CheckedRunner(ToyRunner):
     def __init__(self, engine: SimulatedEngine, caches: Any, weights: bytes) -> None:
         super().__init__(caches, engine.kv_config, weights)
         self._engine = engine
-        self._reference = Reference(engine.kv_config, engine.shape.ranks)
+        self._reference = reference(self._kinds)
 
     def sampled(self, request_id: str, token_ids: list[int], token: int) -> None:
         right = self._reference.next_token(self.weights, token_ids)

@@ -191,14 +191,21 @@ class Shelf:
 
 
 class SimulatedStore(BlockStore):
-    """One client of the shelf."""
+    """One client of the shelf.
 
-    def __init__(self, shelf: Shelf) -> None:
+    Args:
+        shelf: that it asks.
+        model: what the keys of its engine begin with, as an operator has to give engines that
+            are started with other weights another `model_id`.
+    """
+
+    def __init__(self, shelf: Shelf, model: str) -> None:
         self._shelf = shelf
+        self._model = model
 
     def exists(self, keys: Sequence[str], *, timeout: float) -> list[bool]:
         there = self._shelf.answers(timeout)
-        return [there and key in self._shelf.entries for key in keys]
+        return [there and self._model + key in self._shelf.entries for key in keys]
 
     def buffer(self, rows: int, row_bytes: int) -> NDArray[np.uint8]:
         return np.zeros((rows, row_bytes), np.uint8)
@@ -215,7 +222,7 @@ class SimulatedStore(BlockStore):
         if not shelf.answers(timeout):
             return [False] * len(keys)
         for key, row, length in zip(keys, rows, lengths, strict=True):
-            shelf.entries.setdefault(key, row[:length].tobytes())
+            shelf.entries.setdefault(self._model + key, row[:length].tobytes())
         for key in list(shelf.entries):
             if shelf.world.chance(shelf.forgets):
                 del shelf.entries[key]
@@ -232,7 +239,7 @@ class SimulatedStore(BlockStore):
         there = self._shelf.answers(timeout)
         found = []
         for key, row, length in zip(keys, rows, lengths, strict=True):
-            entry = self._shelf.entries.get(key) if there else None
+            entry = self._shelf.entries.get(self._model + key) if there else None
             found.append(entry is not None and len(entry) == length)
             if entry is not None and found[-1]:
                 row[:length] = np.frombuffer(entry, np.uint8)

@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+from omni_connector.testing.simulation import HASHES_VARIABLE
 from omni_connector.testing.simulation.faults import Mutant
 from omni_connector.testing.simulation.mutations import MUTANTS
 
@@ -77,6 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         for mutant in chosen:
             print(f"{mutant.name}: {mutant.why}")
         return 0
+    os.environ[HASHES_VARIABLE] = "0"  # of the processes that are started
     started = time.monotonic()
     table = []
     print(_HEAD, flush=True)

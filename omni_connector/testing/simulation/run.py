@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 
+from omni_connector.testing.simulation import HASHES_VARIABLE
 from omni_connector.testing.simulation.check import held_by, leftovers, sizes
 from omni_connector.testing.simulation.cluster import Cluster
 from omni_connector.testing.simulation.engine import SimulatedEngine
@@ -70,7 +71,14 @@ class Failure:
 
 def run(plan: Plan) -> Failure | None:
     """Run a schedule; None when all held."""
+    return told(plan)[0]
+
+
+def told(plan: Plan) -> tuple[Failure | None, tuple[str, ...]]:
+    """The same, and what happened, a line each; of schedules that agree in all of it no draw
+    differs."""
     cluster: Cluster | None = None
+    failure = None
     errors = _Errors()
     threads, descriptors = threading.active_count(), _descriptors()
     with _alarm(), errors:
@@ -81,18 +89,17 @@ def run(plan: Plan) -> Failure | None:
             cluster.close()
             _nothing_of_the_process(cluster, threads, descriptors)
         except Violation as violation:
-            story = _story(cluster, plan)
+            failure = Failure(violation.kind, str(violation), _story(cluster))
             with contextlib.suppress(BaseException):
                 if cluster is not None:
                     cluster.close()
-            return Failure(violation.kind, str(violation), story)
         finally:
             if cluster is not None:
                 for name in {owner for owner, _ in cluster.host.arenas.values()}:
                     cluster.host.kill(name)
                 for owner in list(cluster.host.views):
                     cluster.host.kill(owner)
-    return None
+    return failure, _story(cluster) if failure is None else failure.story
 
 
 def _run(cluster: Cluster, plan: Plan, errors: "_Errors") -> None:
@@ -204,11 +211,14 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def _story(cluster: Cluster | None, plan: Plan) -> tuple[str, ...]:
+def _story(cluster: Cluster | None) -> tuple[str, ...]:
     if cluster is None:
         return ()
-    start = cluster.world.story[0][0] if cluster.world.story else 0.0
-    return tuple(f"{when - start:9.4f}  {text}" for when, text in cluster.world.story)
+    world = cluster.world
+    start = world.story[0][0] if world.story else 0.0
+    lines = [f"{when - start:9.4f}  {text}" for when, text in world.story]
+    end = f"{world.now - start:9.4f}  the end, after {world.acts} acts"
+    return (*lines, f"{end} (the next draw would be {world.draw.random():.4f})")
 
 
 class _Errors(logging.Handler):
@@ -269,8 +279,12 @@ def _alarm() -> Iterator[None]:
 def laboratory() -> Iterator[None]:
     """What holds while schedules run: a runtime folder of one's own, small pieces, no sleep."""
     folder = tempfile.mkdtemp(prefix="omni-sim-")
-    former = os.environ.get(RUNTIME_DIR_VARIABLE)
-    os.environ[RUNTIME_DIR_VARIABLE] = folder
+    variables = {
+        RUNTIME_DIR_VARIABLE: folder,
+        HASHES_VARIABLE: "0",  # else vLLM draws what its hashes of blocks begin with
+    }
+    former = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     patched: list[tuple[Any, str, Any]] = [
         (loading, "BATCH_BYTES", 1),
         (store_jobs, "_MAX_ROWS", 2),
@@ -305,10 +319,11 @@ def laboratory() -> Iterator[None]:
             setattr(module, name, value)
         for logger, level, _ in levels:
             logger.setLevel(level)
-        if former is None:
-            del os.environ[RUNTIME_DIR_VARIABLE]
-        else:
-            os.environ[RUNTIME_DIR_VARIABLE] = former
+        for variable, content in former.items():
+            if content is None:
+                del os.environ[variable]
+            else:
+                os.environ[variable] = content
         shutil.rmtree(folder)
 
 

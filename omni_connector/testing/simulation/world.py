@@ -86,6 +86,7 @@ class World:
         self.acts = 0
         self.acting: list[Actor] = []
         self.actors: list[Actor] = []
+        self._engines: list[Actor] = []  # those of them that are engines' threads
         self.story: list[tuple[float, str]] = []
         self.violation: Violation | None = None
         self.dead: set[str] = set()
@@ -114,16 +115,20 @@ class World:
         """Let it act when it is due."""
         actor.speed = self.draw.choice((0.2, 1.0, 1.0, 3.0))
         self.actors.append(actor)
+        if actor.on_engine_thread:
+            self._engines.append(actor)
 
     def remove(self, actor: Actor) -> None:
         """It never acts again."""
         if actor in self.actors:
             self.actors.remove(actor)
+        if actor in self._engines:
+            self._engines.remove(actor)
 
     def stir(self, owner: str | None) -> None:
         """Something has happened at an engine: its own thread looks."""
-        for actor in self.actors:
-            if actor.owner == owner and actor.on_engine_thread:
+        for actor in self._engines:
+            if actor.owner == owner:
                 actor.look()
 
     def later(self, seconds: float, what: Callable[[], object]) -> None:
@@ -168,30 +173,28 @@ class World:
             raise Violation("engine_waits", f"{self.acting[-1].name} calls {what}")
 
     def _act(self, deadline: float, *, threads_only: bool = False) -> bool:
-        now = self.now
+        now, stopped = self.now, self.stopped
         ready = [
             actor
             for actor in self.actors
             if actor.due <= now
             and not actor.waits
-            and actor.owner not in self.stopped
+            and actor.owner not in stopped
             and not (threads_only and actor.on_engine_thread)
         ]
         if not ready:
-            next_due = min(
-                (a.due for a in self.actors if not a.waits and a.owner not in self.stopped),
-                default=NEVER,
-            )
-            if next_due > deadline or next_due == NEVER or threads_only:
+            next_due = NEVER
+            if not threads_only:
+                next_due = min(
+                    [a.due for a in self.actors if not a.waits and a.owner not in stopped],
+                    default=NEVER,
+                )
+            if next_due > deadline or next_due == NEVER:
                 self.now = max(now, min(deadline, next_due)) if deadline < NEVER else now
                 return False
             self.now = max(now, next_due)
             return True
-        actor = (
-            ready[0]
-            if len(ready) == 1
-            else self.draw.choices(ready, [each.speed for each in ready])[0]
-        )
+        actor = ready[0] if len(ready) == 1 else self._drawn(ready)
         self.acts += 1
         if self.pace:
             self.now += self.pace * self.draw.random()
@@ -208,6 +211,15 @@ class World:
             self.acting.pop()
             actor.waits = False
         return True
+
+    def _drawn(self, actors: list[Actor]) -> Actor:
+        """One of them, by their speeds."""
+        point = self.draw.random() * sum([actor.speed for actor in actors])
+        for actor in actors:
+            point -= actor.speed
+            if point < 0:
+                return actor
+        return actors[-1]
 
 
 class Agenda(Actor):
