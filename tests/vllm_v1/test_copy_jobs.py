@@ -164,6 +164,19 @@ def test_blocks_before_the_first_bad_one_are_kept(engine, tokens, monkeypatch, f
     assert_clean(prefill, decode)
 
 
+@pytest.mark.parametrize("first_bad", [1, 3, 5])
+def test_so_are_those_that_are_made_of_smaller_ones(engine, first_bad):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer", block_size=2 * BLOCK)
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    handoff = next(iter(prefill.half._directory._handoffs.values()))
+    prefill.worker_half._arena.slots[int(handoff.slots[0][first_bad])][9] ^= 1
+    computed = count_computed(decode)
+    right = engine(block_size=2 * BLOCK).generate(PROMPT, 6).tokens
+    assert decode.generate(PROMPT, 6, params=answer).tokens == right
+    assert computed[0] == len(PROMPT) - first_bad // 2 * 2 * BLOCK
+    assert_clean(prefill, decode)
+
+
 def count_computed(decode: InProcessEngine) -> list[int]:
     """Tokens computed in each step with any."""
     steps: list[int] = []

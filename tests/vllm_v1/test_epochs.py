@@ -136,6 +136,7 @@ def test_a_prefill_under_way_is_copied_anew(engine, after, overlap, family):
     prefill.settle()
     answer = prefill.answers[request_id].params
     assert decode.generate(PROMPT, 6, params=answer).tokens == after(PROMPT, 6, **options)
+    assert decode.count("handoffs_received") == 1
     assert_clean(prefill, decode)
 
 

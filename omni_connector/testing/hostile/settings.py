@@ -17,8 +17,7 @@ from omni_connector.stage.config import read_model_config
 from omni_connector.testing.hostile.mutation import distort_value
 from omni_connector.testing.hostile.trial import Parser
 from omni_connector.transports.base import ObjectKey
-from omni_connector.transports.mooncake import _read_hint as read_hint_of_mooncake
-from omni_connector.transports.shm import _read_hint as read_hint_of_shared_memory
+from omni_connector.transports.hints import read_sender, read_socket
 from omni_connector.transports.transfer_config import load_omni_transfer_config
 from omni_connector.vllm_v1.params import (
     BadParamsError,
@@ -194,8 +193,8 @@ def hints() -> Iterator[Parser]:
         return distort_value(rng.choice(corpus), rng)
 
     def parse(found: Any) -> bool:
-        read_hint_of_shared_memory(found)
-        read_hint_of_mooncake(found)
+        read_socket(found, "shm")
+        read_sender(found)
         return True
 
     yield Parser("metadata of objects", make, parse, (OmniError,))
