@@ -98,6 +98,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         namespace: engines that share a namespace (and a user) can find each other.
         model_id: what peers compare to know that both run the same weights; None takes the
             model's name and revision.
+        weights: `fixed` declares that this engine's weights stay those of `model_id` until it ends,
+            whatever is reset; `may_change` promises nothing.
         handoff_ttl_s: seconds a finished prefill waits for its decode engine before its slots
             are reused.
         arena_wait_s: seconds a prefill request waits for room in a full arena before it is
@@ -117,6 +119,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     arena_gib: float | None = None
     namespace: str = "default"
     model_id: str | None = None
+    weights: Literal["may_change", "fixed"] = "may_change"
     handoff_ttl_s: float = 120.0
     arena_wait_s: float = 10.0
     load_timeout_s: float = 30.0

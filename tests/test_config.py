@@ -39,6 +39,7 @@ def test_without_configuration_the_documented_defaults_hold(extra: dict[str, Any
         ("arena_wait_s", 2),
         ("load_timeout_s", 7),
         ("integrity", "generation"),
+        ("weights", "fixed"),
     ],
 )
 def test_a_key_is_read_from_the_config_and_from_the_environment(key: str, value: Any) -> None:

@@ -75,6 +75,7 @@ class SharedPrefix:
         group_ids: index of each transferred group among vLLM's groups.
         hash_block_size: tokens of one of a request's hashes; divides every group's block size.
         num_blocks: KV blocks of this engine.
+        weights_fixed: a reset changes no weights, so that what is stored stays true.
         lookup_timeout: seconds a request waits for the store's answer.
         load_timeout: seconds for the bytes.
         clock: seconds, monotonic.
@@ -92,6 +93,7 @@ class SharedPrefix:
         group_ids: tuple[int, ...],
         hash_block_size: int,
         num_blocks: int,
+        weights_fixed: bool,
         lookup_timeout: float,
         load_timeout: float,
         clock: Callable[[], float],
@@ -102,6 +104,7 @@ class SharedPrefix:
         self._lookups = lookups
         self._ledger = ledger
         self._engines_prefix = self._prefix = prefix
+        self._weights_fixed = weights_fixed
         self._groups = groups
         self._group_ids = group_ids
         self._hashes_a_block = [shape.block_size // hash_block_size for shape in groups]
@@ -340,11 +343,14 @@ class SharedPrefix:
             prompt.loads, prompt.offered = False, 0
 
     def void(self) -> None:
-        """Share nothing with what is stored now: the model may have other weights from here on.
+        """The prefix cache was reset: use nothing that was asked for or loaded before.
 
-        Nor with other engines, of which nobody knows whether they have the same ones.
+        The model may have other weights from here on, so that nothing is shared with what is stored
+        now, nor with other engines, of which nobody knows whether they have the same ones; unless
+        the operator has declared that they stay.
         """
-        self._prefix = f"{self._engines_prefix}/{self._randbytes(8).hex()}"
+        if not self._weights_fixed:
+            self._prefix = f"{self._engines_prefix}/{self._randbytes(8).hex()}"
         self._sent = Recently(_RECENT_S, self._clock)
         for prompt in self._prompts.values():
             # What vLLM computes anew is stored anew; what goes on upon old blocks is not stored.

@@ -71,6 +71,7 @@ def open_shared_prefix(
         group_ids=group_ids,
         hash_block_size=hash_size,
         num_blocks=kv_cache_config.num_blocks,
+        weights_fixed=config.weights == "fixed",
         lookup_timeout=config.store.lookup_timeout_s,
         load_timeout=config.load_timeout_s,
         clock=surroundings.clock,
