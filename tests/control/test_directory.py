@@ -460,7 +460,7 @@ def test_keys_that_were_evicted_are_not_kept_for_ever(clock: Clock) -> None:
     directory = SlotDirectory(4, clock, TTL)
     for n in range(100):
         cached(directory, key(n))
-    assert len(directory._by_key[0]) <= 4 * 4 + 1
+    assert len(directory._index._by_key[0]) <= 4 * 4 + 1
     assert missing(directory, opened(directory, [key(98), key(99)])) == set()
 
 
