@@ -22,7 +22,8 @@ from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 
-from omni_connector.control.directory import Handoff, SlotDirectory
+from omni_connector.control.directory import SlotDirectory
+from omni_connector.control.handoff import Handoff
 from omni_connector.control.prompt import Prompt
 from omni_connector.control.shapes import GroupShape
 from omni_connector.vllm_v1.metrics import OmniStats

@@ -20,72 +20,16 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from itertools import compress, groupby
 
 import numpy as np
 
+from omni_connector.control.handoff import Block, Handoff
 from omni_connector.control.messages import TOKEN_BYTES, DigestKind
 from omni_connector.control.prompt import Prompt
 from omni_connector.control.slot_index import Ints, SlotIndex, SlotKey
 from omni_connector.errors import ArenaFullError
-
-Block = tuple[int, int]
-"""(cache group, logical index)."""
-
-
-@dataclass(slots=True, eq=False)
-class Handoff:
-    """One finished or running prefill whose KV a peer may claim.
-
-    Attributes:
-        token: unguessable name of the hand-off.
-        prompt: what the slots will hold the KV of.
-        keys: of each logical block, one list a cache group; see `SlotDirectory.open`.
-        firsts: logical index of the first block that is held, one a cache group.
-        slots: slot of each logical block from there, one array a cache group.
-        generations: generation of each of these slots.
-        deadline: seconds of the clock when the slots go if nobody claims or releases them.
-        sealed: the prefill is finished; the hand-off can be granted once each block is at least
-            being copied.
-        leases: who has claimed it, and until when.
-        identity: of the prompt.
-        closed: it has ended.
-    """
-
-    token: bytes
-    prompt: Prompt
-    keys: Sequence[Sequence[SlotKey | None]]
-    firsts: list[int]
-    slots: list[Ints]
-    generations: list[Ints]
-    identity: Hashable
-    deadline: float = float("inf")
-    sealed: bool = False
-    leases: dict[Hashable, float] = field(default_factory=dict)
-    closed: bool = False
-
-    def slot(self, block: Block) -> int:
-        """Slot of a block."""
-        return int(self.slots[block[0]][block[1] - self.firsts[block[0]]])
-
-    def generation(self, block: Block) -> int:
-        """Generation of the slot of a block."""
-        return int(self.generations[block[0]][block[1] - self.firsts[block[0]]])
-
-    def slots_of(self, blocks: Sequence[Block]) -> Ints:
-        """Slots of several blocks."""
-        parts = [np.empty(0, np.int64)]
-        for g, members in groupby(blocks, key=lambda block: block[0]):
-            at = np.array([i for _, i in members], np.int64) - self.firsts[g]
-            parts.append(self.slots[g][at])
-        return np.concatenate(parts)
-
-    @property
-    def held(self) -> Ints:
-        """All its slots."""
-        return np.concatenate([*self.slots, np.empty(0, np.int64)])
 
 
 class ClaimState(Enum):
@@ -140,6 +84,7 @@ class SlotDirectory:
         self._handoffs: dict[bytes, Handoff] = {}
         self._twins: dict[Hashable, dict[bytes, Handoff]] = {}
         self._num_leases = 0
+        self._void: list[Ints] = []  # slots that were voided and nobody was told of
 
     def open(
         self,
@@ -419,18 +364,39 @@ class SlotDirectory:
             to the slot, it tells them that what they read is void.
         """
         with self._lock:
-            leased = [each.held for each in self._handoffs.values() if each.leases]
-            for handoff in list(self._handoffs.values()):
-                self._close(handoff)
-            self._index.clear()
-            cached = np.flatnonzero(self._stamp)
-            self._stamp[cached] = 0
-            self._batches.clear()
-            self._num_cached = 0
-            self._settle(cached)
-            numbers = np.unique(np.concatenate([*leased, np.empty(0, np.int64)]))
-            self._generation[numbers] += 1
+            self._void_all()
+            numbers = np.unique(np.concatenate(self._void))
+            self._void.clear()
             return numbers.tolist(), self._generation[numbers].tolist()
+
+    def void_unless(self, valid: Callable[[], bool]) -> bool:
+        """Free early what a `void` that is due will end; whether there was anything.
+
+        The engine's thread takes no slots between what makes it due and that call of `void`, which
+        tells of these slots too.
+
+        Args:
+            valid: false from what makes it due until `void` is about to be called.
+        """
+        with self._lock:
+            if valid() or not (self._handoffs or self._num_cached):
+                return False
+            self._void_all()
+            return True
+
+    def _void_all(self) -> None:
+        leased = [each.held for each in self._handoffs.values() if each.leases]
+        for handoff in list(self._handoffs.values()):
+            self._close(handoff)
+        self._index.clear()
+        cached = np.flatnonzero(self._stamp)
+        self._stamp[cached] = 0
+        self._batches.clear()
+        self._num_cached = 0
+        self._settle(cached)
+        numbers = np.unique(np.concatenate([*leased, np.empty(0, np.int64)]))
+        self._generation[numbers] += 1
+        self._void.append(numbers)
 
     def usage(self) -> tuple[int, int, int]:
         """(slots held, slots cached, leases)."""

@@ -149,7 +149,7 @@ class OmniScheduler:
             self._directory = SlotDirectory(
                 num_slots, self._clock, self._config.handoff_ttl_s, self._surroundings.randbytes
             )
-            self._upkeep.directory = self._directory
+            self._upkeep.keep(self._directory, weights.holds)
             server = ControlServer(
                 fingerprint=ours,
                 welcome=Welcome(self._epoch, hashing, ours, arenas),

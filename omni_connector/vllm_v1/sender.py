@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
-from omni_connector.control.directory import Handoff, SlotDirectory
+from omni_connector.control.directory import SlotDirectory
+from omni_connector.control.handoff import Handoff
 from omni_connector.control.messages import Fingerprint
 from omni_connector.control.prompt import Prompt
 from omni_connector.control.shapes import GroupShape

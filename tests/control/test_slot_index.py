@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_connector.control import slot_index
-from omni_connector.control.directory import Handoff, SlotDirectory
+from omni_connector.control.directory import SlotDirectory
+from omni_connector.control.handoff import Handoff
 from omni_connector.control.prompt import Prompt
 from omni_connector.control.slot_index import SlotKey
 
