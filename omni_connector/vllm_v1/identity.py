@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this engine is, in the terms that peers compare: model, layout, hashes, prompt."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from omni_connector.config import OmniConfig
 from omni_connector.control.messages import Fingerprint
 from omni_connector.control.prompt import Prompt
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
+from omni_connector.vllm_v1.numerics import overrides_id, quantization_id, scales_of_engine
 from omni_connector.vllm_v1.specs import group_shapes
 
 if TYPE_CHECKING:
@@ -19,22 +21,27 @@ def fingerprint(
     config: OmniConfig,
     vllm_config: "VllmConfig",
     kv_cache_config: "KVCacheConfig",
-    worker: OmniHandshakeMetadata,
+    workers: Sequence[OmniHandshakeMetadata],
+    epoch: bytes,
 ) -> Fingerprint:
     """What this engine keeps in its slots.
 
     Args:
-        worker: what each rank says of its caches.
+        workers: what each rank says of its caches.
+        epoch: what no other engine has.
     """
-    model = vllm_config.model_config
+    model, cache = vllm_config.model_config, vllm_config.cache_config
     return Fingerprint(
         model=config.model_id or f"{model.model}@{model.revision or 'default'}",
         dtype=str(model.dtype),
-        kv_dtype=str(vllm_config.cache_config.cache_dtype),
+        quantization=quantization_id(model),
+        overrides=overrides_id(model),
+        kv_dtype=str(cache.cache_dtype),
+        scales=scales_of_engine([each.scales for each in workers], cache, epoch.hex()),
         integrity=config.integrity,
         kv_heads=model.get_total_num_kv_heads(),
         ranks=vllm_config.parallel_config.tensor_parallel_size,
-        groups=group_shapes(kv_cache_config, worker.page_orders, worker.attention),
+        groups=group_shapes(kv_cache_config, workers[0].page_orders, workers[0].attention),
     )
 
 

@@ -134,7 +134,9 @@ class OmniScheduler:
             )
         if len({(rank.page_orders, rank.attention) for rank in ranks}) != 1:
             raise ConfigError("the ranks of this engine have KV caches of different layouts")
-        ours = fingerprint(self._config, self._vllm_config, self._kv_cache_config, ranks[0])
+        ours = fingerprint(
+            self._config, self._vllm_config, self._kv_cache_config, ranks, self._epoch
+        )
         hashing = hash_id(self._vllm_config, self._hash_block_size)
         arenas = tuple(rank.endpoints for rank in ranks if rank.endpoints)
         assert self._manager is not None

@@ -64,9 +64,7 @@ def open_shared_prefix(
             surroundings.start,
         ),
         ledger=ledger,
-        prefix=key_prefix(
-            config.namespace, fingerprint, hash_id(vllm_config, hash_size), vllm_config
-        ),
+        prefix=key_prefix(config.namespace, fingerprint, hash_id(vllm_config, hash_size)),
         groups=fingerprint.groups,
         group_ids=group_ids,
         hash_block_size=hash_size,

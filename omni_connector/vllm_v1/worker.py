@@ -33,6 +33,7 @@ from omni_connector.vllm_v1.metadata import (
     SaveJob,
 )
 from omni_connector.vllm_v1.metrics import OmniStats
+from omni_connector.vllm_v1.numerics import scales_id
 from omni_connector.vllm_v1.specs import fails_by_block, group_shapes, group_specs
 from omni_connector.vllm_v1.store_jobs import StoreJobs
 from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings
@@ -164,7 +165,9 @@ class OmniWorker:
             clock=self._surroundings.clock,
             start=self._surroundings.start,
         )
-        self._handshake = OmniHandshakeMetadata(endpoints, orders, attention)
+        self._handshake = OmniHandshakeMetadata(
+            endpoints, orders, attention, scales_id(self._kv_cache_config, self._layers)
+        )
 
     def _open_arena(
         self,
