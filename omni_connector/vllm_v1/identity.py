@@ -63,15 +63,17 @@ def hash_id(vllm_config: "VllmConfig", hash_block_size: int) -> str:
     return f"{algorithm}:{hash_block_size}:{seed}"
 
 
-def prompt_of(request: "Request", num_tokens: int, hash_block_size: int) -> Prompt | None:
+def prompt_of(
+    request: "Request", num_tokens: int, hash_block_size: int, adapter: str = ""
+) -> Prompt | None:
     """The first `num_tokens` tokens of a request's prompt; None where it has no token ids
     (prompt embeddings)."""
     tokens = request.prompt_token_ids
     if tokens is None or request.prompt_embeds is not None:
         return None
     extra = [f"salt={request.cache_salt}"] if request.cache_salt is not None else []
-    if request.lora_request is not None:
-        extra.append(f"lora={request.lora_request.lora_name}")
+    if adapter:
+        extra.append(f"lora={adapter}")
     for feature in request.mm_features:
         place = feature.mm_position
         extra.append(f"mm={feature.identifier}@{place.offset}+{place.length}")
@@ -81,4 +83,5 @@ def prompt_of(request: "Request", num_tokens: int, hash_block_size: int) -> Prom
         block_hashes=request.block_hashes,
         hash_block_size=hash_block_size if request.block_hashes else 0,
         extra=tuple(extra),
+        by_tokens=bool(adapter),  # vLLM's hashes name it by where it lies
     )

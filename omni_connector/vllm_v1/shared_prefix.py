@@ -54,6 +54,7 @@ class _Prompt:
     request: "Request"
     loads: bool
     hashed_tokens: int | None  # where hashes cease to be those of its tokens
+    adapter: str  # its content
     sent: list[int]  # for each group, the blocks already considered for the store
     lookup: Lookup | None = None
     local: int | None = None  # tokens that vLLM has itself; None until it asks
@@ -120,17 +121,19 @@ class SharedPrefix:
         self._failed: list[Request] = []
         self._sent = Recently(_RECENT_S, clock)
 
-    def add(self, request: "Request", *, stops_early: bool = False) -> None:
+    def add(self, request: "Request", *, stops_early: bool = False, adapter: str = "") -> None:
         """A request has arrived: ask what the store holds of its prompt.
 
         Args:
             stops_early: its prompt was shortened, and its hashes were not.
+            adapter: digest of what its LoRA adapter contains.
         """
         prompt = _Prompt(
             request=request,
             # As for prompt log-probabilities: every token is computed.
             loads=not request.skip_reading_prefix_cache,
             hashed_tokens=request.num_prompt_tokens if stops_early else None,
+            adapter=adapter,
             sent=[0] * len(self._groups),
         )
         self._prompts[request.request_id] = prompt
@@ -141,8 +144,11 @@ class SharedPrefix:
         hashes = [self._hashes(prompt, g, 0, None) for g in range(len(self._groups))]
         if any(hashes):
             deadline = self._clock() + self._lookup_timeout
-            prompt.lookup = Lookup(self._prefix, hashes, deadline)
+            prompt.lookup = Lookup(self._keys_of(prompt), hashes, deadline)
             self._lookups.ask(prompt.lookup)
+
+    def _keys_of(self, prompt: _Prompt) -> str:
+        return f"{self._prefix}/{prompt.adapter}" if prompt.adapter else self._prefix
 
     def _hashes(self, prompt: _Prompt, group: int, first: int, end: int | None) -> list[bytes]:
         """Hashes of these blocks of a group, as far as they are known."""
@@ -276,7 +282,7 @@ class SharedPrefix:
         job_id = self._ledger.start(
             block_ids, lambda failure: self._let_go(len(block_ids)), soon=_COPY_S
         )
-        return StoreSave(job_id, self._prefix, runs)
+        return StoreSave(job_id, self._keys_of(prompt), runs)
 
     def _run(
         self, prompt: _Prompt, group: int, first: int, hashes: list[bytes], table: list[int]
