@@ -143,9 +143,9 @@ class PeerSession:
         if waiting.epoch != welcome.epoch:
             fail_claim(waiting.future, ClaimDeniedError("other_epoch"))
             return []
-        same_hashes = bool(waiting.hash_id) and waiting.hash_id == welcome.hash_id
-        kind: DigestKind = "blocks" if same_hashes else "tokens"
         prompt = waiting.prompt
+        same_hashes = bool(waiting.hash_id) and waiting.hash_id == welcome.hash_id
+        kind: DigestKind = "blocks" if same_hashes and not prompt.by_tokens else "tokens"
         try:
             digest = prompt.digest(kind)
         except (ValueError, TypeError, OverflowError) as error:

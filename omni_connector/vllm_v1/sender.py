@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
-from omni_connector.control.directory import Handoff, SlotDirectory, SlotKey
+from omni_connector.control.directory import SlotDirectory
+from omni_connector.control.handoff import Handoff
 from omni_connector.control.messages import Fingerprint
 from omni_connector.control.prompt import Prompt
 from omni_connector.control.shapes import GroupShape
+from omni_connector.control.slot_index import SlotKey
 from omni_connector.errors import ArenaFullError
 from omni_connector.network.peers import HostPort
 from omni_connector.vllm_v1.ledger import CANCELLED, CopyLedger
@@ -308,5 +310,6 @@ def _keys(shape: GroupShape, prompt: Prompt) -> list[SlotKey | None]:
         return [None] * len(needed)
     full = max(needed.start, min(needed.stop, len(prompt.block_hashes)))
     full = min(full, max(needed.start, prompt.num_tokens // shape.block_size))
-    hashed: list[SlotKey | None] = list(prompt.block_hashes[needed.start : full])
-    return hashed + [None] * (needed.stop - full)
+    keys: list[SlotKey | None] = list(prompt.block_hashes[needed.start : full])
+    keys.extend([None] * (needed.stop - full))
+    return keys

@@ -16,7 +16,8 @@ import msgspec
 
 from omni_connector.control.channel import ControlChannel
 from omni_connector.control.client import Grant
-from omni_connector.control.directory import Handoff, SlotDirectory
+from omni_connector.control.directory import SlotDirectory
+from omni_connector.control.handoff import Handoff
 from omni_connector.control.messages import Fingerprint, Welcome
 from omni_connector.control.prompt import Prompt
 from omni_connector.control.server import ControlServer

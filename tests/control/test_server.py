@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from omni_connector.control import server as server_module
-from omni_connector.control.directory import Handoff, SlotDirectory
+from omni_connector.control.directory import SlotDirectory
+from omni_connector.control.handoff import Handoff
 from omni_connector.control.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,

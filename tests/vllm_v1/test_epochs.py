@@ -66,6 +66,24 @@ def test_what_was_handed_off_before_is_not_claimed_after(engine, after, reset):
     assert_clean(prefill, decode)
 
 
+def test_an_idle_engine_frees_its_slots_soon_after_a_reset(engine, after):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
+    decode.half._receiver._loads[request_id].future.result(10)
+    prefill.generate(prompt(6 * BLOCK, seed=2), params=HANDOFF)
+    assert prefill.usage[0] > 0
+    new_weights(prefill, decode)
+    assert prefill.scheduler.reset_prefix_cache()
+    wait(lambda: prefill.usage == (0, 0, 0))
+    prefill.generate(prompt(20, seed=3))  # a step tells the workers
+    wait(lambda: not prefill.worker_half._saves._queue)
+    decode.settle()
+    assert decode.answers[request_id].tokens == after(PROMPT, 6)
+    assert decode.failures() == {"stale_slot": 1}
+    assert_clean(prefill, decode)
+
+
 def test_a_grant_from_before_is_not_used(engine, after):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     answer = prefill.generate(PROMPT, params=HANDOFF).params

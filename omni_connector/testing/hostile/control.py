@@ -10,7 +10,8 @@ from typing import Final
 import msgspec
 
 from omni_connector.control.client import Grant, PeerSession
-from omni_connector.control.directory import Handoff, SlotDirectory
+from omni_connector.control.directory import SlotDirectory
+from omni_connector.control.handoff import Handoff
 from omni_connector.control.messages import (
     Claim,
     Denied,

@@ -144,7 +144,7 @@ def configurations() -> Iterator[Parser]:
         config = OmniConfig.load(found, environ)
         assert 0 < config.load_timeout_s < float("inf")
         assert 0 < config.handoff_ttl_s < float("inf")
-        assert config.arena_bytes() >= 0
+        assert (config.arena_bytes() or 0) >= 0
         Peers(config.peers)
         msgspec.msgpack.encode(config)  # peers are told some of it
         return True
