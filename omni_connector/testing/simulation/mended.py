@@ -75,13 +75,12 @@ MENDED: Final = (
         "after new weights a hand-off shares slots that were filled before",
         (
             f"{_CONTROL}.directory",
-            "            self._by_key.clear()\n"
-            "            self._keyed[:] = False\n"
-            "            cached = np.flatnonzero(self._stamp)\n"
-            "            self._stamp[cached] = 0\n"
-            "            self._batches.clear()\n"
-            "            self._num_cached = 0\n"
-            "            self._settle(cached)\n",
+            "        self._index.clear()\n"
+            "        cached = np.flatnonzero(self._stamp)\n"
+            "        self._stamp[cached] = 0\n"
+            "        self._batches.clear()\n"
+            "        self._num_cached = 0\n"
+            "        self._settle(cached)\n",
             "",
         ),
     ),
@@ -168,8 +167,8 @@ MENDED: Final = (
         "two hand-offs both copy into the slot that they share",
         (
             f"{_CONTROL}.directory",
-            "                if not (self._busy[number] or self._ready[number]):\n",
-            "                if not self._ready[number]:\n",
+            "                mine = ~(self._busy[numbers] | self._ready[numbers])\n",
+            "                mine = ~self._ready[numbers]\n",
         ),
     ),
     mutant(

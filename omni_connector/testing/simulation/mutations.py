@@ -281,10 +281,11 @@ OWN: Final = (
         "names outlive their slots",
         "a slot that holds another block by now is found by its former key",
         (
-            f"{_CONTROL}.directory",
-            "        alive = (self._generation[slots] == packed // self.num_slots) & "
-            "self._keyed[slots]\n",
-            "        alive = self._keyed[slots]\n",
+            f"{_CONTROL}.slot_index",
+            "        alive = (self._generation[slots] == packed // self._num_slots) & "
+            "self.keyed[slots]\n"
+            "        return",
+            "        alive = self.keyed[slots]\n        return",
         ),
     ),
     mutant(
