@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The toy model in an engine: it follows a scheduler's output and keeps its KV in vLLM's blocks."""
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, MLAAttentionSpec
 
-from omni_connector.testing.toy import HEADS, Mind, kinds_of
+from omni_connector.testing.toy import HEADS, MAX_LENGTH, Mind, kinds_of
 
 
 @dataclass(slots=True)
@@ -192,11 +193,18 @@ class _Attention:
         self, table: list[int], start: int, end: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         size = self._block_size
-        first = start // size
-        used = table[first : -(-end // size)]
-        assert 0 not in used, "vLLM has taken a block away that is still used"
-        number, offsets = np.divmod(np.arange(start - first * size, end - first * size), size)
-        return np.asarray(used, np.int64)[number], offsets
+        last = -(-end // size)
+        assert 0 not in table[start // size : last], (
+            "vLLM has taken a block away that is still used"
+        )
+        numbers, offsets = _split(size)
+        return np.asarray(table[:last], np.int64)[numbers[start:end]], offsets[start:end]
+
+
+@functools.cache
+def _split(block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For each position the number of its block, and its place in that."""
+    return np.divmod(np.arange(MAX_LENGTH), block_size)
 
 
 class _State:
