@@ -55,6 +55,7 @@ class Grant:
         sequence: of the claim, and so of the lease.
         welcome: what the peer told about itself; its `arenas` are where the slots are.
         granted: slots and generations.
+        received: seconds of our clock when it came.
         expires: seconds of our clock when the peer may reuse the slots.
     """
 
@@ -63,6 +64,7 @@ class Grant:
     sequence: int
     welcome: Welcome
     granted: Granted
+    received: float
     expires: float
 
 
@@ -207,6 +209,7 @@ class PeerSession:
             sequence=message.sequence,
             welcome=self._welcome,
             granted=message,
+            received=self._clock(),
             expires=self._clock() + message.lease_s,
         )
         if waiting.future.set_running_or_notify_cancel():

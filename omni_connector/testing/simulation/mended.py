@@ -61,8 +61,26 @@ MENDED: Final = (
         "prefixes of other weights are found in the shared store",
         (
             f"{_V1}.shared_prefix",
-            '        self._prefix = f"{self._engines_prefix}/{self._randbytes(8).hex()}"\n',
-            "",
+            '            self._prefix = f"{self._engines_prefix}/{self._randbytes(8).hex()}"\n',
+            "            pass\n",
+        ),
+    ),
+    mutant(
+        "defect 2: what was granted long ago is used",
+        "a grant that the peer has voided since, while it was idle, is loaded",
+        (
+            f"{_V1}.receiver",
+            "        if self._clock() - load.grant.received > _FRESH_S:",
+            "        if False:",
+        ),
+    ),
+    mutant(
+        "a second load after a failed hand-off",
+        "requests whose hand-offs failed wait for each other's loads from the store",
+        (
+            f"{_V1}.scheduler",
+            "                self._shared.load_nothing(request.request_id)\n",
+            "                pass\n",
         ),
     ),
     mutant(

@@ -78,7 +78,7 @@ OWN: Final = (
     mutant(
         "shared slots are not held",
         "a slot that two hand-offs share goes with the first",
-        (f"{_CONTROL}.directory", "        self._holders[shared] += 1\n", ""),
+        (f"{_CONTROL}.directory", "            self._holders[shared] += 1\n", ""),
     ),
     mutant(
         "nothing expires",
@@ -166,8 +166,17 @@ OWN: Final = (
         "a lease stays until its time is over, although its load has ended",
         (
             f"{_V1}.receiver",
-            "            self._channel.release(load.grant)\n",
-            "            pass\n",
+            "                self._channel.release(grant)\n",
+            "                pass\n",
+        ),
+    ),
+    mutant(
+        "a grant that was asked for again is kept",
+        "the former lease stays until its time is over",
+        (
+            f"{_V1}.receiver",
+            "                self._channel.release(load.former)\n",
+            "",
         ),
     ),
     mutant(
