@@ -16,7 +16,7 @@ help:
 	@echo "scripts/as_cpu.sh avx2 make test  the same as on a CPU without AVX-512 and AMX"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make simulate SEEDS=0:10000  explore orders; the result goes to benchmarks/results"
-	@echo "make mutants    how soon the simulation finds small faults"
+	@echo "make mutants    how soon the simulation finds small faults; the table goes to benchmarks/results"
 	@echo "make bench      benchmarks; tables and plots go to benchmarks/results"
 	@echo "make setup      only make or update $(VENV)"
 	@echo "make clean      remove caches, made models and $(VENV)"
@@ -49,7 +49,8 @@ simulate: setup
 		--keep benchmarks/results/simulation.md $(ARGS)
 
 mutants: setup
-	$(BIN)/python -m omni_connector.testing.simulation.mutants --jobs 2 $(ARGS)
+	$(BIN)/python -m omni_connector.testing.simulation.mutants --jobs 2 \
+		--keep benchmarks/results/mutants.md $(ARGS)
 
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -8,6 +8,7 @@ from pathlib import Path
 BENCHMARKS = (
     "data_plane",
     "scheduler_step",
+    "handoff_open",
     "objects",
     "store",
     "transfer_engine",

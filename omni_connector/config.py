@@ -94,10 +94,12 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             that another package has registered, or `auto`: shared memory where both sides share a
             kernel, user and runtime folder, else Mooncake where `listen` or `peers` is given.
         arena_gib: size of this engine's arena in GiB, over all its ranks on this host; None
-            takes a tenth of the machine's memory, 8 GiB at most.
+            takes what `omni_connector.memory.arena_size` says.
         namespace: engines that share a namespace (and a user) can find each other.
         model_id: what peers compare to know that both run the same weights; None takes the
             model's name and revision.
+        weights: `fixed` declares that this engine's weights stay those of `model_id` until it ends,
+            whatever is reset; `may_change` promises nothing.
         handoff_ttl_s: seconds a finished prefill waits for its decode engine before its slots
             are reused.
         arena_wait_s: seconds a prefill request waits for room in a full arena before it is
@@ -117,6 +119,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     arena_gib: float | None = None
     namespace: str = "default"
     model_id: str | None = None
+    weights: Literal["may_change", "fixed"] = "may_change"
     handoff_ttl_s: float = 120.0
     arena_wait_s: float = 10.0
     load_timeout_s: float = 30.0
@@ -190,11 +193,9 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                     "is needed; `omni-connector keygen PATH` makes one, for all engines to share"
                 )
 
-    def arena_bytes(self) -> int:
-        """Bytes of arena for all ranks of this engine on this host."""
-        if self.arena_gib is not None:
-            return int(self.arena_gib * _GIB)
-        return min(memory_limit_bytes() // 10, 8 * _GIB)
+    def arena_bytes(self) -> int | None:
+        """Bytes of arena for all ranks of this engine on this host; None where none were set."""
+        return None if self.arena_gib is None else int(self.arena_gib * _GIB)
 
 
 def memory_limit_bytes() -> int:

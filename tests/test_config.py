@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from omni_connector import config as config_module
 from omni_connector.config import OmniConfig, memory_limit_bytes
 from omni_connector.errors import ConfigError
 
@@ -39,6 +38,7 @@ def test_without_configuration_the_documented_defaults_hold(extra: dict[str, Any
         ("arena_wait_s", 2),
         ("load_timeout_s", 7),
         ("integrity", "generation"),
+        ("weights", "fixed"),
     ],
 )
 def test_a_key_is_read_from_the_config_and_from_the_environment(key: str, value: Any) -> None:
@@ -216,14 +216,7 @@ def test_config_errors_are_value_errors() -> None:
 
 def test_arena_bytes_is_what_was_asked_for() -> None:
     assert load({"arena_gib": 1.5}).arena_bytes() == 3 * GIB // 2
-
-
-@pytest.mark.parametrize(("memory_gib", "arena_gib"), [(20, 2), (80, 8), (1000, 8)])
-def test_the_default_arena_is_a_tenth_of_memory_and_at_most_8_gib(
-    memory_gib: int, arena_gib: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(config_module, "memory_limit_bytes", lambda: memory_gib * GIB)
-    assert load().arena_bytes() == arena_gib * GIB
+    assert load().arena_bytes() is None
 
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -17,6 +17,12 @@ from typing import Final, NamedTuple
 from omni_connector.config import OmniConfig, memory_limit_bytes
 from omni_connector.errors import OmniError
 from omni_connector.memory.arena import Arena, ArenaView
+from omni_connector.memory.arena_size import (
+    LARGEST_PART,
+    ORDINARY_PART,
+    USEFUL_CACHES,
+    available_bytes,
+)
 from omni_connector.net.runtime import runtime_dir
 from omni_connector.plugin import CONNECTOR_NAME, require_supported_vllm, supported_range
 from omni_connector.transports.mooncake_lib import engine_module, wheel_name
@@ -117,6 +123,14 @@ def _shared_memory() -> str:
 def _memory() -> str:
     wanted = OmniConfig.load(None).arena_bytes()
     limit = memory_limit_bytes()
+    if wanted is None:
+        there = available_bytes()
+        return (
+            f"{there / _GIB:.1f} GiB available of {limit / _GIB:.1f} GiB: the arena of an engine "
+            f"that starts now takes {there / ORDINARY_PART / _GIB:.1f} GiB, up to "
+            f"{there / LARGEST_PART / _GIB:.1f} where one prompt needs more, and no more than "
+            f"{USEFUL_CACHES} times its KV cache"
+        )
     if wanted > limit // 2:
         raise CheckFailedError(
             f"the arena ({wanted / _GIB:.1f} GiB) is over half of what this process may use "

@@ -333,8 +333,10 @@ class ControlChannel:
         if address.startswith(_IPC) and not self._sockets.exists(address.removeprefix(_IPC)):
             return PeerUnreachableError(f"no engine listens at {address}")
         if len(self._peers) >= MAX_PEERS:
-            # One that has failed stays for a while, so that it is not asked for every request.
+            # One that has failed stays for a while, so that it is not asked for every request, but
+            # not where it is in the way: who names many that are not there may be anybody.
             idle = [p for p in self._peers.values() if p.session.idle and not p.session.failure]
+            idle = idle or [p for p in self._peers.values() if p.session.failure]
             if not idle:
                 return PeerUnreachableError(f"{MAX_PEERS} engines are being talked to already")
             self._drop(min(idle, key=lambda each: each.asked_at))

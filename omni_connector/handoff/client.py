@@ -55,6 +55,7 @@ class Grant:
         sequence: of the claim, and so of the lease.
         welcome: what the peer told about itself; its `arenas` are where the slots are.
         granted: slots and generations.
+        received: seconds of our clock when it came.
         expires: seconds of our clock when the peer may reuse the slots.
     """
 
@@ -63,6 +64,7 @@ class Grant:
     sequence: int
     welcome: Welcome
     granted: Granted
+    received: float
     expires: float
 
 
@@ -143,9 +145,9 @@ class PeerSession:
         if waiting.epoch != welcome.epoch:
             fail_claim(waiting.future, ClaimDeniedError("other_epoch"))
             return []
-        same_hashes = bool(waiting.hash_id) and waiting.hash_id == welcome.hash_id
-        kind: DigestKind = "blocks" if same_hashes else "tokens"
         prompt = waiting.prompt
+        same_hashes = bool(waiting.hash_id) and waiting.hash_id == welcome.hash_id
+        kind: DigestKind = "blocks" if same_hashes and not prompt.by_tokens else "tokens"
         try:
             digest = prompt.digest(kind)
         except (ValueError, TypeError, OverflowError) as error:
@@ -207,6 +209,7 @@ class PeerSession:
             sequence=message.sequence,
             welcome=self._welcome,
             granted=message,
+            received=self._clock(),
             expires=self._clock() + message.lease_s,
         )
         if waiting.future.set_running_or_notify_cancel():

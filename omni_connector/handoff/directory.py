@@ -20,69 +20,16 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
-from itertools import repeat
+from itertools import compress, groupby
 
 import numpy as np
-from numpy.typing import NDArray
 
 from omni_connector.errors import ArenaFullError
+from omni_connector.handoff.handoff import Block, Handoff
 from omni_connector.handoff.messages import TOKEN_BYTES, DigestKind
 from omni_connector.handoff.prompt import Prompt
-
-SlotKey = bytes
-"""vLLM's block hash, within a cache group."""
-
-Block = tuple[int, int]
-"""(cache group, logical index)."""
-
-Ints = NDArray[np.int64]
-
-
-@dataclass(slots=True, eq=False)
-class Handoff:
-    """One finished or running prefill whose KV a peer may claim.
-
-    Attributes:
-        token: unguessable name of the hand-off.
-        prompt: what the slots will hold the KV of.
-        keys: of each logical block, one list a cache group; see `SlotDirectory.open`.
-        firsts: logical index of the first block that is held, one a cache group.
-        slots: slot of each logical block from there, one array a cache group.
-        generations: generation of each of these slots.
-        deadline: seconds of the clock when the slots go if nobody claims or releases them.
-        sealed: the prefill is finished; the hand-off can be granted once each block is at least
-            being copied.
-        leases: who has claimed it, and until when.
-        identity: of the prompt.
-        closed: it has ended.
-    """
-
-    token: bytes
-    prompt: Prompt
-    keys: Sequence[Sequence[SlotKey | None]]
-    firsts: list[int]
-    slots: list[Ints]
-    generations: list[Ints]
-    identity: Hashable
-    deadline: float = float("inf")
-    sealed: bool = False
-    leases: dict[Hashable, float] = field(default_factory=dict)
-    closed: bool = False
-
-    def slot(self, block: Block) -> int:
-        """Slot of a block."""
-        return int(self.slots[block[0]][block[1] - self.firsts[block[0]]])
-
-    def generation(self, block: Block) -> int:
-        """Generation of the slot of a block."""
-        return int(self.generations[block[0]][block[1] - self.firsts[block[0]]])
-
-    @property
-    def held(self) -> Ints:
-        """All its slots."""
-        return np.concatenate([*self.slots, np.empty(0, np.int64)])
+from omni_connector.handoff.slot_index import Ints, SlotIndex, SlotKey
 
 
 class ClaimState(Enum):
@@ -124,7 +71,8 @@ class SlotDirectory:
         self._holders: Ints = np.zeros(num_slots, np.int64)
         self._busy = np.zeros(num_slots, bool)
         self._ready = np.zeros(num_slots, bool)
-        self._keyed = np.zeros(num_slots, bool)  # found by its key, while the generation is that
+        self._index = SlotIndex(self._generation)
+        self._keyed = self._index.keyed
         self._free = np.ones(num_slots, bool)
         self._num_free = num_slots
         # Cached slots, in batches of one stamp each, the oldest first. A slot that has another
@@ -133,12 +81,10 @@ class SlotDirectory:
         self._batches: deque[tuple[int, Ints]] = deque()
         self._last_stamp = 0
         self._num_cached = 0
-        # By group and key: generation and slot in one number. Those of an earlier generation are
-        # left behind, and swept when they are many.
-        self._by_key: dict[int, dict[SlotKey, int]] = {}
         self._handoffs: dict[bytes, Handoff] = {}
         self._twins: dict[Hashable, dict[bytes, Handoff]] = {}
         self._num_leases = 0
+        self._void: list[Ints] = []  # slots that were voided and nobody was told of
 
     def open(
         self,
@@ -150,8 +96,9 @@ class SlotDirectory:
 
         Args:
             prompt: what the slots will hold.
-            keys: for each cache group the key of each block to be held, None for one that only
-                the same prompt can use (the last, partial one; or where blocks are not hashed).
+            keys: for each cache group the key of each block to be held, which names those before
+                it too; None for one that only the same prompt can use (the last, partial one; or
+                where blocks are not hashed). They are kept, and must not change.
             firsts: for each cache group the logical index of the first of them, else 0.
 
         Returns:
@@ -167,54 +114,54 @@ class SlotDirectory:
                 f"the arena has {self.num_slots}; raise arena_gib"
             )
         identity = prompt.identity()
+        firsts = list(firsts or (0 for _ in keys))
         with self._lock:
             twins = self._twins.get(identity)
             if twins:
                 slots = next(iter(twins.values())).slots
                 self._holders[np.concatenate(slots)] += 1
             else:
-                found = self._allocate(keys, total)
+                found = self._allocate(keys, firsts, total)
                 if found is None:
                     return None
                 slots = np.split(found, np.cumsum([len(group) for group in keys])[:-1])
+            generations = [self._generation[group] for group in slots]
+            if not twins:
+                for g, group in enumerate(keys):
+                    self._index.remember(g, group, firsts[g], slots[g], generations[g])
             handoff = Handoff(
                 token=self._randbytes(TOKEN_BYTES),
                 prompt=prompt,
                 keys=keys,
-                firsts=list(firsts or (0 for _ in keys)),
+                firsts=firsts,
                 slots=slots,
-                generations=[self._generation[group] for group in slots],
+                generations=generations,
                 identity=identity,
             )
             self._handoffs[handoff.token] = handoff
             self._twins.setdefault(identity, {})[handoff.token] = handoff
             return handoff
 
-    def _allocate(self, keys: Sequence[Sequence[SlotKey | None]], total: int) -> Ints | None:
-        found = np.concatenate(
-            [self._find(g, group) for g, group in enumerate(keys)] or [np.empty(0, np.int64)]
-        )
+    def _allocate(
+        self, keys: Sequence[Sequence[SlotKey | None]], firsts: Sequence[int], total: int
+    ) -> Ints | None:
+        parts = [self._index.find(g, group, firsts[g]) for g, group in enumerate(keys)]
+        found: Ints = np.concatenate([*parts, np.empty(0, np.int64)])
         lacks = found < 0
         shared = found[~lacks]
-        from_cache = shared[self._stamp[shared] > 0]
         needed = total - len(shared)
-        if needed > self._num_free + self._num_cached - len(from_cache):
+        if len(shared):
+            from_cache = shared[self._stamp[shared] > 0]
+            if needed > self._num_free + self._num_cached - len(from_cache):
+                return None
+            self._stamp[from_cache] = 0
+            self._num_cached -= len(from_cache)
+            self._holders[shared] += 1
+        elif needed > self._num_free + self._num_cached:
             return None
-        self._stamp[from_cache] = 0
-        self._num_cached -= len(from_cache)
-        self._holders[shared] += 1
-        found[lacks] = self._take(needed)
+        if needed:
+            found[lacks] = self._take(needed)
         return found
-
-    def _find(self, group: int, keys: Sequence[SlotKey | None]) -> Ints:
-        """The slot of each of these blocks, -1 where there is none."""
-        known = self._by_key.get(group)
-        if not known:
-            return np.full(len(keys), -1, np.int64)
-        packed = np.fromiter(map(known.get, keys, repeat(-1)), np.int64, len(keys))  # type: ignore[arg-type]
-        slots = packed % self.num_slots
-        alive = (self._generation[slots] == packed // self.num_slots) & self._keyed[slots]
-        return np.where((packed >= 0) & alive, slots, -1)
 
     def _take(self, count: int) -> Ints:
         numbers = np.flatnonzero(self._free)[:count]  # low slots are warm and consecutive
@@ -252,41 +199,23 @@ class SlotDirectory:
         with self._lock:
             if handoff.closed:
                 return None
-            chosen = []
-            for block in blocks:
-                number = handoff.slot(block)
-                if not (self._busy[number] or self._ready[number]):
-                    self._busy[number] = True
-                    self._name(handoff, block, number)
-                    chosen.append(block)
+            chosen: list[Block] = []
+            for g, members in groupby(blocks, key=lambda block: block[0]):
+                asked = list(members)
+                at = np.array([i for _, i in asked], np.int64) - handoff.firsts[g]
+                numbers = handoff.slots[g][at]
+                mine = ~(self._busy[numbers] | self._ready[numbers])
+                chosen += compress(asked, mine.tolist())
+                numbers = numbers[mine]
+                self._busy[numbers] = True
+                keys = handoff.keys[g]
+                self._index.name(g, [keys[i] for i in at[mine].tolist()], numbers)
             return chosen
-
-    def _name(self, handoff: Handoff, block: Block, number: int) -> None:
-        group, index = block
-        key = handoff.keys[group][index - handoff.firsts[group]]
-        if key is None:
-            return
-        known = self._by_key.setdefault(group, {})
-        packed = known.get(key, -1)
-        other = packed % self.num_slots
-        if (
-            packed >= 0
-            and self._keyed[other]
-            and self._generation[other] == packed // self.num_slots
-        ):
-            return  # another hand-off has the same block in a slot of its own
-        if len(known) > 4 * self.num_slots:
-            alive = self._find(group, list(known)) >= 0
-            self._by_key[group] = known = dict(
-                item for item, lives in zip(known.items(), alive.tolist(), strict=True) if lives
-            )
-        known[key] = int(self._generation[number]) * self.num_slots + number
-        self._keyed[number] = True
 
     def filled(self, handoff: Handoff, blocks: Sequence[Block]) -> None:
         """Every rank has published these blocks."""
         with self._lock:
-            numbers = np.array([handoff.slot(block) for block in blocks], np.int64)
+            numbers = handoff.slots_of(blocks)
             self._busy[numbers] = False
             self._ready[numbers] = True
             self._settle(numbers[self._holders[numbers] == 0])
@@ -295,7 +224,7 @@ class SlotDirectory:
         """The copies were cancelled or failed: nothing may be read from these slots, and every
         hand-off that holds one of them is closed."""
         with self._lock:
-            numbers = np.array([handoff.slot(block) for block in blocks], np.int64)
+            numbers = handoff.slots_of(blocks)
             self._busy[numbers] = self._keyed[numbers] = False
             # A rank may have published it all the same: the next copy is another one.
             self._generation[numbers] += 1
@@ -309,7 +238,7 @@ class SlotDirectory:
     def wanted(self, handoff: Handoff, blocks: Sequence[Block]) -> bool:
         """Whether any hand-off holds the slots of these blocks of a closed one."""
         with self._lock:
-            return any(self._holders[handoff.slot(block)] for block in blocks)
+            return bool(self._holders[handoff.slots_of(blocks)].any())
 
     def seal(self, handoff: Handoff) -> None:
         """The prefill is finished; from now on the hand-off's time to live runs."""
@@ -435,19 +364,39 @@ class SlotDirectory:
             to the slot, it tells them that what they read is void.
         """
         with self._lock:
-            leased = [each.held for each in self._handoffs.values() if each.leases]
-            for handoff in list(self._handoffs.values()):
-                self._close(handoff)
-            self._by_key.clear()
-            self._keyed[:] = False
-            cached = np.flatnonzero(self._stamp)
-            self._stamp[cached] = 0
-            self._batches.clear()
-            self._num_cached = 0
-            self._settle(cached)
-            numbers = np.unique(np.concatenate([*leased, np.empty(0, np.int64)]))
-            self._generation[numbers] += 1
+            self._void_all()
+            numbers = np.unique(np.concatenate(self._void))
+            self._void.clear()
             return numbers.tolist(), self._generation[numbers].tolist()
+
+    def void_unless(self, valid: Callable[[], bool]) -> bool:
+        """Free early what a `void` that is due will end; whether there was anything.
+
+        The engine's thread takes no slots between what makes it due and that call of `void`, which
+        tells of these slots too.
+
+        Args:
+            valid: false from what makes it due until `void` is about to be called.
+        """
+        with self._lock:
+            if valid() or not (self._handoffs or self._num_cached):
+                return False
+            self._void_all()
+            return True
+
+    def _void_all(self) -> None:
+        leased = [each.held for each in self._handoffs.values() if each.leases]
+        for handoff in list(self._handoffs.values()):
+            self._close(handoff)
+        self._index.clear()
+        cached = np.flatnonzero(self._stamp)
+        self._stamp[cached] = 0
+        self._batches.clear()
+        self._num_cached = 0
+        self._settle(cached)
+        numbers = np.unique(np.concatenate([*leased, np.empty(0, np.int64)]))
+        self._generation[numbers] += 1
+        self._void.append(numbers)
 
     def usage(self) -> tuple[int, int, int]:
         """(slots held, slots cached, leases)."""

@@ -17,7 +17,7 @@ from omni_connector.kv.shapes import difference as groups_difference
 from omni_connector.net.zeromq import MAX_MESSAGE_BYTES
 from omni_connector.transports.base import Endpoint
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 TOKEN_BYTES: Final = 16
 DIGEST_BYTES: Final = 32
 MAX_RANKS: Final = 1024
@@ -36,6 +36,11 @@ Seconds = Annotated[float, Meta(ge=0, le=1e12)]  # neither nan nor infinity
 DigestKind = Literal["blocks", "tokens"]
 
 
+_EQUAL: Final = (
+    *("model", "dtype", "quantization", "overrides", "kv_dtype", "scales", "integrity", "kv_heads"),
+)
+
+
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine keeps in its slots.
 
@@ -43,6 +48,10 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
         model: model id and revision.
         dtype: dtype of the weights and activations.
         kv_dtype: dtype of the KV cache.
+        quantization: method and settings of the weights' quantization; "" for none.
+        overrides: of what was changed of the model's configuration; "" for nothing.
+        scales: of the scales by which keys, values and what is computed of them are quantized; ""
+            where all are one.
         integrity: whether slots carry checksums.
         kv_heads: KV heads of the whole model; 0 where it has no attention.
         ranks: tensor-parallel size; each rank has an arena.
@@ -56,10 +65,13 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     kv_heads: Count
     ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     groups: Annotated[tuple[GroupShape, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
+    quantization: Text = ""
+    overrides: Text = ""
+    scales: Text = ""
 
     def difference(self, reader: "Fingerprint") -> tuple[str, object, object] | None:
         """Why `reader` cannot read our slots: what differs, with both values; None if it can."""
-        for field in ("model", "dtype", "kv_dtype", "integrity", "kv_heads"):
+        for field in _EQUAL:
             ours, theirs = getattr(self, field), getattr(reader, field)
             if ours != theirs:
                 return field, ours, theirs

@@ -23,7 +23,9 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         num_tokens: tokens whose KV is meant.
         block_hashes: vLLM's hashes of the full blocks, in order; may be empty.
         hash_block_size: tokens a hash covers, 0 where there are no hashes.
-        extra: what else changes the KV: cache salt, LoRA name, multimodal hashes with places.
+        extra: what else changes the KV: cache salt, content of the LoRA adapter, multimodal hashes
+            with places.
+        by_tokens: block hashes of other engines may differ for the same KV.
     """
 
     token_ids: Sequence[int]
@@ -31,6 +33,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     block_hashes: Sequence[bytes] = ()
     hash_block_size: int = 0
     extra: tuple[str, ...] = ()
+    by_tokens: bool = False
 
     def digest(self, kind: DigestKind) -> bytes:
         """32 bytes. `blocks` takes the hashes of full blocks and the tokens behind them,

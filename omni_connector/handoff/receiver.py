@@ -47,6 +47,11 @@ _DENIALS: Final = frozenset(
 _LEASE_MARGIN_S: Final = 1.0
 _LEASE_MARGIN: Final = 0.25
 
+# A prefill engine that is reset voids its leases, and while it is idle it tells nobody. Engines
+# that get new weights go on a second after the last of them was reset (docs/guarantees.md), so what
+# was granted before a reset is older than this, and is asked for again.
+_FRESH_S: Final = 0.5
+
 
 @dataclass(slots=True)
 class _Load:
@@ -55,8 +60,10 @@ class _Load:
     engine_id: str
     asked_at: float
     answer_by: float
+    ask: "Callable[[], Future[Grant]]"
     future: "Future[Grant] | None"
     grant: Grant | None = None
+    former: Grant | None = None  # held until it was asked for again
     job_id: int | None = None
     ended: bool = False
     void: bool = False  # of other weights than the engine has by now
@@ -107,21 +114,26 @@ class HandoffReceiver:
     def add(self, request: "Request", remote: RemotePrefill, prompt: Prompt) -> None:
         """A request whose prompt was prefilled elsewhere has arrived: ask there."""
         now = self._clock()
-        future = self._channel.claim(
-            self._address_of(remote),
-            remote.token,
-            prompt,
-            epoch=remote.epoch,
-            hash_id=self._hash_id,
-            timeout=self._timeout,
-        )
+        address = self._address_of(remote)
+
+        def ask() -> "Future[Grant]":
+            return self._channel.claim(
+                address,
+                remote.token,
+                prompt,
+                epoch=remote.epoch,
+                hash_id=self._hash_id,
+                timeout=self._timeout,
+            )
+
         self._loads[request.request_id] = _Load(
             request=request,
             prompt=prompt,
             engine_id=remote.remote_engine_id,
             asked_at=now,
             answer_by=now + self._timeout + 1.0,
-            future=future,
+            ask=ask,
+            future=ask(),
         )
 
     def reject(self, remote: RemotePrefill) -> None:
@@ -141,7 +153,15 @@ class HandoffReceiver:
         if self._clock() > load.grant.expires - margin:
             self._give_up(load, "lease_expired", "the lease ended before there was room to load")
             return 0
+        if self._clock() - load.grant.received > _FRESH_S:
+            self._ask_again(load)
+            return None
         return max(0, load.grant.granted.num_tokens - num_computed)
+
+    def _ask_again(self, load: _Load) -> None:
+        load.former, load.grant = load.grant, None
+        load.answer_by = self._clock() + self._timeout + 1.0
+        load.future = load.ask()
 
     def _answered(self, load: _Load, future: "Future[Grant]") -> bool:
         if not future.done():
@@ -154,12 +174,14 @@ class HandoffReceiver:
         if error is None:
             grant = future.result()
             problem = self._check(grant, load.prompt)
-            if problem is None:
-                self._stats.time("claim", self._clock() - load.asked_at)
-                load.grant = grant
-            else:
-                load.grant = grant
+            load.grant = grant
+            if problem is not None:
                 self._give_up(load, "malformed_answer", problem)
+            elif load.former is not None:
+                self._channel.release(load.former)
+                load.former = None
+            else:
+                self._stats.time("claim", self._clock() - load.asked_at)
             return True
         if isinstance(error, ClaimDeniedError):
             # The word is the peer's, and kinds become metric labels: only known ones.
@@ -210,9 +232,10 @@ class HandoffReceiver:
             if not load.future.cancel() and load.future.exception() is None:
                 load.grant = load.future.result()
             load.future = None
-        if load.grant is not None:
-            self._channel.release(load.grant)
-            load.grant = None
+        for grant in (load.grant, load.former):
+            if grant is not None:
+                self._channel.release(grant)
+        load.grant = load.former = None
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", num_external: int) -> None:
         """vLLM has allocated blocks for `num_external` tokens of ours, or decided against it."""

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from omni_connector.errors import ArenaFullError
-from omni_connector.handoff.directory import Handoff, SlotDirectory, SlotKey
+from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.handoff import Handoff
 from omni_connector.handoff.jobs import CopyRun, HandoffWork, SaveJob
 from omni_connector.handoff.messages import Fingerprint
 from omni_connector.handoff.params import handoff_answer, no_handoff_answer
 from omni_connector.handoff.prompt import Prompt
+from omni_connector.handoff.slot_index import SlotKey
 from omni_connector.kv.ledger import CANCELLED, Block, CopyLedger
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.net.peers import HostPort
@@ -302,5 +304,6 @@ def _keys(shape: GroupShape, prompt: Prompt) -> list[SlotKey | None]:
         return [None] * len(needed)
     full = max(needed.start, min(needed.stop, len(prompt.block_hashes)))
     full = min(full, max(needed.start, prompt.num_tokens // shape.block_size))
-    hashed: list[SlotKey | None] = list(prompt.block_hashes[needed.start : full])
-    return hashed + [None] * (needed.stop - full)
+    keys: list[SlotKey | None] = list(prompt.block_hashes[needed.start : full])
+    keys.extend([None] * (needed.stop - full))
+    return keys

@@ -27,23 +27,36 @@ class Upkeep:
         clock: seconds, monotonic.
 
     Attributes:
-        directory: whose leases end; None on an engine that hands nothing off.
         channel: on whose thread that is done.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float]) -> None:
         self._folder = folder
         self._clock = clock
-        self.directory: SlotDirectory | None = None
+        self._directory: SlotDirectory | None = None
+        self._valid: Callable[[], bool] = lambda: True
         self.channel: ControlChannel | None = None
         self._next_sweep = clock() + _SWEEP_S
         self._next_expiry = clock()
         self._lock = threading.Lock()
         self._events: Counter[str] = Counter()
 
+    def keep(self, directory: SlotDirectory, valid: Callable[[], bool]) -> None:
+        """End the leases of an engine that hands off.
+
+        Args:
+            directory: its slots.
+            valid: whether what these hold is of the weights that the engine has.
+        """
+        self._valid = valid
+        self._directory = directory
+
     def tick(self) -> None:
         """Called about twice a second on the channel's thread."""
         self._expire()
+        # An idle engine's own thread learns of a reset only with its next request.
+        if self._directory is not None:
+            self._directory.void_unless(self._valid)
         # The sockets of a killed engine are dead only once the last of its processes is, and
         # nobody may have been connected to it.
         if self._clock() >= self._next_sweep:
@@ -80,5 +93,5 @@ class Upkeep:
         return events
 
     def _expire(self) -> None:
-        if self.directory is not None:
-            self.count("handoffs_expired", self.directory.expire())
+        if self._directory is not None:
+            self.count("handoffs_expired", self._directory.expire())

@@ -108,6 +108,8 @@ class CopyThread:
             self._queue.clear()
             self._running = None
             self._ended += [_failed(job, THREAD_DIED) for job in jobs]
+        for job in jobs:
+            job.pieces.close()  # what they hold is let go of
 
     def cancel(self, job_ids: set[int]) -> None:
         """Tell these jobs to stop, without waiting for it; unknown and ended ones are ignored."""
@@ -120,7 +122,11 @@ class CopyThread:
                 job.cancelled = True
 
     def close(self) -> None:
-        """Cancel everything and stop the thread. Idempotent, within `CLOSE_S` seconds."""
+        """Cancel everything and stop the thread. Idempotent, within `CLOSE_S` seconds.
+
+        No job goes on after that, but for a piece that takes longer: what jobs hold and write to
+        may be taken from them.
+        """
         with self._changed:
             self._closing = True
             for job in (*self._queue, self._running):
@@ -128,6 +134,12 @@ class CopyThread:
                     job.cancelled = True
         self._thread.wake()
         self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._fail_all()  # there are none, unless it had died
+        with self._changed:
+            left, self._queue = self._queue, deque()
+        for job in left:  # of a thread that is slow
+            job.pieces.close()
 
     def _turn(self) -> float | None:
         with self._changed:

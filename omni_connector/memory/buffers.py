@@ -77,8 +77,10 @@ class Buffers:
 
     def _give_back(self, pages: mmap.mmap) -> None:
         # Runs when and where the last array goes: it must not wait, nor fail.
-        kept = self._spare[0] if self._spare else b""
-        if not self._closed and len(pages) >= len(kept):
+        kept = 0
+        with contextlib.suppress(IndexError):  # a thread may take it at any moment
+            kept = len(self._spare[0])
+        if not self._closed and len(pages) >= kept:
             _advise(pages, _MADV_FREE)
             self._spare.append(pages)
 
@@ -126,10 +128,17 @@ def share_out(work: Callable[[_Item], None], items: Iterable[_Item], nbytes: int
         threading.Thread(target=take_part, name="omni-connector-copy", daemon=True)
         for _ in range(threads - 1)
     ]
-    for thread in others:
-        thread.start()
+    with contextlib.suppress(RuntimeError):  # there are no more threads: fewer do it
+        for thread in others:
+            thread.start()
     take_part()
-    for thread in others:
-        thread.join()
+    # Whatever is raised here meanwhile: none may go on with memory that is somebody else's then.
+    while working := [each for each in others if each.is_alive()]:
+        try:
+            for thread in working:
+                thread.join()
+        except BaseException as error:  # noqa: BLE001 - raised below, as what a signal handler raises
+            errors.append(error)
+            collections.deque(left, maxlen=0)
     if errors:
         raise errors[0]

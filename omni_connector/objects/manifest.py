@@ -16,8 +16,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.config import memory_limit_bytes
 from omni_connector.errors import IntegrityError
+from omni_connector.objects.object_store import host_bytes
 
 PIECE_BYTES: Final = 8 << 20
 HEAD_BYTES: Final = 2 << 20
@@ -76,7 +76,7 @@ class Version:
         following = length if found.inline else 0
         if head.size != CONTENT_AT + following:
             raise IntegrityError(f"{head.size - CONTENT_AT} bytes follow the head, not {following}")
-        if not found.inline and (length > memory_limit_bytes() or piece_bytes < INLINE_BYTES):
+        if not found.inline and (length > host_bytes() or piece_bytes < INLINE_BYTES):
             raise IntegrityError(f"an object of {length} bytes in pieces of {piece_bytes}")
         return found
 

@@ -7,6 +7,7 @@ reads the slots of the arena that it is told.
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -88,6 +89,7 @@ class MooncakeObjects:
         # Guards what follows; `_making` is held while the arena and the server are made, once.
         self._lock = threading.Lock()
         self._making = threading.Lock()
+        self._process = os.getpid()
         self._closed = False
         self._objects: ObjectStore | None = None
         self._endpoint: Endpoint | None = None
@@ -102,6 +104,7 @@ class MooncakeObjects:
         Raises:
             ConfigError, TransportError, MissingDependencyError: it cannot, or needs a key.
         """
+        self._check_open()
         with self._making:
             with self._lock:
                 self._check_open()
@@ -153,8 +156,7 @@ class MooncakeObjects:
         Raises:
             OmniError: somebody has it, but it cannot be had.
         """
-        with self._lock:
-            self._check_open()
+        self._check_open()
         digest = key.digest
         stale: StaleSlotError | None = None
         for _ in range(_READ_ATTEMPTS):
@@ -183,7 +185,9 @@ class MooncakeObjects:
     def drop(self, request_id: str) -> int:
         """Free the objects that were put for a request; how many there were."""
         objects = self._objects
-        return 0 if objects is None else objects.drop(request_id)
+        if objects is None or os.getpid() != self._process:  # in a child they are the parent's
+            return 0
+        return objects.drop(request_id)
 
     def details(self) -> dict[str, int | str]:
         """For `health`."""
@@ -300,6 +304,8 @@ class MooncakeObjects:
     def _check_open(self) -> None:
         if self._closed:
             raise TransportError("the connector is closed")
+        if os.getpid() != self._process:
+            raise TransportError("the connector is the parent's: a forked process makes its own")
 
 
 def _needs_key(host: str) -> str:

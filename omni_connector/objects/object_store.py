@@ -369,8 +369,7 @@ def slot_ids(stored: StoredObject, n_slots: int, slot_bytes: int) -> list[int]:
     )
     # No slot counts twice. What is allocated is bounded by the arena, and by what this host has
     # where the arena is only announced.
-    impossible = impossible or count > min(n_slots, MAX_OBJECT_SLOTS)
-    impossible = impossible or stored.length > _host_bytes()
+    impossible |= count > min(n_slots, MAX_OBJECT_SLOTS) or stored.length > host_bytes()
     if impossible or not capacity - slot_bytes < max(stored.length, 1) <= capacity:
         raise ProtocolError(
             f"{stored.length} bytes in slots {stored.runs[:8]} do not describe an object in "
@@ -380,7 +379,8 @@ def slot_ids(stored: StoredObject, n_slots: int, slot_bytes: int) -> list[int]:
 
 
 @functools.cache
-def _host_bytes() -> int:
+def host_bytes() -> int:
+    """`memory_limit_bytes`, which reads files, read once."""
     return memory_limit_bytes()
 
 

@@ -9,7 +9,7 @@ bytes depend on, so that engines which would not understand each other never mee
 import hashlib
 import struct
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -22,9 +22,6 @@ from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.block_store import BlockStore
 from omni_connector.stats import Stats
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 _TRAILER: Final = struct.Struct("<8sQ")
 _MAGIC: Final = b"omnikv-1"
 
@@ -36,22 +33,20 @@ CORRUPT: Final = "store_checksum_mismatch"
 """How a load fails that found other bytes than were stored."""
 
 
-def key_prefix(
-    namespace: str, fingerprint: Fingerprint, hash_id: str, vllm_config: "VllmConfig"
-) -> str:
+def key_prefix(namespace: str, fingerprint: Fingerprint, hash_id: str) -> str:
     """The part of a key that says who can read the block.
 
     Args:
         namespace: engines share within one.
-        fingerprint: model, dtypes, ranks, and the byte order of each group's pages.
+        fingerprint: model, dtypes, quantization, ranks, the byte order of each group's pages, and
+            what else changes the numbers that a model computes.
         hash_id: how blocks are hashed.
-        vllm_config: of this engine: what else changes the numbers that a model computes.
     """
-    model = vllm_config.model_config
     # Entries always carry a checksum, whatever slots do.
     readers = msgspec.structs.replace(fingerprint, integrity="")
-    what = (readers, hash_id, str(model.quantization), str(model.hf_overrides))
-    digest = hashlib.blake2b(msgspec.msgpack.encode(what), digest_size=16, person=_MAGIC)
+    digest = hashlib.blake2b(
+        msgspec.msgpack.encode((readers, hash_id)), digest_size=16, person=_MAGIC
+    )
     return f"{namespace}/{digest.hexdigest()}"
 
 

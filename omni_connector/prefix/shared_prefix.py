@@ -52,6 +52,7 @@ class _Prompt:
     request: "Request"
     loads: bool
     hashed_tokens: int | None  # where hashes cease to be those of its tokens
+    adapter: str  # its content
     sent: list[int]  # for each group, the blocks already considered for the store
     lookup: Lookup | None = None
     local: int | None = None  # tokens that vLLM has itself; None until it asks
@@ -73,6 +74,7 @@ class SharedPrefix:
         group_ids: index of each transferred group among vLLM's groups.
         hash_block_size: tokens of one of a request's hashes; divides every group's block size.
         num_blocks: KV blocks of this engine.
+        weights_fixed: a reset changes no weights, so that what is stored stays true.
         lookup_timeout: seconds a request waits for the store's answer.
         load_timeout: seconds for the bytes.
         clock: seconds, monotonic.
@@ -90,6 +92,7 @@ class SharedPrefix:
         group_ids: tuple[int, ...],
         hash_block_size: int,
         num_blocks: int,
+        weights_fixed: bool,
         lookup_timeout: float,
         load_timeout: float,
         clock: Callable[[], float],
@@ -100,6 +103,7 @@ class SharedPrefix:
         self._lookups = lookups
         self._ledger = ledger
         self._engines_prefix = self._prefix = prefix
+        self._weights_fixed = weights_fixed
         self._groups = groups
         self._group_ids = group_ids
         self._hashes_a_block = [shape.block_size // hash_block_size for shape in groups]
@@ -115,17 +119,19 @@ class SharedPrefix:
         self._failed: list[Request] = []
         self._sent = Recently(_RECENT_S, clock)
 
-    def add(self, request: "Request", *, stops_early: bool = False) -> None:
+    def add(self, request: "Request", *, stops_early: bool = False, adapter: str = "") -> None:
         """A request has arrived: ask what the store holds of its prompt.
 
         Args:
             stops_early: its prompt was shortened, and its hashes were not.
+            adapter: digest of what its LoRA adapter contains.
         """
         prompt = _Prompt(
             request=request,
             # As for prompt log-probabilities: every token is computed.
             loads=not request.skip_reading_prefix_cache,
             hashed_tokens=request.num_prompt_tokens if stops_early else None,
+            adapter=adapter,
             sent=[0] * len(self._groups),
         )
         self._prompts[request.request_id] = prompt
@@ -136,8 +142,11 @@ class SharedPrefix:
         hashes = [self._hashes(prompt, g, 0, None) for g in range(len(self._groups))]
         if any(hashes):
             deadline = self._clock() + self._lookup_timeout
-            prompt.lookup = Lookup(self._prefix, hashes, deadline)
+            prompt.lookup = Lookup(self._keys_of(prompt), hashes, deadline)
             self._lookups.ask(prompt.lookup)
+
+    def _keys_of(self, prompt: _Prompt) -> str:
+        return f"{self._prefix}/{prompt.adapter}" if prompt.adapter else self._prefix
 
     def _hashes(self, prompt: _Prompt, group: int, first: int, end: int | None) -> list[bytes]:
         """Hashes of these blocks of a group, as far as they are known."""
@@ -271,7 +280,7 @@ class SharedPrefix:
         job_id = self._ledger.start(
             block_ids, lambda failure: self._let_go(len(block_ids)), soon=_COPY_S
         )
-        return StoreSave(job_id, self._prefix, runs)
+        return StoreSave(job_id, self._keys_of(prompt), runs)
 
     def _run(
         self, prompt: _Prompt, group: int, first: int, hashes: list[bytes], table: list[int]
@@ -338,11 +347,14 @@ class SharedPrefix:
             prompt.loads, prompt.offered = False, 0
 
     def void(self) -> None:
-        """Share nothing with what is stored now: the model may have other weights from here on.
+        """The prefix cache was reset: use nothing that was asked for or loaded before.
 
-        Nor with other engines, of which nobody knows whether they have the same ones.
+        The model may have other weights from here on, so that nothing is shared with what is stored
+        now, nor with other engines, of which nobody knows whether they have the same ones; unless
+        the operator has declared that they stay.
         """
-        self._prefix = f"{self._engines_prefix}/{self._randbytes(8).hex()}"
+        if not self._weights_fixed:
+            self._prefix = f"{self._engines_prefix}/{self._randbytes(8).hex()}"
         self._sent = Recently(_RECENT_S, self._clock)
         for prompt in self._prompts.values():
             # What vLLM computes anew is stored anew; what goes on upon old blocks is not stored.

@@ -10,6 +10,7 @@ else. `ToyRunner` (in `toy_runner`) reads and writes a KV cache as vLLM's model 
 """
 
 import copy
+import functools
 import hashlib
 import json
 from collections import deque
@@ -147,6 +148,10 @@ class Kind:
     size: int
 
 
+_MOST_DRAWN: Final = 10_000
+_DRAWN: Final[dict[Any, tuple[list[list[bytes]], bytes]]] = {}
+
+
 class Mind:
     """The model after some positions: what it has read so far, and what it drew last."""
 
@@ -206,6 +211,26 @@ class Mind:
         self._last = drawn
         return drawn
 
+    def steps(self, token_ids: Sequence[int]) -> list[list[bytes]]:
+        """The last positions: what is to be stored for each. Only `token` may be asked after it.
+
+        Engines are given the same prompts again and again: what was drawn from the same bytes is
+        remembered.
+        """
+        read = self._full.copy()
+        for seen in self._seen:
+            read.update(seen if isinstance(seen, bytes) else b"".join(seen))
+        key = tuple(self._kinds), self._weights, read.digest(), tuple(token_ids)
+        found = _DRAWN.get(key)
+        if found is None:
+            drawn = [self.step(token_id) for token_id in token_ids]
+            if len(_DRAWN) >= _MOST_DRAWN:
+                _DRAWN.clear()
+            found = _DRAWN[key] = drawn, self._seed
+        drawn, self._seed = found
+        self._last = drawn[-1]
+        return drawn
+
     def token(self, stored: Sequence[bytes] | None = None) -> int:
         """What is sampled after the last position, given what the cache holds of that."""
         hasher = hashlib.blake2b(self._seed, digest_size=4)
@@ -214,16 +239,18 @@ class Mind:
         return 3 + int.from_bytes(hasher.digest(), "little") % (VOCAB - 3)
 
 
+_MOST_MINDS: Final = 10_000
+
+
 class Reference:
     """What the model answers, computed without a cache.
 
     Args:
-        config: cache groups of one rank of an engine.
-        ranks: tensor-parallel size of that engine; each keeps states of its own.
+        kinds: of the cache groups of all ranks; see `kinds_of`.
     """
 
-    def __init__(self, config: KVCacheConfig, ranks: int = 1) -> None:
-        self._kinds = kinds_of(config, ranks)
+    def __init__(self, kinds: Sequence[Kind]) -> None:
+        self._kinds = kinds
         self._minds: dict[tuple[bytes, tuple[int, ...]], Mind] = {}
 
     def next_token(self, weights: bytes, token_ids: Sequence[int]) -> int:
@@ -235,11 +262,25 @@ class Reference:
             mind = Mind(weights, self._kinds) if before is None else before.copy()
             for token_id in known if before is None else known[-1:]:
                 mind.step(token_id)
+            if len(self._minds) >= _MOST_MINDS:
+                self._minds.clear()
             self._minds[weights, known] = mind
         return mind.token()
 
 
-def kinds_of(config: KVCacheConfig, ranks: int) -> list[Kind]:
+@functools.cache
+def reference(kinds: tuple[Kind, ...]) -> Reference:
+    """The one of all engines whose cache groups are of these kinds."""
+    return Reference(kinds)
+
+
+def kinds_of(config: KVCacheConfig, ranks: int) -> tuple[Kind, ...]:
+    """What the model keeps in the groups of an engine.
+
+    Args:
+        config: cache groups of one rank.
+        ranks: tensor-parallel size; each keeps states of its own.
+    """
     found = []
     for group in config.kv_cache_groups:
         spec, layers = group.kv_cache_spec, len(group.layer_names)
@@ -251,4 +292,4 @@ def kinds_of(config: KVCacheConfig, ranks: int) -> list[Kind]:
         window = getattr(spec, "sliding_window", None)
         keeps = "all" if window is None else "window"
         found.append(Kind(keeps, window or 1, layers * heads * content))
-    return found
+    return tuple(found)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The toy model in an engine: it follows a scheduler's output and keeps its KV in vLLM's blocks."""
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, MLAAttentionSpec
 
-from omni_connector.testing.toy import HEADS, Mind, kinds_of
+from omni_connector.testing.toy import HEADS, MAX_LENGTH, Mind, kinds_of
 
 
 @dataclass(slots=True)
@@ -119,7 +120,7 @@ class ToyRunner:
                 mind.read(g, group.read(row.tables[g], start - 1, start).tobytes())
         if full:  # by position, as they were drawn
             mind.read_full(np.concatenate(full, axis=1).tobytes())
-        drawn = [mind.step(token_id) for token_id in row.token_ids[start:end]]
+        drawn = mind.steps(row.token_ids[start:end])
         stored = []
         for g, group in enumerate(self._groups):
             group.write(row.tables[g], start, end, [each[g] for each in drawn])
@@ -161,18 +162,21 @@ class _Attention:
     def read(self, table: list[int], start: int, end: int) -> NDArray[np.uint8]:
         """KV of these positions: (positions, bytes)."""
         blocks, offsets = self._places(table, start, end)
-        found = np.stack(
-            [
-                np.concatenate([rank[blocks, :, offsets] for rank in layer], axis=1)
-                for layer in self._layers
-            ],
-            axis=1,
+        ranks = len(self._layers[0])
+        found = np.empty(
+            (end - start, len(self._layers), ranks * self._kept, self._content), np.uint8
         )
-        first = found[:, :, :: self._copies]
+        for number, layer in enumerate(self._layers):
+            for place, rank in enumerate(layer):
+                first = place * self._kept
+                found[:, number, first : first + self._kept] = rank[blocks, :, offsets]
+        if self._copies == 1:
+            return found.reshape(end - start, self._size)
+        one = found[:, :, :: self._copies]
         for number in range(1, self._copies):
-            if (found[:, :, number :: self._copies] != first).any():
+            if (found[:, :, number :: self._copies] != one).any():
                 raise WrongBytes("two ranks keep different bytes of one head")
-        return first.reshape(end - start, self._size)
+        return one.reshape(end - start, self._size)
 
     def write(self, table: list[int], start: int, end: int, content: list[bytes]) -> None:
         """Put KV at positions."""
@@ -188,10 +192,19 @@ class _Attention:
     def _places(
         self, table: list[int], start: int, end: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        positions = np.arange(start, end)
-        blocks = np.asarray(table, np.int64)[positions // self._block_size]
-        assert blocks.all(), "vLLM has taken a block away that is still used"
-        return blocks, positions % self._block_size
+        size = self._block_size
+        last = -(-end // size)
+        assert 0 not in table[start // size : last], (
+            "vLLM has taken a block away that is still used"
+        )
+        numbers, offsets = _split(size)
+        return np.asarray(table[:last], np.int64)[numbers[start:end]], offsets[start:end]
+
+
+@functools.cache
+def _split(block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For each position the number of its block, and its place in that."""
+    return np.divmod(np.arange(MAX_LENGTH), block_size)
 
 
 class _State:

@@ -123,6 +123,10 @@ class ObjectPeer:
         with self._turn:
             self._hang_up()
 
+    def abandon(self) -> None:
+        """The same in a process that was forked, where whoever had the turn is not there."""
+        self._hang_up()
+
     def _ask(self, digest: bytes, deadline: float) -> StoredObject | None:
         if self._connection is None:
             self._connection = Connection(self.address, deadline)

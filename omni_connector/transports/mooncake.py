@@ -14,9 +14,8 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -48,6 +47,7 @@ from omni_connector.objects.object_store import (
     slot_ids,
 )
 from omni_connector.transports.base import ArenaTransport, Endpoint, Fetched, RemoteArena
+from omni_connector.transports.hints import read_sender
 from omni_connector.transports.mooncake_engine import Engine, Span
 
 _ADDRESS: Final = re.compile(
@@ -213,7 +213,7 @@ class MooncakeConnector(ArenaTransport, OmniConnector):
     def load_object(
         self, key: ObjectKey, metadata: Mapping[str, Any] | None, *, timeout: float
     ) -> memoryview | None:
-        return self._objects.load(key, _read_hint(metadata), time.monotonic() + timeout)
+        return self._objects.load(key, read_sender(metadata), time.monotonic() + timeout)
 
     def drop_objects(self, request_id: str) -> int:
         return self._objects.drop(request_id)
@@ -438,23 +438,3 @@ class MooncakeArena(RemoteArena):
         for slot in slot_ids:
             if not 0 <= slot < self._geometry.n_slots:
                 raise ProtocolError(f"{self.endpoint.address} has no slot {slot}")
-
-
-class _Hint(msgspec.Struct, frozen=True):
-    """What of an object's metadata is of use; the rest may be anybody's."""
-
-    source_host: str | None = None
-    source_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
-
-
-def _read_hint(metadata: object) -> HostPort | None:
-    # Pipelines pass on whatever came along, and what is no mapping says nothing.
-    if not isinstance(metadata, Mapping):
-        return None
-    try:
-        hint = msgspec.convert(dict(metadata), _Hint)
-        if hint.source_host is None or hint.source_port is None:
-            return None
-        return HostPort(str(parse_host(hint.source_host)), hint.source_port)
-    except (msgspec.ValidationError, TypeError, ValueError) as error:
-        raise ProtocolError(f"the metadata of an object is malformed: {error}") from error

@@ -15,19 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from omni_connector.errors import (
     OmniError,
     PeerRefusedError,
     PeerUnreachableError,
-    ProtocolError,
     StaleSlotError,
     TransportError,
 )
 from omni_connector.memory.arena import Arena
 from omni_connector.memory.buffers import Buffers
 from omni_connector.net import runtime
+from omni_connector.net.forks import forget_in_child
 from omni_connector.net.unix import (
     Answer,
     Attach,
@@ -50,13 +48,13 @@ from omni_connector.objects.object_store import (
     read_object,
 )
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
+from omni_connector.transports.hints import read_socket
 from omni_connector.transports.mapped import MappedArena, ObjectPeer, map_arena
 
 logger = logging.getLogger(__name__)
 
 _ARENA_SOCKET: Final = "a-"
 _OBJECT_SOCKET: Final = "o-"
-_SWEEP_TIMEOUT_S: Final = 0.2
 _READ_ATTEMPTS: Final = 3
 _CATCH_UP_S: Final = 0.2
 # Peers of which metadata told; above this, those that are not in the folder are forgotten.
@@ -117,9 +115,14 @@ class SharedMemoryConnector(ArenaTransport, OmniConnector):
         self._peer_timeout = peer_timeout
         self._ttl_s = buffer_ttl_seconds
         self._clock = clock
+        self._closed = False
+        self._buffers = Buffers()
+        self._begin()
+        forget_in_child(self, SharedMemoryConnector._abandon)
+
+    def _begin(self) -> None:
         # Guards what follows; never held while waiting for anybody.
         self._lock = threading.Lock()
-        self._closed = False
         self._listener: Listener | None = None
         self._exports: dict[bytes, _Export] = {}
         self._objects: ObjectStore | None = None
@@ -127,9 +130,18 @@ class SharedMemoryConnector(ArenaTransport, OmniConnector):
         self._object_address: str | None = None
         self._peers: dict[str, ObjectPeer] = {}
         self._watch = Watch(self._let_go)
-        self._buffers = Buffers()
         # Held while the object arena is made, so that it is made once.
         self._making_objects = threading.Lock()
+
+    def _abandon(self) -> None:
+        # In a process that was forked: what there is so far is the parent's, which writes it.
+        if self._objects is not None:
+            self._objects.arena.close()
+        for export in self._exports.values():
+            export.close()
+        for peer in self._peers.values():
+            peer.abandon()
+        self._begin()
 
     @property
     def supports_mapping(self) -> bool:
@@ -184,7 +196,7 @@ class SharedMemoryConnector(ArenaTransport, OmniConnector):
         with self._lock:
             self._check_open()
         deadline = time.monotonic() + timeout
-        hint = _read_hint(metadata)
+        hint = read_socket(metadata, self.transport)
         digest = key.digest
         stale: StaleSlotError | None = None
         for _ in range(_READ_ATTEMPTS):
@@ -355,17 +367,19 @@ class SharedMemoryConnector(ArenaTransport, OmniConnector):
         if self._objects is not None and hint in (None, own):
             stored = self._objects.find(digest)
             newest = None if stored is None else (stored, None)
+        unreachable = False
         for peer in self._candidates(hint, own):
             try:
                 stored = peer.find(digest, deadline)
             except OmniError as error:
                 # One peer that is gone, or not well, must not hide what the others have.
                 logger.debug("asked %s for an object: %s", peer.address, error)
-                if isinstance(error, PeerUnreachableError):
-                    self._sweep()
+                unreachable |= isinstance(error, PeerUnreachableError)
                 continue
             if stored is not None and (newest is None or stored.stamp > newest[0].stamp):
                 newest = stored, peer
+        if unreachable:
+            self._sweep()
         return newest
 
     def _candidates(self, hint: str | None, own: str | None) -> list[ObjectPeer]:
@@ -409,9 +423,8 @@ class SharedMemoryConnector(ArenaTransport, OmniConnector):
 
     def _sweep(self) -> None:
         try:
-            runtime.sweep(self.folder, timeout=_SWEEP_TIMEOUT_S)
-        except TransportError as error:
-            # It only tidies up, and another engine will.
+            runtime.sweep(self.folder, timeout=0.0)
+        except TransportError as error:  # it only tidies up, and another engine will
             logger.debug("did not sweep %s: %s", self.folder, error)
 
     def _check_open(self) -> None:
@@ -429,23 +442,3 @@ class _Export:
 
     def close(self) -> None:
         os.close(self.fd)
-
-
-class _Hint(msgspec.Struct, frozen=True):
-    """What of an object's metadata is of use; the rest may be anybody's."""
-
-    transport: str | None = None
-    address: str | None = None
-
-
-def _read_hint(metadata: object) -> str | None:
-    # Pipelines pass on whatever came along, and what is no mapping says nothing.
-    if not isinstance(metadata, Mapping):
-        return None
-    try:
-        hint = msgspec.convert(dict(metadata), _Hint)
-    except (msgspec.ValidationError, TypeError, ValueError) as error:
-        raise ProtocolError(f"the metadata of an object is malformed: {error}") from error
-    if hint.address is None or hint.transport != SharedMemoryConnector.transport:
-        return None
-    return hint.address

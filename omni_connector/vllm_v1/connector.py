@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 )
 
 from omni_connector.config import OmniConfig  # noqa: E402
+from omni_connector.vllm_v1.arena_size import ArenaSizing  # noqa: E402
 from omni_connector.vllm_v1.compat import (  # noqa: E402
     ReportingStats,
     cache_hit_source,
@@ -279,7 +280,6 @@ def _make_worker(
     parallel = vllm_config.parallel_config
     assert transfer is not None
     rank = parallel.rank % parallel.tensor_parallel_size  # as there is one pipeline stage
-    arena_bytes = config.arena_bytes() // parallel.tensor_parallel_size
     return OmniWorker(
         config=config,
         kv_cache_config=kv_cache_config,
@@ -288,7 +288,11 @@ def _make_worker(
         rank=rank,
         ranks=parallel.tensor_parallel_size,
         arena_name=f"arena:{transfer.engine_id}:{rank}",
-        arena_bytes=arena_bytes if transfer.is_kv_producer else 0,
+        arena=(
+            ArenaSizing.of(config, vllm_config, kv_cache_config)
+            if transfer.is_kv_producer
+            else None
+        ),
         store=open_lending_store(config, vllm_config, kv_cache_config, surroundings),
         surroundings=surroundings,
     )

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this engine is, in the terms that peers compare: model, layout, hashes, prompt."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from omni_connector.config import OmniConfig
 from omni_connector.handoff.messages import Fingerprint
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
+from omni_connector.vllm_v1.numerics import overrides_id, quantization_id, scales_of_engine
 from omni_connector.vllm_v1.specs import group_shapes
 
 if TYPE_CHECKING:
@@ -19,22 +21,27 @@ def fingerprint(
     config: OmniConfig,
     vllm_config: "VllmConfig",
     kv_cache_config: "KVCacheConfig",
-    worker: OmniHandshakeMetadata,
+    workers: Sequence[OmniHandshakeMetadata],
+    epoch: bytes,
 ) -> Fingerprint:
     """What this engine keeps in its slots.
 
     Args:
-        worker: what each rank says of its caches.
+        workers: what each rank says of its caches.
+        epoch: what no other engine has.
     """
-    model = vllm_config.model_config
+    model, cache = vllm_config.model_config, vllm_config.cache_config
     return Fingerprint(
         model=config.model_id or f"{model.model}@{model.revision or 'default'}",
         dtype=str(model.dtype),
-        kv_dtype=str(vllm_config.cache_config.cache_dtype),
+        quantization=quantization_id(model),
+        overrides=overrides_id(model),
+        kv_dtype=str(cache.cache_dtype),
+        scales=scales_of_engine([each.scales for each in workers], cache, epoch.hex()),
         integrity=config.integrity,
         kv_heads=model.get_total_num_kv_heads(),
         ranks=vllm_config.parallel_config.tensor_parallel_size,
-        groups=group_shapes(kv_cache_config, worker.page_orders, worker.attention),
+        groups=group_shapes(kv_cache_config, workers[0].page_orders, workers[0].attention),
     )
 
 
@@ -56,15 +63,17 @@ def hash_id(vllm_config: "VllmConfig", hash_block_size: int) -> str:
     return f"{algorithm}:{hash_block_size}:{seed}"
 
 
-def prompt_of(request: "Request", num_tokens: int, hash_block_size: int) -> Prompt | None:
+def prompt_of(
+    request: "Request", num_tokens: int, hash_block_size: int, adapter: str = ""
+) -> Prompt | None:
     """The first `num_tokens` tokens of a request's prompt; None where it has no token ids
     (prompt embeddings)."""
     tokens = request.prompt_token_ids
     if tokens is None or request.prompt_embeds is not None:
         return None
     extra = [f"salt={request.cache_salt}"] if request.cache_salt is not None else []
-    if request.lora_request is not None:
-        extra.append(f"lora={request.lora_request.lora_name}")
+    if adapter:
+        extra.append(f"lora={adapter}")
     for feature in request.mm_features:
         place = feature.mm_position
         extra.append(f"mm={feature.identifier}@{place.offset}+{place.length}")
@@ -74,4 +83,5 @@ def prompt_of(request: "Request", num_tokens: int, hash_block_size: int) -> Prom
         block_hashes=request.block_hashes,
         hash_block_size=hash_block_size if request.block_hashes else 0,
         extra=tuple(extra),
+        by_tokens=bool(adapter),  # vLLM's hashes name it by where it lies
     )

@@ -64,8 +64,10 @@ class OmniHandshakeMetadata(KVConnectorHandshakeMetadata):
             hands nothing off.
         page_orders: byte order of each layer's page, by transferred group.
         attention: attention backends, by transferred group.
+        scales: of the layers; see `numerics.scales_id`.
     """
 
     endpoints: tuple[Endpoint, ...]
     page_orders: tuple[tuple[str, ...], ...]
     attention: tuple[str, ...]
+    scales: str = ""

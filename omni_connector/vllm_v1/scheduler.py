@@ -6,7 +6,7 @@ copies are reported by the workers with each step.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
@@ -24,6 +24,7 @@ from omni_connector.handoff.params import (
     wants_handoff,
     wants_remote_kv,
 )
+from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.server import ControlServer
@@ -33,6 +34,7 @@ from omni_connector.net.keys import ClusterKey, load_key
 from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import loopback_key, runtime_dir, socket_path
 from omni_connector.prefix.shared_prefix import SharedPrefix
+from omni_connector.vllm_v1.adapters import AdapterContents
 from omni_connector.vllm_v1.compat import hash_block_size, recompute
 from omni_connector.vllm_v1.epoch import WeightsEpoch
 from omni_connector.vllm_v1.identity import fingerprint, hash_id, prompt_of
@@ -45,6 +47,7 @@ from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
 from omni_connector.vllm_v1.sharing import open_shared_prefix
 from omni_connector.vllm_v1.specs import fails_by_block, keeps_all, transferred_groups
 from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings
+from omni_connector.vllm_v1.truncation import TRUNCATED, truncate, truncation_refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,9 +58,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.omni_connector.scheduler")
-
-# NixlConnector's mark of a prompt that it has shortened, which beside it must happen once.
-_TRUNCATED: Final = "_p_side_truncated"
 
 
 class OmniScheduler:
@@ -111,6 +111,7 @@ class OmniScheduler:
         if config.key_file is not None:
             self._key = load_key(config.key_file)
         self._upkeep = Upkeep(self._runtime_dir, self._clock)
+        self._adapters = AdapterContents(self._clock, surroundings.start)
         self._gauges: tuple[int, int, int] | None = None
 
     def bind_kv_cache_manager(self, manager: "KVCacheManager") -> None:
@@ -134,7 +135,9 @@ class OmniScheduler:
             )
         if len({(rank.page_orders, rank.attention) for rank in ranks}) != 1:
             raise ConfigError("the ranks of this engine have KV caches of different layouts")
-        ours = fingerprint(self._config, self._vllm_config, self._kv_cache_config, ranks[0])
+        ours = fingerprint(
+            self._config, self._vllm_config, self._kv_cache_config, ranks, self._epoch
+        )
         hashing = hash_id(self._vllm_config, self._hash_block_size)
         arenas = tuple(rank.endpoints for rank in ranks if rank.endpoints)
         assert self._manager is not None
@@ -149,7 +152,7 @@ class OmniScheduler:
             self._directory = SlotDirectory(
                 num_slots, self._clock, self._config.handoff_ttl_s, self._surroundings.randbytes
             )
-            self._upkeep.directory = self._directory
+            self._upkeep.keep(self._directory, weights.holds)
             server = ControlServer(
                 fingerprint=ours,
                 welcome=Welcome(self._epoch, hashing, ours, arenas),
@@ -247,12 +250,25 @@ class OmniScheduler:
     def on_new_request(self, request: "Request") -> None:
         """A request was added: ask for its KV elsewhere, or prepare to hand it off."""
         self._follow_weights()
-        self._follow_params(request)
+        self._check_params(request)
+        if not (request.kv_transfer_params or self._shared is not None):
+            return
+        if not self._adapters.arrives(request):
+            self._begin(request)
+
+    def _begin(self, request: "Request") -> None:
+        epoch = 0 if self._weights is None else self._weights.number
+        adapter = self._adapters.content(request, epoch, self._stats)
+        if adapter is None:
+            if wants_handoff(request.kv_transfer_params or {}) and self._sender is not None:
+                self._sender.add(request, Prompt(token_ids=(), num_tokens=0), "adapter_unknown")
+            return
+        self._follow_params(request, adapter)
         if self._shared is not None and not request.resumable:  # a session's tokens may change
             truncated = bool(request.kv_transfer_params) and self._stops_early
-            self._shared.add(request, stops_early=truncated)
+            self._shared.add(request, stops_early=truncated, adapter=adapter)
 
-    def _follow_params(self, request: "Request") -> None:
+    def _check_params(self, request: "Request") -> None:
         params = request.kv_transfer_params
         if params is not None and not is_usable(params):
             self._stats.fail("malformed_params")
@@ -262,20 +278,24 @@ class OmniScheduler:
                 request.request_id,
             )
             # vLLM, too, takes them for an object, and would stop at anything else.
-            params = request.kv_transfer_params = None
+            request.kv_transfer_params = None
+
+    def _follow_params(self, request: "Request", adapter: str) -> None:
+        params = request.kv_transfer_params
         if not params:
             return
         if wants_remote_kv(params) and self._receiver is not None:
-            self._fetch(request, params)
+            self._fetch(request, params, adapter)
         if wants_handoff(params) and self._sender is not None:
-            self._offer(request, params)
+            self._offer(request, params, adapter)
 
-    def _fetch(self, request: "Request", params: Mapping[str, Any]) -> None:
+    def _fetch(self, request: "Request", params: Mapping[str, Any], adapter: str) -> None:
         assert self._receiver is not None
         try:
             remote = parse_remote_prefill(params)
             # vLLM computes the last token here in any case, for its logits.
-            prompt = prompt_of(request, request.num_prompt_tokens - 1, self._hash_block_size)
+            num_tokens = request.num_prompt_tokens - 1
+            prompt = prompt_of(request, num_tokens, self._hash_block_size, adapter)
             if prompt is None:
                 raise BadParamsError("prompt_embeds", "the prompt has no token ids")
             if prompt.num_tokens > 0:
@@ -293,11 +313,11 @@ class OmniScheduler:
                 error,
             )
 
-    def _offer(self, request: "Request", params: Mapping[str, Any]) -> None:
+    def _offer(self, request: "Request", params: Mapping[str, Any], adapter: str) -> None:
         assert self._sender is not None
-        truncated = params.get(_TRUNCATED) is True  # by another connector beside this one
+        truncated = params.get(TRUNCATED) is True  # by another connector beside this one
         num_tokens = request.num_prompt_tokens - (not truncated)
-        prompt = prompt_of(request, num_tokens, self._hash_block_size)
+        prompt = prompt_of(request, num_tokens, self._hash_block_size, adapter)
         if prompt is None:
             self._stats.fail("prompt_embeds")
             logger.warning(
@@ -311,9 +331,9 @@ class OmniScheduler:
         if request.resumable:  # it goes on writing, and a state is overwritten in place
             refusal = "resumable"
         elif refusal is None and self._stops_early and not truncated:
-            refusal = _truncation_refusal(request, num_tokens)
+            refusal = truncation_refusal(request, num_tokens)
             if refusal is None:
-                _truncate(request, params)
+                truncate(request, params)
         if refusal is not None:
             self._stats.fail(refusal)
             logger.warning("Request %s is not handed off (%s)", request.request_id, refusal)
@@ -324,6 +344,11 @@ class OmniScheduler:
     ) -> tuple[int | None, bool]:
         """vLLM's question, answered at once; see `KVConnectorBase_V1`."""
         self._follow_weights()
+        if self._adapters.waits(request):
+            return None, False
+        if self._adapters.goes_on(request.request_id):
+            self._begin(request)
+            return None, False  # it may be shorter now: vLLM looks at it anew
         matched: int | None = 0
         if request.kv_transfer_params:
             request_id = request.request_id
@@ -398,6 +423,7 @@ class OmniScheduler:
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """The request is over, in whatever way; see `SupportsHMA`."""
         self._follow_weights()
+        self._adapters.goes_on(request.request_id)
         if self._shared is not None:
             self._shared.finish(request.request_id)
         if not request.kv_transfer_params:
@@ -444,37 +470,9 @@ class OmniScheduler:
         return taken
 
     def close(self) -> None:
-        """Stop the control channel and the lookups. Idempotent."""
+        """Stop the control channel, the lookups, and the reading of adapters. Idempotent."""
+        self._adapters.close()
         if self._shared is not None:
             self._shared.close()
         if self._channel is not None:
             self._channel.close()
-
-
-def _truncation_refusal(request: "Request", num_tokens: int) -> str | None:
-    """Why the last token of a prompt cannot be left to the decode engine."""
-    if request.skip_reading_prefix_cache:  # as for prompt log-probabilities: all of it is wanted
-        return "prompt_logprobs"
-    if any(
-        feature.mm_position.offset + feature.mm_position.length > num_tokens
-        for feature in request.mm_features
-    ):
-        return "multimodal_tail"
-    return None
-
-
-def _truncate(request: "Request", params: Mapping[str, Any]) -> None:
-    """Leave the last token of the prompt to the decode engine, and end after the one before it.
-
-    A recurrent state, and the blocks of a window, are those of one token: the decode engine
-    computes the last token, so it needs them as they are before it.
-    """
-    assert request.prompt_token_ids is not None
-    del request.prompt_token_ids[-1:]
-    del request._all_token_ids[-1:]
-    request.num_prompt_tokens -= 1
-    request.max_tokens = 1
-    if request.sampling_params is not None:
-        request.sampling_params.min_tokens = 0  # else it would outlive its only token
-    # In a dict of its own: the caller's may serve more than one request.
-    request.kv_transfer_params = {**params, _TRUNCATED: True}

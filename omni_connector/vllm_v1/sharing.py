@@ -64,13 +64,12 @@ def open_shared_prefix(
             surroundings.start,
         ),
         ledger=ledger,
-        prefix=key_prefix(
-            config.namespace, fingerprint, hash_id(vllm_config, hash_size), vllm_config
-        ),
+        prefix=key_prefix(config.namespace, fingerprint, hash_id(vllm_config, hash_size)),
         groups=fingerprint.groups,
         group_ids=group_ids,
         hash_block_size=hash_size,
         num_blocks=kv_cache_config.num_blocks,
+        weights_fixed=config.weights == "fixed",
         lookup_timeout=config.store.lookup_timeout_s,
         load_timeout=config.load_timeout_s,
         clock=surroundings.clock,

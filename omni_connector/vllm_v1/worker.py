@@ -9,7 +9,6 @@ import numpy as np
 from vllm.logger import init_logger
 
 from omni_connector.config import OmniConfig
-from omni_connector.errors import ConfigError
 from omni_connector.handoff.jobs import CopyRun, SaveJob
 from omni_connector.handoff.loading import Loader, batches, failure_kind
 from omni_connector.kv import (
@@ -21,10 +20,12 @@ from omni_connector.kv import (
 )
 from omni_connector.kv.copy_threads import CopyThread, Outcome, Work
 from omni_connector.kv.ledger import NO_JOB_ID
+from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.block_store import BlockStore
 from omni_connector.prefix.store_jobs import StoreJobs
 from omni_connector.transports import Arena, Endpoint
 from omni_connector.transports.choice import Transports
+from omni_connector.vllm_v1.arena_size import ArenaSizing
 from omni_connector.vllm_v1.kernels import attention_of, kernel_orders
 from omni_connector.vllm_v1.metadata import (
     OmniConnectorMetadata,
@@ -32,6 +33,7 @@ from omni_connector.vllm_v1.metadata import (
     OmniWorkerMetadata,
 )
 from omni_connector.vllm_v1.metrics import OmniStats
+from omni_connector.vllm_v1.numerics import scales_id
 from omni_connector.vllm_v1.specs import fails_by_block, group_shapes, group_specs
 from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings
 
@@ -55,7 +57,7 @@ class OmniWorker:
         transports: export our arena and read the peers'.
         rank, ranks: of this worker, and how many its engine has.
         arena_name: unguessable to nobody, unique on this host: where peers find the arena.
-        arena_bytes: size of this rank's arena; 0 where the engine hands nothing off.
+        arena: how large this rank's arena is; None where the engine hands nothing off.
         store: where prefixes are shared, closed with this; None shares none.
         surroundings: clock, randomness and threads.
     """
@@ -70,7 +72,7 @@ class OmniWorker:
         rank: int,
         ranks: int,
         arena_name: str,
-        arena_bytes: int,
+        arena: ArenaSizing | None,
         store: BlockStore | None = None,
         surroundings: Surroundings = SURROUNDINGS,
     ) -> None:
@@ -82,7 +84,7 @@ class OmniWorker:
         self._rank = rank
         self._ranks = ranks
         self._arena_name = arena_name
-        self._arena_bytes = arena_bytes
+        self._sizing = arena
         self._store = store
         self._checksum = config.integrity == "full"
         self._fails_by_block = fails_by_block(kv_cache_config)
@@ -134,31 +136,12 @@ class OmniWorker:
         layout = SlotLayout.of(canonical)
         self._layout = layout
         self._copier = self._surroundings.copier(canonical, layout)
-        endpoints: tuple[Endpoint, ...] = ()
-        if self._arena_bytes:
-            num_slots = self._arena_bytes // layout.slot_bytes
-            if num_slots < 1:
-                raise ConfigError(
-                    f"arena_gib is too small: one KV block takes {layout.slot_bytes} bytes, "
-                    f"the arena has {self._arena_bytes}"
-                )
-            self._arena = Arena.create(
-                num_slots,
-                layout.slot_bytes,
-                populate=self._surroundings.populate,
-                randbytes=self._surroundings.randbytes,
-            )
-            self._copier.pin(self._arena.slots)
-            endpoints = self._transports.export(self._arena, self._arena_name)
-            logger.info(
-                "Arena of %d slots, %.1f MiB each, for rank %d",
-                num_slots,
-                layout.slot_bytes / 2**20,
-                self._rank,
-            )
         orders = kernel_orders(self._kv_cache_config, self._layers, canonical.page_orders)
         attention = attention_of(self._kv_cache_config, self._layers)
         groups = group_shapes(self._kv_cache_config, orders, attention)
+        endpoints: tuple[Endpoint, ...] = ()
+        if self._sizing is not None:
+            endpoints = self._open_arena(self._sizing, self._copier, layout.slot_bytes, groups)
         if self._store is not None:
             self._store_jobs = StoreJobs(
                 store=self._store,
@@ -181,7 +164,44 @@ class OmniWorker:
             clock=self._surroundings.clock,
             start=self._surroundings.start,
         )
-        self._handshake = OmniHandshakeMetadata(endpoints, orders, attention)
+        self._handshake = OmniHandshakeMetadata(
+            endpoints, orders, attention, scales_id(self._kv_cache_config, self._layers)
+        )
+
+    def _open_arena(
+        self,
+        sizing: ArenaSizing,
+        copier: BlockCopier,
+        slot_bytes: int,
+        groups: tuple[GroupShape, ...],
+    ) -> tuple[Endpoint, ...]:
+        size = sizing.size(slot_bytes, groups)
+        self._arena = Arena.create(
+            size.slots,
+            slot_bytes,
+            populate=self._surroundings.populate,
+            randbytes=self._surroundings.randbytes,
+        )
+        copier.pin(self._arena.slots)
+        logger.info(
+            "Arena of rank %d: %.2f GiB, %d slots of %.1f MiB (%s)",
+            self._rank,
+            size.slots * slot_bytes / 2**30,
+            size.slots,
+            slot_bytes / 2**20,
+            size.why,
+        )
+        longest = sizing.prompt_blocks(groups)
+        if longest > size.slots and sizing.given is None:  # else somebody has wanted it so
+            logger.warning(
+                "The longest prompts take %d slots, the arena has %d (%s): they are not handed "
+                "off; set arena_gib to %.1f",
+                longest,
+                size.slots,
+                size.why,
+                (longest * slot_bytes * self._ranks + 2**26) / 2**30,
+            )
+        return self._transports.export(self._arena, self._arena_name)
 
     @property
     def handshake(self) -> OmniHandshakeMetadata | None:
@@ -412,6 +432,8 @@ class OmniWorker:
 
 def _void(arena: Arena, job: SaveJob) -> None:
     """Tell readers that wait for these slots that they will not come with this generation."""
+    if arena.closed:  # the piece outlived the arena: who still reads that sees its owner go
+        return
     for run in job.runs:
         for slot, generation in zip(run.slots, run.generations, strict=True):
             arena.begin_write(slot, generation + 1)

@@ -100,6 +100,14 @@ def test_an_arena_larger_than_the_machine_is_found(monkeypatch: pytest.MonkeyPat
     assert "arena_gib" in finding.text
 
 
+def test_it_says_how_large_an_arena_is_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available_bytes", lambda: 400 << 30)
+    text = _find("memory").text
+    assert "400.0 GiB available of" in text
+    assert "takes 40.0 GiB, up to 100.0 where one prompt needs more" in text
+    assert "2 times its KV cache" in text
+
+
 @pytest.mark.parametrize("rich", [True, False])
 def test_the_exit_status_says_whether_all_is_in_order(
     rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -17,7 +17,8 @@ import msgspec
 from omni_connector.errors import OmniError
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.client import Grant
-from omni_connector.handoff.directory import Handoff, SlotDirectory
+from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.handoff import Handoff
 from omni_connector.handoff.messages import Fingerprint, Welcome
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.server import ControlServer

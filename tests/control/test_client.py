@@ -138,6 +138,7 @@ def test_a_grant_says_where_the_slots_are_and_until_when(welcomed: Asking, clock
         sequence=claim.sequence,
         welcome=welcomed.welcome,
         granted=granted,
+        received=clock.now,
         expires=clock.now + 60.0,
     )
 

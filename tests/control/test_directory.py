@@ -19,15 +19,11 @@ from hypothesis.stateful import (
 )
 
 from omni_connector.errors import ArenaFullError
-from omni_connector.handoff.directory import (
-    Block,
-    ClaimState,
-    Handoff,
-    SlotDirectory,
-    SlotKey,
-)
+from omni_connector.handoff.directory import ClaimState, SlotDirectory
+from omni_connector.handoff.handoff import Block, Handoff
 from omni_connector.handoff.messages import DIGEST_BYTES, TOKEN_BYTES
 from omni_connector.handoff.prompt import Prompt
+from omni_connector.handoff.slot_index import SlotKey
 
 TTL = 120.0
 Keys = Sequence[SlotKey | None]
@@ -446,6 +442,22 @@ def test_void_ends_hand_offs_and_sends_readers_away(directory: SlotDirectory) ->
     assert all(g > max(generations) for g in again.generations[0])
 
 
+def test_what_is_void_before_anybody_was_told_is_told_later(directory: SlotDirectory) -> None:
+    leased = opened(directory, [key(1), None])
+    fill(directory, leased)
+    directory.seal(leased)
+    claim(directory, leased)
+    assert not directory.void_unless(lambda: True)
+    assert directory.usage()[0] == 2
+    assert directory.void_unless(lambda: False)
+    assert directory.usage() == (0, 0, 0)
+    assert not directory.void_unless(lambda: False)
+    numbers, generations = directory.void()
+    assert numbers == sorted(slots(leased)[0])
+    assert all(g > max(leased.generations[0]) for g in generations)
+    assert directory.void() == ([], [])
+
+
 def test_void_reaches_the_blocks_that_are_filling(directory: SlotDirectory) -> None:
     handoff = opened(directory, [key(1), key(2)])
     directory.copying(handoff, [(0, 0)])
@@ -460,7 +472,7 @@ def test_keys_that_were_evicted_are_not_kept_for_ever(clock: Clock) -> None:
     directory = SlotDirectory(4, clock, TTL)
     for n in range(100):
         cached(directory, key(n))
-    assert len(directory._by_key[0]) <= 4 * 4 + 1
+    assert len(directory._index._by_key[0]) <= 4 * 4 + 1
     assert missing(directory, opened(directory, [key(98), key(99)])) == set()
 
 

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from omni_connector.handoff import server as server_module
-from omni_connector.handoff.directory import Handoff, SlotDirectory
+from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.handoff import Handoff
 from omni_connector.handoff.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,

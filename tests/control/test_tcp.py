@@ -538,11 +538,12 @@ def test_a_crowd_at_the_port_does_not_hold_up_the_end(
 
 
 def test_peers_that_are_asked_are_bounded(
-    monkeypatch: pytest.MonkeyPatch, engine: Engine, friend: Asker
+    monkeypatch: pytest.MonkeyPatch, start_engine: StartEngine, friend: Asker
 ) -> None:
     monkeypatch.setattr(channel_module, "MAX_PEERS", 2)
-    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
-    failure(ask(friend.channel, f"tcp://127.0.0.1:{unused_port()}", b"t" * 16, b"e" * 16))
+    for name in ("first.sock", "second.sock"):  # which are not idle while they lease slots
+        engine = start_engine(name, listen_tcp=LOOPBACK, key=KEY)
+        assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
     third = failure(ask(friend.channel, f"tcp://127.0.0.1:{unused_port()}", b"t" * 16, b"e" * 16))
     assert "2 engines" in str(third)
     assert friend.claim_tcp(engine, engine.handoff()).result(LONG)

@@ -9,6 +9,7 @@ own. Engines of users are spawned; those that the demo and the other ways in sta
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -24,6 +25,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
+
+STACKS = signal.SIGUSR2
+"""Has an engine's processes write what their threads are at into its log."""
 
 _MESSAGE_BYTES = 1 << 20
 _CLONE_NEWNET = 0x40000000
@@ -170,6 +174,7 @@ def _become(argv: list[str], environment: dict[str, str], log: int) -> None:
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # it is the fork server's
+    faulthandler.register(STACKS, file=2)  # of all processes that are forked from here
     sys.argv = argv
     status = 1
     try:

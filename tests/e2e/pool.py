@@ -4,19 +4,20 @@
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from omni_connector.testing.engines import SERVER, Engine, Process
+from omni_connector.testing.engines import SERVER, Engine, EngineError, Process
 from omni_connector.testing.models import make_model
 
 from . import kv
 from .configurations import CONFIGURATIONS, Configuration
 from .families import BY_RECIPE
-from .fork_server import ForkServer
+from .fork_server import STACKS, ForkServer
 
 ROOT = Path(__file__).parents[2]
 # More would only take memory: no test needs more at a time.
@@ -36,6 +37,29 @@ class PooledEngine(Engine):
         if self.fork_server is None:
             return Engine._launch(self, arguments, environment, output)
         return self.fork_server.start(SERVER, arguments, environment, output, host=self.host)
+
+    def wait_ready(self, timeout: float = 180.0) -> None:
+        """As `Engine.wait_ready`; a forked engine that stands still has a second try.
+
+        vLLM's server forks its engine core while it has threads. A lock that one of them holds in
+        this moment stays locked in the child. (Seen once in several hundred starts.) Where it
+        stood is in the warning.
+        """
+        if self.fork_server is None:
+            return Engine.wait_ready(self, timeout)
+        try:
+            return Engine.wait_ready(self, timeout / 2)
+        except EngineError:
+            if not self.alive:
+                raise
+        for process in self._group():
+            os.kill(int(process.name), STACKS)
+        time.sleep(2.0)
+        warnings.warn(f"an engine stood still and starts anew:\n{self.log_tail(200)}", stacklevel=2)
+        self.kill()
+        self.process = None
+        self.start()
+        return Engine.wait_ready(self, timeout)
 
 
 @dataclass

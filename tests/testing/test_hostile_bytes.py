@@ -32,7 +32,7 @@ from omni_connector.testing.hostile.mutation import (
 INPUTS = 10_000
 FOLLOWED_INPUTS = 500
 SEED = 11
-MARKS = {"loads": pytest.mark.vllm}
+MARKS = {"loads": pytest.mark.vllm, "engines": pytest.mark.vllm}
 
 
 @pytest.mark.parametrize(

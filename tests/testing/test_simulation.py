@@ -2,12 +2,16 @@
 """The simulation: a seed is the same schedule each time, and it sees what it is there to see."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.testing.simulation import HASHES_VARIABLE, __main__, mutants
 from omni_connector.testing.simulation.campaign import campaign, replayed
 from omni_connector.testing.simulation.mutations import MUTANTS
 from omni_connector.testing.simulation.plan import plan_of
@@ -15,11 +19,46 @@ from omni_connector.testing.simulation.run import laboratory, run
 
 pytestmark = pytest.mark.vllm
 
+ROOT = Path(__file__).parents[2]
+
 
 def test_a_seed_is_the_same_schedule_each_time():
     first, again = (replayed(3, None, 0) for _ in range(2))
     assert first.failure == again.failure
     assert first.plan == again.plan == plan_of(3)
+
+
+@pytest.mark.timeout(900)
+def test_a_seed_is_the_same_schedule_however_strings_are_hashed():
+    """Of other processes too, where objects lie elsewhere and vLLM draws what its hashes begin
+    with."""
+    code = "from omni_connector.testing.simulation.command import main; main()"
+    stories = []
+    for hashes in ("random", "1"):
+        done = subprocess.run(
+            [sys.executable, "-c", code, "--seeds", "0:12", "--story"],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), HASHES_VARIABLE: hashes},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        stories.append(done.stdout)
+    assert stories[0].count("the end, after") == 12
+    assert stories[0] == stories[1]
+
+
+def test_the_command_starts_anew_with_fixed_hashes(monkeypatch):
+    began = []
+    monkeypatch.setattr(os, "execv", lambda path, words: began.append((path, words)))
+    monkeypatch.setattr(sys, "argv", ["ignored", "--seeds", "3"])
+    monkeypatch.setenv(HASHES_VARIABLE, "7")
+    __main__.with_the_same_hashes()
+    __main__.with_the_same_hashes()
+    words = [sys.executable, "-m", "omni_connector.testing.simulation", "--seeds", "3"]
+    assert began == [(sys.executable, words)]
+    assert os.environ[HASHES_VARIABLE] == "0"
 
 
 def test_the_plans_of_seeds_differ_and_hold_all_kinds_of_engines_and_events():
@@ -29,7 +68,7 @@ def test_the_plans_of_seeds_differ_and_hold_all_kinds_of_engines_and_events():
     for name in ("family", "ranks", "runner", "overlap", "policy", "shares", "caching"):
         assert len({getattr(shape, name) for shape in shapes}) > 1, name
     assert {plan.mapped for plan in plans} == {True, False}
-    assert len({event.what for plan in plans for event in plan.events}) == 13
+    assert len({event.what for plan in plans for event in plan.events}) == 14
 
 
 def test_the_time_that_passes_is_virtual():
@@ -58,7 +97,28 @@ def test_mutants_fit_the_sources():
     for mutant in MUTANTS:
         for change in mutant.changes:
             spec = importlib.util.find_spec(change.module)
-            assert Path(spec.origin).read_text().count(change.old) == 1, mutant.name
+            source = Path(spec.origin).read_text()
+            assert source.count(change.old) == 1, mutant.name
+            compile(source.replace(change.old, change.new), mutant.name, "exec")
+
+
+def test_the_table_of_mutants_is_kept_with_those_that_were_not_found(tmp_path, monkeypatch, capsys):
+    found = {MUTANTS[0]: 7, MUTANTS[1]: None}
+
+    def all_of_them(chosen, most, jobs):
+        for mutant, seeds in found.items():
+            yield mutants.Found(mutant, seeds, "" if seeds is None else "wrong_answer: 3 | 4")
+
+    monkeypatch.setattr(mutants, "_all", all_of_them)
+    path = tmp_path / "mutants.md"
+    assert mutants.main(["--keep", str(path), "--most", "9"]) == 1
+    text = path.read_text()
+    assert f"| {MUTANTS[0].name} | {MUTANTS[0].why} | 7 | wrong_answer: 3 / 4 |" in text
+    assert f"| {MUTANTS[1].name} | {MUTANTS[1].why} | **not found** |" in text
+    assert "1 of 2 mutants found within 9 seeds each" in text
+    assert "1 of 2 mutants" in capsys.readouterr().out
+    del found[MUTANTS[1]]
+    assert mutants.main([]) == 0
 
 
 def test_reference_and_runner_agree():

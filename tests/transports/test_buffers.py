@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import collections
 import gc
 import mmap
 import os
@@ -117,6 +118,20 @@ def test_closed_buffers_keep_nothing() -> None:
     assert not buffers._spare
 
 
+def test_spare_that_is_taken_while_another_comes_back_is_no_error() -> None:
+    class Taken(collections.deque[mmap.mmap]):
+        def __len__(self) -> int:  # whoever asks whether there is one finds it gone
+            length = super().__len__()
+            self.clear()
+            return length
+
+    buffers = Buffers()
+    buffers._spare = Taken([mmap.mmap(-1, LARGE_BYTES)], maxlen=1)
+    pages = mmap.mmap(-1, LARGE_BYTES)
+    buffers._give_back(pages)
+    assert buffers._spare.pop() is pages
+
+
 def test_kernel_that_takes_no_advice_is_good_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)
     monkeypatch.setattr(module, "_MADV_FREE", 9999)
@@ -179,3 +194,49 @@ def test_error_in_a_thread_is_raised_and_ends_the_work(
         share_out(work, range(1000), nbytes)
     assert len(done) < 100
     assert "omni-connector-copy" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_system_without_threads_to_spare_does_the_work_with_fewer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An error while some of them work would let others have the memory that they write."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    start, started = threading.Thread.start, []
+
+    def short(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", short)
+    done: list[int] = []
+    share_out(done.append, range(100), 1 << 40)
+    assert sorted(done) == list(range(100))
+    assert not started[0].is_alive()
+
+
+def test_what_a_signal_raises_ends_the_work_before_it_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    join, begun, joined = threading.Thread.join, threading.Event(), []
+
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        joined.append(thread)
+        if len(joined) == 1:
+            raise KeyboardInterrupt
+        join(thread, timeout)
+
+    def work(item: int) -> None:
+        if threading.current_thread().name == "omni-connector-copy":
+            begun.set()
+            time.sleep(0.2)
+        else:
+            begun.wait(10)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        share_out(work, range(2), 1 << 40)
+    assert len(joined) > 1
+    assert not joined[0].is_alive()

@@ -137,3 +137,58 @@ def test_an_arena_is_withdrawn_by_its_process_only(place: Path) -> None:
         assert os.waitpid(child, 0)[1] == 0
         with SharedMemoryConnector(folder=place) as reader:
             reader.attach(endpoint, timeout=WAIT_S).close()
+
+
+def test_a_child_leaves_the_objects_of_its_parent_and_has_its_own(place: Path) -> None:
+    told, tell = os.pipe()
+    asked, ask = os.pipe()
+    with SharedMemoryConnector(
+        folder=place, object_slot_bytes=4096, object_slots=8, object_timeout=WAIT_S
+    ) as connector:
+        assert connector.put("0", "1", "req-1", b"before")[0]
+        child = os.fork()
+        if not child:
+            try:
+                connector.cleanup("req-1")
+                found = connector.get("0", "1", "req-1")
+                assert found is not None
+                assert found[0] == b"before"
+                for number in range(4):
+                    assert connector.put("0", "1", f"child-{number}", bytes([number]) * 5000)[0]
+                os.write(tell, b"put")
+                os.read(asked, 1)  # the parent has looked
+                connector.close()
+            finally:
+                os._exit(0)
+        os.close(tell)
+        mine = [connector.put("0", "1", f"parent-{n}", bytes([n + 9]) * 100)[0] for n in range(4)]
+        assert os.read(told, 3) == b"put"
+        assert all(mine)
+        with SharedMemoryConnector(folder=place, object_timeout=WAIT_S) as reader:
+            assert reader.get("0", "1", "req-1") == (b"before", 6)
+            for n in range(4):
+                assert reader.get("0", "1", f"parent-{n}") == (bytes([n + 9]) * 100, 100)
+                assert reader.get("0", "1", f"child-{n}") == (bytes([n]) * 5000, 5000)
+        os.write(ask, b".")
+        os.waitpid(child, 0)
+        assert connector.get("0", "1", "req-1") == (b"before", 6)
+    for each in (told, asked, ask):
+        os.close(each)
+    assert not list(place.iterdir())
+
+
+def test_a_child_whose_parent_holds_every_lock_does_not_hang(place: Path) -> None:
+    with SharedMemoryConnector(folder=place) as connector:
+        assert connector.put("0", "1", "k", b"x")[0]
+        with connector._lock:
+            child = os.fork()
+            if not child:
+                connector.put("0", "1", "k", b"y")
+                connector.close()
+                os._exit(0)
+        end = time.monotonic() + WAIT_S
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > end:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.01)
+        assert ended[1] == 0

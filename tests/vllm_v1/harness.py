@@ -30,6 +30,7 @@ from vllm.config import (
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
@@ -275,6 +276,7 @@ class InProcessEngine:
         request_id: str | None = None,
         salt: str | None = None,
         prompt_logprobs: int | None = None,
+        lora: LoRARequest | None = None,
     ) -> str:
         """Add a request; its id."""
         request_id = request_id or f"request-{next(_numbers)}"
@@ -292,6 +294,7 @@ class InProcessEngine:
             sampling_params=sampling,
             pooling_params=None,
             cache_salt=salt,
+            lora_request=lora,
             block_hasher=self._hasher,
         )
         self.answers[request_id] = Answer()

@@ -90,6 +90,57 @@ def test_other_jobs_go_on_beside_one_that_raises():
     thread.close()
 
 
+class Stuck:
+    """Stands in for a thread that makes no turn any more, and does not end either."""
+
+    def __init__(self, name, turn, **_):
+        self.turn = turn
+
+    def wake(self):
+        pass
+
+    def join(self, timeout):
+        pass
+
+    def is_alive(self):
+        return True
+
+
+def test_jobs_that_are_left_end_when_their_thread_is_closed():
+    ended = []
+
+    def work(cancelled):
+        try:
+            yield True
+            yield True
+        finally:
+            ended.append(cancelled())
+
+    thread = CopyThread("omni-test", None, Stuck)
+    thread.submit(1, work)
+    thread.submit(2, work)
+    thread._thread.turn()
+    assert not ended
+    thread.close()
+    assert ended == [True]  # that of the other has not begun
+    assert thread._thread.turn() is None
+
+
+def test_a_save_that_outlives_the_arena_raises_nothing(engine, monkeypatch):
+    """Nobody could catch it: it would be raised where a generator is thrown away."""
+    prefill = engine("kv_producer")
+    worker = prefill.worker_half
+    saves = []
+    monkeypatch.setattr(worker._saves, "submit", lambda number, work: saves.append(work))
+    prefill.submit(PROMPT, params=HANDOFF)
+    prefill.run(lambda: bool(saves))
+    pieces = saves[0](lambda: False)
+    assert next(pieces)
+    prefill.shutdown()
+    assert worker._arena.closed
+    pieces.close()
+
+
 @pytest.mark.parametrize("how", ["changed", "reused"])
 @pytest.mark.parametrize("first_bad", range(6))
 def test_blocks_before_the_first_bad_one_are_kept(engine, tokens, monkeypatch, first_bad, how):
@@ -113,6 +164,19 @@ def test_blocks_before_the_first_bad_one_are_kept(engine, tokens, monkeypatch, f
     assert_clean(prefill, decode)
 
 
+@pytest.mark.parametrize("first_bad", [1, 3, 5])
+def test_so_are_those_that_are_made_of_smaller_ones(engine, first_bad):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer", block_size=2 * BLOCK)
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    handoff = next(iter(prefill.half._directory._handoffs.values()))
+    prefill.worker_half._arena.slots[int(handoff.slots[0][first_bad])][9] ^= 1
+    computed = count_computed(decode)
+    right = engine(block_size=2 * BLOCK).generate(PROMPT, 6).tokens
+    assert decode.generate(PROMPT, 6, params=answer).tokens == right
+    assert computed[0] == len(PROMPT) - first_bad // 2 * 2 * BLOCK
+    assert_clean(prefill, decode)
+
+
 def count_computed(decode: InProcessEngine) -> list[int]:
     """Tokens computed in each step with any."""
     steps: list[int] = []
@@ -125,3 +189,29 @@ def count_computed(decode: InProcessEngine) -> list[int]:
 
     decode.runner.execute = counted
     return steps
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_job_that_its_thread_has_left_lets_go_of_what_it_holds(asked):
+    """When the engine looks for what has ended, and at the latest when it closes."""
+    thread, held = CopyThread("omni-test"), set()
+
+    def endless(cancelled):
+        held.add("an arena")
+        try:
+            while True:
+                yield False
+        finally:
+            held.clear()
+
+    thread.submit(1, endless)
+    wait(lambda: held)
+    end_thread(thread)
+    assert held
+    if asked:
+        assert [(each.job_id, each.failure) for each in thread.take_ended()] == [
+            (1, "copy_thread_died")
+        ]
+        assert not held
+    thread.close()
+    assert not held

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """New weights: nothing that was computed before is handed off, loaded or kept."""
 
+import time
+
 import pytest
 
 from omni_connector.testing.toy import BLOCK
@@ -66,6 +68,24 @@ def test_what_was_handed_off_before_is_not_claimed_after(engine, after, reset):
     assert_clean(prefill, decode)
 
 
+def test_an_idle_engine_frees_its_slots_soon_after_a_reset(engine, after):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
+    decode.half._receiver._loads[request_id].future.result(10)
+    prefill.generate(prompt(6 * BLOCK, seed=2), params=HANDOFF)
+    assert prefill.usage[0] > 0
+    new_weights(prefill, decode)
+    assert prefill.scheduler.reset_prefix_cache()
+    wait(lambda: prefill.usage == (0, 0, 0))
+    prefill.generate(prompt(20, seed=3))  # a step tells the workers
+    wait(lambda: not prefill.worker_half._saves._queue)
+    decode.settle()
+    assert decode.answers[request_id].tokens == after(PROMPT, 6)
+    assert decode.failures() == {"stale_slot": 1}
+    assert_clean(prefill, decode)
+
+
 def test_a_grant_from_before_is_not_used(engine, after):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     answer = prefill.generate(PROMPT, params=HANDOFF).params
@@ -77,6 +97,23 @@ def test_a_grant_from_before_is_not_used(engine, after):
     decode.settle()
     assert decode.answers[request_id].tokens == after(PROMPT, 6)
     assert decode.failures() == {"weights_changed": 1}
+    assert_clean(prefill, decode)
+
+
+def test_what_was_granted_before_the_peer_was_reset_is_not_used(engine, after):
+    """The decode engine was reset first; its request came before the prefill engine was."""
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    new_weights(decode)
+    assert decode.scheduler.reset_prefix_cache()
+    request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
+    decode.half._receiver._loads[request_id].future.result(10)
+    new_weights(prefill)
+    assert prefill.scheduler.reset_prefix_cache()
+    time.sleep(1.0)  # as operators wait
+    decode.settle()
+    assert decode.answers[request_id].tokens == after(PROMPT, 6)
+    assert decode.failures() == {"unknown_token": 1}
     assert_clean(prefill, decode)
 
 
@@ -136,6 +173,7 @@ def test_a_prefill_under_way_is_copied_anew(engine, after, overlap, family):
     prefill.settle()
     answer = prefill.answers[request_id].params
     assert decode.generate(PROMPT, 6, params=answer).tokens == after(PROMPT, 6, **options)
+    assert decode.count("handoffs_received") == 1
     assert_clean(prefill, decode)
 
 

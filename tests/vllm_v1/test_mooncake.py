@@ -145,10 +145,12 @@ def test_wrong_bytes_are_found_out(engine, tokens, monkeypatch):
     assert decode.answers[request_id].tokens != tokens(PROMPT, 6)
 
 
-def test_bytes_that_travel_are_checked_whatever_the_integrity(engine, tokens):
+@pytest.mark.parametrize("block_size", [BLOCK, 2 * BLOCK], ids=["alike", "converted"])
+def test_bytes_that_travel_are_checked_whatever_the_integrity(engine, tokens, block_size):
     """Another slot's bytes, under the right header: a generation alone says nothing of them."""
     extra = {**MOONCAKE, "integrity": "generation"}
-    prefill, decode = engine("kv_producer", extra=extra), engine("kv_consumer", extra=extra)
+    prefill = engine("kv_producer", extra=extra)
+    decode = engine("kv_consumer", extra=extra, block_size=block_size)
     assert hand_off(prefill, decode, prompt(90)) == tokens(prompt(90), 6)
     request_id = granted(prefill, decode)
     handoff = next(iter(prefill.half._directory._handoffs.values()))

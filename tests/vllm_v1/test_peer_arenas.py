@@ -257,7 +257,7 @@ def test_a_peer_holds_up_its_own_calls_only():
 
     def hold() -> None:
         busy.release()
-        ends.wait(DEADLINE)
+        ends.wait(3 * DEADLINE)  # longer than anybody waits for an answer
 
     silent = MAX_THREADS // THREADS_A_PEER - 1
     for peer in range(silent):
@@ -269,8 +269,10 @@ def test_a_peer_holds_up_its_own_calls_only():
     answers: list[Future[int]] = [Future() for _ in range(20)]
     for number, answer in enumerate(answers):
         threads.submit("well", lambda n=number, a=answer: a.set_result(n))
-    assert [answer.result(DEADLINE) for answer in answers] == list(range(20))
-    ends.set()
+    try:
+        assert [answer.result(DEADLINE) for answer in answers] == list(range(20))
+    finally:
+        ends.set()
     for _ in range(silent * THREADS_A_PEER):  # those that had to wait
         assert busy.acquire(timeout=DEADLINE)
     threads.close()

@@ -461,6 +461,51 @@ def test_after_new_weights_nothing_old_is_found(sharer, shelf, tokens):
     assert first.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
 
 
+RESETS = {
+    "plain": {},
+    "with connector": {"reset_connector": True},
+    "of running requests": {"reset_running_requests": True},
+    "as pause and sleep do": {"reset_running_requests": True, "reset_connector": True},
+}
+
+
+@pytest.mark.parametrize("reset", RESETS)
+@pytest.mark.parametrize("weights", ["may_change", "fixed"])
+def test_sharing_resumes_after_a_reset_where_weights_are_fixed(
+    sharer, shelf, tokens, weights, reset
+):
+    first, second = sharer(), sharer(extra={"weights": weights})
+    publish(first, shelf)
+    assert second.scheduler.reset_prefix_cache(**RESETS[reset])
+    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert second.count("tokens_shared") == (len(PREFIX) if weights == "fixed" else 0)
+    # The other way, of what was computed after the reset.
+    other = prompt(6 * BLOCK, seed=5)
+    publish(second, shelf, other)
+    assert first.generate(other, 6).tokens == tokens(other, 6)
+    assert (first.count("tokens_shared") > 0) == (weights == "fixed")
+    assert_clean(first, second)
+
+
+def test_of_running_requests_that_are_reset_all_is_stored_where_weights_are_fixed(
+    sharer, shelf, tokens
+):
+    first = sharer(extra={"weights": "fixed"}, max_tokens_a_step=2 * BLOCK)
+    second = sharer()
+    first.instant_copies = True
+    request_id = first.submit(QUESTION, max_tokens=6)
+    first.step()
+    first.run(lambda: not first.half._ledger)
+    assert not first.done(request_id)
+    assert first.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    first.settle()
+    landed(first)
+    assert first.answers[request_id].tokens == tokens(QUESTION, 6)
+    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert second.count("tokens_shared") == len(PREFIX)
+    assert_clean(first, second)
+
+
 def test_an_idle_engine_gives_its_blocks_back(sharer, shelf):
     engine = sharer()
     held = engine.hold(saves=True)

@@ -22,6 +22,7 @@ PARSERS: Final = (
     "channels.asking",
     "channels.object_questions",
     "loads.answers",
+    "engines.params",
     "arenas.superblocks",
     "arenas.mapped_headers",
     "arenas.fetched_headers",
@@ -36,7 +37,8 @@ PARSERS: Final = (
     "settings.hints",
     "settings.object_keys",
 )
-"""Module here, and function in it. Those of `payloads` need torch, those of `loads` vLLM."""
+"""Module here, and function in it. Those of `payloads` need torch, those of `loads` and `engines`
+vLLM."""
 
 FOLLOWED: Final = frozenset(name for name in PARSERS if name.startswith(("channels", "loads")))
 """Those that go on through sockets, threads and waits to what follows from a message. They are

@@ -11,7 +11,8 @@ import msgspec
 
 from omni_connector.errors import OmniError
 from omni_connector.handoff.client import Grant, PeerSession
-from omni_connector.handoff.directory import Handoff, SlotDirectory
+from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.handoff import Handoff
 from omni_connector.handoff.messages import (
     Claim,
     Denied,

@@ -28,8 +28,7 @@ from omni_connector.objects.transfer_config import load_omni_transfer_config
 from omni_connector.stage.config import read_model_config
 from omni_connector.testing.hostile.mutation import distort_value
 from omni_connector.testing.hostile.trial import Parser
-from omni_connector.transports.mooncake import _read_hint as read_hint_of_mooncake
-from omni_connector.transports.shm import _read_hint as read_hint_of_shared_memory
+from omni_connector.transports.hints import read_sender, read_socket
 
 PARAMS: list[dict[str, Any]] = [
     {"do_remote_decode": True, "do_remote_prefill": False},
@@ -145,7 +144,7 @@ def configurations() -> Iterator[Parser]:
         config = OmniConfig.load(found, environ)
         assert 0 < config.load_timeout_s < float("inf")
         assert 0 < config.handoff_ttl_s < float("inf")
-        assert config.arena_bytes() >= 0
+        assert (config.arena_bytes() or 0) >= 0
         Peers(config.peers)
         msgspec.msgpack.encode(config)  # peers are told some of it
         return True
@@ -194,8 +193,8 @@ def hints() -> Iterator[Parser]:
         return distort_value(rng.choice(corpus), rng)
 
     def parse(found: Any) -> bool:
-        read_hint_of_shared_memory(found)
-        read_hint_of_mooncake(found)
+        read_socket(found, "shm")
+        read_sender(found)
         return True
 
     yield Parser("metadata of objects", make, parse, (OmniError,))

@@ -5,3 +5,8 @@ Each seed is a schedule: it draws the engines, what happens to them, and who act
 sleeps and no thread runs by itself, so a seed is the same schedule each time. `docs/simulation.md`
 says what must hold; run it with `python -m omni_connector.testing.simulation --seeds 0:100`.
 """
+
+from typing import Final
+
+HASHES_VARIABLE: Final = "PYTHONHASHSEED"
+"""Says how strings are hashed, and what vLLM's hashes of blocks begin with."""

@@ -2,15 +2,20 @@
 """Many seeds, one after the other; and of a schedule that fails, a smaller one that fails alike."""
 
 import gc
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Final
 
 from omni_connector.testing.simulation.plan import Plan, plan_of
-from omni_connector.testing.simulation.run import Failure, laboratory, run
+from omni_connector.testing.simulation.run import Failure, laboratory, run, told
 
 _COLLECT_EVERY = 25
 _ORDERS = 6
 _TRIES = 250
+
+SHRINK_S: Final = 120.0
+"""Seconds after which failing schedules are told as they are."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +26,14 @@ class Verdict:
         plan: what was run, shrunk if it failed.
         order: which of the orders of that plan; 0 is the seed's own.
         failure: None when all held.
+        story: what happened, a line each.
     """
 
     seed: int
     plan: Plan
     order: int
     failure: Failure | None
+    story: tuple[str, ...] = ()
 
     def lines(self, *, story: bool) -> list[str]:
         """The verdict in words."""
@@ -41,7 +48,7 @@ class Verdict:
         lines += [f"  event   {event}" for event in self.plan.events]
         if self.plan.trouble:
             lines.append(f"  trouble {self.plan.trouble}")
-        lines += [f"  {line}" for line in (self.failure.story if self.failure else ())]
+        lines += [f"  {line}" for line in (self.failure.story if self.failure else self.story)]
         lines.append(
             f"  again: python -m omni_connector.testing.simulation --seeds {self.seed} "
             f"--only {numbers} --order {self.order}"
@@ -50,7 +57,12 @@ class Verdict:
 
 
 def campaign(seeds: Iterable[int], *, shrink: bool = True) -> Iterator[Verdict]:
-    """The verdicts of those seeds that fail."""
+    """The verdicts of those seeds that fail.
+
+    Args:
+        shrink: whether smaller schedules are looked for, for `SHRINK_S` in all.
+    """
+    left = SHRINK_S if shrink else 0.0
     with laboratory():
         for number, seed in enumerate(seeds):
             if number % _COLLECT_EVERY == 0:
@@ -58,7 +70,10 @@ def campaign(seeds: Iterable[int], *, shrink: bool = True) -> Iterator[Verdict]:
             plan = plan_of(seed)
             failure = run(plan)
             if failure is not None:
-                yield shrunk(seed, failure) if shrink else Verdict(seed, plan, 0, failure)
+                started = time.monotonic()
+                verdict = shrunk(seed, failure, left)
+                left -= time.monotonic() - started
+                yield verdict
 
 
 def replayed(seed: int, only: set[int] | None, order: int) -> Verdict:
@@ -67,11 +82,12 @@ def replayed(seed: int, only: set[int] | None, order: int) -> Verdict:
     if only is not None:
         plan = _ordered(plan.only(only), order)
     with laboratory():
-        return Verdict(seed, plan, order, run(plan))
+        return Verdict(seed, plan, order, *told(plan))
 
 
-def shrunk(seed: int, failure: Failure) -> Verdict:
-    """A schedule with fewer events that fails in the same way, as far as one is found."""
+def shrunk(seed: int, failure: Failure, seconds: float = SHRINK_S) -> Verdict:
+    """A schedule with fewer events that fails in the same way, as far as one is found in time."""
+    end = time.monotonic() + seconds
     best = Verdict(seed, plan_of(seed), 0, failure)
     tries = 0
     size = max(1, len(best.plan.events) // 2)
@@ -83,6 +99,8 @@ def shrunk(seed: int, failure: Failure) -> Verdict:
             if not kept:
                 continue
             for order in range(_ORDERS):
+                if time.monotonic() >= end:
+                    return best
                 tries += 1
                 plan = _ordered(plan_of(seed).only(kept), order)
                 found = run(plan)

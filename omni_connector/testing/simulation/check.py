@@ -5,13 +5,11 @@ The walk goes through every object of the package that both halves reach, and co
 each dict, list, set and queue, whatever its name.
 """
 
+import functools
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from typing import Any, Final
-
-import numpy as np
 
 from omni_connector.testing.simulation.engine import SimulatedEngine
 
@@ -38,10 +36,13 @@ def sizes(engine: SimulatedEngine) -> dict[str, int]:
     return found
 
 
-def leases_of(engine: SimulatedEngine) -> int:
-    """How many peers may read slots of an engine."""
+def held_by(engine: SimulatedEngine) -> tuple[int, int]:
+    """Slots of an engine that are held, and how many peers may read some."""
     directory = engine.halves[0]._directory if engine.halves else None
-    return 0 if directory is None else int(directory.usage()[2])
+    if directory is None:
+        return 0, 0
+    held, _, leases = directory.usage()
+    return int(held), int(leases)
 
 
 def leftovers(engine: SimulatedEngine, before: Mapping[str, int]) -> list[str]:
@@ -65,26 +66,34 @@ def leftovers(engine: SimulatedEngine, before: Mapping[str, int]) -> list[str]:
 
 
 def _walk(thing: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, int]]:
-    if id(thing) in seen or depth > _DEPTH:
+    kind: Any = type(thing)
+    manner = _manner(kind)
+    if manner is None or id(thing) in seen or depth > _DEPTH:
         return
     seen.add(id(thing))
-    if isinstance(thing, _CONTAINERS):
+    if manner == "object":
+        for name, value in _attributes(thing):
+            if value is not None:
+                yield from _walk(value, f"{path}.{name}", seen, depth + 1)
+        return
+    if manner == "container":
         yield path, len(thing)
-        values = thing.values() if isinstance(thing, dict) else thing
-        for each in list(values):
-            yield from _walk(each, f"{path}[]", seen, depth + 1)
-        return
-    if isinstance(thing, (tuple, Future)):
-        for each in thing if isinstance(thing, tuple) else ():
-            yield from _walk(each, path, seen, depth + 1)
-        return
-    if not type(thing).__module__.startswith("omni_connector."):
-        return
-    if type(thing).__module__.startswith("omni_connector.testing"):
-        return
-    for name, value in _attributes(thing):
-        if not isinstance(value, (int, str, bytes, float, np.ndarray, type(None))):
-            yield from _walk(value, f"{path}.{name}", seen, depth + 1)
+        path = f"{path}[]"
+    values = thing.values() if isinstance(thing, dict) else thing
+    for each in list(values):
+        yield from _walk(each, path, seen, depth + 1)
+
+
+@functools.cache
+def _manner(kind: type) -> str | None:
+    """How one goes on from a thing of some type; None for not at all."""
+    if issubclass(kind, _CONTAINERS):
+        return "container"
+    if issubclass(kind, tuple):
+        return "tuple"
+    module = kind.__module__
+    ours = module.startswith("omni_connector.") and not module.startswith("omni_connector.testing")
+    return "object" if ours and not issubclass(kind, (int, str, bytes, float)) else None
 
 
 def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 
 from omni_connector.kv import make_copier
@@ -23,6 +22,8 @@ from omni_connector.testing.simulation.memory import (
     SimulatedTransport,
 )
 from omni_connector.testing.simulation.plan import Plan
+from omni_connector.testing.simulation.waiting import Waiters, leases_hold
+from omni_connector.testing.simulation.weights import updating
 from omni_connector.testing.simulation.wires import STRANGER, Net, SimulatedSockets, Weather
 from omni_connector.testing.simulation.world import SimulatedTurns, Violation, World
 from omni_connector.transports.base import Endpoint
@@ -37,7 +38,6 @@ PATIENCE_S: Final = 90.0
 _FAST: Final = 0.0005
 
 _OPERATOR_S: Final = 60.0
-_SETTLE_S: Final = 1.0
 
 
 @dataclass(eq=False)
@@ -77,6 +77,7 @@ class Cluster:
         self.host = Host(self.world, mapped=plan.mapped)
         self.host.failing = trouble.get("failing", 0.0)
         self.host.slow = trouble.get("slow", 0.0)
+        self.host.garbled = trouble.get("garbled", 0.0)
         self.shelf = Shelf(self.world)
         self.shelf.absent = trouble.get("store_absent", 0.0)
         self.shelf.slow = trouble.get("store_slow", 0.0)
@@ -95,6 +96,9 @@ class Cluster:
         self.liars: list[Liar] = []
         self.operating = 0
         self.intents = 0  # what clients are about to do
+        self.deaf: set[str] = set()  # engines whose leases end with their steps
+        self.voids = False  # whether hand-offs may have become void
+        self.lingers = False  # whether there may be hand-offs that nobody claims
         self.lag = 0.0  # seconds that passed without anybody's fault
         self._weights = 0
         self._numbers = itertools.count()
@@ -117,13 +121,18 @@ class Cluster:
         owner = f"{name}.{next(self._incarnations)}"
         SURROUNDINGS_OF[name] = self._surroundings(owner)
         engine = SimulatedEngine(
-            self.world, self.shapes[name], self.weights, functools.partial(self._answered, owner)
+            self.world,
+            self.shapes[name],
+            self.weights,
+            functools.partial(self._answered, owner),
+            functools.partial(self._look, name, Waiters(name)),
         )
         engine.owner = owner
         self.engines[name] = engine
 
     def _surroundings(self, owner: str) -> Surroundings:
         world = self.world
+        model = f"weights {self._weights}/"
         transport = functools.partial(SimulatedTransport, self.host, owner)
 
         def transports(config: Any) -> Transports:
@@ -139,10 +148,19 @@ class Cluster:
             start=functools.partial(SimulatedTurns, world, owner),
             sockets=lambda: SimulatedSockets(self.net, owner),
             transports=transports,
-            block_store=lambda settings, lends: SimulatedStore(self.shelf),
+            block_store=lambda settings, lends: SimulatedStore(self.shelf, model),
             copier=copier,
             populate=False,
         )
+
+    def _look(self, name: str, waiters: Waiters) -> None:
+        engine = self.engines.get(name)
+        if engine is None or not engine.halves:
+            return
+        waiters.look(engine.halves[0])
+        if not (self.excuses or self.voids):
+            owners = {e.shape.name: e.halves[0] for e in self.engines.values() if e.halves}
+            leases_hold(name, engine.halves[0], owners)
 
     # Requests
 
@@ -231,6 +249,7 @@ class Cluster:
         pause: float,
         priority: int,
         mixed_up: bool,
+        rejected: bool,
     ) -> None:
         """A prompt is prefilled here and decoded there.
 
@@ -240,7 +259,10 @@ class Cluster:
             prefills: how often the same prefill is asked for at once.
             pause: seconds between the two.
             mixed_up: the decode request is of another text.
+            rejected: the decode engine's server refuses the last of the children, and vLLM passes
+                on a prompt of one token in its place, aborted at once, for its hand-off's sake.
         """
+        self.lingers = self.lingers or mixed_up
         asked = ((prompt[0] + 1) % 3, prompt[1]) if mixed_up else prompt
 
         def decoded(left: int, params: Any) -> None:
@@ -262,13 +284,23 @@ class Cluster:
                 if not well or params is None:
                     self._send(decode, prompt, tokens, priority=priority)
                     return
-                for number in range(times):
+                for number in range(times - rejected):
                     decoded(1 + (again if number == 0 else 0), params)
+                if rejected:
+                    self._reject(decode, params)
 
             self.world.later(pause, go_on)
 
         for _ in range(prefills):
             self._send(prefill, prompt, 1, prefilled, params=dict(HANDOFF), priority=priority)
+
+    def _reject(self, engine: str, params: Any) -> None:
+        target = self.engines.get(engine)
+        if target is not None:
+            request_id = f"r{next(self._numbers)}"
+            self.world.tell(f"{request_id}: {engine} rejects a request, and passes on its params")
+            target.submit(request_id, [0], 1, params=dict(params))
+            target.abort(request_id)
 
     def abort(self, number: int) -> None:
         """A client goes away."""
@@ -295,6 +327,7 @@ class Cluster:
 
     def reset(self, engine: str, connector: bool) -> None:
         """The prefix cache is reset where that can be done at once; weights stay."""
+        self.voids = True
         target = self.engines.get(engine)
         if target is not None:
             self.world.tell(f"the prefix cache of {engine} is reset, connector: {connector}")
@@ -387,6 +420,21 @@ class Cluster:
                 self.world.tell(f"a byte of each slot of {name} flips")
                 arena.slots[:, 7] ^= 0x10
 
+    def end_thread(self, engine: str, thread: str) -> None:
+        """One of the connector's threads ends, as none should."""
+        target = self.engines.get(engine)
+        if target is None:
+            return
+        self.excuses = self.expected_errors = True
+        self.world.tell(f"{thread} of {engine} ends")
+        for turns in target.turns(thread):
+            if thread == "omni-control":  # it says what it leaves, and that it does
+                self.deaf.add(engine)
+                turns.sleep.broken = True
+                turns.wake()
+            else:
+                turns.die()
+
     def babble(self, engine: str, number: int) -> None:
         """A stranger says anything that decodes to a serving engine."""
         target = self.engines.get(engine)
@@ -420,7 +468,7 @@ class Cluster:
             return  # there is one operator
         self.operating += 1
         self.excuses = True
-        self._operate(self._updating(**how), self.world.now - self.lag + _OPERATOR_S)
+        self._operate(updating(self, **how), self.world.now - self.lag + _OPERATOR_S)
 
     def _operate(self, steps: Iterator[float], deadline: float) -> None:
         if self.world.now - self.lag > deadline:
@@ -431,76 +479,18 @@ class Cluster:
         else:
             self.world.later(pause, lambda: self._operate(steps, deadline))
 
-    def _updating(
-        self, mode: str, running: bool, connector: bool, first: str, sleep: bool
-    ) -> Iterator[float]:
-        world = self.world
-        state = PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW
-        if sleep:
-            running = connector = True
-        if mode == "keep":
-            running, first = True, "reset"
-        world.tell(
-            f"weights {self._weights + 1} come: engines are paused ({mode}), caches reset "
-            f"(running: {running}, connector: {connector}, {first} first{', asleep' * sleep})"
-        )
-        everybody = list(self.engines.values())
-        world.draw.shuffle(everybody)
-        paused: set[SimulatedEngine] = set()
-        for engine in everybody:
-            self._pause(engine, mode, state, paused)
-        while not all((e in paused and e.idle) or not e.alive for e in everybody):
-            yield 0.01
+    def new_weights(self) -> int:
+        """Other weights are there to be loaded; their number."""
         self._weights += 1
-        for engine in everybody:
-            if first == "weights":
-                engine.runner.weights = self.weights
-                yield world.draw.choice((0.0, 0.01))
-            while engine.alive and not _reset(engine, running, connector):
-                if mode == "keep":  # some requests wait for KV from elsewhere
-                    engine.pause(PauseState.UNPAUSED)
-                    yield 0.1
-                    engine.pause(state)
-                while not engine.idle and engine.alive:
-                    yield 0.01
-                yield 0.01
-            world.tell(f"{engine.name} is reset")
-            if sleep and engine.alive:
-                engine.runner.spoil(list(range(engine.shape.blocks + 1)), self._weights)
-            yield world.draw.choice((0.0, 0.01))
-            engine.runner.weights = self.weights
-        yield _SETTLE_S
-        for engine in everybody:
-            engine.pause(PauseState.UNPAUSED)
-        world.tell("engines go on")
+        return self._weights
 
-    def _pause(
-        self,
-        engine: SimulatedEngine,
-        mode: str,
-        state: PauseState,
-        paused: set[SimulatedEngine],
-    ) -> None:
-        def pause() -> None:
-            if mode == "abort":
-                for sent in list(self.sent.values()):
-                    if sent.engine is engine:
-                        sent.aborted = True
-                        del self.sent[sent.request_id]
-                engine.abort_all()
-            engine.pause(state)
-            paused.add(engine)
-
-        engine.call(pause)
-
-
-def _reset(engine: SimulatedEngine, running: bool, connector: bool) -> bool:
-    try:
-        return bool(engine.scheduler.reset_prefix_cache(running, connector))
-    except RuntimeError as error:
-        if "running requests waiting for remote KV" not in str(error):
-            raise
-        return False
+    def abort_all(self, engine: SimulatedEngine) -> None:
+        """Whoever waits for an engine is told that its request is over."""
+        for sent in list(self.sent.values()):
+            if sent.engine is engine:
+                sent.aborted = True
+                del self.sent[sent.request_id]
+        engine.abort_all()
 
 
 def text(family: int, length: int) -> list[int]:

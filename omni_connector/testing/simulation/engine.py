@@ -34,7 +34,7 @@ from omni_connector.testing.simulation.settings import (
     vllm_config,
 )
 from omni_connector.testing.simulation.world import NEVER, Actor, Killed, Violation, World
-from omni_connector.testing.toy import Reference
+from omni_connector.testing.toy import reference
 from omni_connector.testing.toy_runner import ToyRunner, WrongBytes
 from omni_connector.vllm_v1.connector import OmniKVConnector
 
@@ -43,6 +43,9 @@ _SLOT_BYTES = 4096
 
 Output = Callable[[str, list[int], Any, Any], None]
 """Called with request id, new tokens, finish reason and `kv_transfer_params`."""
+
+Look = Callable[[], None]
+"""Called when a step was scheduled."""
 
 
 class SimulatedEngine(Actor):
@@ -53,16 +56,20 @@ class SimulatedEngine(Actor):
         shape: of the engine.
         weights: of its model.
         output: takes what it answers.
+        look: looks at whether all holds.
     """
 
     on_engine_thread = True
 
-    def __init__(self, world: World, shape: EngineShape, weights: bytes, output: Output) -> None:
+    def __init__(
+        self, world: World, shape: EngineShape, weights: bytes, output: Output, look: Look
+    ) -> None:
         super().__init__(shape.name, shape.name)
         self.world = world
         self.shape = shape
         self.alive = True
         self._output = output
+        self._look = look
         self._idle = 0
         self._inputs: deque[Callable[[], object]] = deque()
         self._aborts: list[str] = []
@@ -109,6 +116,7 @@ class SimulatedEngine(Actor):
         init_none_hash(hash_fn)
         self._hasher = get_request_block_hasher(hash_block_size, hash_fn)
         self._batches = self.config.max_concurrent_batches
+        self.failures: set[str] = set()
         self.all_free = self.free_blocks
         self.due = world.now
         world.add(self)
@@ -213,6 +221,7 @@ class SimulatedEngine(Actor):
         if in_flight < self._batches and self.scheduler.has_requests():
             step = self.scheduler.schedule()
             self._scheduled.append(step)
+            self._look()
             return True
         if self._scheduled:
             step = self._scheduled.popleft()
@@ -237,6 +246,7 @@ class SimulatedEngine(Actor):
 
     def _update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> bool:
         for engine_output in self.scheduler.update_from_output(step, output).values():
+            self._count(engine_output.scheduler_stats)
             for out in engine_output.outputs:
                 self._output(
                     out.request_id, out.new_token_ids, out.finish_reason, out.kv_transfer_params
@@ -245,6 +255,12 @@ class SimulatedEngine(Actor):
             return False
         self._idle = 0
         return True
+
+    def _count(self, stats: Any) -> None:
+        counts = (getattr(stats, "kv_connector_stats", None) or {}).get("counts", {})
+        self.failures |= {
+            name.removeprefix("failure:") for name in counts if name.startswith("failure:")
+        }
 
     # What an operator does
 
@@ -287,6 +303,10 @@ class SimulatedEngine(Actor):
         workers = [each for each in self.workers if isinstance(each, OmniKVConnector)]
         return [connector._scheduler, *(each._worker for each in workers)]
 
+    def turns(self, name: str) -> list[Any]:
+        """Threads of the connector that have this name."""
+        return [each for each in self.world.actors if each.name == f"{self.owner}'s {name}"]
+
     @property
     def free_blocks(self) -> int:
         """KV blocks that nobody holds."""
@@ -299,7 +319,7 @@ class _CheckedRunner(ToyRunner):
     def __init__(self, engine: SimulatedEngine, caches: Any, weights: bytes) -> None:
         super().__init__(caches, engine.kv_config, weights)
         self._engine = engine
-        self._reference = Reference(engine.kv_config, engine.shape.ranks)
+        self._reference = reference(self._kinds)
 
     def sampled(self, request_id: str, token_ids: list[int], token: int) -> None:
         right = self._reference.next_token(self.weights, token_ids)

@@ -26,6 +26,7 @@ class Host:
         silent: engines that do not answer who attaches.
         failing: how often an attach or a fetch fails.
         slow: seconds that a fetch takes at most.
+        garbled: how often a fetch brings other bytes.
         views: mappings that readers have, by reader.
     """
 
@@ -35,6 +36,7 @@ class Host:
         self.silent: set[str] = set()
         self.failing = 0.0
         self.slow = 0.0
+        self.garbled = 0.0
         self.arenas: dict[str, tuple[str, Arena]] = {}
         self.views: dict[str, list[View]] = {}
 
@@ -82,6 +84,9 @@ class View(RemoteArena):
         if not self.alive or host.world.chance(host.failing):
             raise PeerUnreachableError("the fetch failed")
         dst[:] = self._view.slots[np.asarray(slot_ids), : dst.shape[1]]
+        if host.world.chance(host.garbled):
+            host.world.tell(f"a fetch from {self.endpoint.address} brings other bytes")
+            dst ^= 0x10
 
     def close(self) -> None:
         self._view.close()
@@ -187,14 +192,21 @@ class Shelf:
 
 
 class SimulatedStore(BlockStore):
-    """One client of the shelf."""
+    """One client of the shelf.
 
-    def __init__(self, shelf: Shelf) -> None:
+    Args:
+        shelf: that it asks.
+        model: what the keys of its engine begin with, as an operator has to give engines that
+            are started with other weights another `model_id`.
+    """
+
+    def __init__(self, shelf: Shelf, model: str) -> None:
         self._shelf = shelf
+        self._model = model
 
     def exists(self, keys: Sequence[str], *, timeout: float) -> list[bool]:
         there = self._shelf.answers(timeout)
-        return [there and key in self._shelf.entries for key in keys]
+        return [there and self._model + key in self._shelf.entries for key in keys]
 
     def buffer(self, rows: int, row_bytes: int) -> NDArray[np.uint8]:
         return np.zeros((rows, row_bytes), np.uint8)
@@ -211,7 +223,7 @@ class SimulatedStore(BlockStore):
         if not shelf.answers(timeout):
             return [False] * len(keys)
         for key, row, length in zip(keys, rows, lengths, strict=True):
-            shelf.entries.setdefault(key, row[:length].tobytes())
+            shelf.entries.setdefault(self._model + key, row[:length].tobytes())
         for key in list(shelf.entries):
             if shelf.world.chance(shelf.forgets):
                 del shelf.entries[key]
@@ -228,7 +240,7 @@ class SimulatedStore(BlockStore):
         there = self._shelf.answers(timeout)
         found = []
         for key, row, length in zip(keys, rows, lengths, strict=True):
-            entry = self._shelf.entries.get(key) if there else None
+            entry = self._shelf.entries.get(self._model + key) if there else None
             found.append(entry is not None and len(entry) == length)
             if entry is not None and found[-1]:
                 row[:length] = np.frombuffer(entry, np.uint8)

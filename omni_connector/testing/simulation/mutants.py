@@ -3,22 +3,45 @@
 
 A mutant is a place in the source and what stands there instead. Those of a defect take out what
 mended it. `python -m omni_connector.testing.simulation.mutants` runs the simulation on each and
-says after how many seeds it was found.
+says after how many seeds it was found. A seed that fails without the mutant too finds nothing.
 """
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import multiprocessing
+import os
 import sys
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from omni_connector.testing.simulation.mutations import MUTANTS, Mutant
+from omni_connector.testing.simulation import HASHES_VARIABLE
+from omni_connector.testing.simulation.faults import Mutant
+from omni_connector.testing.simulation.mutations import MUTANTS
 
 MOST_SEEDS: Final = 1000
+
+# Imported once, before processes are forked for the mutants: all that is large, nothing of ours.
+_PRELOADED: Final = [
+    "torch",
+    "vllm.config",
+    "vllm.v1.core.sched.async_scheduler",
+    "vllm.v1.outputs",
+    "vllm.v1.worker.utils",
+]
+
+_HEAD: Final = "| mutant | what is wrong | seeds | found by |\n|---|---|---|---|"
+
+_Failed = tuple[int, str]
+"""A seed, and how it failed."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +56,11 @@ class Found:
     mutant: Mutant
     seeds: int | None
     text: str
-    seconds: float
+
+    def __str__(self) -> str:
+        number = "**not found**" if self.seeds is None else str(self.seeds)
+        text = self.text[:110].replace("|", "/").replace("\n", " ")
+        return f"| {self.mutant.name} | {self.mutant.why} | {number} | {text} |"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,37 +72,96 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=MOST_SEEDS, help="seeds for each")
     parser.add_argument("--only", help="a part of the names of those to run")
     parser.add_argument("--list", action="store_true", help="name them")
+    parser.add_argument("--keep", type=Path, help="write the table to this file too")
     options = parser.parse_args(arguments)
     chosen = [each for each in MUTANTS if options.only is None or options.only in each.name]
     if options.list:
         for mutant in chosen:
             print(f"{mutant.name}: {mutant.why}")
         return 0
-    work = [(mutant.name, options.most) for mutant in chosen]
-    missed = 0
-    print("| mutant | what is wrong | seeds | found by |\n|---|---|---|---|", flush=True)
-    # Each in a process of its own: what is imported there is the mutant.
-    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
-        for found in pool.imap(_try, work, chunksize=1):
-            missed += found.seeds is None
-            number = "**not found**" if found.seeds is None else str(found.seeds)
-            text = found.text[:90].replace("|", "/")
-            print(f"| {found.mutant.name} | {found.mutant.why} | {number} | {text} |", flush=True)
-    return 1 if missed else 0
+    os.environ[HASHES_VARIABLE] = "0"  # of the processes that are started
+    started = time.monotonic()
+    table = []
+    print(_HEAD, flush=True)
+    for number, found in enumerate(_all(chosen, options.most, options.jobs), start=1):
+        table.append(found)
+        print(found, flush=True)
+        minutes = (time.monotonic() - started) / 60
+        print(f"{number} of {len(chosen)}, {minutes:.1f} minutes", file=sys.stderr, flush=True)
+    result = _result(table, options.most, options.jobs, time.monotonic() - started)
+    print(result)
+    if options.keep is not None:
+        rows = "\n".join(map(str, table))
+        options.keep.write_text(f"# Mutants\n\n{result}\n\n{_HEAD}\n{rows}\n")
+    return 1 if any(found.seeds is None for found in table) else 0
 
 
-def _try(work: tuple[str, int]) -> Found:
-    name, most = work
-    mutant = next(each for each in MUTANTS if each.name == name)
-    infect(mutant)
+def _result(table: list[Found], most: int, jobs: int, seconds: float) -> str:
+    seeds = sorted(found.seeds for found in table if found.seeds is not None)
+    text = f"{len(seeds)} of {len(table)} mutants found within {most} seeds each"
+    if seeds:
+        text += f", half of them within {seeds[(len(seeds) - 1) // 2]}, the last after {seeds[-1]}"
+    return f"{text}; {seconds / 60:.1f} minutes with {jobs} process(es)"
+
+
+def _all(chosen: list[Mutant], most: int, jobs: int) -> Iterator[Found]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    with context.Pool(1) as unchanged, ThreadPoolExecutor(jobs) as threads:
+
+        @functools.cache
+        def fails_anyway(seed: int) -> bool:
+            return unchanged.apply(_first_failure, (None, seed, seed + 1)) is not None
+
+        yield from threads.map(functools.partial(_find, context, fails_anyway, most), chosen)
+
+
+def _find(
+    context: ForkServerContext, fails_anyway: Callable[[int], bool], most: int, mutant: Mutant
+) -> Found:
+    seed = 0
+    while seed < most:
+        failed = _apart(context, mutant.name, seed, most)
+        if failed is None:
+            break
+        seed, text = failed
+        if not fails_anyway(seed):
+            return Found(mutant, seed + 1, text)
+        seed += 1
+    return Found(mutant, None, "")
+
+
+def _apart(context: ForkServerContext, *work: Any) -> _Failed | None:
+    """`_first_failure` in a process of its own: what is imported there is the mutant."""
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_tell_first_failure, args=(there, *work))
+    process.start()
+    there.close()
+    try:
+        failed: _Failed | None = here.recv()
+    except EOFError:
+        raise RuntimeError(f"the process of the mutant {work[0]!r} has ended") from None
+    finally:
+        process.join()
+        here.close()
+    return failed
+
+
+def _tell_first_failure(there: Connection, *work: Any) -> None:
+    there.send(_first_failure(*work))
+    there.close()
+
+
+def _first_failure(name: str | None, first: int, most: int) -> _Failed | None:
+    """The first of these seeds that fails, with this mutant or with none, and how."""
+    if name is not None:
+        infect(next(each for each in MUTANTS if each.name == name))
     from omni_connector.testing.simulation.campaign import campaign
 
-    started = time.monotonic()
-    verdict = next(campaign(range(most), shrink=False), None)
-    seconds = time.monotonic() - started
+    verdict = next(campaign(range(first, most), shrink=False), None)
     if verdict is None or verdict.failure is None:
-        return Found(mutant, None, "", seconds)
-    return Found(mutant, verdict.seed + 1, verdict.failure.text, seconds)
+        return None
+    return verdict.seed, verdict.failure.text
 
 
 def infect(mutant: Mutant) -> None:

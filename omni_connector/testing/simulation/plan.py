@@ -90,11 +90,11 @@ def plan_of(seed: int) -> Plan:
 def _engines(draw: random.Random) -> tuple[EngineShape, ...]:
     family = draw.choice(_FAMILIES)
     caching = draw.random() < 0.9
-    shares = caching and "state" not in family and family != "all three" and draw.random() < 0.4
+    shares = caching and "state" not in family and family != "all three" and draw.random() < 0.5
     # A page must hold a rank's state.
     block_size = draw.choice((4, 4, 8)) if family not in ("state and full", "all three") else 8
     ranks = draw.choice((1, 1, 1, 2))
-    integrity = "full" if draw.random() < 0.9 else "generation"
+    integrity = "full" if draw.random() < 0.8 else "generation"
     roles: tuple[Role, ...] = draw.choice(
         (
             ("kv_producer", "kv_consumer"),
@@ -140,14 +140,16 @@ def _trouble(draw: random.Random, *, shares: bool) -> dict[str, float]:
     often = (0.02, 0.1, 0.3)
     found: dict[str, float] = {}
     for name in ("lost", "doubled", "late", "failing", "raising_saves", "raising_loads"):
-        if draw.random() < 0.2:
+        if draw.random() < 0.25:
             found[name] = draw.choice(often)
     if draw.random() < 0.15:
         found["slow"] = draw.choice((0.01, 0.5, 2.0))
+    if draw.random() < 0.4:
+        found["garbled"] = draw.choice(often)
     if shares:
         if draw.random() < 0.3:
             found["store_absent"] = draw.choice(often)
-        if draw.random() < 0.3:
+        if draw.random() < 0.5:
             found["store_slow"] = draw.choice((0.05, 0.5, 3.0))
         if draw.random() < 0.3:
             found["store_forgets"] = draw.choice(often)
@@ -164,17 +166,18 @@ def _events(
     weights = {
         "hand_off": 10.0,
         "serve": draw.choice((1.0, 6.0)),
-        "abort": draw.choice((0.0, 3.0)),
+        "abort": draw.choice((0.0, 3.0, 6.0)),
         "update_weights": draw.choice((0.0, 0.0, 1.5)),
         "reset": draw.choice((0.0, 0.0, 1.0)),
         "preempt": draw.choice((0.0, 0.0, 2.0)),
-        "kill": draw.choice((0.0, 0.0, 0.0, 1.0)),
-        "restart": draw.choice((0.0, 0.0, 0.0, 1.0)),
+        "kill": draw.choice((0.0, 0.0, 0.0, 2.0)),
+        "restart": draw.choice((0.0, 0.0, 0.0, 2.0)),
         "stop": draw.choice((0.0, 0.0, 0.0, 1.0)),
         "jump": draw.choice((0.0, 0.0, 1.0)),
-        "babble": draw.choice((0.0, 0.0, 0.0, 1.0)),
-        "mislead": draw.choice((0.0, 0.0, 0.0, 1.0)),
+        "babble": draw.choice((0.0, 0.0, 1.0)),
+        "mislead": draw.choice((0.0, 0.0, 1.0)),
         "spoil": draw.choice((0.0, 0.0, 0.0, 1.0)),
+        "end_thread": draw.choice((0.0, 0.0, 0.0, 0.0, 1.0)),
     }
     kinds = [kind for kind, weight in weights.items() if weight]
     likely = [weights[kind] for kind in kinds]
@@ -191,9 +194,10 @@ def _events(
                 "times": draw.choice((1, 1, 1, 2, 4)),
                 "again": draw.choice((0, 0, 0, 1)),
                 "prefills": draw.choice((1, 1, 1, 2, 4)),
-                "pause": draw.choice((0.0, 0.0, 0.01, 1.0)),
+                "pause": draw.choice((0.0, 0.0, 0.01, 0.5, 2.0)),
                 "priority": draw.randrange(3),
                 "mixed_up": draw.random() < 0.05,
+                "rejected": draw.random() < 0.05,
             }
         elif kind == "serve":
             how = {
@@ -226,6 +230,9 @@ def _events(
             how = {"engine": draw.choice(consumers), "number": draw.randrange(1 << 30)}
         elif kind == "spoil":
             how = {"engine": draw.choice(producers)}
+        elif kind == "end_thread":
+            thread = draw.choice(("omni-control", "omni-load", "omni-save"))
+            how = {"engine": draw.choice(names), "thread": thread}
         acts = draw.choice((0, 0, 1, 3, 10, 30, 100))
         events.append(Event(kind, how, acts, number))
     return tuple(events)

@@ -20,7 +20,8 @@ import torch
 from omni_connector.handoff import loading
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
 from omni_connector.prefix import store_jobs
-from omni_connector.testing.simulation.check import leases_of, leftovers, sizes
+from omni_connector.testing.simulation import HASHES_VARIABLE
+from omni_connector.testing.simulation.check import held_by, leftovers, sizes
 from omni_connector.testing.simulation.cluster import Cluster
 from omni_connector.testing.simulation.engine import SimulatedEngine
 from omni_connector.testing.simulation.plan import Plan
@@ -31,6 +32,23 @@ _QUIET_S: Final = 700.0
 """Seconds after which everything that is remembered for a while is forgotten too."""
 
 _TICKS_S: Final = 1.2
+
+# Failures, as they are counted, that need something to go wrong.
+_FAULTS: Final = {
+    "checksum_mismatch",
+    "copy_thread_died",
+    "incompatible_peer",
+    "job_failed",
+    "load_failed",
+    "malformed_answer",
+    "not_computed",
+    "not_introduced",
+    "other_epoch",
+    "peer_refused",
+    "peer_unreachable",
+    "save_failed",
+}
+_STALE: Final = {"stale_slot", "weights_changed"}
 
 _HANG_CPU_S: Final = 20
 _HANG_S: Final = 300
@@ -54,7 +72,14 @@ class Failure:
 
 def run(plan: Plan) -> Failure | None:
     """Run a schedule; None when all held."""
+    return told(plan)[0]
+
+
+def told(plan: Plan) -> tuple[Failure | None, tuple[str, ...]]:
+    """The same, and what happened, a line each; of schedules that agree in all of it no draw
+    differs."""
     cluster: Cluster | None = None
+    failure = None
     errors = _Errors()
     threads, descriptors = threading.active_count(), _descriptors()
     with _alarm(), errors:
@@ -65,18 +90,17 @@ def run(plan: Plan) -> Failure | None:
             cluster.close()
             _nothing_of_the_process(cluster, threads, descriptors)
         except Violation as violation:
-            story = _story(cluster, plan)
+            failure = Failure(violation.kind, str(violation), _story(cluster))
             with contextlib.suppress(BaseException):
                 if cluster is not None:
                     cluster.close()
-            return Failure(violation.kind, str(violation), story)
         finally:
             if cluster is not None:
                 for name in {owner for owner, _ in cluster.host.arenas.values()}:
                     cluster.host.kill(name)
                 for owner in list(cluster.host.views):
                     cluster.host.kill(owner)
-    return None
+    return failure, _story(cluster) if failure is None else failure.story
 
 
 def _run(cluster: Cluster, plan: Plan, errors: "_Errors") -> None:
@@ -109,9 +133,12 @@ def _run(cluster: Cluster, plan: Plan, errors: "_Errors") -> None:
 def _settle(cluster: Cluster, look: Any) -> None:
     world = cluster.world
 
-    while not cluster.quiet:
-        world.run(lambda: cluster.quiet, world.now + 5.0)
-        look()
+    def quieten() -> None:
+        while not cluster.quiet:
+            world.run(lambda: cluster.quiet, world.now + 5.0)
+            look()
+
+    quieten()
     for liar in cluster.liars:
         liar.close()
     # Leases and whatever else has a time to live.
@@ -122,18 +149,28 @@ def _settle(cluster: Cluster, look: Any) -> None:
         world.run(lambda end=end: world.now >= end, end)  # type: ignore[misc]
         look()
         if not seconds and not cluster.excuses:
-            _no_lease_is_left(cluster)
+            _nothing_waits_for_its_time(cluster)
+    for name in sorted(cluster.deaf):
+        cluster.serve(name, (0, 1), 1, 0)
+    quieten()
     while len(cluster.engines) < len(cluster.shapes):
         world.run(lambda: len(cluster.engines) == len(cluster.shapes), world.now + 5.0)
         look()
 
 
-def _no_lease_is_left(cluster: Cluster) -> None:
-    """Where nothing went wrong, leases end with their requests, not with their time to live."""
+def _nothing_waits_for_its_time(cluster: Cluster) -> None:
+    """Where nothing went wrong, leases and slots end with their requests, not with their time to
+    live; and nothing fails as it does where something goes wrong."""
     for engine in cluster.engines.values():
-        leases = leases_of(engine)
+        slots, leases = held_by(engine)
         if leases:
             raise Violation("left_behind", f"{engine.name} has {leases} leases, and no requests")
+        if slots and not cluster.lingers:
+            raise Violation("left_behind", f"{engine.name} holds {slots} slots for nobody")
+        if failures := engine.failures & (_FAULTS if cluster.voids else _FAULTS | _STALE):
+            raise Violation(
+                "request_failed", f"{engine.name} counts {sorted(failures)}, and nothing went wrong"
+            )
 
 
 def _nothing_is_left(cluster: Cluster, before: dict[SimulatedEngine, dict[str, int]]) -> None:
@@ -144,6 +181,8 @@ def _nothing_is_left(cluster: Cluster, before: dict[SimulatedEngine, dict[str, i
         for view in cluster.host.views.get(str(engine.owner), ()):
             if not view.alive:
                 raise Violation("left_behind", f"{engine.name} maps an arena whose owner is gone")
+        if lost := cluster.net.lost_by(str(engine.owner)):
+            raise Violation("left_behind", f"{engine.name} has {lost} links to who is gone")
 
 
 def _nothing_of_the_process(cluster: Cluster, threads: int, descriptors: int) -> None:
@@ -173,11 +212,14 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def _story(cluster: Cluster | None, plan: Plan) -> tuple[str, ...]:
+def _story(cluster: Cluster | None) -> tuple[str, ...]:
     if cluster is None:
         return ()
-    start = cluster.world.story[0][0] if cluster.world.story else 0.0
-    return tuple(f"{when - start:9.4f}  {text}" for when, text in cluster.world.story)
+    world = cluster.world
+    start = world.story[0][0] if world.story else 0.0
+    lines = [f"{when - start:9.4f}  {text}" for when, text in world.story]
+    end = f"{world.now - start:9.4f}  the end, after {world.acts} acts"
+    return (*lines, f"{end} (the next draw would be {world.draw.random():.4f})")
 
 
 class _Errors(logging.Handler):
@@ -238,8 +280,12 @@ def _alarm() -> Iterator[None]:
 def laboratory() -> Iterator[None]:
     """What holds while schedules run: a runtime folder of one's own, small pieces, no sleep."""
     folder = tempfile.mkdtemp(prefix="omni-sim-")
-    former = os.environ.get(RUNTIME_DIR_VARIABLE)
-    os.environ[RUNTIME_DIR_VARIABLE] = folder
+    variables = {
+        RUNTIME_DIR_VARIABLE: folder,
+        HASHES_VARIABLE: "0",  # else vLLM draws what its hashes of blocks begin with
+    }
+    former = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     patched: list[tuple[Any, str, Any]] = [
         (loading, "BATCH_BYTES", 1),
         (store_jobs, "_MAX_ROWS", 2),
@@ -266,6 +312,7 @@ def laboratory() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(torch_threads)
+        gc.collect()
         sys.unraisablehook = unraisable
         gc.enable()
         gc.unfreeze()
@@ -273,10 +320,11 @@ def laboratory() -> Iterator[None]:
             setattr(module, name, value)
         for logger, level, _ in levels:
             logger.setLevel(level)
-        if former is None:
-            del os.environ[RUNTIME_DIR_VARIABLE]
-        else:
-            os.environ[RUNTIME_DIR_VARIABLE] = former
+        for variable, content in former.items():
+            if content is None:
+                del os.environ[variable]
+            else:
+                os.environ[variable] = content
         shutil.rmtree(folder)
 
 

@@ -70,6 +70,7 @@ class SimulatedPoller:
 
     def __init__(self) -> None:
         self.turns: Any = None
+        self.broken = False
         self._sockets: list[Any] = []
 
     def register(self, socket: Any) -> None:
@@ -79,6 +80,8 @@ class SimulatedPoller:
         self._sockets.remove(socket)
 
     def ready(self) -> dict[Any, int]:
+        if self.broken:
+            raise OSError("there is nothing to poll with")
         return {socket: zmq.POLLIN for socket in self._sockets if socket.inbox}
 
     def wait(self, seconds: float) -> None:
@@ -149,6 +152,11 @@ class SimulatedLink:
         frame: bytes = self.inbox.popleft()
         return frame
 
+    @property
+    def lost(self) -> bool:
+        """Whether who served it has gone."""
+        return self._router is None
+
     def why_lost(self) -> str | None:
         if not self.monitor.inbox:
             return None
@@ -190,6 +198,10 @@ class Net:
         if path not in self.routers:
             link.hang_up()
         return link
+
+    def lost_by(self, owner: str) -> int:
+        """How many connections somebody keeps to who has gone."""
+        return sum(link.owner == owner and link.lost for link in self.links)
 
     def kill(self, owner: str) -> None:
         """The process of an engine has ended."""

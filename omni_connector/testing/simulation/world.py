@@ -18,6 +18,9 @@ from omni_connector.turns import Sleep, Turn
 NEVER: Final = math.inf
 
 _BACK_OFF_S: Final = 0.2
+
+# Threads that all jobs and messages share: who waits for one peer there holds up the others.
+_SHARED_THREADS: Final = ("omni-control", "omni-load", "omni-save")
 _DEPTH: Final = 4
 
 
@@ -47,9 +50,11 @@ class Actor:
         speed: how often it is drawn, beside others that are due.
         waits: it is in the middle of an act.
         on_engine_thread: whether what it does is done by an engine's thread, which may not wait.
+        is_shared: whether what it does is done by another thread that may not.
     """
 
     on_engine_thread = False
+    is_shared = False
 
     def __init__(self, name: str, owner: str | None = None) -> None:
         self.name = name
@@ -81,6 +86,7 @@ class World:
         self.acts = 0
         self.acting: list[Actor] = []
         self.actors: list[Actor] = []
+        self._engines: list[Actor] = []  # those of them that are engines' threads
         self.story: list[tuple[float, str]] = []
         self.violation: Violation | None = None
         self.dead: set[str] = set()
@@ -109,16 +115,20 @@ class World:
         """Let it act when it is due."""
         actor.speed = self.draw.choice((0.2, 1.0, 1.0, 3.0))
         self.actors.append(actor)
+        if actor.on_engine_thread:
+            self._engines.append(actor)
 
     def remove(self, actor: Actor) -> None:
         """It never acts again."""
         if actor in self.actors:
             self.actors.remove(actor)
+        if actor in self._engines:
+            self._engines.remove(actor)
 
     def stir(self, owner: str | None) -> None:
         """Something has happened at an engine: its own thread looks."""
-        for actor in self.actors:
-            if actor.owner == owner and actor.on_engine_thread:
+        for actor in self._engines:
+            if actor.owner == owner:
                 actor.look()
 
     def later(self, seconds: float, what: Callable[[], object]) -> None:
@@ -158,35 +168,33 @@ class World:
             raise Killed
 
     def forbid_waiting(self, what: str) -> None:
-        """Something is called that may take long: that must not be on an engine's thread."""
-        if self.acting and self.acting[-1].on_engine_thread:
+        """Something is called that may take long, not on an engine's thread nor a shared one."""
+        if self.acting and (self.acting[-1].on_engine_thread or self.acting[-1].is_shared):
             raise Violation("engine_waits", f"{self.acting[-1].name} calls {what}")
 
     def _act(self, deadline: float, *, threads_only: bool = False) -> bool:
-        now = self.now
+        now, stopped = self.now, self.stopped
         ready = [
             actor
             for actor in self.actors
             if actor.due <= now
             and not actor.waits
-            and actor.owner not in self.stopped
+            and actor.owner not in stopped
             and not (threads_only and actor.on_engine_thread)
         ]
         if not ready:
-            next_due = min(
-                (a.due for a in self.actors if not a.waits and a.owner not in self.stopped),
-                default=NEVER,
-            )
-            if next_due > deadline or next_due == NEVER or threads_only:
+            next_due = NEVER
+            if not threads_only:
+                next_due = min(
+                    [a.due for a in self.actors if not a.waits and a.owner not in stopped],
+                    default=NEVER,
+                )
+            if next_due > deadline or next_due == NEVER:
                 self.now = max(now, min(deadline, next_due)) if deadline < NEVER else now
                 return False
             self.now = max(now, next_due)
             return True
-        actor = (
-            ready[0]
-            if len(ready) == 1
-            else self.draw.choices(ready, [each.speed for each in ready])[0]
-        )
+        actor = ready[0] if len(ready) == 1 else self._drawn(ready)
         self.acts += 1
         if self.pace:
             self.now += self.pace * self.draw.random()
@@ -203,6 +211,15 @@ class World:
             self.acting.pop()
             actor.waits = False
         return True
+
+    def _drawn(self, actors: list[Actor]) -> Actor:
+        """One of them, by their speeds."""
+        point = self.draw.random() * sum([actor.speed for actor in actors])
+        for actor in actors:
+            point -= actor.speed
+            if point < 0:
+                return actor
+        return actors[-1]
 
 
 class Agenda(Actor):
@@ -242,6 +259,8 @@ class SimulatedTurns(Actor):
         self._world = world
         self._turn = turn
         self._alive = True
+        self.sleep = sleep
+        self.is_shared = name in _SHARED_THREADS
         self._idle = 0
         self._woken = False
         self.due = world.now
@@ -257,6 +276,11 @@ class SimulatedTurns(Actor):
 
     def is_alive(self) -> bool:
         return self._alive
+
+    def die(self) -> None:
+        """End in the middle of what it does, as a thread does that an interpreter's error ends."""
+        self._alive = False
+        self._world.remove(self)
 
     def join(self, timeout: float) -> None:
         """Make all turns that are left; the caller has told it to end."""

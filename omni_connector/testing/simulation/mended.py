@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants that take a mend out: what was wrong once is wrong again."""
+
+from typing import Final
+
+from omni_connector.testing.simulation.faults import mutant
+
+_V1: Final = "omni_connector.vllm_v1"
+_CONTROL: Final = "omni_connector.handoff"
+
+MENDED: Final = (
+    mutant(
+        "defect 1 and 5: no references",
+        "blocks under a copy are not held",
+        (
+            f"{_V1}.ledger",
+            "        self._pool.touch([self._pool.blocks[each] for each in blocks])\n",
+            "",
+        ),
+        (
+            f"{_V1}.ledger",
+            "                self._pool.free_blocks([self._pool.blocks[i] for i in "
+            "reversed(job.block_ids)])\n",
+            "",
+        ),
+    ),
+    mutant(
+        "defect 1: saves hold no blocks",
+        "what is copied for a hand-off is not held; of other copies it is",
+        (
+            f"{_V1}.sender",
+            "            itertools.chain(*(run.block_ids for run in runs)),\n",
+            "            (),\n",
+        ),
+    ),
+    mutant(
+        "defect 2: a reset is not noticed",
+        "a plain reset leaves hand-offs, leases and loads as they are",
+        (
+            f"{_V1}.epoch",
+            "return self._pool.cached_block_hash_to_block is self._table",
+            "return True",
+        ),
+    ),
+    mutant(
+        "defect 2: slots stay",
+        "after new weights what was handed off before can be claimed",
+        (
+            f"{_V1}.scheduler",
+            "            slots, generations = self._sender.void()\n",
+            "            slots, generations = [], []\n",
+        ),
+    ),
+    mutant(
+        "defect 2: loads stay",
+        "what was granted before new weights is loaded after them",
+        (f"{_V1}.scheduler", "            self._receiver.void()\n", "            pass\n"),
+    ),
+    mutant(
+        "defect 2: the store's keys stay",
+        "prefixes of other weights are found in the shared store",
+        (
+            f"{_V1}.shared_prefix",
+            '            self._prefix = f"{self._engines_prefix}/{self._randbytes(8).hex()}"\n',
+            "            pass\n",
+        ),
+    ),
+    mutant(
+        "defect 2: what was granted long ago is used",
+        "a grant that the peer has voided since, while it was idle, is loaded",
+        (
+            f"{_V1}.receiver",
+            "        if self._clock() - load.grant.received > _FRESH_S:",
+            "        if False:",
+        ),
+    ),
+    mutant(
+        "a second load after a failed hand-off",
+        "requests whose hand-offs failed wait for each other's loads from the store",
+        (
+            f"{_V1}.scheduler",
+            "                self._shared.load_nothing(request.request_id)\n",
+            "                pass\n",
+        ),
+    ),
+    mutant(
+        "defect 2: claims are granted meanwhile",
+        "between a reset and the engine's next step old hand-offs can be claimed",
+        (f"{_CONTROL}.server", "        if not self._valid():", "        if False:"),
+    ),
+    mutant(
+        "defect 2: cached slots keep their names",
+        "after new weights a hand-off shares slots that were filled before",
+        (
+            f"{_CONTROL}.directory",
+            "        self._index.clear()\n"
+            "        cached = np.flatnonzero(self._stamp)\n"
+            "        self._stamp[cached] = 0\n"
+            "        self._batches.clear()\n"
+            "        self._num_cached = 0\n"
+            "        self._settle(cached)\n",
+            "",
+        ),
+    ),
+    mutant(
+        "defect 3: a group of no pages",
+        "a Hello with a group that has no pages is taken for one",
+        (
+            f"{_CONTROL}.shapes",
+            "tuple[_Page, ...], Meta(min_length=1, max_length=1 << 14)]",
+            "tuple[_Page, ...], Meta(max_length=1 << 14)]",
+        ),
+    ),
+    mutant(
+        "defect 3: a message ends the thread",
+        "and one that cannot be handled is nobody's to catch",
+        (
+            f"{_CONTROL}.shapes",
+            "tuple[_Page, ...], Meta(min_length=1, max_length=1 << 14)]",
+            "tuple[_Page, ...], Meta(max_length=1 << 14)]",
+        ),
+        (
+            f"{_CONTROL}.server",
+            "            return self._handle(connection, message)\n        except Exception:",
+            "            return self._handle(connection, message)\n"
+            "        except StopAsyncIteration:",
+        ),
+    ),
+    mutant(
+        "defect 3: expiry ends with the thread",
+        "without the control thread no hand-off's time ends",
+        (
+            f"{_V1}.upkeep",
+            "            self._next_expiry = self._clock() + TICK_S\n            self._expire()\n",
+            "            self._next_expiry = self._clock() + TICK_S\n",
+        ),
+    ),
+    mutant(
+        "defect 4: a job ends its thread",
+        "what a load raises ends the thread of all loads",
+        (
+            f"{_V1}.loading",
+            "            except Exception as error:  # whatever it is, the request "
+            "must not wait for ever",
+            "            except StopAsyncIteration as error:",
+        ),
+        (
+            f"{_V1}.copies",
+            "        except BaseException:  # it is this job's, and the others go on\n",
+            "        except StopAsyncIteration:\n",
+        ),
+    ),
+    mutant(
+        "defect 4: nobody sees a dead thread",
+        "jobs of a thread that has ended are waited for",
+        (
+            f"{_V1}.copies",
+            "        if under_way and not self._closing and not self._thread.is_alive():\n",
+            "        if False:\n",
+        ),
+    ),
+    mutant(
+        "defect 6: the first release ends all",
+        "with the first child of n > 1 the slots of its siblings go",
+        (
+            f"{_CONTROL}.directory",
+            "            if not handoff.leases:\n"
+            "                self._close(handoff)\n"
+            "\n"
+            "    def drop",
+            "            self._close(handoff)\n\n    def drop",
+        ),
+    ),
+    mutant(
+        "defect 6: twins have slots of their own",
+        "identical prefills take the arena's room several times",
+        (
+            f"{_CONTROL}.directory",
+            "            if twins:\n                slots = next",
+            "            if False:\n                slots = next",
+        ),
+    ),
+    mutant(
+        "defect 6: slots being filled are not shared",
+        "two hand-offs both copy into the slot that they share",
+        (
+            f"{_CONTROL}.directory",
+            "                mine = ~(self._busy[numbers] | self._ready[numbers])\n",
+            "                mine = ~self._ready[numbers]\n",
+        ),
+    ),
+    mutant(
+        "defect 7: arenas stay mapped",
+        "an arena whose owner has gone is kept",
+        (
+            f"{_V1}.arenas",
+            "        return not self.arena.result().alive if self.mapped else",
+            "        return False if self.mapped else",
+        ),
+    ),
+    mutant(
+        "defect 7: idle arenas stay",
+        "of arenas that are fetched nobody lets go",
+        (f"{_V1}.arenas", "now - self.used_at >= IDLE_S", "False"),
+    ),
+    mutant(
+        "defect 8: loads wait for a peer",
+        "the one thread of all loads attaches, and waits for who is silent",
+        (
+            f"{_V1}.arenas",
+            "                self._threads.submit(endpoint.address, _into(known.arena, attach))\n",
+            "                _into(known.arena, attach)()\n",
+        ),
+    ),
+    mutant(
+        "defect 14: no checksum of what travels",
+        "with integrity `generation` a fetch that brings other bytes is believed",
+        (
+            f"{_V1}.loading",
+            "            if checksum != published and (self._checksum or not slots.in_place):\n",
+            "            if checksum != published and self._checksum:\n",
+        ),
+    ),
+    mutant(
+        "defect 17: links to the dead stay",
+        "a connection to an engine that has gone is kept",
+        (
+            f"{_CONTROL}.channel",
+            "            self._poller.unregister(peer.link.monitor)\n"
+            "            peer.link.close()\n",
+            "            self._poller.unregister(peer.link.monitor)\n",
+        ),
+    ),
+    mutant(
+        "defect 25: a rejected request keeps its hand-off",
+        "its slots are held until their time is over",
+        (
+            f"{_V1}.scheduler",
+            "                self._receiver.reject(remote)\n",
+            "                pass\n",
+        ),
+    ),
+    mutant(
+        "waiters: the last comes first",
+        "small prompts overtake large ones that wait for room",
+        (
+            f"{_V1}.sender",
+            "            self._waiting.append(send)\n",
+            "            self._waiting.appendleft(send)\n",
+        ),
+    ),
+    mutant(
+        "waiters: nobody wakes them",
+        "slots come free, and who waits for some is not given them",
+        (
+            f"{_CONTROL}.directory",
+            "        self._num_free += len(gone)\n        self.releases += 1\n",
+            "        self._num_free += len(gone)\n",
+        ),
+    ),
+    mutant(
+        "waiters: who has gone still waits",
+        "a request that was aborted keeps its place in the queue for room",
+        (f"{_V1}.sender", "            self._waiting.remove(send)\n", "            pass\n"),
+    ),
+    mutant(
+        "a second load after a failed one",
+        "several requests whose hand-off failed wait for each other's blocks",
+        (
+            f"{_V1}.scheduler",
+            "                self._shared.load_nothing(request.request_id)\n",
+            "                pass\n",
+        ),
+    ),
+)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold of an arena's slots after each step: they are given in order, none twice, and kept
+while somebody reads them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from omni_connector.testing.simulation.world import Violation
+
+
+class Waiters:
+    """Looks at the prefills of one engine that want room in its arena.
+
+    Args:
+        name: of the engine.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._next: Any = None  # for whom there was room after the step before
+
+    def look(self, half: Any) -> None:
+        """Look at a scheduler half that has just built a step.
+
+        Raises:
+            Violation: one waits although there is room, was overtaken by one that came later, or
+                two of the same prompt have slots of their own.
+        """
+        sender, directory = half._sender, half._directory
+        if sender is None:
+            return
+        for twins in directory._twins.values():
+            if len(twins) > 1:
+                self._compare([twin.held for twin in twins.values()])
+        waiting = sender._waiting
+        first = waiting[0] if waiting else None
+        if first is not None and first is self._next:
+            raise Violation("never_ends", f"{self._name} has room, and {_id(first)} waits for some")
+        self._next = first if first is not None and _fits(first, directory) else None
+        if first is None:
+            return
+        for send in sender._sends.values():
+            if send.handoff is not None and (send.wait_until or 0.0) > first.wait_until:
+                raise Violation(
+                    "overtaken",
+                    f"{_id(first)} waits for room at {self._name}, {_id(send)} has some",
+                )
+
+    def _compare(self, held: list[Any]) -> None:
+        if not all(np.array_equal(held[0], other) for other in held[1:]):
+            raise Violation("left_behind", f"{self._name} keeps two copies of one prompt")
+
+
+def leases_hold(name: str, half: Any, owners: Mapping[str, Any]) -> None:
+    """Look at what a scheduler half was granted, where nothing went wrong.
+
+    Args:
+        name: of its engine.
+        owners: the scheduler halves of all engines.
+
+    Raises:
+        Violation: slots that it may read are not held for it.
+    """
+    loads = half._receiver._loads.values() if half._receiver is not None else ()
+    for load in loads:
+        owner = owners.get(load.engine_id)
+        if load.grant is None or owner is None or owner._clock() >= load.grant.expires:
+            continue
+        handoff = owner._directory._handoffs.get(load.grant.token)
+        if handoff is None or not handoff.leases:
+            raise Violation(
+                "lease_lost",
+                f"{load.engine_id} does not hold what it granted {_id(load)} at {name}",
+            )
+
+
+def _fits(send: Any, directory: Any) -> bool:
+    return bool(sum(map(len, send.keys)) <= directory.num_slots - directory.usage()[0])
+
+
+def _id(send: Any) -> str:
+    return str(send.request.request_id)

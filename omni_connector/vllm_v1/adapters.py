@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What LoRA adapters contain: a name or a path says nothing of the weights that lie there.
+
+The files of an adapter are read beside the engine's thread, once for each version of them, and
+looked at again before each use that comes more than a moment later. Requests wait for it, before
+anything is asked or offered for them.
+
+vLLM names the blocks of an adapter by its name and path. So within an epoch of the weights one name
+and path means one content here: where the files change, nothing is shared of the adapter until
+vLLM's prefix cache was reset and the adapter loaded again.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.logger import init_logger
+
+from omni_connector.turns import WOKEN, StartTurns, Turns, TurnThread
+from omni_connector.vllm_v1.metrics import OmniStats
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.omni_connector.adapters")
+
+FRESH_S: Final = 1.0
+WAIT_S: Final = 10.0
+CLOSE_S: Final = 5.0
+
+_CONFIG: Final = "adapter_config.json"
+_WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth"})
+_PIECE_BYTES: Final = 4 << 20
+_MAX_ADAPTERS: Final = 4096
+
+_Name = tuple[str, str, bool]
+_Version = tuple[tuple[str, int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    content: str | None
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Used:
+    content: str
+    epoch: int
+    int_id: int
+
+
+class AdapterContents:
+    """The contents of adapters, and the requests that wait to know them.
+
+    All methods are called by the engine's thread.
+
+    Args:
+        clock: seconds, monotonic.
+        start: starts the thread that reads, with the first adapter.
+    """
+
+    def __init__(self, clock: Callable[[], float], start: StartTurns = TurnThread) -> None:
+        self._clock = clock
+        self._start = start
+        self._thread: Turns | None = None
+        self._closing = False
+        self._asked: dict[_Name, None] = {}
+        self._seen: dict[_Name, _Seen] = {}
+        self._digests: dict[Path, tuple[_Version, str]] = {}
+        self._used: dict[_Name, _Used] = {}
+        self._waiting: dict[str, float] = {}
+
+    def arrives(self, request: "Request") -> bool:
+        """Whether a new request has to wait until its adapter was read; ask `waits` then."""
+        if request.lora_request is None or self._fresh(request.lora_request):
+            return False
+        self._waiting[request.request_id] = self._clock() + WAIT_S
+        return True
+
+    def waits(self, request: "Request") -> bool:
+        """Whether a request that had to wait has to wait on."""
+        until = self._waiting.get(request.request_id)
+        if until is None or request.lora_request is None:
+            return False
+        return not self._fresh(request.lora_request) and self._clock() < until
+
+    def goes_on(self, request_id: str) -> bool:
+        """A request waits no longer, or has ended; whether it has waited."""
+        return self._waiting.pop(request_id, None) is not None
+
+    def content(self, request: "Request", epoch: int, stats: OmniStats) -> str | None:
+        """Digest of a request's adapter; "" where it has none, None where that cannot be said.
+
+        Args:
+            epoch: of the weights.
+            stats: where to count what cannot be said.
+        """
+        lora = request.lora_request
+        if lora is None:
+            return ""
+        name = _name(lora)
+        seen, used = self._seen.get(name), self._used.get(name)
+        problem = None
+        if seen is None or seen.content is None:
+            problem = "its files cannot be read"
+        elif used is None:
+            if len(self._used) >= _MAX_ADAPTERS:
+                problem = f"there are more than {_MAX_ADAPTERS} adapters"
+        elif used.content != seen.content and not (
+            used.epoch != epoch and (used.int_id != lora.lora_int_id or lora.load_inplace)
+        ):
+            problem = "its files have changed; reset the prefix cache and load it again"
+        if problem is None:
+            assert seen is not None
+            assert seen.content is not None
+            self._used[name] = _Used(seen.content, epoch, lora.lora_int_id)
+            return seen.content
+        stats.fail("adapter_unknown")
+        logger.warning(
+            "Request %s shares no KV (adapter_unknown): of the LoRA adapter %r at %r, %s",
+            request.request_id,
+            lora.lora_name,
+            lora.lora_path,
+            problem,
+        )
+        return None
+
+    def close(self) -> None:
+        """Stop the thread, within `CLOSE_S` seconds. Idempotent."""
+        self._closing = True
+        if self._thread is not None:
+            self._thread.wake()
+            self._thread.join(CLOSE_S)
+
+    def _fresh(self, lora: "LoRARequest") -> bool:
+        name = _name(lora)
+        seen = self._seen.get(name)
+        if seen is not None and self._clock() < seen.at + FRESH_S:
+            return True
+        if name not in self._asked:
+            if len(self._seen) > _MAX_ADAPTERS:
+                self._seen.clear()
+            self._asked[name] = None
+            if self._thread is None:
+                self._thread = self._start("omni-adapters", self._turn)
+            self._thread.wake()
+        return False
+
+    def _turn(self) -> float | None:
+        name = next(iter(self._asked.copy()), None)
+        if self._closing or name is None:
+            return None if self._closing else WOKEN
+        began = self._clock()
+        content = None
+        try:
+            content = self._read(name)
+        except Exception as error:  # noqa: BLE001 - its requests go without, and so must this thread
+            logger.warning("The LoRA adapter %r at %r cannot be read: %s", *name[:2], error)
+        self._seen[name] = _Seen(content, began)
+        self._asked.pop(name, None)
+        return 0.0
+
+    def _read(self, name: _Name) -> str:
+        folder = _folder(name[1])
+        files = _files(folder)
+        version = _version(files)
+        known = self._digests.get(folder)
+        if known is None or known[0] != version:
+            known = version, self._digest(files)
+            if _version(_files(folder)) != version:
+                raise OSError("its files are being written")
+            if len(self._digests) > _MAX_ADAPTERS:
+                self._digests.clear()
+            self._digests[folder] = known
+        return f"{known[1]}{'-3d' if name[2] else ''}"
+
+    def _digest(self, files: list[Path]) -> str:
+        hasher = hashlib.blake2b(digest_size=16)
+        for path in files:
+            head = f"{path.name}\0{path.stat().st_size}\0"
+            hasher.update(head.encode("utf-8", "surrogateescape"))
+            with path.open("rb") as file:
+                while piece := file.read(_PIECE_BYTES):
+                    if self._closing:
+                        raise OSError("the engine ends")
+                    hasher.update(piece)
+        return hasher.hexdigest()
+
+
+def _name(lora: "LoRARequest") -> _Name:
+    return lora.lora_name, lora.lora_path, bool(getattr(lora, "is_3d_lora_weight", False))
+
+
+def _folder(path: str) -> Path:
+    """Where vLLM's workers load it from."""
+    folder = Path(path).expanduser()
+    if folder.exists():
+        return folder.resolve()
+    from huggingface_hub import snapshot_download
+
+    found: Any = snapshot_download(path, local_files_only=True)  # the workers download it
+    return Path(found).resolve()
+
+
+def _files(folder: Path) -> list[Path]:
+    """Configuration and weights.
+
+    Raises:
+        OSError: one of them is missing.
+    """
+    files = sorted(p for p in folder.iterdir() if p.name == _CONFIG or p.suffix in _WEIGHTS)
+    if len(files) < 2 or _CONFIG not in {path.name for path in files}:
+        raise OSError(f"no {_CONFIG} and weights in {folder}")
+    return files
+
+
+def _version(files: list[Path]) -> _Version:
+    found = ((path.name, path.stat()) for path in files)
+    return tuple((name, stat.st_mtime_ns, stat.st_size, stat.st_ino) for name, stat in found)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""More peers than are kept: who makes room."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from omni_connector.errors import IncompatiblePeerError
+from omni_connector.handoff import channel as channel_module
+from omni_connector.handoff.messages import Fingerprint, Welcome
+
+from .engine import LONG, Asker, Engine, StartEngine, failure
+
+
+@pytest.fixture
+def strangers(folder: Path, fingerprint: Fingerprint, welcome: Welcome) -> Iterator[list[Engine]]:
+    """Engines that refuse everybody else."""
+    other = msgspec.structs.replace(fingerprint, model="other")
+    said = msgspec.structs.replace(welcome, fingerprint=other)
+    engines = [Engine(folder / f"other-{n}.sock", other, said) for n in range(3)]
+    yield engines
+    for engine in engines:
+        engine.channel.close()
+
+
+def test_peers_that_failed_are_in_nobodys_way(
+    start_engine: StartEngine,
+    strangers: list[Engine],
+    asker: Asker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channel_module, "MAX_PEERS", 2)
+    monkeypatch.setattr(channel_module, "FORGET_REFUSAL_S", 1000.0)
+    for stranger in strangers:
+        error = failure(asker.claim(stranger, stranger.handoff()))
+        assert isinstance(error, IncompatiblePeerError)
+    engine = start_engine()
+    assert asker.claim(engine, engine.handoff()).result(LONG)
+    assert list(asker.channel._peers) == [strangers[-1].address, engine.address]

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that are kept are found by their keys, and few keys have to be looked up for it."""
+
+import hashlib
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_connector.handoff import slot_index
+from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.handoff import Handoff
+from omni_connector.handoff.prompt import Prompt
+from omni_connector.handoff.slot_index import SlotKey
+
+BLOCKS = 4096
+
+
+class Looked(bytes):
+    """A key that counts how often one is looked up."""
+
+    number = 0
+
+    def __hash__(self) -> int:
+        Looked.number += 1
+        return bytes.__hash__(self)
+
+    def __eq__(self, other: object) -> bool:
+        return bytes.__eq__(self, other)
+
+
+def chain(*words: str) -> list[SlotKey | None]:
+    """A key for each word, which names those before it too; none for the last word ""."""
+    keys: list[SlotKey | None] = []
+    before = b""
+    for word in words:
+        before = hashlib.blake2b(before + word.encode(), digest_size=32).digest()
+        keys.append(Looked(before) if word else None)
+    return keys
+
+
+def many(common: int, name: str) -> list[SlotKey | None]:
+    return chain(*(["same"] * common + [name] * (BLOCKS - common)))
+
+
+def copied(directory: SlotDirectory, keys: list[SlotKey | None]) -> tuple[Handoff, int]:
+    """Open a hand-off and have it copied; also how many keys the opening looked up."""
+    asked = Prompt(token_ids=(len(keys), *(keys[-1] or b"?")), num_tokens=len(keys))
+    before = Looked.number
+    handoff = directory.open(asked, [keys])
+    looked_up = Looked.number - before
+    assert handoff is not None
+    blocks = directory.copying(handoff, [(0, i) for i in range(len(keys))])
+    assert blocks is not None
+    directory.filled(handoff, blocks)
+    directory.close(handoff.token)
+    return handoff, looked_up
+
+
+@pytest.mark.parametrize("common", [0, 1, BLOCKS // 2, BLOCKS - 1, BLOCKS])
+def test_of_a_long_prompt_few_keys_are_looked_up(common: int) -> None:
+    directory = SlotDirectory(4 * BLOCKS, lambda: 0.0, 60.0)
+    first, looked_up = copied(directory, many(common, "first"))
+    assert looked_up == 0
+    second, looked_up = copied(directory, many(common, "second"))
+    assert looked_up <= BLOCKS // 8
+    shared = second.slots[0] == first.slots[0]
+    assert shared.tolist() == [True] * common + [False] * (BLOCKS - common)
+
+
+def test_a_long_prompt_that_many_others_followed_is_found_all_the_same() -> None:
+    directory = SlotDirectory(5 * BLOCKS, lambda: 0.0, 60.0)
+    first, _ = copied(directory, many(BLOCKS, ""))
+    for number in range(2 * slot_index._RUNS):
+        copied(directory, chain(*[str(number)] * 2 * slot_index._PIECE))
+        copied(directory, chain(str(number), "short"))
+    again, _ = copied(directory, many(BLOCKS, ""))
+    left = int((again.slots[0] == first.slots[0]).argmin())
+    assert 0 < left < BLOCKS  # its end was evicted
+    assert (again.slots[0][:left] == first.slots[0][:left]).all()
+
+
+def test_runs_do_not_grow_with_prompts_that_continue_each_other() -> None:
+    directory = SlotDirectory(4 * BLOCKS, lambda: 0.0, 60.0)
+    words = ["same"] * 2 * slot_index._PIECE
+    for number in range(5):
+        words += [str(number)] * 7
+        copied(directory, chain(*words, ""))
+        copied(directory, chain(*words, ""))
+    assert len(directory._index._runs) == 1
+    for number in range(4 * slot_index._RUNS):
+        copied(directory, chain(*[str(number)] * 2 * slot_index._PIECE))
+    assert len(directory._index._runs) == slot_index._RUNS
+
+
+words = st.lists(st.sampled_from("ab"), min_size=1, max_size=9)
+
+
+@given(
+    prompts=st.lists(st.tuples(words, st.booleans(), st.integers(0, 3)), max_size=30),
+    slots=st.integers(10, 24),
+    piece=st.integers(1, 4),
+)
+def test_what_is_found_is_what_every_single_key_finds(
+    prompts: list[tuple[list[str], bool, int]], slots: int, piece: int
+) -> None:
+    """Whatever was copied, kept, evicted and copied again, with small pieces and few slots."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slot_index, "_PIECE", piece)
+        directory = SlotDirectory(slots, lambda: 0.0, 60.0)
+        index = directory._index
+        held: list[Handoff] = []
+        holds: dict[int, SlotKey | None] = {}
+        for number, (text, tail, ends) in enumerate(prompts):
+            keys = chain(*text, *([""] if tail else []))
+            asked = Prompt(token_ids=(number,), num_tokens=1)
+            known = index._by_key.get(0, {})
+            one_by_one = [int(index._look_up(known, [key])[0]) for key in keys]
+            assert index.find(0, keys, 0).tolist() == one_by_one
+            kept = [slot >= 0 for slot in one_by_one]
+            assert all(before or not after for before, after in pairwise(kept))
+            handoff = directory.open(asked, [keys])
+            if handoff is not None:
+                taken = handoff.slots[0].tolist()
+                assert max(Counter(taken).values()) == 1
+                chosen = directory.copying(handoff, [(0, i) for i in range(len(keys))])
+                assert chosen is not None
+                for _, i in chosen:
+                    holds[taken[i]] = keys[i]
+                assert [holds[slot] for slot in taken] == keys
+                directory.filled(handoff, chosen)
+                held.append(handoff)
+            for _ in range(ends):
+                if held:
+                    directory.close(held.pop(0).token)
+        assert (directory._holders >= 0).all()
+        assert np.count_nonzero(directory._free) == directory._num_free

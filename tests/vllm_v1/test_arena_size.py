@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arena of an engine whose configuration does not say how large it is."""
+
+import pytest
+
+from omni_connector.errors import ConfigError
+from omni_connector.testing.toy import BLOCK
+from omni_connector.vllm_v1 import arena_size
+
+from .harness import HANDOFF, assert_clean, prompt
+
+pytestmark = pytest.mark.vllm
+
+DERIVED = {"arena_gib": None}
+LONGEST = 4096 // BLOCK  # blocks
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Sets how much there is."""
+
+    def there_is(available: int) -> None:
+        monkeypatch.setattr(arena_size, "available_bytes", lambda: available)
+
+    return there_is
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_memory_and_kv_cache_say_how_large_it_is(engine, memory, ranks, tokens):
+    memory(1 << 40)
+    prefill, decode = (
+        engine("kv_producer", extra=DERIVED, ranks=ranks),
+        engine("kv_consumer", ranks=ranks),
+    )
+    assert prefill.half._directory.num_slots == 2 * 65
+    text = prompt(6 * BLOCK - 3)
+    answer = prefill.generate(text, params=HANDOFF).params
+    assert decode.generate(text, 6, params=answer).tokens == tokens(text, 6)
+    assert decode.count("handoffs_received") == 1
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_share_what_there_is(engine, memory, log, ranks):
+    given = engine("kv_producer", ranks=ranks)
+    slot_bytes = given.worker_half._layout.slot_bytes
+    caches = ranks * sum(tensor.size for tensor in given.kv_config.kv_cache_tensors)
+    memory(caches + 4 * ranks * 50 * slot_bytes)  # a quarter: 50 blocks for each
+    assert not log
+    assert engine("kv_producer", extra=DERIVED, ranks=ranks).half._directory.num_slots == 50
+    assert sum(f"take {LONGEST} slots, the arena has 50" in line for line in log) == ranks
+
+
+def test_without_memory_for_a_single_block_it_does_not_start(engine, memory):
+    memory(4096)
+    with pytest.raises(ConfigError, match="set arena_gib"):
+        engine("kv_producer", extra=DERIVED)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that compute other numbers, or mean others by the same bytes, refuse each other."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from omni_connector.testing.toy import BLOCK
+from omni_connector.vllm_v1 import worker
+from omni_connector.vllm_v1.numerics import (
+    overrides_id,
+    quantization_id,
+    scales_id,
+    scales_of_engine,
+)
+
+from .harness import HANDOFF, assert_clean, prompt
+
+pytestmark = pytest.mark.vllm
+
+TEXT = prompt(4 * BLOCK + 3)
+
+
+class HfConfig(SimpleNamespace):
+    """As much of a model's configuration as is read."""
+
+    def to_dict(self) -> dict[str, object]:
+        return copy.deepcopy(vars(self))
+
+
+def model(**changes):
+    return SimpleNamespace(
+        **{"quantization": None, "hf_overrides": {}, "hf_config": HfConfig(), **changes}
+    )
+
+
+def test_quantization_is_told_by_method_and_settings():
+    settings = [
+        {},
+        {"quantization": "fp8"},
+        {"quantization": "fp8", "hf_config": HfConfig(quantization_config={"bits": 8})},
+        {"quantization": "fp8", "hf_config": HfConfig(quantization_config={"bits": 4})},
+        {"quantization": "awq", "hf_config": HfConfig(quantization_config={"bits": 4})},
+        {"quantization": "fp8", "quantization_config": {"linear": "mxfp8"}},
+    ]
+    assert quantization_id(model()) == ""
+    assert len({quantization_id(model(**each)) for each in settings}) == len(settings)
+    one, two = ({"a": 1, "b": [2]}, {"b": [2], "a": 1})
+    assert len({quantization_id(model(quantization_config=each)) for each in (one, two)}) == 1
+
+
+def test_overrides_are_told_by_what_they_say_or_make():
+    def override(config):
+        return config
+
+    said = [
+        {},
+        {"rope_theta": 1},
+        {"rope_theta": 2},
+        {"rope_scaling": {"type": "yarn", "factor": 2}},
+    ]
+    assert overrides_id(model()) == ""
+    assert len({overrides_id(model(hf_overrides=each)) for each in said}) == len(said)
+    made = [
+        overrides_id(model(hf_overrides=override, hf_config=HfConfig(rope=r, _name_or_path=path)))
+        for r, path in ((1, "/a"), (1, "/b"), (2, "/a"))
+    ]
+    assert made[0] == made[1] != made[2]
+
+
+def test_scales_are_told_by_their_values(engine):
+    config = engine("kv_producer").kv_config
+    names = [name for group in config.kv_cache_groups for name in group.layer_names]
+
+    def scaled(name=names[0], scale="_k_scale", value=1.0):
+        layers = {
+            each: SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
+            for each in names
+        }
+        setattr(layers[name], scale, torch.tensor(value))
+        return scales_id(config, layers)
+
+    assert scaled() == scales_id(config, {}) == ""
+    others = {
+        scaled(value=0.5),
+        scaled(value=0.25),
+        scaled(value=[0.5, 1.0]),
+        scaled(scale="_v_scale", value=0.5),
+        scaled(name=names[-1], value=0.5),
+        scaled(scale="_q_scale", value=0.5),
+    }
+    assert len(others) == 6
+    assert "" not in others
+    assert scaled(value=0.5) == scaled(value=0.5)
+
+
+def test_scales_that_an_engine_measures_are_those_of_no_other():
+    measured = SimpleNamespace(calculate_kv_scales=True, cache_dtype="fp8")
+    given = SimpleNamespace(cache_dtype="fp8")
+    assert scales_of_engine(["", ""], given, "e") == ""
+    assert scales_of_engine(["x", "x"], given, "e") == "x"
+    assert len({scales_of_engine([*ranks], given, "e") for ranks in ("xy", "yx", "xx")}) == 3
+    assert scales_of_engine([""], measured, "e") != scales_of_engine([""], measured, "f")
+    unused = SimpleNamespace(calculate_kv_scales=True, cache_dtype="auto")
+    assert scales_of_engine([""], unused, "e") == ""
+
+
+def test_engines_of_other_scales_hand_nothing_off(engine, tokens, monkeypatch, log):
+    prefill = engine("kv_producer")
+    monkeypatch.setattr(worker, "scales_id", lambda *_: "of the other checkpoint")
+    decode = engine("kv_consumer")
+    answer = prefill.generate(TEXT, params=HANDOFF).params
+    assert decode.generate(TEXT, 6, params=answer).tokens == tokens(TEXT, 6)
+    assert decode.failures() == {"incompatible_peer": 1}
+    assert any("scales" in line for line in log)
+    prefill.half._directory.close(bytes.fromhex(answer["omni_token"]))
+
+
+def test_engines_of_other_scales_share_nothing(sharer, shelf, tokens, monkeypatch):
+    first = sharer()
+    monkeypatch.setattr(worker, "scales_id", lambda *_: "of the other checkpoint")
+    second = sharer()
+    for each in (first, second):
+        assert each.generate(TEXT, 6).tokens == tokens(TEXT, 6)
+        assert each.count("tokens_shared") == 0
+    assert_clean(first, second)
