@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import xxhash
@@ -96,7 +96,7 @@ class MooncakeStoreConnector(OmniConnector):
         master: str = "127.0.0.1:50051",
         metadata_server: str = "P2PHANDSHAKE",
         host: str | None = None,
-        protocol: str = "tcp",
+        protocol: Literal["tcp", "rdma"] = "tcp",
         device: str = "",
         segment_gib: float = 0.25,
         buffer_mib: float = 64.0,
