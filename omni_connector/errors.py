@@ -31,7 +31,7 @@ def unknown(what: str, name: object, known: Iterable[str]) -> str:
     names = sorted(known)
     near = difflib.get_close_matches(str(name)[:200], names, n=1, cutoff=0.0)
     meant = f"did you mean {near[0]!r}? Known are {', '.join(names)}" if near else "there is none"
-    return f"unknown {what} {str(name)[:200]!r}; {meant}"
+    return f"unknown {what} {name!r:.200}; {meant}"
 
 
 class OmniError(Exception):

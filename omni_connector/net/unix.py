@@ -21,9 +21,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final
 
 import msgspec
+from msgspec import Struct
 from msgspec.msgpack import Decoder
 
 from omni_connector.errors import (
@@ -59,15 +60,12 @@ def require_protocol(found: int, wanted: int = PROTOCOL) -> None:
         raise ValueError(f"protocol {found}, wanted {wanted}")
 
 
-class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
+class Refusal(Struct, frozen=True, tag="refusal"):
     """The question was not understood, or will not be answered."""
 
     reason: str
     protocol: int = PROTOCOL
 
-
-_Question = TypeVar("_Question")
-_Answer = TypeVar("_Answer", bound=msgspec.Struct)
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -105,22 +103,19 @@ class Connection:
 
     def ask(
         self,
-        question: msgspec.Struct,
-        answers: "Decoder[_Answer | Refusal]",
+        question: Struct,
+        answers: Decoder[Any],
         deadline: float,
-        *,
         with_fd: bool = False,
-    ) -> tuple[_Answer, int | None]:
+    ) -> tuple[Any, int | None]:
         """The peer's answer, and the descriptor beside it, which is the caller's to close.
 
         After any error the connection is closed: a late answer must not be taken for that to
         the next question.
 
         Args:
-            question: what to ask.
-            answers: what it may be answered with.
-            deadline: `time.monotonic()` by which the answer must be there.
-            with_fd: whether a descriptor must come with it, where otherwise none may.
+            answers: what it may be answered with, `Refusal` among it.
+            with_fd: whether a descriptor must come with it; else none may.
 
         Raises:
             PeerUnreachableError: the peer is gone, or silent until the deadline.
@@ -133,7 +128,7 @@ class Connection:
             self._socket.send(_encoder.encode(question), socket.MSG_NOSIGNAL)
             self._socket.settimeout(_left(deadline, self.path))
             packet, descriptors = _receive(self._socket, with_fd=with_fd)
-            return read_answer(packet, descriptors, answers, with_fd=with_fd)
+            return read_answer(packet, descriptors, answers, with_fd)
         except OSError as error:
             self.close()
             raise PeerUnreachableError(f"no answer from {self.path}: {error}") from error
@@ -141,7 +136,7 @@ class Connection:
             self.close()
             raise
 
-    def tell(self, note: msgspec.Struct) -> bool:
+    def tell(self, note: Struct) -> bool:
         """Say something that has no answer, between questions; whether it was sent. Never waits."""
         try:
             self._socket.settimeout(0)
@@ -217,8 +212,8 @@ def _receive(connection: socket.socket, *, with_fd: bool) -> tuple[bytes, list[i
 
 
 def read_answer(
-    packet: bytes, descriptors: list[int], answers: "Decoder[_Answer | Refusal]", *, with_fd: bool
-) -> tuple[_Answer, int | None]:
+    packet: bytes, descriptors: list[int], answers: Decoder[Any], with_fd: bool = False
+) -> tuple[Any, int | None]:
     """What `Connection.ask` makes of a packet, and of the descriptors that came with it."""
     try:
         if not packet:
@@ -254,11 +249,10 @@ class Listener:
     """
 
     def __init__(
-        self,
-        questions: Decoder[_Question],
-        answer: Callable[[_Question], tuple[msgspec.Struct | None, int | None]],
+        self, questions: Decoder[Any], answer: Callable[[Any], tuple[Struct | None, int | None]]
     ) -> None:
-        self._reply = lambda packet: answer(questions.decode(packet))
+        self._questions = questions
+        self._answer = answer
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -427,7 +421,7 @@ class Listener:
                 if not packet:
                     self._forget(connection)
                     return
-                answer, descriptor = self._reply(packet)
+                answer, descriptor = self._answer(self._questions.decode(packet))
                 if answer is not None:
                     break
         except BlockingIOError:
@@ -444,7 +438,7 @@ class Listener:
         if answer is not None:
             self._send(connection, answer, descriptor)
 
-    def _send(self, connection: socket.socket, answer: msgspec.Struct, fd: int | None) -> None:
+    def _send(self, connection: socket.socket, answer: Struct, fd: int | None) -> None:
         rights = array.array("i", [] if fd is None else [fd])
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
         try:

@@ -124,13 +124,10 @@ class Exchange(OmniConnector, Generic[Address]):
     def _known(self) -> Sequence[Address]:
         """Whom to ask where metadata names nobody; may name ourselves."""
 
+    @classmethod
     @abstractmethod
-    def _hint(self, metadata: Mapping[str, Any]) -> Address | None:
-        """Whom an object's metadata names.
-
-        Raises:
-            msgspec.ValidationError, TypeError, ValueError: it makes no sense.
-        """
+    def _hint(cls, metadata: Mapping[str, Any]) -> Address | None:
+        """Whom an object's metadata names; a ValueError or TypeError where it is malformed."""
 
     @abstractmethod
     def _metadata(self, address: Address) -> dict[str, Any]:
@@ -138,11 +135,7 @@ class Exchange(OmniConnector, Generic[Address]):
 
     @abstractmethod
     def _way(self, address: Address) -> Callable[[float], Line]:
-        """What connects to a peer, until a deadline.
-
-        Raises:
-            OmniError: it may not be connected to.
-        """
+        """What connects to a peer, until a deadline; an OmniError where that is not allowed."""
 
     @abstractmethod
     def _catch_up(self) -> None:
@@ -154,16 +147,15 @@ class Exchange(OmniConnector, Generic[Address]):
 
     def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
         own = self._started()
-        stored = own.objects.store(key, parts)
-        found = {"transport": self.transport, **self._metadata(own.address)}
-        return {**found, "length": stored.length}
+        length = own.objects.store(key, parts).length
+        return {"transport": self.transport, **self._metadata(own.address), "length": length}
 
     def load_object(
         self, key: ObjectKey, metadata: Mapping[str, Any] | None, *, timeout: float
     ) -> memoryview | None:
         deadline = time.monotonic() + timeout
         digest, stale = key.digest, StaleSlotError()
-        with self._holders(self._read_hint(metadata)) as holders:
+        with self._holders(self.read_hint(metadata)) as holders:
             for _ in range(_READ_ATTEMPTS):
                 found = _find(digest, holders, deadline)
                 if not found:
@@ -229,12 +221,17 @@ class Exchange(OmniConnector, Generic[Address]):
         if own is not None:
             own.note(read)
 
-    def _read_hint(self, metadata: object) -> Address | None:
-        # Pipelines pass on whatever came along, and what is no mapping says nothing.
+    @classmethod
+    def read_hint(cls, metadata: object) -> Address | None:
+        """Whom an object's metadata names, if anybody; it came along with the key, from anywhere.
+
+        Raises:
+            ProtocolError: it makes no sense.
+        """
         if not isinstance(metadata, Mapping):
             return None
         try:
-            return self._hint(dict(metadata))
+            return cls._hint(dict(metadata))
         except (msgspec.ValidationError, TypeError, ValueError) as error:
             raise ProtocolError(f"the metadata of an object is malformed: {error}") from error
 
@@ -256,7 +253,8 @@ class Exchange(OmniConnector, Generic[Address]):
                 self._watch.start()
             for peer in forgotten:
                 peer.close()
-            yield [*([own] if own is not None and hint in (None, own.address) else []), *peers]
+            ours = [own] if own is not None and hint in (None, own.address) else []
+            yield [*ours, *peers]
         finally:
             with self._lock:
                 for peer in peers:

@@ -2,6 +2,7 @@
 """`OmniConnectorFactory`: connectors by the names that pipeline configurations use."""
 
 import functools
+import importlib
 import inspect
 import threading
 from collections.abc import Callable
@@ -20,17 +21,8 @@ MOONCAKE_ENGINE: Final = "MooncakeTransferEngineConnector"
 
 # Settings that pipelines give every connector, and those of other connectors of the same name.
 _FOREIGN_SETTINGS: Final = frozenset(
-    {
-        "stage_id",
-        "role",
-        "from_stage",
-        "to_stage",
-        "type",
-        "shm_threshold_bytes",
-        "wakeup_scope",
-        "buffer_ttl_seconds",
-    }
-)
+    ("stage_id", "role", "from_stage", "to_stage", "type", "shm_threshold_bytes", "wakeup_scope")
+) | {"buffer_ttl_seconds"}
 
 Constructor = Callable[[dict[str, Any]], OmniConnector]
 
@@ -77,15 +69,17 @@ def _make(name: str, connector: type[OmniConnector], extra: dict[str, Any]) -> O
         raise ConfigError(f"{name}: {error}") from error
 
 
-def _shared_memory(extra: dict[str, Any]) -> OmniConnector:
-    from omni_connector.objects.shm import SharedMemoryConnector
+def _lazily(name: str, module: str) -> Constructor:
+    """Makes a connector of ours, whose class is imported when it is first asked for."""
 
-    return _make(SHARED_MEMORY, SharedMemoryConnector, extra)
+    def construct(extra: dict[str, Any]) -> OmniConnector:
+        loaded = importlib.import_module(f"omni_connector.objects.{module}")
+        return _make(name, getattr(loaded, name), extra)
+
+    return construct
 
 
 def _mooncake_store(extra: dict[str, Any]) -> OmniConnector:
-    from omni_connector.objects.mooncake_store import MooncakeStoreConnector
-
     for alias, (name, unit) in _STORE_ALIASES.items():
         if alias in extra:
             if name in extra:
@@ -94,13 +88,7 @@ def _mooncake_store(extra: dict[str, Any]) -> OmniConnector:
                 )
             value = extra.pop(alias)
             extra[name] = value / unit if unit and isinstance(value, int | float) else value
-    return _make(MOONCAKE_STORE, MooncakeStoreConnector, extra)
-
-
-def _mooncake_engine(extra: dict[str, Any]) -> OmniConnector:
-    from omni_connector.objects.mooncake import MooncakeTransferEngineConnector
-
-    return _make(MOONCAKE_ENGINE, MooncakeTransferEngineConnector, extra)
+    return _lazily(MOONCAKE_STORE, "mooncake_store")(extra)
 
 
 class OmniConnectorFactory:
@@ -108,10 +96,10 @@ class OmniConnectorFactory:
 
     _lock: ClassVar = threading.Lock()
     _constructors: ClassVar[dict[str, Constructor]] = {
-        SHARED_MEMORY: _shared_memory,
+        SHARED_MEMORY: _lazily(SHARED_MEMORY, "shm"),
         MOONCAKE_STORE: _mooncake_store,
         "MooncakeConnector": _mooncake_store,
-        MOONCAKE_ENGINE: _mooncake_engine,
+        MOONCAKE_ENGINE: _lazily(MOONCAKE_ENGINE, "mooncake"),
     }
 
     @classmethod

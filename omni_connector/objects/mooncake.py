@@ -159,9 +159,8 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
         return address
 
     def close(self) -> None:
-        server = self._server
-        if server is not None:
-            server.close()
+        if self._server is not None:
+            self._server.close()
         super().close()
         self._context.destroy(0)
 
@@ -206,9 +205,8 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
         return lambda deadline: self._connect(address, deadline)
 
     def _catch_up(self) -> None:
-        server = self._server
-        if server is not None:
-            server.catch_up()
+        if self._server is not None:
+            self._server.catch_up()
 
     def _connect(self, address: HostPort, deadline: float) -> "_TcpLine":
         looked_up: Future[Resolved] = Future()
@@ -251,7 +249,7 @@ class _TcpLine:
 
     def ask(self, question: Find, deadline: float) -> Found | Missing:
         link = self._link
-        if not self._send(question):
+        if not self.tell(question):
             raise PeerUnreachableError(f"{self._address} takes no question")
         poller = zmq.Poller()
         poller.register(link.socket, zmq.POLLIN)
@@ -266,13 +264,10 @@ class _TcpLine:
                 raise PeerUnreachableError(f"{self._address} {why}")
         raise PeerUnreachableError(f"no answer from {self._address} before the deadline")
 
-    def tell(self, read: Read) -> bool:
-        return self._send(read)
-
     def close(self) -> None:
         self._link.close()
 
-    def _send(self, message: Find | Read) -> bool:
+    def tell(self, message: Find | Read) -> bool:
         try:
             self._link.socket.send(ENCODER.encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:

@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,6 +31,7 @@ from omni_connector.errors import (
 )
 from omni_connector.memory.arena import Arena
 from omni_connector.memory.buffers import share_out
+from omni_connector.objects import codec
 from omni_connector.objects.base import ObjectKey, check_times
 
 # An object in as many pieces as can be must still be described by one bounded message.
@@ -309,31 +310,10 @@ class ObjectStore:
             checksums[index] = xxhash.xxh3_64_intdigest(room[:used].data)
 
         self.arena.begin_write(ids[0], generation)
-        pieces = _cut(parts, self.arena.slot_bytes)
+        pieces = codec.cut(parts, self.arena.slot_bytes)
         share_out(fill, zip(range(len(ids)), ids, pieces, strict=True), length)
         first = min(length, self.arena.slot_bytes)
-        self.arena.publish(ids[0], generation, digest, first, checksum_of_slots(length, checksums))
-
-
-def checksum_of_slots(length: int, checksums: NDArray[np.uint64]) -> int:
-    """That of an object of so many bytes whose slots' contents have these."""
-    return xxhash.xxh3_64_intdigest(length.to_bytes(8, "little") + checksums.tobytes())
-
-
-def _cut(parts: Sequence[memoryview], slot_bytes: int) -> Iterator[list[NDArray[np.uint8]]]:
-    """The parts, cut into what each slot takes; of no bytes at all, one slot of nothing."""
-    pieces: list[NDArray[np.uint8]] = []
-    room = slot_bytes
-    for part in parts:
-        left: NDArray[np.uint8] = np.frombuffer(part, np.uint8)
-        while left.size:
-            if not room:
-                yield pieces
-                pieces, room = [], slot_bytes
-            pieces.append(left[:room])
-            left = left[room:]
-            room -= pieces[-1].size
-    yield pieces
+        self.arena.publish(ids[0], generation, digest, first, codec.checksum_of(length, checksums))
 
 
 def count_of(runs: Runs) -> int:

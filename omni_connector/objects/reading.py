@@ -3,7 +3,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -11,39 +10,29 @@ from numpy.typing import NDArray
 
 from omni_connector.config import memory_limit_bytes
 from omni_connector.errors import ChecksumError, ProtocolError, StaleSlotError
-from omni_connector.memory.arena_format import SlotHeader
+from omni_connector.memory.arena import Arena
 from omni_connector.memory.buffers import Buffers, share_out
+from omni_connector.objects import codec
 from omni_connector.objects.messages import Found
 from omni_connector.objects.object_store import (
     MAX_OBJECT_SLOTS,
     StoredObject,
-    checksum_of_slots,
     count_of,
     ids_of,
 )
+from omni_connector.transports.base import RemoteArena
 
 Fetch = Callable[[list[int], int], NDArray[np.uint8]]
 """Gets so many bytes of slots, in memory of their own; see `RemoteArena.take`."""
 
 
-class SlotSource(Protocol):
-    """An arena of ours, or one of a peer."""
-
-    @property
-    def slots(self) -> NDArray[np.uint8]:
-        """Its bytes, where it is mapped: (n_slots, slot_bytes)."""
-
-    def verify(self, slot: int, generation: int) -> SlotHeader:
-        """As `RemoteArena.verify`."""
-
-
 def read_object(
-    arena: SlotSource, found: Found, buffers: Buffers, fetch: Fetch | None = None
+    arena: Arena | RemoteArena, found: Found, buffers: Buffers, fetch: Fetch | None = None
 ) -> memoryview:
     """A verified copy of an object.
 
     Args:
-        arena: the one that it is in, at the endpoint that its owner has named.
+        arena: the one that it is in, of the geometry that its owner has named.
         found: what its owner says of it; checked.
         buffers: where the memory for the copy comes from.
         fetch: gets the bytes of an arena that is not mapped.
@@ -72,7 +61,7 @@ def read_object(
     header = arena.verify(ids[0], stored.generation)
     if header.key != found.digest or header.length != min(stored.length, slot_bytes):
         raise StaleSlotError(f"the slot holds {header.length} bytes of another object")
-    if header.checksum != checksum_of_slots(stored.length, checksums):
+    if header.checksum != codec.checksum_of(stored.length, checksums):
         raise ChecksumError(f"generation {header.generation} of an object: wrong checksum")
     return content.data
 

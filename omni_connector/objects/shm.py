@@ -9,8 +9,9 @@ from typing import Any, Final
 
 import msgspec
 
+from omni_connector.errors import PeerUnreachableError
 from omni_connector.memory.arena import Arena
-from omni_connector.net.unix import Connection, Refusal
+from omni_connector.net.unix import Refusal
 from omni_connector.objects.exchange import Exchange
 from omni_connector.objects.messages import Find, Found, Missing, Read
 from omni_connector.objects.object_store import DEFAULT_TTL_S, object_geometry
@@ -91,7 +92,7 @@ class SharedMemoryConnector(Exchange[str]):
         return {"address": address}
 
     def _way(self, address: str) -> "Callable[[float], _SocketLine]":
-        return lambda deadline: _SocketLine(self._sockets.connect(address, deadline))
+        return lambda deadline: _SocketLine(self._sockets, address, deadline)
 
     def _catch_up(self) -> None:
         self._sockets.catch_up(_CATCH_UP_S)
@@ -100,15 +101,22 @@ class SharedMemoryConnector(Exchange[str]):
 class _SocketLine:
     """A `Line` over a Unix socket."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, sockets: SharedMemoryTransport, address: str, deadline: float) -> None:
+        self._sockets = sockets
+        self._connection = sockets.connect(address, deadline)
 
     @property
     def alive(self) -> bool:
         return self._connection.alive
 
     def ask(self, question: Find, deadline: float) -> Found | Missing:
-        return self._connection.ask(question, _ANSWERS, deadline)[0]
+        answer: Found | Missing
+        try:
+            answer, _ = self._connection.ask(question, _ANSWERS, deadline)
+        except PeerUnreachableError:
+            self._sockets.sweep()
+            raise
+        return answer
 
     def tell(self, read: Read) -> bool:
         return self._connection.tell(read)

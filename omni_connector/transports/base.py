@@ -210,11 +210,39 @@ class NoSettings(msgspec.Struct, frozen=True):
     """Of a transport that has nothing to configure."""
 
 
-class ArenaTransport(ABC):
+class Service(ABC):
+    """What is opened to reach peers, says how it is, and is closed.
+
+    Attributes:
+        transport: by which peers are reached: its registered name.
+    """
+
+    transport: str
+
+    @abstractmethod
+    def close(self) -> None:
+        """Withdraw everything and free it, in bounded time. Idempotent."""
+
+    def health(self) -> dict[str, Any]:
+        """`status` ("healthy", or what is wrong), `transport`, and the transport's details."""
+        return {"status": "healthy", "transport": self.transport, **self.details()}
+
+    def details(self) -> dict[str, Any]:
+        """What `health` adds for this transport; a `status` in it wins."""
+        return {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class ArenaTransport(Service):
     """A way for peers to read an arena. All methods may be called from any thread.
 
     Attributes:
-        transport: the registered name, as it stands in endpoints and in the configuration.
+        transport: as it stands in endpoints and in the configuration.
         Settings: a struct of what `transport_config` may say to it; typed, with defaults.
         nearness: its place among the candidates of `auto`, the nearest first: shared memory has 0,
             the Transfer Engine 100. None: it is taken only where its name is configured.
@@ -223,7 +251,6 @@ class ArenaTransport(ABC):
         why_near: what it tells operators of a peer that it reads as the nearest.
     """
 
-    transport: str
     Settings: ClassVar[type[msgspec.Struct]] = NoSettings
     nearness: ClassVar[int | None] = None
     beyond_host: ClassVar[bool] = False
@@ -278,21 +305,3 @@ class ArenaTransport(ABC):
     def obstacle(self, endpoint: Endpoint) -> str | None:
         """Why this transport cannot read an arena, as far as that shows without trying."""
         return None
-
-    @abstractmethod
-    def close(self) -> None:
-        """Withdraw everything and free it, in bounded time. Idempotent."""
-
-    def health(self) -> dict[str, Any]:
-        """`status` ("healthy", or what is wrong), `transport`, and the transport's details."""
-        return {"status": "healthy", "transport": self.transport, **self.details()}
-
-    def details(self) -> dict[str, Any]:
-        """What `health` adds for this transport; a `status` in it wins."""
-        return {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()

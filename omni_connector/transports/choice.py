@@ -6,13 +6,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from omni_transport.transports.base import ArenaTransport, Endpoint, Site
-from omni_transport.transports.registry import AUTO, transport_class, transport_names
-
 from omni_connector.config import OmniConfig, read_settings
 from omni_connector.errors import ConfigError, OmniError, PeerRefusedError, unknown
 from omni_connector.memory.arena import Arena
 from omni_connector.net.peers import Peers, is_loopback, parse_listen
+from omni_connector.transports.base import ArenaTransport, Endpoint, Site
+from omni_connector.transports.registry import AUTO, transport_class, transport_names
 
 logger = logging.getLogger(__name__)
 

@@ -133,7 +133,7 @@ class SharedMemoryTransport(ArenaTransport):
             return Connection(path, deadline)
         except PeerUnreachableError:
             if path.parent == self.folder:  # another one is not ours to tidy up
-                self._sweep()
+                self.sweep()
             raise
 
     def sockets(self) -> list[str]:
@@ -153,6 +153,14 @@ class SharedMemoryTransport(ArenaTransport):
         listener = self._listener
         if listener is not None:
             listener.catch_up(timeout)
+
+    def sweep(self) -> None:
+        """Remove the sockets of peers that have died."""
+        try:
+            runtime.sweep(self.folder, timeout=_SWEEP_TIMEOUT_S)
+        except TransportError as error:
+            # It only tidies up, and another engine will.
+            logger.debug("did not sweep %s: %s", self.folder, error)
 
     def close(self) -> None:
         with self._lock:
@@ -189,7 +197,7 @@ class SharedMemoryTransport(ArenaTransport):
                 return self._listener
             known: Any = functools.reduce(operator.or_, self._answers, Attach)
             self._listener = listener = Listener(msgspec.msgpack.Decoder(known), self._answer)
-        self._sweep()
+        self.sweep()
         return listener
 
     def _answer(self, question: Any) -> tuple[msgspec.Struct | None, int | None]:
@@ -202,13 +210,6 @@ class SharedMemoryTransport(ArenaTransport):
             if export is None:
                 return Refusal("there is no arena of this epoch here (any more)"), None
             return export.grant, os.dup(export.fd)
-
-    def _sweep(self) -> None:
-        try:
-            runtime.sweep(self.folder, timeout=_SWEEP_TIMEOUT_S)
-        except TransportError as error:
-            # It only tidies up, and another engine will.
-            logger.debug("did not sweep %s: %s", self.folder, error)
 
     def _check_open(self) -> None:
         if self._closed:

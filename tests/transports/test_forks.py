@@ -16,7 +16,7 @@ import pytest
 from omni_connector.memory.arena import Arena
 from omni_connector.net import runtime
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.shm import SharedMemoryConnector
+from omni_connector.transports.shm import SharedMemoryTransport
 
 WAIT_S = 30.0
 
@@ -33,10 +33,10 @@ from omni_connector.kv.shapes import GroupShape
 from omni_connector.net.keys import own_key
 from omni_connector.net.peers import HostPort
 from omni_connector.memory.arena import Arena
-from omni_connector.transports.shm import SharedMemoryConnector
+from omni_connector.transports.shm import SharedMemoryTransport
 
 folder = Path(sys.argv[1])
-connector = SharedMemoryConnector(folder=folder)
+connector = SharedMemoryTransport(folder=folder)
 endpoint = connector.export(Arena.create(1, 4096), "arena")
 shape = GroupShape(kind="f", block_size=16, keeps="all", layers="l", pages=("H2.N16.C64",))
 print_ = Fingerprint(
@@ -93,7 +93,7 @@ def test_a_child_neither_ends_nor_outlives_what_its_parent_serves(
     endpoint = msgspec.json.decode(told, type=Endpoint)
     control = place / "control.sock"
     tcp = ("127.0.0.1", int(port))
-    with SharedMemoryConnector(folder=place) as reader:
+    with SharedMemoryTransport(folder=place) as reader:
         remote = reader.attach(endpoint, timeout=WAIT_S)
         with socket.create_connection(tcp, timeout=WAIT_S) as peer:
             assert peer.recv(1)  # accepted
@@ -125,7 +125,7 @@ def test_a_child_neither_ends_nor_outlives_what_its_parent_serves(
 
 
 def test_an_arena_is_withdrawn_by_its_process_only(place: Path) -> None:
-    with SharedMemoryConnector(folder=place) as connector, Arena.create(1, 4096) as arena:
+    with SharedMemoryTransport(folder=place) as connector, Arena.create(1, 4096) as arena:
         endpoint = connector.export(arena, "arena")
         child = os.fork()
         if not child:
@@ -135,5 +135,5 @@ def test_an_arena_is_withdrawn_by_its_process_only(place: Path) -> None:
             finally:
                 os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        with SharedMemoryConnector(folder=place) as reader:
+        with SharedMemoryTransport(folder=place) as reader:
             reader.attach(endpoint, timeout=WAIT_S).close()

@@ -24,12 +24,12 @@ from omni_connector.handoff.params import (
 )
 from omni_connector.net.peers import HostPort, Peers
 from omni_connector.objects.base import ObjectKey
+from omni_connector.objects.mooncake import MooncakeTransferEngineConnector
+from omni_connector.objects.shm import SharedMemoryConnector
 from omni_connector.objects.transfer_config import load_omni_transfer_config
 from omni_connector.stage.config import read_model_config
 from omni_connector.testing.hostile.mutation import distort_value
 from omni_connector.testing.hostile.trial import Parser
-from omni_connector.transports.mooncake import _read_hint as read_hint_of_mooncake
-from omni_connector.transports.shm import _read_hint as read_hint_of_shared_memory
 
 PARAMS: list[dict[str, Any]] = [
     {"do_remote_decode": True, "do_remote_prefill": False},
@@ -53,6 +53,7 @@ CONFIGS: list[dict[str, Any]] = [
     {},
     {
         "transport": "shm",
+        "transport_config": {"knob": 1, "more": {"a": [None, "b"]}},
         "arena_gib": 0.5,
         "namespace": "team",
         "model_id": "m@1",
@@ -194,8 +195,8 @@ def hints() -> Iterator[Parser]:
         return distort_value(rng.choice(corpus), rng)
 
     def parse(found: Any) -> bool:
-        read_hint_of_shared_memory(found)
-        read_hint_of_mooncake(found)
+        SharedMemoryConnector.read_hint(found)
+        MooncakeTransferEngineConnector.read_hint(found)
         return True
 
     yield Parser("metadata of objects", make, parse, (OmniError,))
