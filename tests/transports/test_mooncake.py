@@ -545,7 +545,8 @@ import sys
 import msgspec
 from omni_connector.config import MooncakeSettings
 from omni_connector.errors import PeerUnreachableError
-from omni_connector.transports.base import Endpoint, RemoteArena
+from omni_connector.testing.slots import read
+from omni_connector.transports.base import Endpoint
 from omni_connector.transports.mooncake import MooncakeTransport
 
 endpoint = msgspec.json.decode(sys.argv[1], type=Endpoint)
