@@ -23,9 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-from msgspec import Struct
-from msgspec.msgpack import Decoder
+from msgspec import MsgspecError, Struct
+from msgspec.msgpack import Decoder, Encoder
 
 from omni_connector.errors import (
     ConfigError,
@@ -55,7 +54,7 @@ _ADDRESS: Final = re.compile(r"[a-z]-[0-9a-f]{24}\.sock")
 
 
 def require_protocol(found: int, wanted: int = PROTOCOL) -> None:
-    """Raise ValueError unless a message is of our version; decoding makes it a refusal."""
+    """Raise ValueError unless a message is of our version; decoding makes that a refusal."""
     if found != wanted:
         raise ValueError(f"protocol {found}, wanted {wanted}")
 
@@ -67,7 +66,7 @@ class Refusal(Struct, frozen=True, tag="refusal"):
     protocol: int = PROTOCOL
 
 
-_encoder = msgspec.msgpack.Encoder()
+_encoder = Encoder()
 
 
 def peer_uid(connection: socket.socket) -> int:
@@ -220,7 +219,7 @@ def read_answer(
             raise PeerUnreachableError("the peer closed the connection")
         try:
             answer = answers.decode(packet)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"the peer's answer is malformed: {error}") from error
         if isinstance(answer, Refusal):
             if answer.protocol != PROTOCOL:
@@ -405,9 +404,7 @@ class Listener:
             connection.close()
             return
         if uid != os.geteuid() or len(self._connections) >= MAX_CONNECTIONS:
-            logger.warning(
-                "refused a peer of user %d; %d are connected", uid, len(self._connections)
-            )
+            logger.warning("refused user %d; %d are connected", uid, len(self._connections))
             connection.close()
             return
         self._connections.add(connection)
@@ -430,7 +427,7 @@ class Listener:
             logger.debug("lost a peer: %s", error)
             self._forget(connection)
             return
-        except (msgspec.MsgspecError, ProtocolError, UnicodeDecodeError, RecursionError) as error:
+        except (MsgspecError, ProtocolError, UnicodeDecodeError, RecursionError) as error:
             logger.warning("a peer sent a bad question: %s", error)
             self._send(connection, Refusal(str(error)[:200]), None)
             self._forget(connection)

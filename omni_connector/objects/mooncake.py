@@ -17,12 +17,7 @@ import msgspec
 import zmq
 
 from omni_connector.config import MooncakeSettings
-from omni_connector.errors import (
-    ConfigError,
-    PeerUnreachableError,
-    ProtocolError,
-    TransportError,
-)
+from omni_connector.errors import ConfigError, PeerUnreachableError, ProtocolError, TransportError
 from omni_connector.memory.arena import Arena
 from omni_connector.net.keys import ClusterKey, load_key
 from omni_connector.net.listener import TcpListener

@@ -24,11 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.config import memory_limit_bytes
-from omni_connector.errors import (
-    ArenaFullError,
-    ConfigError,
-    TransportError,
-)
+from omni_connector.errors import ArenaFullError, ConfigError, TransportError
 from omni_connector.memory.arena import Arena
 from omni_connector.memory.buffers import share_out
 from omni_connector.objects import codec

@@ -19,12 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
-from omni_connector.errors import (
-    OmniError,
-    PeerRefusedError,
-    PeerUnreachableError,
-    TransportError,
-)
+from omni_connector.errors import OmniError, PeerRefusedError, PeerUnreachableError, TransportError
 from omni_connector.memory.arena import Arena
 from omni_connector.net import runtime
 from omni_connector.net.unix import Connection, Listener, Refusal
