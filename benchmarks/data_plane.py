@@ -38,7 +38,7 @@ from omni_connector.kv.canonical import GroupSpec, LayerSpec, canonicalize
 from omni_connector.kv.copying import make_copier
 from omni_connector.kv.slots import SlotLayout
 from omni_connector.transports import Arena, Endpoint
-from omni_connector.transports.shm import SharedMemoryConnector
+from omni_connector.transports.shm import SharedMemoryTransport
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -145,7 +145,7 @@ def read_peer() -> None:
     }
     memcpy = Memcpy(caches[FULL].payload(moved))
     with (
-        SharedMemoryConnector(folder=Path(settings["folder"])) as connector,
+        SharedMemoryTransport(folder=Path(settings["folder"])) as connector,
         connector.attach(endpoint, timeout=ATTACH_S) as remote,
     ):
 
@@ -182,7 +182,7 @@ def measure(page_bytes: int, moved_bytes: int, repeats: int, folder: Path) -> li
     rows = []
     with (
         Arena.create(moved, caches[FULL].layout.slot_bytes) as arena,
-        SharedMemoryConnector(folder=folder) as connector,
+        SharedMemoryTransport(folder=folder) as connector,
     ):
         arena.slots[:] = 1
 

@@ -30,7 +30,7 @@ import matplotlib as mpl
 import numpy as np
 import torch
 
-from omni_connector.transports.shm import SharedMemoryConnector
+from omni_connector.objects.shm import SharedMemoryConnector
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

@@ -36,7 +36,7 @@ from handoff import TOKEN_BYTES, Sample, measure, median
 from omni_connector.memory.arena import Arena
 from omni_connector.testing.models import make_model
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.mooncake import MooncakeConnector
+from omni_connector.transports.mooncake import MooncakeTransport
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -58,7 +58,7 @@ CONFIG: dict[str, Any] = {
 def own_an_arena(slot_bytes: int) -> None:
     """The other process: it exports an arena until its standard input ends."""
     with (
-        MooncakeConnector(host=HOST) as connector,
+        MooncakeTransport(host=HOST) as connector,
         Arena.create(ARENA_BYTES // slot_bytes, slot_bytes, populate=True) as arena,
     ):
         for slot in range(arena.n_slots):
@@ -118,7 +118,7 @@ class PlainRead:
 def read_slots(slot_mib: int, repeats: int) -> list[tuple[float, float]]:
     """Seconds of (fetch, plain read) of all slots of an arena, in turns."""
     samples = []
-    with owner(slot_mib * MIB) as endpoint, MooncakeConnector(host=HOST) as reader:
+    with owner(slot_mib * MIB) as endpoint, MooncakeTransport(host=HOST) as reader:
         plain = PlainRead(endpoint)
         slots = np.random.default_rng(1).permutation(endpoint.n_slots).tolist()
         generations = [1] * len(slots)

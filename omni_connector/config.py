@@ -6,22 +6,21 @@ Every key is optional. Each can also be given as the environment variable
 error that names the nearest known one.
 """
 
-import difflib
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from omni_connector.errors import ConfigError
+from omni_connector.errors import ConfigError, unknown
 from omni_connector.net.peers import Peers, is_loopback, parse_listen
 
 ENV_PREFIX = "OMNI_CONNECTOR_"
 
 # Environment variables of the same prefix that are not configuration keys: where the runtime
-# folder lies must be known before any configuration is read (see transports/runtime.py).
+# folder lies must be known before any configuration is read (see net/runtime.py).
 _NOT_KEYS = frozenset({ENV_PREFIX + "RUNTIME_DIR"})
 
 # Keys that vLLM itself or MultiConnector puts into kv_connector_extra_config.
@@ -29,6 +28,8 @@ _FOREIGN_KEYS = frozenset({"engine_id"})
 
 _GIB = 1 << 30
 _SHOWN_CHARS = 200
+
+_Settings = TypeVar("_Settings", bound=msgspec.Struct)
 
 
 class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +93,10 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     Attributes:
         transport: how bytes reach a peer: `shm` (shared memory on one host), `mooncake`, a name
             that another package has registered, or `auto`: shared memory where both sides share a
-            kernel, user and runtime folder, else Mooncake where `listen` or `peers` is given.
+            kernel, user and runtime folder, else Mooncake where `listen` or `peers` is given, and
+            what other packages offer for `auto`.
+        transport_config: settings of the transport that `transport` names, typed by it; with
+            `auto`, an object of these by the transports' names.
         arena_gib: size of this engine's arena in GiB, over all its ranks on this host; None
             takes what `omni_connector.memory.arena_size` says.
         namespace: engines that share a namespace (and a user) can find each other.
@@ -116,6 +120,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """
 
     transport: str = "auto"
+    transport_config: dict[str, Any] = {}
     arena_gib: float | None = None
     namespace: str = "default"
     model_id: str | None = None
@@ -151,7 +156,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 continue
             key = variable[len(ENV_PREFIX) :].lower()
             if key not in known:
-                raise ConfigError(f"environment variable {variable}: {_unknown(key, known)}")
+                raise ConfigError(f"environment variable {variable}: {unknown('key', key, known)}")
             where = f"environment variable {variable}"
             value = _from_text(where, known[key], text)
             values[key] = _check(where, known[key], value, strict=False)
@@ -162,7 +167,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             if key in _FOREIGN_KEYS:
                 continue
             if key not in known:
-                raise ConfigError(f"kv_connector_extra_config: {_unknown(key, known)}")
+                raise ConfigError(f"kv_connector_extra_config: {unknown('key', key, known)}")
             values[key] = _check(f"kv_connector_extra_config: {key}", known[key], value)
         config = cls(**values)
         config._check_ranges()
@@ -211,10 +216,24 @@ def memory_limit_bytes() -> int:
     return total
 
 
-def _unknown(key: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(str(key)[:_SHOWN_CHARS], known, n=1, cutoff=0.0)
-    known_keys = ", ".join(sorted(known))
-    return f"unknown key {_shown(key)}; did you mean {near[0]!r}? Known keys: {known_keys}"
+def read_settings(where: str, kind: type[_Settings], given: Mapping[Any, Any]) -> _Settings:
+    """What was given for a struct of settings, typed.
+
+    Args:
+        where: names the settings in errors.
+        kind: the struct.
+        given: its fields by name, those with defaults optional.
+
+    Raises:
+        ConfigError: one is unknown, or its value is ill-typed.
+    """
+    for key in given:
+        if key not in kind.__struct_fields__:
+            raise ConfigError(f"{where}: {unknown('setting', key, kind.__struct_fields__)}")
+    try:
+        return msgspec.convert(dict(given), kind)
+    except (msgspec.ValidationError, UnicodeError) as error:
+        raise ConfigError(f"{where}: {str(error).replace('`$', f'`{where}')}") from error
 
 
 def _shown(value: object) -> str:
@@ -228,7 +247,7 @@ def _shown(value: object) -> str:
 def _from_text(where: str, kind: Any, text: str) -> Any:
     if get_origin(kind) is tuple:
         return [item.strip() for item in text.split(",")] if text.strip() else []
-    if _struct(kind) is None:
+    if _struct(kind) is None and get_origin(kind) is not dict:
         return text
     try:
         return msgspec.json.decode(text)
@@ -250,7 +269,7 @@ def _check(where: str, kind: Any, value: Any, *, strict: bool = True) -> Any:
         known = get_type_hints(struct)
         for key in value:
             if key not in known:
-                raise ConfigError(f"{where}: {_unknown(key, known)}")
+                raise ConfigError(f"{where}: {unknown('key', key, known)}")
         fields = {
             key: _check(f"{where}.{key}", known[key], part, strict=strict)
             for key, part in value.items()
@@ -261,17 +280,16 @@ def _check(where: str, kind: Any, value: Any, *, strict: bool = True) -> Any:
             raise ConfigError(f"{where}: {error}") from None
     try:
         converted = msgspec.convert(value, kind, strict=strict)
-        if isinstance(converted, str):
-            converted.encode()  # JSON and the environment can say what no message can
+        msgspec.msgpack.encode(converted)  # the environment can say what no message can
         return converted
-    except (msgspec.ValidationError, UnicodeError):
+    except (msgspec.MsgspecError, UnicodeError, TypeError, OverflowError, RecursionError):
         raise ConfigError(f"{where} must be {_describe(kind)}, not {_shown(value)}") from None
 
 
 def _describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(repr(choice) for choice in get_args(kind))
-    if _struct(kind) is not None:
+    if _struct(kind) is not None or get_origin(kind) is dict:
         return "an object"
     if get_origin(kind) is tuple:
         return f"a list, each item {_describe(get_args(kind)[0])}"

@@ -22,6 +22,17 @@ had", which is never a reason to stop an engine. `ConfigError`, `UnsupportedVers
 and `LayoutError` are raised at start only, and are meant to stop it.
 """
 
+import difflib
+from collections.abc import Iterable
+
+
+def unknown(what: str, name: object, known: Iterable[str]) -> str:
+    """What an error says of a name that is not known: the nearest of those that are, and all."""
+    names = sorted(known)
+    near = difflib.get_close_matches(str(name)[:200], names, n=1, cutoff=0.0)
+    meant = f"did you mean {near[0]!r}? Known are {', '.join(names)}" if near else "there is none"
+    return f"unknown {what} {name!r:.200}; {meant}"
+
 
 class OmniError(Exception):
     """Base of all errors of this package."""

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
+import shutil
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,8 @@ from hypothesis import HealthCheck, settings
 from omni_connector.transports.mooncake_engine import Engine
 
 from . import machine, support_table
+from .masters import Master
+from .peer_processes import Peer, starting
 
 # How long an example takes, and how long it takes to make one, says nothing but how busy the
 # machine is; what must not take long is limited by the tests' own deadlines.
@@ -55,3 +60,38 @@ def reused_engines() -> Iterator[None]:
         patch.setattr(Engine, "_start", take)
         patch.setattr(Engine, "close", keep)
         yield
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A private folder whose path is short enough for sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="omni-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def start(place: Path) -> Iterator[Callable[[str], Peer]]:
+    """Starts peers over shared memory in processes of their own, which leave nothing there."""
+    with starting(place) as begin:
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    """A Mooncake master that stays up."""
+    pytest.importorskip("mooncake.store", exc_type=ImportError)
+    started = Master(tmp_path_factory.mktemp("mooncake"))
+    started.start()
+    yield started
+    started.kill()
+
+
+@pytest.fixture
+def mortal(tmp_path: Path) -> Iterator[Master]:
+    """A Mooncake master of the test's own, to be stopped and killed."""
+    pytest.importorskip("mooncake.store", exc_type=ImportError)
+    started = Master(tmp_path)
+    started.start()
+    yield started
+    started.kill()

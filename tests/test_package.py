@@ -119,7 +119,7 @@ def test_the_distribution_is_typed_licensed_and_for_python_311() -> None:
         (
             "omni_connector.transports",
             "shm",
-            "omni_connector.transports.shm:SharedMemoryConnector",
+            "omni_connector.transports.shm:SharedMemoryTransport",
         ),
         ("console_scripts", "omni-connector", "omni_connector.cli.main:main"),
     ],

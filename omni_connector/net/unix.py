@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions and answers between processes of one user, over SOCK_SEQPACKET Unix sockets.
 
-A message is one packet: a msgpack-encoded struct, bounded in size, with at most one file
-descriptor beside it. Both sides check the user id that the kernel vouches for before they
-believe a byte. A connection stays open, so that each side sees the other's end.
+A message is one packet: a msgpack-encoded struct of whoever uses the sockets, bounded in size, with
+at most one file descriptor beside it. Both sides check the user id that the kernel vouches for
+before they believe a byte. A connection stays open, so that each side sees the other's end.
 """
 
 import array
@@ -21,9 +21,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-import msgspec
+from msgspec import MsgspecError, Struct
+from msgspec.msgpack import Decoder, Encoder
 
 from omni_connector.errors import (
     ConfigError,
@@ -52,67 +53,20 @@ _UCRED: Final = struct.Struct("3i")
 _ADDRESS: Final = re.compile(r"[a-z]-[0-9a-f]{24}\.sock")
 
 
-class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """Asks for the arena of this epoch; answered with `Grant` and its memfd."""
-
-    epoch: bytes
-    protocol: int = PROTOCOL
-
-
-class Find(msgspec.Struct, frozen=True, tag="find"):
-    """Asks for the object whose key has this digest; answered with `Found` or `Missing`."""
-
-    digest: bytes
-    protocol: int = PROTOCOL
+def require_protocol(found: int, wanted: int = PROTOCOL) -> None:
+    """Raise ValueError unless a message is of our version; decoding makes that a refusal."""
+    if found != wanted:
+        raise ValueError(f"protocol {found}, wanted {wanted}")
 
 
-class Read(msgspec.Struct, frozen=True, tag="read"):
-    """Says that its sender has a verified copy of this object of the arena `epoch`; no answer."""
-
-    epoch: bytes
-    digest: bytes
-    generation: int
-    protocol: int = PROTOCOL
-
-
-class Grant(msgspec.Struct, frozen=True, tag="grant"):
-    """The memfd beside this message is the arena of this epoch."""
-
-    epoch: bytes
-    n_slots: int
-    slot_bytes: int
-
-
-class Found(msgspec.Struct, frozen=True, tag="found"):
-    """An object: `length` bytes over runs (first slot, number of slots) of the arena `epoch`.
-
-    `stamp` is the host's monotonic clock in ns when it was stored.
-    """
-
-    epoch: bytes
-    generation: int
-    length: int
-    stamp: int
-    runs: list[tuple[int, int]]
-
-
-class Missing(msgspec.Struct, frozen=True, tag="missing"):
-    """There is no such object."""
-
-
-class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
+class Refusal(Struct, frozen=True, tag="refusal"):
     """The question was not understood, or will not be answered."""
 
     reason: str
     protocol: int = PROTOCOL
 
 
-Question = Attach | Find
-Answer = Grant | Found | Missing | Refusal
-
-_encoder = msgspec.msgpack.Encoder()
-_incoming: msgspec.msgpack.Decoder[Question | Read] = msgspec.msgpack.Decoder(Question | Read)
-_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_encoder = Encoder()
 
 
 def peer_uid(connection: socket.socket) -> int:
@@ -147,12 +101,20 @@ class Connection:
             raise
 
     def ask(
-        self, question: Question, deadline: float, *, with_fd: bool = False
-    ) -> tuple[Answer, int | None]:
+        self,
+        question: Struct,
+        answers: Decoder[Any],
+        deadline: float,
+        with_fd: bool = False,
+    ) -> tuple[Any, int | None]:
         """The peer's answer, and the descriptor beside it, which is the caller's to close.
 
         After any error the connection is closed: a late answer must not be taken for that to
         the next question.
+
+        Args:
+            answers: what it may be answered with, `Refusal` among it.
+            with_fd: whether a descriptor must come with it; else none may.
 
         Raises:
             PeerUnreachableError: the peer is gone, or silent until the deadline.
@@ -165,7 +127,7 @@ class Connection:
             self._socket.send(_encoder.encode(question), socket.MSG_NOSIGNAL)
             self._socket.settimeout(_left(deadline, self.path))
             packet, descriptors = _receive(self._socket, with_fd=with_fd)
-            return _read_answer(packet, descriptors, with_fd)
+            return read_answer(packet, descriptors, answers, with_fd)
         except OSError as error:
             self.close()
             raise PeerUnreachableError(f"no answer from {self.path}: {error}") from error
@@ -173,11 +135,11 @@ class Connection:
             self.close()
             raise
 
-    def tell(self, read: Read) -> bool:
+    def tell(self, note: Struct) -> bool:
         """Say something that has no answer, between questions; whether it was sent. Never waits."""
         try:
             self._socket.settimeout(0)
-            self._socket.send(_encoder.encode(read), socket.MSG_NOSIGNAL)
+            self._socket.send(_encoder.encode(note), socket.MSG_NOSIGNAL)
         except OSError:  # full, or gone, which the next question will find
             return False
         return True
@@ -248,19 +210,22 @@ def _receive(connection: socket.socket, *, with_fd: bool) -> tuple[bytes, list[i
     return packet, list(descriptors)
 
 
-def _read_answer(packet: bytes, descriptors: list[int], with_fd: bool) -> tuple[Answer, int | None]:
+def read_answer(
+    packet: bytes, descriptors: list[int], answers: Decoder[Any], with_fd: bool = False
+) -> tuple[Any, int | None]:
+    """What `Connection.ask` makes of a packet, and of the descriptors that came with it."""
     try:
         if not packet:
             raise PeerUnreachableError("the peer closed the connection")
         try:
-            answer = _answers.decode(packet)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            answer = answers.decode(packet)
+        except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"the peer's answer is malformed: {error}") from error
         if isinstance(answer, Refusal):
             if answer.protocol != PROTOCOL:
                 raise IncompatiblePeerError("transport protocol", PROTOCOL, answer.protocol)
             raise PeerRefusedError(f"the peer refuses: {answer.reason[:200]}")
-        if len(descriptors) != int(with_fd and isinstance(answer, Grant)):
+        if len(descriptors) != int(with_fd):
             raise ProtocolError(f"{type(answer).__name__} came with {len(descriptors)} descriptors")
     except BaseException:
         _close_all(descriptors)
@@ -277,18 +242,16 @@ class Listener:
     """The answering side: one thread for all sockets of a connector; it never blocks on a peer.
 
     Args:
-        answer: gives the answer to a question, and a descriptor to send with it, which is
-            closed here. Called on the thread; must not block.
-        note: takes what peers say without a question. Called on the thread; must not block.
+        questions: reads what peers may say; what it does not know is refused.
+        answer: gives the answer, or None to what has none, and a descriptor to send with it, which
+            is closed here. Called on the thread; must not block.
     """
 
     def __init__(
-        self,
-        answer: Callable[[Question], tuple[Answer, int | None]],
-        note: Callable[[Read], None] = lambda read: None,
+        self, questions: Decoder[Any], answer: Callable[[Any], tuple[Struct | None, int | None]]
     ) -> None:
+        self._questions = questions
         self._answer = answer
-        self._note = note
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -441,45 +404,39 @@ class Listener:
             connection.close()
             return
         if uid != os.geteuid() or len(self._connections) >= MAX_CONNECTIONS:
-            logger.warning(
-                "refused a peer of user %d; %d are connected", uid, len(self._connections)
-            )
+            logger.warning("refused user %d; %d are connected", uid, len(self._connections))
             connection.close()
             return
         self._connections.add(connection)
         self._watch(connection, self._converse)
 
     def _converse(self, connection: socket.socket) -> None:
+        answer = None
         try:
             for _ in range(_NOTES_A_ROUND):
                 packet, _ = _receive(connection, with_fd=False)
                 if not packet:
                     self._forget(connection)
                     return
-                message = _incoming.decode(packet)
-                if message.protocol != PROTOCOL:
-                    raise ProtocolError(f"protocol {message.protocol}, wanted {PROTOCOL}")
-                if not isinstance(message, Read):
-                    answer, descriptor = self._answer(message)
+                answer, descriptor = self._answer(self._questions.decode(packet))
+                if answer is not None:
                     break
-                self._note(message)
-            else:
-                return
         except BlockingIOError:
             return
         except OSError as error:
             logger.debug("lost a peer: %s", error)
             self._forget(connection)
             return
-        except (msgspec.MsgspecError, ProtocolError, UnicodeDecodeError, RecursionError) as error:
+        except (MsgspecError, ProtocolError, UnicodeDecodeError, RecursionError) as error:
             logger.warning("a peer sent a bad question: %s", error)
             self._send(connection, Refusal(str(error)[:200]), None)
             self._forget(connection)
             return
-        self._send(connection, answer, descriptor)
+        if answer is not None:
+            self._send(connection, answer, descriptor)
 
-    def _send(self, connection: socket.socket, answer: Answer, descriptor: int | None) -> None:
-        rights = array.array("i", [] if descriptor is None else [descriptor])
+    def _send(self, connection: socket.socket, answer: Struct, fd: int | None) -> None:
+        rights = array.array("i", [] if fd is None else [fd])
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
         try:
             flags = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT

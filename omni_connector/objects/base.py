@@ -9,13 +9,14 @@ import hashlib
 import logging
 import math
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from omni_connector.errors import OmniError
 from omni_connector.objects import codec
+from omni_connector.transports.base import Service
 
 logger = logging.getLogger(__name__)
 
@@ -70,20 +71,14 @@ class ObjectKey:
         return f"{key!r} from stage {self.from_stage} to {self.to_stage}"
 
 
-class OmniConnector(ABC):
-    """Passes objects. Subclasses give the verbs; all methods may be called from any thread.
-
-    Attributes:
-        transport: the registered name, as it stands in endpoints and in the configuration.
-    """
-
-    transport: str
+class OmniConnector(Service):
+    """Passes objects. Subclasses give the verbs; all methods may be called from any thread."""
 
     @property
     def supports_raw_data(self) -> bool:
         """Whether `put` sends one tensor from its device's memory, without a copy on the host.
 
-        Any transport takes tensors; where this is False they pass through the host's memory.
+        Any connector takes tensors; where this is False they pass through the host's memory.
         """
         return False
 
@@ -135,14 +130,6 @@ class OmniConnector(ABC):
         Returns:
             How many there were.
         """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Withdraw everything and free it, in bounded time. Idempotent."""
-
-    def details(self) -> dict[str, Any]:
-        """What `health` adds for this transport; a `status` in it wins."""
-        return {}
 
     def put(
         self, from_stage: str | int, to_stage: str | int, put_key: str, data: object
@@ -209,13 +196,3 @@ class OmniConnector(ABC):
     def cleanup(self, request_id: str) -> None:
         """Free what this connector put for a request: all keys in which its id stands whole."""
         self.drop_objects(request_id)
-
-    def health(self) -> dict[str, Any]:
-        """`status` ("healthy", or what is wrong), `transport`, and the transport's details."""
-        return {"status": "healthy", "transport": self.transport, **self.details()}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()

@@ -17,13 +17,14 @@ are there before anything is made of it. torch is imported only where a tensor p
 import math
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
 
 import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.errors import MissingDependencyError, ProtocolError
@@ -138,6 +139,27 @@ def encode(data: object) -> list[memoryview]:
     if isinstance(data, Pieces):
         return [*data.parts, _trailer(_PIECES)]
     return _Encoding().parts(data)
+
+
+def checksum_of(length: int, checksums: NDArray[np.uint64]) -> int:
+    """That of an object of so many bytes whose slots, or pieces, have these: uint64."""
+    return xxhash.xxh3_64_intdigest(length.to_bytes(8, "little") + checksums.tobytes())
+
+
+def cut(parts: Sequence[memoryview], size: int) -> Iterator[list[NDArray[np.uint8]]]:
+    """The parts, cut into what each slot of a size takes; of no bytes, one slot of nothing."""
+    pieces: list[NDArray[np.uint8]] = []
+    room = size
+    for part in parts:
+        left: NDArray[np.uint8] = np.frombuffer(part, np.uint8)
+        while left.size:
+            if not room:
+                yield pieces
+                pieces, room = [], size
+            pieces.append(left[:room])
+            left = left[room:]
+            room -= pieces[-1].size
+    yield pieces
 
 
 def size_of(parts: list[memoryview]) -> int:

@@ -8,7 +8,6 @@ follows where it is short, else it is in pieces.
 
 import os
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -17,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.errors import IntegrityError
-from omni_connector.objects.object_store import host_bytes
+from omni_connector.objects.reading import host_bytes
 
 PIECE_BYTES: Final = 8 << 20
 HEAD_BYTES: Final = 2 << 20
@@ -38,7 +37,7 @@ class Version:
         piece_bytes: bytes of each of its pieces but the last.
         version: 16 random bytes; no other version of any object has them.
         digest: 32 bytes that stand for the key.
-        checksum: of the content where that is `inline`, else as `checksum_of` says.
+        checksum: of the content where that is `inline`, else as `codec.checksum_of` says.
     """
 
     length: int
@@ -109,10 +108,3 @@ class Version:
 def head_name(prefix: str, digest: bytes) -> str:
     """What the head of a key's object is stored under."""
     return f"{prefix}/{digest.hex()}"
-
-
-def checksum_of(length: int, checksums: Sequence[int]) -> int:
-    """The checksum of an object of so many bytes whose pieces have these."""
-    return xxhash.xxh3_64_intdigest(
-        length.to_bytes(8, "little") + np.array(checksums, "<u8").tobytes()
-    )

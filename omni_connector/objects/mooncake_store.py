@@ -15,9 +15,9 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import xxhash
@@ -31,13 +31,14 @@ from omni_connector.errors import (
     TransportError,
 )
 from omni_connector.memory.buffers import Buffers
+from omni_connector.objects import codec
 from omni_connector.objects.base import ObjectKey, OmniConnector
 from omni_connector.objects.manifest import (
     CONTENT_AT,
     HEAD_BYTES,
+    INLINE_BYTES,
     PIECE_BYTES,
     Version,
-    checksum_of,
     head_name,
 )
 from omni_connector.transports.mooncake_client import (
@@ -96,7 +97,7 @@ class MooncakeStoreConnector(OmniConnector):
         master: str = "127.0.0.1:50051",
         metadata_server: str = "P2PHANDSHAKE",
         host: str | None = None,
-        protocol: str = "tcp",
+        protocol: Literal["tcp", "rdma"] = "tcp",
         device: str = "",
         segment_gib: float = 0.25,
         buffer_mib: float = 64.0,
@@ -105,9 +106,7 @@ class MooncakeStoreConnector(OmniConnector):
     ) -> None:
         numbers = (object_timeout, segment_gib, buffer_mib)
         if not (all(map(math.isfinite, numbers)) and min(numbers) >= 0 and object_timeout > 0):
-            raise ValueError(
-                "object_timeout must be positive, segment_gib and buffer_mib not negative"
-            )
+            raise ValueError("object_timeout must be positive, segment_gib and buffer_mib >= 0")
         settings = ClientSettings(
             master=master,
             metadata_server=metadata_server,
@@ -149,11 +148,10 @@ class MooncakeStoreConnector(OmniConnector):
         try:
             version = Version.new(digest, length)
             try:
-                source = _Source(parts)
                 if not version.inline:
-                    checksum = self._store_pieces(version, source, deadline)
+                    checksum = self._store_pieces(version, parts, deadline)
                     version = dataclasses.replace(version, checksum=checksum)
-                version, head = self._start_head(version, source, deadline)
+                version, head = self._start_head(version, parts, deadline)
             except BaseException:
                 self._remove(version.piece_names(self._prefix))
                 raise
@@ -239,10 +237,8 @@ class MooncakeStoreConnector(OmniConnector):
 
     def details(self) -> dict[str, Any]:
         with self._lock:
-            found: dict[str, Any] = {
-                "master": self._client.settings.master,
-                "objects": len(self._stored),
-            }
+            found: dict[str, Any] = {"objects": len(self._stored)}
+            found["master"] = self._client.settings.master
             if self._closed:
                 return found | {"status": "closed"}
         try:
@@ -251,14 +247,15 @@ class MooncakeStoreConnector(OmniConnector):
             found["status"] = f"unhealthy: {error}"
         return found
 
-    def _store_pieces(self, version: Version, source: "_Source", deadline: float) -> int:
+    def _store_pieces(self, version: Version, parts: Sequence[memoryview], deadline: float) -> int:
         names = version.piece_names(self._prefix)
         sizes = version.pieces
-        checksums = [0] * len(sizes)
+        checksums = np.zeros(len(sizes), np.uint64)
         before: tuple[str, Future[list[int]]] | None = None
-        for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
+        pieces = codec.cut(parts, version.piece_bytes)
+        for index, (name, size, piece) in enumerate(zip(names, sizes, pieces, strict=True)):
             memory = self._pieces.take()
-            checksums[index] = source.fill(memory[:size])
+            checksums[index] = _fill(memory[:size], piece)
             place = int(memory.ctypes.data)
             # A piece is copied while the one before is on its way; two on their way are slower.
             if before is not None:
@@ -274,16 +271,17 @@ class MooncakeStoreConnector(OmniConnector):
             before = name, self._start(self._pieces, memory, call)
         if before is not None:
             self._check(self._client.codes(before[1], deadline), [before[0]])
-        return checksum_of(version.length, checksums)
+        return codec.checksum_of(version.length, checksums)
 
     def _start_head(
-        self, version: Version, source: "_Source", deadline: float
+        self, version: Version, parts: Sequence[memoryview], deadline: float
     ) -> "tuple[Version, Future[list[int]]]":
         memory = self._heads.take()
         end = CONTENT_AT
         if version.inline:
             end += version.length
-            checksum = source.fill(memory[CONTENT_AT:end])
+            [content] = codec.cut(parts, INLINE_BYTES)
+            checksum = _fill(memory[CONTENT_AT:end], content)
             version = dataclasses.replace(version, checksum=checksum)
         memory[:CONTENT_AT] = np.frombuffer(version.encode(), np.uint8)
         name, size = [head_name(self._prefix, version.digest)], [end]
@@ -342,7 +340,7 @@ class MooncakeStoreConnector(OmniConnector):
         self._pieces.sweep()
         content = self._buffers.take(version.length)
         self._client.register(content)
-        checksums = [0] * len(sizes)
+        checksums = np.zeros(len(sizes), np.uint64)
         under_way: deque[tuple[range, Future[list[int]]]] = deque()
         groups = deque(
             range(start, min(start + _GROUP_PIECES, len(sizes)))
@@ -377,7 +375,7 @@ class MooncakeStoreConnector(OmniConnector):
                     start = i * version.piece_bytes
                     piece = content[start : start + sizes[i]]
                     checksums[i] = xxhash.xxh3_64_intdigest(piece.data)
-            if checksum_of(version.length, checksums) != version.checksum:
+            if codec.checksum_of(version.length, checksums) != version.checksum:
                 raise ChecksumError("an object has other bytes than were put")
             return content
         finally:
@@ -429,26 +427,16 @@ class MooncakeStoreConnector(OmniConnector):
             raise TransportError("the connector is closed")
 
 
-class _Source:
-    """Parts, read one after the other."""
-
-    def __init__(self, parts: Sequence[memoryview]) -> None:
-        self._pieces: Iterator[NDArray[np.uint8]] = (
-            np.frombuffer(part, np.uint8) for part in parts if part.nbytes
-        )
-        self._left: NDArray[np.uint8] = np.empty(0, np.uint8)
-
-    def fill(self, room: NDArray[np.uint8]) -> int:
-        """Copy the next bytes, as many as there is room for; their checksum."""
-        checksum = xxhash.xxh3_64()
-        while room.size:
-            if not self._left.size:
-                self._left = next(self._pieces)
-            count = min(room.size, self._left.size, _CACHED_BYTES)
-            np.copyto(room[:count], self._left[:count])
-            checksum.update(room[:count].data)
-            room, self._left = room[count:], self._left[count:]
-        return checksum.intdigest()
+def _fill(room: NDArray[np.uint8], pieces: Sequence[NDArray[np.uint8]]) -> int:
+    """Copy pieces, one after the other; their checksum."""
+    checksum, at = xxhash.xxh3_64(), 0
+    for piece in pieces:
+        for start in range(0, piece.size, _CACHED_BYTES):
+            part = piece[start : start + _CACHED_BYTES]
+            np.copyto(room[at : at + part.size], part)
+            checksum.update(room[at : at + part.size].data)
+            at += part.size
+    return checksum.intdigest()
 
 
 def _pinned() -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole objects in the slots of an arena: who holds which slots, and how a reader checks them.
+"""Whole objects in the slots of an arena: who holds which slots, and when they may go.
 
 An object has one header, that of its first slot. Its owner changes that before it lets any slot of
 the object be written again, so that a reader who finds the first slot published with the object's
@@ -10,13 +10,12 @@ An object that was read whole may be evicted when another needs its room. One th
 until its time to live is over, as its reader may have died or never come.
 """
 
-import functools
 import itertools
 import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,17 +24,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.config import memory_limit_bytes
-from omni_connector.errors import (
-    ArenaFullError,
-    ChecksumError,
-    ConfigError,
-    ProtocolError,
-    StaleSlotError,
-    TransportError,
-)
-from omni_connector.memory.arena import Arena, ArenaView
-from omni_connector.memory.arena_format import SlotHeader
-from omni_connector.memory.buffers import Buffers, share_out
+from omni_connector.errors import ArenaFullError, ConfigError, TransportError
+from omni_connector.memory.arena import Arena
+from omni_connector.memory.buffers import share_out
+from omni_connector.objects import codec
 from omni_connector.objects.base import ObjectKey, check_times
 
 # An object in as many pieces as can be must still be described by one bounded message.
@@ -247,7 +239,7 @@ class ObjectStore:
     def _replaceable(self, digest: bytes) -> tuple[int, int]:
         # Holds the lock. Slots of the object under this key, and of all others that may go.
         entry = self._objects.get(digest)
-        own = 0 if entry is None else _count(entry[1].runs)
+        own = 0 if entry is None else count_of(entry[1].runs)
         return own, self._evictable_slots - (own if digest in self._evictable else 0)
 
     def _full(self, digest: bytes, length: int, needed: int) -> ArenaFullError:
@@ -273,12 +265,12 @@ class ObjectStore:
         # Holds the lock. Makes an object evictable.
         if self._unread.pop(digest, None) is not None:
             self._evictable[digest] = None
-            self._evictable_slots += _count(self._objects[digest][1].runs)
+            self._evictable_slots += count_of(self._objects[digest][1].runs)
 
     def _remove(self, digest: bytes) -> int:
         # Holds the lock. Returns how many slots become free.
         _, stored = self._objects.pop(digest)
-        count = _count(stored.runs)
+        count = count_of(stored.runs)
         if self._unread.pop(digest, None) is None:
             del self._evictable[digest]
             self._evictable_slots -= count
@@ -297,7 +289,7 @@ class ObjectStore:
         self, runs: Runs, generation: int, digest: bytes, parts: Sequence[memoryview], length: int
     ) -> None:
         slots = self.arena.slots
-        ids = _slot_ids(runs)
+        ids = ids_of(runs)
         checksums = np.empty(len(ids), np.uint64)
 
         def fill(job: tuple[int, int, list[NDArray[np.uint8]]]) -> None:
@@ -314,127 +306,19 @@ class ObjectStore:
             checksums[index] = xxhash.xxh3_64_intdigest(room[:used].data)
 
         self.arena.begin_write(ids[0], generation)
-        pieces = _cut(parts, self.arena.slot_bytes)
+        pieces = codec.cut(parts, self.arena.slot_bytes)
         share_out(fill, zip(range(len(ids)), ids, pieces, strict=True), length)
         first = min(length, self.arena.slot_bytes)
-        self.arena.publish(ids[0], generation, digest, first, _checksum(length, checksums))
+        self.arena.publish(ids[0], generation, digest, first, codec.checksum_of(length, checksums))
 
 
-def read_object(
-    arena: Arena | ArenaView, digest: bytes, stored: StoredObject, buffers: Buffers
-) -> memoryview:
-    """A verified copy of an object in an arena.
-
-    Args:
-        arena: where it is.
-        digest: of the key that was asked for.
-        stored: what its owner says of it; checked.
-        buffers: where the memory for the copy comes from.
-
-    Raises:
-        StaleSlotError: it was replaced or dropped meanwhile.
-        ChecksumError: the bytes are not those that were stored.
-        ProtocolError: the description makes no sense.
-        TransportError: the arena is closed, or there is no memory for the copy.
-    """
-    slot_bytes = arena.slot_bytes
-    ids = slot_ids(stored, arena.n_slots, slot_bytes)
-    slots = arena.slots
-    arena.verify(ids[0], stored.generation)
-    content = buffers.take(stored.length)
-    checksums = np.empty(len(ids), np.uint64)
-
-    def read(job: tuple[int, int]) -> None:
-        index, slot = job
-        piece = content[index * slot_bytes : (index + 1) * slot_bytes]
-        np.copyto(piece, slots[slot, : piece.size])
-        checksums[index] = xxhash.xxh3_64_intdigest(piece.data)
-
-    share_out(read, enumerate(ids), stored.length)
-    header = arena.verify(ids[0], stored.generation)
-    check_header(header, digest, stored, slot_bytes, checksums)
-    return content.data
-
-
-def slot_ids(stored: StoredObject, n_slots: int, slot_bytes: int) -> list[int]:
-    """The slots of an object, in the order of its bytes, in an arena of this geometry.
-
-    Raises:
-        ProtocolError: the description makes no sense.
-    """
-    count = _count(stored.runs)
-    capacity = count * slot_bytes
-    impossible = stored.length < 0 or any(
-        start < 0 or count < 1 or start + count > n_slots for start, count in stored.runs
-    )
-    # No slot counts twice. What is allocated is bounded by the arena, and by what this host has
-    # where the arena is only announced.
-    impossible |= count > min(n_slots, MAX_OBJECT_SLOTS) or stored.length > host_bytes()
-    if impossible or not capacity - slot_bytes < max(stored.length, 1) <= capacity:
-        raise ProtocolError(
-            f"{stored.length} bytes in slots {stored.runs[:8]} do not describe an object in "
-            f"{n_slots} slots of {slot_bytes} bytes"
-        )
-    return _slot_ids(stored.runs)
-
-
-@functools.cache
-def host_bytes() -> int:
-    """`memory_limit_bytes`, which reads files, read once."""
-    return memory_limit_bytes()
-
-
-def check_header(
-    header: SlotHeader,
-    digest: bytes,
-    stored: StoredObject,
-    slot_bytes: int,
-    checksums: NDArray[np.uint64],
-) -> None:
-    """Raise unless the first slot's header, found after the copy, is that of what was copied.
-
-    Args:
-        header: of that slot.
-        digest, stored: which object it should be.
-        slot_bytes: bytes of a slot.
-        checksums: xxh3_64 of each slot's part of the copy.
-
-    Raises:
-        StaleSlotError: it is another object's.
-        ChecksumError: the bytes are not those that were stored.
-    """
-    if header.key != digest or header.length != min(stored.length, slot_bytes):
-        raise StaleSlotError(f"the slot holds {header.length} bytes of another object")
-    if header.checksum != _checksum(stored.length, checksums):
-        raise ChecksumError(f"generation {header.generation} of an object: wrong checksum")
-
-
-def _checksum(length: int, checksums: NDArray[np.uint64]) -> int:
-    """That of an object of so many bytes whose slots' contents have these."""
-    return xxhash.xxh3_64_intdigest(length.to_bytes(8, "little") + checksums.tobytes())
-
-
-def _cut(parts: Sequence[memoryview], slot_bytes: int) -> Iterator[list[NDArray[np.uint8]]]:
-    """The parts, cut into what each slot takes; of no bytes at all, one slot of nothing."""
-    pieces: list[NDArray[np.uint8]] = []
-    room = slot_bytes
-    for part in parts:
-        left: NDArray[np.uint8] = np.frombuffer(part, np.uint8)
-        while left.size:
-            if not room:
-                yield pieces
-                pieces, room = [], slot_bytes
-            pieces.append(left[:room])
-            left = left[room:]
-            room -= pieces[-1].size
-    yield pieces
-
-
-def _count(runs: Runs) -> int:
+def count_of(runs: Runs) -> int:
+    """How many slots these runs have."""
     return sum(count for _, count in runs)
 
 
-def _slot_ids(runs: Runs) -> list[int]:
+def ids_of(runs: Runs) -> list[int]:
+    """The slots of these runs, in their order."""
     return [slot for start, count in runs for slot in range(start, start + count)]
 
 

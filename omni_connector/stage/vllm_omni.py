@@ -13,16 +13,15 @@ from typing import Any, Final
 from vllm_omni.distributed.omni_connectors.connectors.base import OmniConnectorBase
 from vllm_omni.distributed.omni_connectors.factory import OmniConnectorFactory
 
-from omni_connector.objects.factory import SHARED_MEMORY, ConnectorSpec
+from omni_connector.objects.factory import SHARED_MEMORY, ConnectorSpec, settings_of
 from omni_connector.objects.factory import OmniConnectorFactory as OurFactory
+from omni_connector.objects.shm import SharedMemoryConnector
 
 logger = logging.getLogger(__name__)
 
 NAME: Final = "OmniSharedMemoryConnector"
 
-_OURS: Final = frozenset(
-    {"namespace", "object_gib", "object_timeout", "peer_timeout", "buffer_ttl_seconds"}
-)
+_OURS: Final = frozenset(settings_of(SharedMemoryConnector).__struct_fields__)
 _SERIALIZED: Final = "vllm_omni"
 _FIRST_PAUSE_S: Final = 0.001
 _LAST_PAUSE_S: Final = 0.05

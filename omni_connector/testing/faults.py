@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FaultyConnector`: any transport, with failures at the moments that a test chooses."""
+"""`FaultyTransport`: any transport, with failures at the moments that a test chooses."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -11,20 +11,9 @@ from numpy.typing import NDArray
 
 from omni_connector.memory.arena import Arena
 from omni_connector.memory.arena_format import SlotHeader
-from omni_connector.objects.base import ObjectKey, OmniConnector
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
 
-Verb = Literal[
-    "export",
-    "withdraw",
-    "attach",
-    "store_object",
-    "load_object",
-    "drop_objects",
-    "slots",
-    "verify",
-    "read_into",
-]
+Verb = Literal["export", "withdraw", "attach", "slots", "verify", "read_into"]
 
 
 @dataclass(slots=True)
@@ -34,14 +23,14 @@ class _Fault:
     times: int | None
 
 
-class FaultyConnector(ArenaTransport, OmniConnector):
-    """Passes everything on to another connector, save for the faults injected into it.
+class FaultyTransport(ArenaTransport):
+    """Passes everything on to another transport, save for the faults injected into it.
 
     Args:
         inner: the transport that does the work; closed with this one.
     """
 
-    def __init__(self, inner: OmniConnector) -> None:
+    def __init__(self, inner: ArenaTransport) -> None:
         self.inner: Final = inner
         self.transport = inner.transport
         self._lock = threading.Lock()
@@ -81,18 +70,6 @@ class FaultyConnector(ArenaTransport, OmniConnector):
     def supports_mapping(self) -> bool:
         return self.inner.supports_mapping
 
-    @property
-    def supports_raw_data(self) -> bool:
-        return self.inner.supports_raw_data
-
-    @property
-    def is_store(self) -> bool:
-        return self.inner.is_store
-
-    @property
-    def object_timeout(self) -> float:
-        return self.inner.object_timeout
-
     def export(self, arena: Arena, name: str) -> Endpoint:
         self._strike("export")
         return self.inner.export(arena, name)
@@ -104,20 +81,6 @@ class FaultyConnector(ArenaTransport, OmniConnector):
     def attach(self, endpoint: Endpoint, *, timeout: float) -> RemoteArena:
         self._strike("attach")
         return _FaultyArena(self, self.inner.attach(endpoint, timeout=timeout))
-
-    def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
-        self._strike("store_object")
-        return self.inner.store_object(key, parts)
-
-    def load_object(
-        self, key: ObjectKey, metadata: Mapping[str, Any] | None, *, timeout: float
-    ) -> memoryview | None:
-        self._strike("load_object")
-        return self.inner.load_object(key, metadata, timeout=timeout)
-
-    def drop_objects(self, request_id: str) -> int:
-        self._strike("drop_objects")
-        return self.inner.drop_objects(request_id)
 
     def close(self) -> None:
         self.inner.close()
@@ -140,15 +103,15 @@ class FaultyConnector(ArenaTransport, OmniConnector):
 
 
 class _FaultyArena(RemoteArena):
-    def __init__(self, connector: FaultyConnector, inner: RemoteArena) -> None:
+    def __init__(self, transport: FaultyTransport, inner: RemoteArena) -> None:
         self.endpoint = inner.endpoint
-        self._connector = connector
+        self._transport = transport
         self._inner = inner
 
     @property
     def slots(self) -> NDArray[np.uint8]:
-        self._connector._strike("slots")
-        flips = self._connector._flipped()
+        self._transport._strike("slots")
+        flips = self._transport._flipped()
         if not flips:
             return self._inner.slots
         # The mapping cannot be written: what is handed out is a copy of it.
@@ -160,16 +123,16 @@ class _FaultyArena(RemoteArena):
 
     @property
     def alive(self) -> bool:
-        return not self._connector._partitioned and self._inner.alive
+        return not self._transport._partitioned and self._inner.alive
 
     def verify(self, slot: int, generation: int) -> SlotHeader:
-        self._connector._strike("verify")
+        self._transport._strike("verify")
         return self._inner.verify(slot, generation)
 
     def read_into(self, slot_ids: Sequence[int], dst: NDArray[np.uint8]) -> None:
-        self._connector._strike("read_into")
+        self._transport._strike("read_into")
         self._inner.read_into(slot_ids, dst)
-        for slot, offset in self._connector._flipped():
+        for slot, offset in self._transport._flipped():
             for row, each in zip(dst, slot_ids, strict=True):
                 if each == slot and offset < len(row):
                     row[offset] ^= 1

@@ -7,9 +7,8 @@ peer's slots, which the reader checks.
 
 from omni_connector.memory.arena import Arena, ArenaView
 from omni_connector.memory.arena_format import SlotHeader, SlotState
-from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
+from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena, Site
 from omni_connector.transports.registry import (
-    create_transport,
     register_transport,
     transport_class,
     transport_names,
@@ -21,9 +20,9 @@ __all__ = [
     "ArenaView",
     "Endpoint",
     "RemoteArena",
+    "Site",
     "SlotHeader",
     "SlotState",
-    "create_transport",
     "register_transport",
     "transport_class",
     "transport_names",

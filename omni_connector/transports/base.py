@@ -7,16 +7,16 @@ Three verbs: `export` and `withdraw` of an arena that this process owns, `attach
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, NamedTuple, Self
 
 import msgspec
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.errors import ChecksumError, TransportError
+from omni_connector.errors import TransportError
 from omni_connector.memory.arena import Arena
 from omni_connector.memory.arena_format import EPOCH_BYTES, PAGE_BYTES, SlotHeader
+from omni_connector.net.peers import is_loopback
 
 MAX_ADDRESS_BYTES: Final = 1024
 
@@ -52,6 +52,25 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"an address of {len(self.address)} characters is too long")
         if not self.address.isprintable():  # it stands in system calls, and in logs
             raise ValueError(f"{self.address!r} is no address")
+
+    @classmethod
+    def of(cls, arena: Arena, transport: str, address: str) -> Self:
+        """That of an arena, which this transport exports at this address."""
+        return cls(
+            transport=transport,
+            address=address,
+            epoch=arena.epoch,
+            n_slots=arena.n_slots,
+            slot_bytes=arena.slot_bytes,
+        )
+
+
+def check_destination(dst: NDArray[np.uint8], n_slots: int, slot_bytes: int) -> None:
+    """Raise ValueError unless so many slots can be read into `dst`; see `RemoteArena.read_into`."""
+    if dst.dtype != np.uint8 or dst.ndim != 2 or len(dst) != n_slots:
+        raise ValueError(f"dst is {dst.dtype}{dst.shape}, wanted uint8 ({n_slots}, width)")
+    if dst.shape[1] > slot_bytes:
+        raise ValueError(f"dst is {dst.shape[1]} bytes wide, a slot {slot_bytes}")
 
 
 class Fetched:
@@ -151,25 +170,20 @@ class RemoteArena(ABC):
         self.read_into(slot_ids, rows)
         return Fetched(rows, [self.verify(slot, generation) for slot, generation in refs])
 
-    def read(self, slot: int, generation: int) -> NDArray[np.uint8]:
-        """A verified copy of the content of one slot: (length,) uint8.
+    def take(self, slot_ids: Sequence[int], length: int, *, timeout: float) -> NDArray[np.uint8]:
+        """Bytes of several slots as one, unverified: (length,) uint8, in memory of their own.
+
+        Args:
+            slot_ids: all but the last are taken whole.
+            length: bytes in all.
+            timeout: seconds.
 
         Raises:
-            ChecksumError: the bytes are not those that were published.
-            StaleSlotError, ProtocolError, IntegrityError, TransportError: as `verify`.
+            ProtocolError, TransportError: as `read_into`.
         """
-        length = self.verify(slot, generation).length
-        content: NDArray[np.uint8] = np.empty(length, np.uint8)
-        self.read_into([slot], content.reshape(1, length))
-        # What the second header says counts: the first may have been read half way through.
-        header = self.verify(slot, generation)
-        found = xxhash.xxh3_64_intdigest(content.data)
-        if header.length != length or header.checksum != found:
-            raise ChecksumError(
-                f"slot {slot} generation {generation} at {self.endpoint.address}: checksum "
-                f"{found:#018x} over {length} bytes, published {header.checksum:#018x}"
-            )
-        return content
+        rows: NDArray[np.uint8] = np.empty((len(slot_ids), self.endpoint.slot_bytes), np.uint8)
+        self.read_into(slot_ids, rows)
+        return rows.reshape(-1)[:length]
 
     def __enter__(self) -> Self:
         return self
@@ -178,14 +192,82 @@ class RemoteArena(ABC):
         self.close()
 
 
-class ArenaTransport(ABC):
-    """A way for peers to read an arena. All methods may be called from any thread.
+class Site(NamedTuple):
+    """What a transport is told of the engine that it is for.
 
     Attributes:
-        transport: the registered name, as it stands in endpoints and in the configuration.
+        namespace: engines that share it find each other.
+        host: address of this machine that peers reach; None where none is configured.
+        allows: whether a host may be connected to.
+    """
+
+    namespace: str = "default"
+    host: str | None = None
+    allows: Callable[[str], bool] = is_loopback
+
+
+class NoSettings(msgspec.Struct, frozen=True):
+    """Of a transport that has nothing to configure."""
+
+
+class Service(ABC):
+    """What is opened to reach peers, says how it is, and is closed.
+
+    Attributes:
+        transport: by which peers are reached: its registered name.
     """
 
     transport: str
+
+    @abstractmethod
+    def close(self) -> None:
+        """Withdraw everything and free it, in bounded time. Idempotent."""
+
+    def health(self) -> dict[str, Any]:
+        """`status` ("healthy", or what is wrong), `transport`, and the transport's details."""
+        return {"status": "healthy", "transport": self.transport, **self.details()}
+
+    def details(self) -> dict[str, Any]:
+        """What `health` adds for this transport; a `status` in it wins."""
+        return {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class ArenaTransport(Service):
+    """A way for peers to read an arena. All methods may be called from any thread.
+
+    Attributes:
+        transport: as it stands in endpoints and in the configuration.
+        Settings: a struct of what `transport_config` may say to it; typed, with defaults.
+        nearness: its place among the candidates of `auto`, the nearest first: shared memory has 0,
+            the Transfer Engine 100. None: it is taken only where its name is configured.
+        beyond_host: whether it reaches peers on other hosts. `auto` takes such a one only where
+            the engine listens to other hosts or may connect to them.
+        why_near: what it tells operators of a peer that it reads as the nearest.
+    """
+
+    Settings: ClassVar[type[msgspec.Struct]] = NoSettings
+    nearness: ClassVar[int | None] = None
+    beyond_host: ClassVar[bool] = False
+    why_near: ClassVar[str] = "it is the nearest"
+
+    @classmethod
+    def create(cls, settings: Any, site: Site) -> "ArenaTransport":
+        """One for an engine: called with its namespace and its settings, each by its name.
+
+        Args:
+            settings: an instance of `Settings`.
+            site: of the engine.
+
+        Raises:
+            ConfigError, MissingDependencyError: a setting is out of range, or something is missing.
+        """
+        return cls(namespace=site.namespace, **msgspec.structs.asdict(settings))  # type: ignore[call-arg]
 
     @property
     def supports_mapping(self) -> bool:
@@ -198,11 +280,11 @@ class ArenaTransport(ABC):
 
         Args:
             arena: an arena of this process.
-            name: unique in this connector, and stable, for operators to see; where the transport
+            name: unique in this transport, and stable, for operators to see; where the transport
                 finds arenas by name, unique among the exporters of a namespace.
 
         Raises:
-            TransportError: the name is taken, or the connector is closed.
+            TransportError: the name is taken, or the transport is closed.
         """
 
     @abstractmethod
@@ -223,21 +305,3 @@ class ArenaTransport(ABC):
     def obstacle(self, endpoint: Endpoint) -> str | None:
         """Why this transport cannot read an arena, as far as that shows without trying."""
         return None
-
-    @abstractmethod
-    def close(self) -> None:
-        """Withdraw everything and free it, in bounded time. Idempotent."""
-
-    def health(self) -> dict[str, Any]:
-        """`status` ("healthy", or what is wrong), `transport`, and the transport's details."""
-        return {"status": "healthy", "transport": self.transport, **self.details()}
-
-    def details(self) -> dict[str, Any]:
-        """What `health` adds for this transport; a `status` in it wins."""
-        return {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()

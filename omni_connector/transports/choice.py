@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which transport reads which peer: an engine exports by each it has, and reads by the nearest."""
 
+import logging
 from collections import deque
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
-from omni_connector.config import OmniConfig
-from omni_connector.errors import OmniError, PeerRefusedError
+from omni_connector.config import OmniConfig, read_settings
+from omni_connector.errors import ConfigError, OmniError, PeerRefusedError, unknown
 from omni_connector.memory.arena import Arena
 from omni_connector.net.peers import Peers, is_loopback, parse_listen
-from omni_connector.transports.base import ArenaTransport, Endpoint
-from omni_connector.transports.registry import AUTO, create_transport
+from omni_connector.transports.base import ArenaTransport, Endpoint, Site
+from omni_connector.transports.registry import AUTO, transport_class, transport_names
+
+logger = logging.getLogger(__name__)
 
 _MAX_CHOSEN: Final = 4096
 
@@ -54,11 +57,11 @@ class Transports:
         """
         endpoints: list[Endpoint] = []
         try:
-            for connector in self._exporters:
-                endpoints.append(connector.export(arena, name))
+            for transport in self._exporters:
+                endpoints.append(transport.export(arena, name))
         except OmniError:
-            for connector, endpoint in zip(self._exporters, endpoints, strict=False):
-                connector.withdraw(endpoint)
+            for transport, endpoint in zip(self._exporters, endpoints, strict=False):
+                transport.withdraw(endpoint)
             raise
         return tuple(endpoints)
 
@@ -66,7 +69,7 @@ class Transports:
     def needs_checksums(self) -> bool:
         """Whether our arena is read otherwise than in place: what says then that bytes are those
         of their slot is nothing but their checksum."""
-        return not all(connector.supports_mapping for connector in self._exporters)
+        return not all(transport.supports_mapping for transport in self._exporters)
 
     def choose(self, endpoints: tuple[Endpoint, ...]) -> tuple[ArenaTransport, Endpoint]:
         """How to read an arena that its owner exports in these ways; stays as it is once chosen.
@@ -86,14 +89,14 @@ class Transports:
         offered = {endpoint.transport: endpoint for endpoint in endpoints}
         ways = [(c, offered[c.transport]) for c in self._readers if c.transport in offered]
         obstacles: list[str] = []
-        for connector, endpoint in ways:
-            obstacle = connector.obstacle(endpoint)
+        for transport, endpoint in ways:
+            obstacle = transport.obstacle(endpoint)
             if obstacle is None or len(ways) == 1:  # then trying tells more
                 self._note(endpoint, obstacles)
-                return connector, endpoint
-            obstacles.append(f"{connector.transport}: {obstacle}")
+                return transport, endpoint
+            obstacles.append(f"{transport.transport}: {obstacle}")
         if not ways:
-            ours = ", ".join(connector.transport for connector in self._readers)
+            ours = ", ".join(transport.transport for transport in self._readers)
             theirs = ", ".join(offered) or "no transport"
             obstacles = [f"it is read by {theirs}, this engine reads by {ours}"]
         raise PeerRefusedError(f"no transport reaches the peer: {'; '.join(obstacles)}")
@@ -104,16 +107,16 @@ class Transports:
 
     def close(self) -> None:
         """Close them all. Idempotent."""
-        for connector in self._readers:
-            connector.close()
+        for transport in self._readers:
+            transport.close()
 
     def _note(self, endpoint: Endpoint, obstacles: list[str]) -> None:
         if len(self._readers) == 1:
             reason, why = "configured", "as configured"
         elif obstacles:
             reason, why = "nearer_ones_cannot", "; ".join(obstacles)
-        elif endpoint.transport == self._readers[0].transport:
-            reason, why = "nearest", "same kernel, user and runtime folder"
+        elif endpoint.transport == (nearest := self._readers[0]).transport:
+            reason, why = "nearest", nearest.why_near
         else:
             reason, why = "nearer_ones_cannot", "the peer offers no nearer one"
         self._untold.append(Choice(endpoint.transport, endpoint.address, reason, why))
@@ -122,31 +125,62 @@ class Transports:
 def make_transports(config: OmniConfig) -> Transports:
     """The transports that a configuration asks for.
 
-    `auto` is shared memory, and Mooncake beside it where the engine listens to other hosts or may
-    connect to them; nothing of Mooncake starts before it is used.
+    `auto` takes all that are candidates by what they say of themselves, the nearest first; those
+    that reach other hosts only where the engine listens to some or may connect to them. Nothing of
+    Mooncake starts before it is used.
 
     Raises:
-        ConfigError, MissingDependencyError: a transport is unknown, or lacks what it needs.
+        ConfigError, MissingDependencyError: a transport is unknown, or lacks what it needs, or a
+            setting is wrong.
     """
-    names = ["shm"] if config.transport == AUTO else [config.transport]
-    if config.transport == AUTO and (config.listen or config.peers):
-        names.append("mooncake")
-    connectors = [_make(name, config) for name in names]
+    if config.transport == AUTO:
+        classes = _candidates(beyond_host=bool(config.listen or config.peers))
+        given = config.transport_config
+        for name in given:
+            if name not in classes:
+                raise ConfigError(f"transport_config: {unknown('transport', name, classes)}")
+    else:
+        classes = {config.transport: transport_class(config.transport)}
+        given = {config.transport: config.transport_config}
+    transports = [_make(name, kind, given.get(name, {}), config) for name, kind in classes.items()]
     # An arena on the network is of use to those only who can ask for its slots from there.
     exporters = [
-        each for each in connectors if each.transport == connectors[0].transport or config.listen
+        each
+        for each in transports
+        if each is transports[0] or config.listen or not each.beyond_host
     ]
-    return Transports(connectors, exporters)
+    return Transports(transports, exporters)
 
 
-def _make(name: str, config: OmniConfig) -> ArenaTransport:
-    if name != "mooncake":
-        return create_transport(name, namespace=config.namespace)
-    from omni_connector.transports.mooncake import MooncakeConnector
+def _candidates(*, beyond_host: bool) -> dict[str, type[ArenaTransport]]:
+    """Those of `auto` by name, the nearest first."""
+    found: dict[str, type[ArenaTransport]] = {}
+    for name in transport_names():
+        try:
+            kind = transport_class(name)
+        except Exception as error:
+            # Another package's, which nobody has asked for by name.
+            logger.warning("Transport %r is left out: %s", name, error, exc_info=True)
+            continue
+        if kind.nearness is not None and (beyond_host or not kind.beyond_host):
+            found[name] = kind
+    return dict(sorted(found.items(), key=lambda each: each[1].nearness or 0))
 
+
+def _make(name: str, kind: type[ArenaTransport], given: Any, config: OmniConfig) -> ArenaTransport:
+    where = "transport_config" if config.transport == name else f"transport_config.{name}"
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where} must be an object, not {given!r:.200}")
     allowed = Peers(config.peers)
-    return MooncakeConnector(
-        settings=config.mooncake,
+    site = Site(
+        namespace=config.namespace,
         host=parse_listen(config.listen).host if config.listen else None,
-        allowed=lambda host: is_loopback(host) or allowed.allows(host),
+        allows=lambda host: is_loopback(host) or allowed.allows(host),
     )
+    settings = read_settings(where, kind.Settings, given)
+    own = getattr(config, name, None)  # `mooncake` is a key of its own as well
+    if isinstance(own, kind.Settings):
+        if given and own != kind.Settings():
+            raise ConfigError(f"{name} and {where} say the same; give one")
+        settings = settings if given else own
+    return kind.create(settings, site)

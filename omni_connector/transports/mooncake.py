@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MooncakeConnector`: peers read each other's arenas through Mooncake's Transfer Engine.
+"""`MooncakeTransport`: peers read each other's arenas through Mooncake's Transfer Engine.
 
 The arena is the one that shared memory exports. Its owner registers it with the engine, readers
 fetch superblock, headers and slots by address, and check them as they would a mapping: nothing
@@ -12,12 +12,11 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.config import MooncakeSettings
@@ -34,20 +33,15 @@ from omni_connector.memory.arena_format import (
     ArenaGeometry,
     SlotHeader,
 )
-from omni_connector.memory.buffers import share_out
-from omni_connector.net.keys import load_key
-from omni_connector.net.peers import HostPort, is_loopback, parse_host, parse_host_port
-from omni_connector.objects.base import ObjectKey, OmniConnector, check_times
-from omni_connector.objects.mooncake_objects import MooncakeObjects
-from omni_connector.objects.object_store import (
-    DEFAULT_TTL_S,
-    StoredObject,
-    check_header,
-    object_geometry,
-    slot_ids,
+from omni_connector.net.peers import is_loopback, parse_host_port
+from omni_connector.transports.base import (
+    ArenaTransport,
+    Endpoint,
+    Fetched,
+    RemoteArena,
+    Site,
+    check_destination,
 )
-from omni_connector.transports.base import ArenaTransport, Endpoint, Fetched, RemoteArena
-from omni_connector.transports.hints import read_sender
 from omni_connector.transports.mooncake_engine import Engine, Span
 
 _ADDRESS: Final = re.compile(
@@ -56,69 +50,48 @@ _ADDRESS: Final = re.compile(
 # Headers this close together are read in one piece, with what is between them.
 _HEADER_GAP: Final = 64
 _READ_TIMEOUT_S: Final = 30.0
-_OBJECTS: Final = "objects"
 
 
-class MooncakeConnector(ArenaTransport, OmniConnector):
+class MooncakeTransport(ArenaTransport):
     """Arenas read over the network, by Mooncake's Transfer Engine.
 
     Args:
         settings: how the engine is started, which happens at the first use.
         host: address of this machine that peers reach; None takes the one towards the first peer.
-        allowed: whether a peer's host may be connected to; None allows loopback only.
-        namespace: for the interface's sake; who may read whom is decided by addresses.
-        port: where peers ask for objects that were put here; 0 lets the system choose.
-        key_file: what `omni-connector keygen` made, which askers must have, and be shown; objects
-            pass beyond loopback with one only.
-        object_gib: size of the arena for objects; see `SharedMemoryConnector`.
-        object_timeout: seconds that a `get` waits for peers to answer.
-        buffer_ttl_seconds, clock: as of `SharedMemoryConnector`.
-
-    Raises:
-        ConfigError: the key file is none.
-        ValueError: an argument is out of range.
+        allows: whether a peer's host may be connected to.
     """
 
     transport = "mooncake"
+    Settings = MooncakeSettings
+    nearness = 100
+    beyond_host = True
 
     def __init__(
         self,
         *,
         settings: MooncakeSettings | None = None,
         host: str | None = None,
-        allowed: Callable[[str], bool] | None = None,
-        namespace: str = "default",
-        port: int = 0,
-        key_file: str | None = None,
-        object_gib: float | None = None,
-        object_timeout: float = 5.0,
-        buffer_ttl_seconds: float = DEFAULT_TTL_S,
-        clock: Callable[[], float] = time.monotonic,
+        allows: Callable[[str], bool] = is_loopback,
     ) -> None:
-        check_times(buffer_ttl_seconds, object_timeout)
-        self._settings = settings or MooncakeSettings()
-        host = self._settings.host or host
-        self._engine = Engine(self._settings, host)
-        self._allowed = allowed or is_loopback
-        self._object_timeout = object_timeout
-        # By rank; that of None is asked where metadata names none.
-        self._senders: dict[int | None, HostPort] = {}
-        self._objects = MooncakeObjects(
-            export=lambda arena: self.export(arena, _OBJECTS),
-            withdraw=self.withdraw,
-            attach=self._attach_objects,
-            listen=lambda: HostPort(host or self._engine.host, port),
-            key=None if key_file is None else load_key(key_file),
-            geometry=object_geometry(object_gib),
-            ttl_s=buffer_ttl_seconds,
-            clock=clock,
-            timeout=object_timeout,
-            sources=self._sources,
-            allowed=self._may_ask,
-        )
+        settings = settings or MooncakeSettings()
+        self._engine = Engine(settings, settings.host or host)
+        self._allows = allows
         self._lock = threading.Lock()
         self._closed = False
         self._exports: dict[bytes, _Export] = {}
+
+    @classmethod
+    def create(cls, settings: MooncakeSettings, site: Site) -> "MooncakeTransport":
+        return cls(settings=settings, host=site.host, allows=site.allows)
+
+    @property
+    def host(self) -> str:
+        """Address of this machine that peers reach; starts the engine.
+
+        Raises:
+            MissingDependencyError, TransportError: it does not start.
+        """
+        return self._engine.host
 
     def export(self, arena: Arena, name: str) -> Endpoint:
         export = _Export(arena, name, writable=self._engine.protocol != "tcp")
@@ -138,13 +111,7 @@ class MooncakeConnector(ArenaTransport, OmniConnector):
         except BaseException:
             self._take_back(arena.epoch)
             raise
-        return Endpoint(
-            transport=self.transport,
-            address=address,
-            epoch=arena.epoch,
-            n_slots=arena.n_slots,
-            slot_bytes=arena.slot_bytes,
-        )
+        return Endpoint.of(arena, self.transport, address)
 
     def withdraw(self, endpoint: Endpoint) -> None:
         self._take_back(endpoint.epoch)
@@ -161,7 +128,7 @@ class MooncakeConnector(ArenaTransport, OmniConnector):
             raise ProtocolError(
                 f"{endpoint.address!r} is no address of a Mooncake peer: {error}"
             ) from None
-        if not self._may_ask(host):
+        if not self._allows(host):
             raise PeerRefusedError(f"{host} is none of the hosts in `peers`")
         if found["protocol"] != self._engine.protocol:
             raise PeerRefusedError(
@@ -171,58 +138,9 @@ class MooncakeConnector(ArenaTransport, OmniConnector):
         remote.check(time.monotonic() + timeout)
         return remote
 
-    @property
-    def object_timeout(self) -> float:
-        return self._object_timeout
-
-    def update_sender_info(
-        self, sender_host: str, sender_zmq_port: int, sender_rank: int | None = None
-    ) -> None:
-        """Where `get` asks for objects from here on, unless its metadata says it.
-
-        Args:
-            sender_host, sender_zmq_port: what to connect to; the host is allowed by this.
-            sender_rank: which of several ranks it is; those are asked only where metadata says so.
-
-        Raises:
-            ValueError: it is no host, or no port.
-        """
-        port = int(sender_zmq_port)
-        if not 0 < port < 1 << 16:
-            raise ValueError(f"{sender_zmq_port!r} is no port")
-        host = "127.0.0.1" if sender_host == "localhost" else str(parse_host(sender_host))
-        self._senders[sender_rank] = HostPort(host, port)
-
-    def listen(self) -> HostPort:
-        """Let peers ask for objects, which the first `put` does else; where.
-
-        Raises:
-            ConfigError, TransportError, MissingDependencyError: it cannot.
-        """
-        return self._objects.start()
-
-    def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
-        stored, address = self._objects.store(key, parts)
-        return {
-            "transport": self.transport,
-            "source_host": address.host,
-            "source_port": address.port,
-            "length": stored.length,
-        }
-
-    def load_object(
-        self, key: ObjectKey, metadata: Mapping[str, Any] | None, *, timeout: float
-    ) -> memoryview | None:
-        return self._objects.load(key, read_sender(metadata), time.monotonic() + timeout)
-
-    def drop_objects(self, request_id: str) -> int:
-        return self._objects.drop(request_id)
-
     def close(self) -> None:
         with self._lock:
             self._closed = True
-        self._objects.close()
-        with self._lock:
             epochs = list(self._exports)
         for epoch in epochs:
             self._take_back(epoch)
@@ -234,7 +152,6 @@ class MooncakeConnector(ArenaTransport, OmniConnector):
             found: dict[str, Any] = {
                 "protocol": self._engine.protocol,
                 "exports": len(self._exports),
-                **self._objects.details(),
             }
             if self._closed:
                 found["status"] = "closed"
@@ -243,19 +160,9 @@ class MooncakeConnector(ArenaTransport, OmniConnector):
         found["quarantined_bytes"] = self._engine.quarantine.nbytes
         return found
 
-    def _sources(self) -> list[HostPort]:
-        return [self._senders[None]] if None in self._senders else []
-
-    def _may_ask(self, host: str) -> bool:
-        # Whom the caller named as its sender is as good as a peer of the configuration.
-        return self._allowed(host) or any(s.host == host for s in list(self._senders.values()))
-
-    def _attach_objects(self, endpoint: Endpoint, deadline: float) -> "MooncakeArena":
-        return self.attach(endpoint, timeout=deadline - time.monotonic())
-
     def _check_open(self) -> None:
         if self._closed:
-            raise TransportError("the connector is closed")
+            raise TransportError("the transport is closed")
 
     def _take_back(self, epoch: bytes) -> None:
         with self._lock:
@@ -323,14 +230,7 @@ class MooncakeArena(RemoteArena):
         return self._verify_all([slot], [generation], time.monotonic() + _READ_TIMEOUT_S)[0]
 
     def read_into(self, slot_ids: Sequence[int], dst: NDArray[np.uint8]) -> None:
-        if dst.dtype != np.uint8 or dst.ndim != 2 or len(dst) != len(slot_ids):
-            raise ValueError(
-                f"dst is {dst.dtype}{dst.shape}, wanted uint8 ({len(slot_ids)}, width)"
-            )
-        if dst.shape[1] > self._geometry.slot_bytes:
-            raise ValueError(
-                f"dst is {dst.shape[1]} bytes wide, a slot has {self._geometry.slot_bytes}"
-            )
+        check_destination(dst, len(slot_ids), self._geometry.slot_bytes)
         spans = self._spans(slot_ids, dst.shape[1])
         content = self._copy_of(spans, time.monotonic() + _READ_TIMEOUT_S)
         np.copyto(dst, content.reshape(dst.shape))
@@ -350,34 +250,15 @@ class MooncakeArena(RemoteArena):
         rows = buffer[: len(slot_ids) * length].reshape(len(slot_ids), length)
         return Fetched(rows, headers, functools.partial(self._engine.give_back, buffer))
 
-    def read_object(self, digest: bytes, stored: StoredObject, deadline: float) -> memoryview:
-        """A verified copy of an object in this arena; `deadline` is of `time.monotonic()`.
-
-        Raises:
-            StaleSlotError: it was replaced or dropped meanwhile.
-            ChecksumError: the bytes are not those that were stored.
-            ProtocolError: the description makes no sense.
-            TransportError: it cannot be read.
-        """
-        slot_bytes = self._geometry.slot_bytes
-        ids = slot_ids(stored, self._geometry.n_slots, slot_bytes)
-        self._verify_all(ids[:1], [stored.generation], deadline)
-        spans = self._spans(ids, slot_bytes)
-        spans[-1] = Span(spans[-1].address, stored.length - (len(ids) - 1) * slot_bytes)
-        buffer = self._fetch(spans, deadline)
-        # The last array or tensor in it gives it back.
-        content = buffer[: stored.length]
+    def take(self, slot_ids: Sequence[int], length: int, *, timeout: float) -> NDArray[np.uint8]:
+        spans = self._spans(slot_ids, self._geometry.slot_bytes)
+        left = length - (len(slot_ids) - 1) * self._geometry.slot_bytes
+        spans[-1] = Span(spans[-1].address, left)
+        buffer = self._fetch(spans, time.monotonic() + timeout)
+        # The last array or memoryview of it gives it back.
+        content = buffer[:length]
         weakref.finalize(content, self._engine.give_back_later, buffer).atexit = False
-        checksums = np.empty(len(ids), np.uint64)
-
-        def digest_slot(index: int) -> None:
-            piece = content[index * slot_bytes : (index + 1) * slot_bytes]
-            checksums[index] = xxhash.xxh3_64_intdigest(piece.data)
-
-        share_out(digest_slot, range(len(ids)), stored.length)
-        [header] = self._verify_all(ids[:1], [stored.generation], deadline)
-        check_header(header, digest, stored, slot_bytes, checksums)
-        return content.data
+        return content
 
     def close(self) -> None:
         self._alive = False

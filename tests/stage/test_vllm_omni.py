@@ -180,8 +180,8 @@ receiver.close()
 
 OUR_PUTS = """
 import logging
-from omni_connector.transports import ConnectorSpec as OurSpec, OmniConnectorFactory as OurFactory
-from omni_connector.transports import Pieces
+from omni_connector.objects import ConnectorSpec as OurSpec, OmniConnectorFactory as OurFactory
+from omni_connector.objects import Pieces
 
 ours = OurFactory.create_connector(OurSpec("SharedMemoryConnector"))
 connector = OmniConnectorFactory.create_connector(spec)

@@ -8,25 +8,15 @@ import pytest
 
 from omni_connector.errors import ChecksumError, PeerUnreachableError, StaleSlotError
 from omni_connector.memory.arena import Arena
-from omni_connector.objects.base import OmniConnector
-from omni_connector.testing import FaultyConnector
-from omni_connector.testing.conformance import TransportConformance, publish
+from omni_connector.testing import FaultyTransport
+from omni_connector.testing.conformance import TransportConformance, publish, read
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.shm import SharedMemoryConnector
+from omni_connector.transports.shm import SharedMemoryTransport
 
 
 class TestWithoutFaults(TransportConformance):
-    object_slot_bytes = 16384
-    object_slots = 16
-
-    def connect(self, place: Path) -> OmniConnector:
-        return FaultyConnector(
-            SharedMemoryConnector(
-                folder=place,
-                object_slot_bytes=self.object_slot_bytes,
-                object_slots=self.object_slots,
-            )
-        )
+    def connect(self, place: Path) -> FaultyTransport:
+        return FaultyTransport(SharedMemoryTransport(folder=place))
 
 
 @pytest.fixture
@@ -37,21 +27,21 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture
-def connector() -> Iterator[FaultyConnector]:
+def connector() -> Iterator[FaultyTransport]:
     with (
         tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as place,
-        FaultyConnector(SharedMemoryConnector(folder=Path(place))) as connector,
+        FaultyTransport(SharedMemoryTransport(folder=Path(place))) as connector,
     ):
         yield connector
 
 
 @pytest.fixture
-def endpoint(connector: FaultyConnector, arena: Arena) -> Endpoint:
+def endpoint(connector: FaultyTransport, arena: Arena) -> Endpoint:
     return connector.export(arena, "name")
 
 
 def test_fault_strikes_when_told_and_as_often(
-    connector: FaultyConnector, endpoint: Endpoint
+    connector: FaultyTransport, endpoint: Endpoint
 ) -> None:
     connector.fail("attach", PeerUnreachableError("gone"), after=1, times=2)
     outcomes = []
@@ -64,40 +54,42 @@ def test_fault_strikes_when_told_and_as_often(
     assert outcomes == ["attached", "failed", "failed", "attached", "attached"]
 
 
-def test_fault_can_last_until_healed(connector: FaultyConnector) -> None:
-    connector.fail("store_object", PeerUnreachableError("gone"), times=None)
-    assert [connector.put("0", "1", "k", 1)[0] for _ in range(3)] == [False] * 3
+def test_fault_can_last_until_healed(connector: FaultyTransport, endpoint: Endpoint) -> None:
+    connector.fail("attach", PeerUnreachableError("gone"), times=None)
+    for _ in range(3):
+        with pytest.raises(PeerUnreachableError):
+            connector.attach(endpoint, timeout=5)
     connector.heal()
-    assert connector.put("0", "1", "k", 1)[0]
+    connector.attach(endpoint, timeout=5).close()
 
 
 def test_slot_can_go_stale_between_two_looks(
-    connector: FaultyConnector, endpoint: Endpoint
+    connector: FaultyTransport, endpoint: Endpoint
 ) -> None:
     with connector.attach(endpoint, timeout=5) as remote:
         connector.fail("verify", StaleSlotError("reused"), after=1)
         with pytest.raises(StaleSlotError):
-            remote.read(1, 5)
-        assert remote.read(1, 5).tobytes() == b"content"
+            read(remote, 1, 5)
+        assert read(remote, 1, 5).tobytes() == b"content"
 
 
 def test_flipped_bit_is_seen_both_ways_and_healed(
-    connector: FaultyConnector, endpoint: Endpoint
+    connector: FaultyTransport, endpoint: Endpoint
 ) -> None:
     with connector.attach(endpoint, timeout=5) as remote:
         connector.flip(1, offset=2)
         with pytest.raises(ChecksumError):
-            remote.read(1, 5)
+            read(remote, 1, 5)
         assert remote.slots[1, :7].tobytes() == b"cootent"
         assert not remote.slots.flags.writeable
         row = np.zeros((1, 7), np.uint8)
         remote.read_into([1], row)
         assert row.tobytes() == b"cootent"
         connector.heal()
-        assert remote.read(1, 5).tobytes() == b"content"
+        assert read(remote, 1, 5).tobytes() == b"content"
 
 
-def test_partitioned_peer_looks_dead(connector: FaultyConnector, endpoint: Endpoint) -> None:
+def test_partitioned_peer_looks_dead(connector: FaultyTransport, endpoint: Endpoint) -> None:
     with connector.attach(endpoint, timeout=5) as remote:
         connector.partition()
         assert not remote.alive

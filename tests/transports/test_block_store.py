@@ -12,7 +12,7 @@ from omni_connector.config import StoreSettings
 from omni_connector.errors import PeerUnreachableError
 from omni_connector.prefix.block_store import MooncakeBlockStore
 
-from .masters import Master, free_port
+from ..masters import Master, free_port
 
 TIMEOUT_S = 10.0
 SHORT_S = 0.5

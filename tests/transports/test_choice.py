@@ -2,18 +2,22 @@
 """Which transport reads which peer, and what is said of it."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import pytest
 
-from omni_connector.config import OmniConfig
+from omni_connector.config import MooncakeSettings, OmniConfig
 from omni_connector.errors import ConfigError, PeerRefusedError, TransportError
 from omni_connector.memory.arena import Arena
+from omni_connector.transports import registry
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.choice import Choice, Transports, make_transports
-from omni_connector.transports.mooncake import MooncakeConnector
-from omni_connector.transports.shm import SharedMemoryConnector
+from omni_connector.transports.mooncake import MooncakeTransport
+from omni_connector.transports.shm import SharedMemoryTransport
 
 
 def shm_endpoint(address: str) -> Endpoint:
@@ -32,7 +36,7 @@ MOONCAKE = Endpoint(
 @pytest.fixture
 def both(place: Path) -> Iterator[Transports]:
     """Shared memory in a folder of its own, and Mooncake, which nothing here starts."""
-    readers = [SharedMemoryConnector(folder=place), MooncakeConnector()]
+    readers = [SharedMemoryTransport(folder=place), MooncakeTransport()]
     transports = Transports(readers, readers[:1])
     yield transports
     transports.close()
@@ -45,7 +49,7 @@ def arena() -> Iterator[Arena]:
 
 
 def test_shared_memory_where_the_peer_listens_in_our_folder(both, place, arena) -> None:
-    with SharedMemoryConnector(folder=place) as peer:
+    with SharedMemoryTransport(folder=place) as peer:
         endpoints = (peer.export(arena, "a"), MOONCAKE)
         assert both.choose(endpoints)[1] == endpoints[0]
         assert both.choose(endpoints)[1] == endpoints[0]
@@ -59,7 +63,7 @@ def test_shared_memory_where_the_peer_listens_in_our_folder(both, place, arena) 
 def test_mooncake_where_the_folder_is_another(both, place, arena) -> None:
     other = place / "other"
     other.mkdir(mode=0o700)
-    with SharedMemoryConnector(folder=other) as peer:
+    with SharedMemoryTransport(folder=other) as peer:
         endpoints = (peer.export(arena, "a"), MOONCAKE)
         assert both.choose(endpoints)[1] == MOONCAKE
     [choice] = both.take_choices()
@@ -69,7 +73,7 @@ def test_mooncake_where_the_folder_is_another(both, place, arena) -> None:
 
 def test_mooncake_where_nobody_listens_here(both, place, arena) -> None:
     """As in a folder that several hosts mount, or with the socket of an engine that was killed."""
-    with SharedMemoryConnector(folder=place) as peer:
+    with SharedMemoryTransport(folder=place) as peer:
         address = Path(peer.export(arena, "a").address)
         kept = address.with_name("a-" + "0" * 24 + ".sock")
         address.rename(kept)
@@ -95,7 +99,7 @@ def test_a_peer_that_no_transport_reaches(both) -> None:
 
 
 def test_a_single_transport_is_as_configured(place) -> None:
-    reader = SharedMemoryConnector(folder=place)
+    reader = SharedMemoryTransport(folder=place)
     transports = Transports([reader], [reader])
     transports.choose((shm_endpoint("/anywhere"), MOONCAKE))
     assert transports.take_choices()[0].reason == "configured"
@@ -103,7 +107,7 @@ def test_a_single_transport_is_as_configured(place) -> None:
 
 
 def test_an_export_that_fails_leaves_none(place, arena, monkeypatch) -> None:
-    shm, mooncake = SharedMemoryConnector(folder=place), MooncakeConnector()
+    shm, mooncake = SharedMemoryTransport(folder=place), MooncakeTransport()
 
     def fail(arena: Arena, name: str) -> Endpoint:
         raise TransportError("no")
@@ -139,3 +143,114 @@ def test_a_transport_that_is_not_there(place, monkeypatch) -> None:
     monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(place))
     with pytest.raises(ConfigError, match="did you mean"):
         make_transports(OmniConfig.load({"transport": "moncake"}))
+
+
+class OwlSettings(msgspec.Struct, frozen=True):
+    wings: Annotated[int, msgspec.Meta(ge=2)] = 2
+    name: str = "owl"
+
+
+class Owl(SharedMemoryTransport):
+    """Another package's transport."""
+
+    transport = "owl"
+    Settings = OwlSettings
+    nearness = 50
+
+    def __init__(self, *, namespace: str, wings: int, name: str) -> None:
+        super().__init__(namespace=namespace)
+        self.wings = wings
+
+
+class FarOwl(Owl):
+    transport = "far-owl"
+    nearness = 200
+    beyond_host = True
+
+
+class ShyOwl(Owl):
+    transport = "shy-owl"
+    nearness = None
+
+
+@pytest.fixture
+def owls(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(place))
+    monkeypatch.setattr(registry, "_registered", {})
+    for kind in (Owl, FarOwl, ShyOwl):
+        registry.register_transport(kind.transport, kind)
+
+
+@pytest.mark.usefixtures("owls")
+@pytest.mark.parametrize(
+    ("settings", "readers", "exporters"),
+    [
+        ({}, ["shm", "owl"], ["shm", "owl"]),
+        ({"transport": "shy-owl"}, ["shy-owl"], ["shy-owl"]),
+        ({"peers": ["10.0.0.1"]}, ["shm", "owl", "mooncake", "far-owl"], ["shm", "owl"]),
+        (
+            {"listen": "127.0.0.1:0"},
+            ["shm", "owl", "mooncake", "far-owl"],
+            ["shm", "owl", "mooncake", "far-owl"],
+        ),
+    ],
+)
+def test_a_transport_is_a_candidate_of_auto_by_what_it_says_of_itself(
+    settings, readers, exporters
+) -> None:
+    with closing(make_transports(OmniConfig.load(settings))) as transports:
+        assert [each.transport for each in transports._readers] == readers
+        assert [each.transport for each in transports._exporters] == exporters
+
+
+@pytest.mark.usefixtures("owls")
+def test_a_transport_gets_its_own_settings() -> None:
+    for settings in (
+        {"transport": "owl", "transport_config": {"wings": 4}},
+        {"transport_config": {"owl": {"wings": 4}}},
+    ):
+        with closing(make_transports(OmniConfig.load(settings))) as transports:
+            assert [each.wings for each in transports._readers if isinstance(each, Owl)] == [4]
+
+
+@pytest.mark.usefixtures("owls")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"transport": "owl", "transport_config": {"wing": 4}}, "transport_config: .*'wings'"),
+        ({"transport": "owl", "transport_config": {"wings": "x"}}, "`transport_config.wings`"),
+        ({"transport": "owl", "transport_config": {"wings": 1}}, ">= 2.*transport_config.wings"),
+        ({"transport": "shm", "transport_config": {"wings": 1}}, "transport_config: .*none"),
+        ({"transport_config": {"owls": {}}}, "transport_config: .*did you mean 'owl'"),
+        ({"transport_config": {"owl": {"wings": 1}}}, "`transport_config.owl.wings`"),
+        ({"transport_config": {"owl": 5}}, "transport_config.owl must be an object"),
+        (
+            {
+                "transport": "mooncake",
+                "mooncake": {"timeout_s": 1.0},
+                "transport_config": {"timeout_s": 2.0},
+            },
+            "mooncake and transport_config say the same",
+        ),
+    ],
+)
+def test_errors_of_settings_name_their_key(settings, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_transports(OmniConfig.load(settings))
+
+
+@pytest.mark.parametrize("key", ["mooncake", "transport_config"])
+def test_the_engine_is_configured_by_either_key(key) -> None:
+    config = OmniConfig.load({"transport": "mooncake", key: {"timeout_s": 3.0, "host": "10.0.0.9"}})
+    with closing(make_transports(config)) as transports:
+        [mooncake] = transports._readers
+        assert mooncake._engine._settings == MooncakeSettings(timeout_s=3.0, host="10.0.0.9")
+
+
+def test_a_candidate_that_is_broken_is_in_nobodys_way(place, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(place))
+    point = EntryPoint("owl", "no_such_module:Owl", registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    with closing(make_transports(OmniConfig.load({}))) as transports:
+        assert [each.transport for each in transports._readers] == ["shm"]
+    assert "'owl' is left out" in caplog.text

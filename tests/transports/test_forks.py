@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +16,9 @@ import pytest
 
 from omni_connector.memory.arena import Arena
 from omni_connector.net import runtime
+from omni_connector.objects.shm import SharedMemoryConnector
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.shm import SharedMemoryConnector
+from omni_connector.transports.shm import SharedMemoryTransport
 
 WAIT_S = 30.0
 
@@ -33,10 +35,10 @@ from omni_connector.kv.shapes import GroupShape
 from omni_connector.net.keys import own_key
 from omni_connector.net.peers import HostPort
 from omni_connector.memory.arena import Arena
-from omni_connector.transports.shm import SharedMemoryConnector
+from omni_connector.transports.shm import SharedMemoryTransport
 
 folder = Path(sys.argv[1])
-connector = SharedMemoryConnector(folder=folder)
+connector = SharedMemoryTransport(folder=folder)
 endpoint = connector.export(Arena.create(1, 4096), "arena")
 shape = GroupShape(kind="f", block_size=16, keeps="all", layers="l", pages=("H2.N16.C64",))
 print_ = Fingerprint(
@@ -93,7 +95,7 @@ def test_a_child_neither_ends_nor_outlives_what_its_parent_serves(
     endpoint = msgspec.json.decode(told, type=Endpoint)
     control = place / "control.sock"
     tcp = ("127.0.0.1", int(port))
-    with SharedMemoryConnector(folder=place) as reader:
+    with SharedMemoryTransport(folder=place) as reader:
         remote = reader.attach(endpoint, timeout=WAIT_S)
         with socket.create_connection(tcp, timeout=WAIT_S) as peer:
             assert peer.recv(1)  # accepted
@@ -125,7 +127,7 @@ def test_a_child_neither_ends_nor_outlives_what_its_parent_serves(
 
 
 def test_an_arena_is_withdrawn_by_its_process_only(place: Path) -> None:
-    with SharedMemoryConnector(folder=place) as connector, Arena.create(1, 4096) as arena:
+    with SharedMemoryTransport(folder=place) as connector, Arena.create(1, 4096) as arena:
         endpoint = connector.export(arena, "arena")
         child = os.fork()
         if not child:
@@ -135,7 +137,7 @@ def test_an_arena_is_withdrawn_by_its_process_only(place: Path) -> None:
             finally:
                 os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        with SharedMemoryConnector(folder=place) as reader:
+        with SharedMemoryTransport(folder=place) as reader:
             reader.attach(endpoint, timeout=WAIT_S).close()
 
 
@@ -143,7 +145,7 @@ def test_a_child_leaves_the_objects_of_its_parent_and_has_its_own(place: Path) -
     told, tell = os.pipe()
     asked, ask = os.pipe()
     with SharedMemoryConnector(
-        folder=place, object_slot_bytes=4096, object_slots=8, object_timeout=WAIT_S
+        folder=place, geometry=(8, 4096), object_timeout=WAIT_S
     ) as connector:
         assert connector.put("0", "1", "req-1", b"before")[0]
         child = os.fork()
@@ -158,11 +160,13 @@ def test_a_child_leaves_the_objects_of_its_parent_and_has_its_own(place: Path) -
                 os.write(tell, b"put")
                 os.read(asked, 1)  # the parent has looked
                 connector.close()
+            except BaseException:  # noqa: BLE001 - the parent tells it
+                os.write(tell, traceback.format_exc().encode())
             finally:
                 os._exit(0)
         os.close(tell)
         mine = [connector.put("0", "1", f"parent-{n}", bytes([n + 9]) * 100)[0] for n in range(4)]
-        assert os.read(told, 3) == b"put"
+        assert os.read(told, 1 << 16).decode() == "put"
         assert all(mine)
         with SharedMemoryConnector(folder=place, object_timeout=WAIT_S) as reader:
             assert reader.get("0", "1", "req-1") == (b"before", 6)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -38,11 +38,10 @@ from omni_connector.errors import (
 from omni_connector.memory import quarantine as mooncake_quarantine
 from omni_connector.memory.arena import Arena
 from omni_connector.memory.arena_format import ArenaGeometry
-from omni_connector.net.peers import HostPort
-from omni_connector.testing.conformance import TransportConformance, publish
+from omni_connector.testing.conformance import TransportConformance, publish, read
 from omni_connector.transports import mooncake_engine
 from omni_connector.transports.base import Endpoint, RemoteArena
-from omni_connector.transports.mooncake import MooncakeArena, MooncakeConnector
+from omni_connector.transports.mooncake import MooncakeArena, MooncakeTransport
 from omni_connector.transports.mooncake_engine import Engine, Span, cut, join
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
@@ -55,56 +54,37 @@ WAIT_S = 60.0
 SETTINGS = MooncakeSettings(timeout_s=TIMEOUT_S)
 
 
-class Acquainted(MooncakeConnector):
-    """Asks all others of its place for objects, where a pipeline would name one sender."""
-
-    places: ClassVar[dict[Path, list["Acquainted"]]] = {}
-
-    def __init__(self, place: Path, object_slots: int, object_slot_bytes: int) -> None:
-        super().__init__(settings=SETTINGS, host=LOOPBACK)
-        self._objects._geometry = object_slots, object_slot_bytes
-        self.others = self.places.setdefault(place, [])
-        self.others.append(self)
-
-    def _sources(self) -> list[HostPort]:
-        servers = [each._objects._server for each in self.others]
-        return [server.address for server in servers if server is not None]
-
-
 class TestMooncakeConformance(TransportConformance):
-    object_slot_bytes = 16384
-    object_slots = 16
-
-    def connect(self, place: Path) -> MooncakeConnector:
-        return Acquainted(place, self.object_slots, self.object_slot_bytes)
+    def connect(self, place: Path) -> MooncakeTransport:
+        return MooncakeTransport(settings=SETTINGS, host=LOOPBACK)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def rested(reused_engines: None) -> Iterator[tuple[RemoteArena, float]]:
     """A remote arena, and when it was last read: it rests while the other tests run."""
     with (
-        MooncakeConnector(settings=SETTINGS, host=LOOPBACK) as owner,
-        MooncakeConnector(settings=SETTINGS, host=LOOPBACK) as reader,
+        MooncakeTransport(settings=SETTINGS, host=LOOPBACK) as owner,
+        MooncakeTransport(settings=SETTINGS, host=LOOPBACK) as reader,
         Arena.create(1, 4096) as arena,
     ):
         publish(arena, 0, 1, b"content")
         with reader.attach(owner.export(arena, "a"), timeout=WAIT_S) as remote:
-            assert remote.read(0, 1).tobytes() == b"content"
+            assert read(remote, 0, 1).tobytes() == b"content"
             yield remote, time.monotonic()
 
 
 @pytest.fixture
-def open_connector() -> Iterator[Callable[..., MooncakeConnector]]:
+def open_connector() -> Iterator[Callable[..., MooncakeTransport]]:
     with ExitStack() as stack:
 
-        def connect(**settings: Any) -> MooncakeConnector:
+        def connect(**settings: Any) -> MooncakeTransport:
             settings = {"settings": SETTINGS, "host": LOOPBACK, **settings}
-            return stack.enter_context(MooncakeConnector(**settings))
+            return stack.enter_context(MooncakeTransport(**settings))
 
         yield connect
 
 
-Connect = Callable[..., MooncakeConnector]
+Connect = Callable[..., MooncakeTransport]
 
 
 class Flaky:
@@ -131,7 +111,7 @@ class Flaky:
         return code
 
 
-def make_flaky(connector: MooncakeConnector, failures: int) -> Flaky:
+def make_flaky(connector: MooncakeTransport, failures: int) -> Flaky:
     engine = connector._engine
     assert engine.address
     engine._engine = flaky = Flaky(engine._engine, failures)
@@ -171,7 +151,7 @@ def test_a_refused_batch_is_tried_again_elsewhere(open_connector: Connect, failu
             publish(arena, slot, 1, bytes([slot + 1]) * (1 << 20))
         with reader.attach(owner.export(arena, "a"), timeout=WAIT_S) as remote:
             flaky = make_flaky(reader, failures)
-            assert remote.read(2, 1).tobytes() == bytes([3]) * (1 << 20)
+            assert read(remote, 2, 1).tobytes() == bytes([3]) * (1 << 20)
             # What a failed transfer may still write is not what the next one is written to.
             assert len(set(flaky.places[: failures + 1])) == failures + 1
 
@@ -184,14 +164,14 @@ def test_no_more_than_four_tries(open_connector: Connect) -> None:
         with reader.attach(endpoint, timeout=WAIT_S) as remote:
             flaky = make_flaky(reader, 100)
             with pytest.raises(PeerUnreachableError):
-                remote.read(0, 1)
+                read(remote, 0, 1)
             assert len(flaky.batches) == 4
             flaky.failures = 0
             assert not remote.alive
             with pytest.raises(PeerUnreachableError):
-                remote.read(0, 1)
+                read(remote, 0, 1)
         with reader.attach(endpoint, timeout=WAIT_S) as remote:
-            assert remote.read(0, 1).tobytes() == b"content"
+            assert read(remote, 0, 1).tobytes() == b"content"
 
 
 def test_memory_of_failed_reads_is_bounded(
@@ -215,10 +195,10 @@ def test_memory_of_failed_reads_is_bounded(
         assert found["status"] == f"degraded: not reading from {owner._engine.address}"
         assert found["quarantined_bytes"] == 8 * 4096
         with reader.attach(other.export(second, "b"), timeout=WAIT_S) as remote:
-            assert remote.read(0, 1).tobytes() == b"other"
+            assert read(remote, 0, 1).tobytes() == b"other"
         time.sleep(1.1)
         with reader.attach(endpoint, timeout=WAIT_S) as remote:
-            assert remote.read(0, 1).tobytes() == b"content"
+            assert read(remote, 0, 1).tobytes() == b"content"
         found = reader.health()
         assert (found["status"], found["quarantined_bytes"]) == ("healthy", 0)
 
@@ -371,7 +351,7 @@ def test_bytes_that_came_too_early_are_found_out(open_connector: Connect) -> Non
 
         remote._fetch = early  # type: ignore[method-assign]
         with pytest.raises(ChecksumError):
-            remote.read(0, 5)
+            read(remote, 0, 5)
         fetched = remote.fetch([0], [5], 1 << 16, timeout=WAIT_S)
         assert xxhash.xxh3_64_intdigest(fetched.rows[0].data) != fetched.headers[0].checksum
         fetched.release()
@@ -402,7 +382,7 @@ def test_a_peer_cannot_write_an_exported_arena(open_connector: Connect) -> None:
         code = engine.transfer_sync_write(peer, int(forged.ctypes.data), int(base, 16), 4096)
         assert code != 0
         with open_connector().attach(endpoint, timeout=WAIT_S) as remote:
-            assert remote.read(0, 1).tobytes() == b"content"
+            assert read(remote, 0, 1).tobytes() == b"content"
 
 
 def test_nothing_beyond_the_arena_can_be_read(open_connector: Connect) -> None:
@@ -436,7 +416,7 @@ def test_nothing_beyond_the_arena_can_be_read(open_connector: Connect) -> None:
     ],
 )
 def test_malformed_addresses_are_refused(open_connector: Connect, address: str) -> None:
-    reader = open_connector(allowed=lambda host: True)
+    reader = open_connector(allows=lambda host: True)
     endpoint = Endpoint(
         transport="mooncake", address=address, epoch=bytes(16), n_slots=1, slot_bytes=4096
     )
@@ -447,7 +427,7 @@ def test_malformed_addresses_are_refused(open_connector: Connect, address: str) 
 @pytest.mark.parametrize("host", ["10.0.0.9", "db.internal", "[fe80::1]"])
 def test_a_host_that_is_not_allowed_is_not_connected_to(open_connector: Connect, host: str) -> None:
     asked = []
-    reader = open_connector(host=None, allowed=lambda host: asked.append(host) is not None)
+    reader = open_connector(host=None, allows=lambda host: asked.append(host) is not None)
     endpoint = Endpoint(
         transport="mooncake",
         address=f"tcp://{host}:80/7f00",
@@ -490,9 +470,9 @@ import msgspec, numpy as np
 from omni_connector.config import MooncakeSettings
 from omni_connector.testing.conformance import publish
 from omni_connector.memory.arena import Arena
-from omni_connector.transports.mooncake import MooncakeConnector
+from omni_connector.transports.mooncake import MooncakeTransport
 
-connector = MooncakeConnector(settings=MooncakeSettings(timeout_s=2.0), host="127.0.0.1")
+connector = MooncakeTransport(settings=MooncakeSettings(timeout_s=2.0), host="127.0.0.1")
 arena = Arena.create(16, 1 << 20)
 for slot in range(16):
     publish(arena, slot, 7, bytes([slot + 1]) * (1 << 20))
@@ -565,11 +545,12 @@ import sys
 import msgspec
 from omni_connector.config import MooncakeSettings
 from omni_connector.errors import PeerUnreachableError
-from omni_connector.transports.base import Endpoint, RemoteArena
-from omni_connector.transports.mooncake import MooncakeConnector
+from omni_connector.testing.slots import read
+from omni_connector.transports.base import Endpoint
+from omni_connector.transports.mooncake import MooncakeTransport
 
 endpoint = msgspec.json.decode(sys.argv[1], type=Endpoint)
-with MooncakeConnector(settings=MooncakeSettings(timeout_s=1.0), host="127.0.0.1") as reader:
+with MooncakeTransport(settings=MooncakeSettings(timeout_s=1.0), host="127.0.0.1") as reader:
     with reader.attach(endpoint, timeout=60.0) as remote:
         print("attached", flush=True)
         sys.stdin.readline()
@@ -579,7 +560,7 @@ with MooncakeConnector(settings=MooncakeSettings(timeout_s=1.0), host="127.0.0.1
             print("given up", flush=True)
         sys.stdin.readline()
     with reader.attach(endpoint, timeout=60.0) as remote:
-        print(remote.read(3, 7).tobytes() == bytes([4]) * (1 << 20), flush=True)
+        print(read(remote, 3, 7).tobytes() == bytes([4]) * (1 << 20), flush=True)
 """
 
 
@@ -648,13 +629,13 @@ def test_a_peer_that_restarted_on_the_same_port(open_connector: Connect) -> None
         with pytest.raises(IncompatiblePeerError, match="epoch"):
             reader.attach(moved, timeout=WAIT_S)
         with reader.attach(second.endpoint, timeout=WAIT_S) as fresh:
-            assert fresh.read(3, 7).tobytes() == bytes([4]) * (1 << 20)
+            assert read(fresh, 3, 7).tobytes() == bytes([4]) * (1 << 20)
 
 
 def test_the_first_read_after_a_pause(rested: tuple[RemoteArena, float]) -> None:
     remote, last = rested
     time.sleep(max(0.0, last + 6.0 - time.monotonic()))
-    assert remote.read(0, 1).tobytes() == b"content"
+    assert read(remote, 0, 1).tobytes() == b"content"
 
 
 # Spans
@@ -686,12 +667,14 @@ def test_an_engine_that_is_closed_does_nothing() -> None:
         engine.fetch("127.0.0.1:1", [Span(0, 1)], time.monotonic() + 1.0)
 
 
-def test_an_object_may_go_in_the_middle_of_anything(open_connector: Connect) -> None:
+def test_what_was_taken_may_go_in_the_middle_of_anything(open_connector: Connect) -> None:
     """Its finalizer runs wherever the last array of it goes, on a thread with the lock too."""
-    sender, reader = open_connector(), open_connector()
-    _, _, metadata = sender.put("0", "1", "key", {"a": np.ones(1 << 20, np.uint8)})
-    found = [reader.get("0", "1", "key", metadata)]
-    assert found[0] is not None
+    owner, reader = open_connector(), open_connector()
+    with (
+        Arena.create(1, 1 << 20) as arena,
+        reader.attach(owner.export(arena, "a"), timeout=WAIT_S) as remote,
+    ):
+        found = [remote.take([0], 1 << 20, timeout=WAIT_S).data]
     engine = reader._engine
     spare = engine._spare_bytes
 

@@ -10,15 +10,14 @@ from omni_connector.errors import ConfigError, MissingDependencyError
 from omni_connector.transports import registry
 from omni_connector.transports.registry import (
     ENTRY_POINT_GROUP,
-    create_transport,
     register_transport,
     transport_class,
     transport_names,
 )
-from omni_connector.transports.shm import SharedMemoryConnector
+from omni_connector.transports.shm import SharedMemoryTransport
 
 
-class Pigeon(SharedMemoryConnector):
+class Pigeon(SharedMemoryTransport):
     transport = "pigeon"
 
 
@@ -40,17 +39,10 @@ def offer(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setattr(registry, "entry_points", lambda group: [point])
 
 
-def test_shared_memory_is_there_without_configuration() -> None:
-    assert transport_class("shm") is transport_class("auto") is SharedMemoryConnector
-    assert "shm" in transport_names()
-    assert SharedMemoryConnector.transport == "shm"
-
-
-def test_connector_is_made_in_its_namespace(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(place))
-    with create_transport("auto", namespace="team") as connector:
-        assert isinstance(connector, SharedMemoryConnector)
-        assert connector.folder == place / "team"
+def test_our_transports_are_there() -> None:
+    assert transport_class("shm") is SharedMemoryTransport
+    assert transport_class("mooncake").transport == "mooncake"
+    assert transport_names() == ["mooncake", "shm"]
 
 
 def test_unknown_name_is_refused_with_the_nearest_one() -> None:
@@ -65,21 +57,21 @@ def test_registered_class_is_found() -> None:
     assert "pigeon" in transport_names()
 
 
-@pytest.mark.parametrize("name", ["shm", "auto", "pigeon"])
+@pytest.mark.parametrize("name", ["shm", "auto", "pigeon", "mooncake_store"])
 def test_taken_name_is_refused(name: str) -> None:
     register_transport("pigeon", Pigeon)
     with pytest.raises(ConfigError, match="exists already"):
-        register_transport(name, SharedMemoryConnector)
-    assert transport_class("shm") is SharedMemoryConnector
+        register_transport(name, SharedMemoryTransport)
+    assert transport_class("shm") is SharedMemoryTransport
 
 
 def test_transport_of_a_package_is_found(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module.write_text(
-        "from omni_connector.transports.shm import SharedMemoryConnector\n"
-        "class Owl(SharedMemoryConnector):\n    transport = 'owl'\n"
+        "from omni_connector.transports.shm import SharedMemoryTransport\n"
+        "class Owl(SharedMemoryTransport):\n    transport = 'owl'\n"
     )
     offer(monkeypatch, "owl", "omni_test_transport:Owl")
-    assert transport_names() == ["mooncake", "mooncake_store", "owl", "shm"]
+    assert transport_names() == ["mooncake", "owl", "shm"]
     assert "omni_test_transport" not in sys.modules
     assert transport_class("owl").transport == "owl"
     with pytest.raises(ConfigError, match="exists already"):
@@ -88,7 +80,7 @@ def test_transport_of_a_package_is_found(module: Path, monkeypatch: pytest.Monke
 
 def test_package_cannot_take_the_place_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, "shm", "os:path")
-    assert transport_class("shm") is SharedMemoryConnector
+    assert transport_class("shm") is SharedMemoryTransport
 
 
 @pytest.mark.parametrize(
@@ -107,11 +99,18 @@ def test_missing_dependency_is_named(
     with pytest.raises(MissingDependencyError, match=message) as failure:
         transport_class("owl")
     assert "'owl'" in str(failure.value)
-    assert transport_class("shm") is SharedMemoryConnector
+    assert transport_class("shm") is SharedMemoryTransport
 
 
 def test_what_is_no_transport_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("os:getcwd", "pathlib:Path"):
         offer(monkeypatch, "owl", value)
-        with pytest.raises(ConfigError, match="no OmniConnector"):
+        with pytest.raises(ConfigError, match="no ArenaTransport"):
             transport_class("owl")
+
+
+def test_the_store_is_no_transport_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, "mooncake_store", "os:getcwd")  # as an older version of ours did
+    with pytest.raises(ConfigError, match="configure it as `store`"):
+        transport_class("mooncake_store")
+    assert "mooncake_store" not in transport_names()

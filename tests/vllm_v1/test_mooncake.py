@@ -8,7 +8,7 @@ import pytest
 
 from omni_connector.handoff.loading import Loader
 from omni_connector.testing.toy import BLOCK, FAMILIES
-from omni_connector.transports.mooncake import MooncakeConnector
+from omni_connector.transports.mooncake import MooncakeTransport
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt, run
 from .test_failed_loads import FAILURES, PROMPT, copier_fails, granted, peer_is_gone
@@ -98,7 +98,7 @@ def test_a_peer_that_does_not_answer_stops_nobody_else(engine, tokens, monkeypat
     silent = engine("kv_producer", extra=MOONCAKE)
     decode = engine("kv_consumer", policy="recompute", extra={**MOONCAKE, "load_timeout_s": 1.0})
     address = silent.worker_half.handshake.endpoints[0].address
-    attach = MooncakeConnector.attach
+    attach = MooncakeTransport.attach
     ended = threading.Event()
 
     def slow(self, endpoint, *, timeout):
@@ -106,7 +106,7 @@ def test_a_peer_that_does_not_answer_stops_nobody_else(engine, tokens, monkeypat
             ended.wait()
         return attach(self, endpoint, timeout=timeout)
 
-    monkeypatch.setattr(MooncakeConnector, "attach", slow)
+    monkeypatch.setattr(MooncakeTransport, "attach", slow)
     late = silent.generate(prompt(60, seed=1), params=HANDOFF).params
     stuck = decode.submit(prompt(60, seed=1), max_tokens=6, params=late)
     assert hand_off(prefill, decode, prompt(90)) == tokens(prompt(90), 6)

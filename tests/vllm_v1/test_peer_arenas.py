@@ -14,7 +14,7 @@ from omni_connector.transports import Endpoint
 from omni_connector.transports import peer_arenas as arenas_module
 from omni_connector.transports.peer_arenas import PeerArenas
 from omni_connector.transports.reading import MAX_THREADS, THREADS_A_PEER, PeerThreads
-from omni_connector.transports.shm import SharedMemoryConnector
+from omni_connector.transports.shm import SharedMemoryTransport
 
 from .harness import DEADLINE, HANDOFF, hand_off, prompt, wait
 
@@ -32,7 +32,7 @@ def test_a_silent_peer_is_in_nobodys_way(engine, tokens, monkeypatch):
     prefill, silent = engine("kv_producer"), engine("kv_producer")
     decode = engine("kv_consumer")
     address = silent.worker_half.handshake.endpoints[0].address
-    attach, ends = SharedMemoryConnector.attach, threading.Event()
+    attach, ends = SharedMemoryTransport.attach, threading.Event()
 
     def slow(self, endpoint, *, timeout):
         if endpoint.address == address:
@@ -40,7 +40,7 @@ def test_a_silent_peer_is_in_nobodys_way(engine, tokens, monkeypatch):
             raise PeerUnreachableError("no answer")
         return attach(self, endpoint, timeout=timeout)
 
-    monkeypatch.setattr(SharedMemoryConnector, "attach", slow)
+    monkeypatch.setattr(SharedMemoryTransport, "attach", slow)
     mute = prompt(60, seed=1)
     stuck = [
         decode.submit(mute, max_tokens=6, params=silent.generate(mute, params=HANDOFF).params)

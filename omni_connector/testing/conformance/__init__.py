@@ -1,36 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TransportConformance`: the tests that every transport has to pass.
+"""The tests that every transport has to pass, and those for what passes objects.
 
-Stores of objects (`OmniConnector.is_store`), which export no arenas, pass `StoreConformance`.
+Subclass one in a test module, under a name that pytest collects:
 
 class TestMyTransport(TransportConformance):
+    def connect(self, place: Path) -> ArenaTransport:
+        return MyTransport(folder=place, ...)
+
+class TestMyConnector(ObjectConformance):
     object_slot_bytes = 16384
     object_slots = 16
 
     def connect(self, place: Path) -> OmniConnector:
-        return MyTransport(folder=place, ...)
+        return MyConnector(folder=place, ...)
 """
 
 from omni_connector.testing.conformance.arenas import ArenaConformance
-from omni_connector.testing.conformance.base import publish
-from omni_connector.testing.conformance.model import ObjectModelConformance
-from omni_connector.testing.conformance.objects import ObjectConformance
+from omni_connector.testing.conformance.model import ObjectModel
+from omni_connector.testing.conformance.objects import ObjectVerbs
 from omni_connector.testing.conformance.peers import PeerConformance
+from omni_connector.testing.slots import publish, read
 
-__all__ = ["StoreConformance", "TransportConformance", "publish"]
-
-
-class TransportConformance(
-    ArenaConformance, PeerConformance, ObjectConformance, ObjectModelConformance
-):
-    """Subclass it in a test module, under a name that pytest collects.
-
-    Attributes:
-        object_slot_bytes: granularity in which objects take room.
-        object_slots: how many of those a connector made by `connect` has; None where a store
-            behind it sets no limit that a test could reach.
-    """
+__all__ = ["ObjectConformance", "StoreConformance", "TransportConformance", "publish", "read"]
 
 
-class StoreConformance(ObjectConformance, ObjectModelConformance):
-    """The part of `TransportConformance` that is about objects, with the same attributes."""
+class TransportConformance(ArenaConformance, PeerConformance):
+    """What an `ArenaTransport` has to do: hand arenas out, read them, notice every change."""
+
+
+class ObjectConformance(ObjectVerbs, ObjectModel):
+    """What an `OmniConnector` has to do: pass objects whole, keep them, free them."""
+
+
+class StoreConformance(ObjectConformance):
+    """The same of a store, whose objects outlive who put them."""

@@ -22,14 +22,14 @@ from omni_connector.testing.conformance.base import (
     ATTACH_S,
     N_SLOTS,
     SLOT_BYTES,
-    Conformance,
-    Open,
-    publish,
+    ArenaFixtures,
+    OpenTransport,
 )
+from omni_connector.testing.slots import publish, read
 from omni_connector.transports.base import Endpoint, RemoteArena
 
 
-class ArenaConformance(Conformance):
+class ArenaConformance(ArenaFixtures):
     """Reading an arena that a peer exports."""
 
     def test_what_is_published_is_read(self, arena: Arena, remote: RemoteArena) -> None:
@@ -37,7 +37,7 @@ class ArenaConformance(Conformance):
         publish(arena, 2, 7, content, key=b"\0name\0")
         header = remote.verify(2, 7)
         assert (header.generation, header.length, header.key) == (7, 5000, b"\0name\0")
-        assert remote.read(2, 7).tobytes() == content
+        assert read(remote, 2, 7).tobytes() == content
 
     def test_reads_several_slots_in_the_order_asked(
         self, arena: Arena, remote: RemoteArena
@@ -52,11 +52,18 @@ class ArenaConformance(Conformance):
     def test_every_byte_of_a_full_slot_is_read(self, arena: Arena, remote: RemoteArena) -> None:
         content = os.urandom(SLOT_BYTES)
         publish(arena, N_SLOTS - 1, 2**64 - 1, content)
-        assert remote.read(N_SLOTS - 1, 2**64 - 1).tobytes() == content
+        assert read(remote, N_SLOTS - 1, 2**64 - 1).tobytes() == content
+
+    def test_slots_are_taken_as_one(self, arena: Arena, remote: RemoteArena) -> None:
+        for slot in range(3):
+            publish(arena, slot, 1, bytes([slot + 1]) * SLOT_BYTES)
+        taken = remote.take([2, 0, 1], 2 * SLOT_BYTES + 5, timeout=ATTACH_S)
+        wanted = bytes([3]) * SLOT_BYTES + bytes([1]) * SLOT_BYTES + bytes([2]) * 5
+        assert taken.tobytes() == wanted
 
     def test_an_empty_slot_is_read(self, arena: Arena, remote: RemoteArena) -> None:
         publish(arena, 0, 1, b"", key=b"")
-        assert remote.read(0, 1).size == 0
+        assert read(remote, 0, 1).size == 0
 
     def test_endpoint_survives_the_wire(self, endpoint: Endpoint) -> None:
         packet = msgspec.msgpack.encode(endpoint)
@@ -72,13 +79,13 @@ class ArenaConformance(Conformance):
         with pytest.raises(StaleSlotError):
             remote.verify(1, 5)
         with pytest.raises(StaleSlotError):
-            remote.read(1, 5)
+            read(remote, 1, 5)
 
     def test_other_generation_is_refused(self, arena: Arena, remote: RemoteArena) -> None:
         publish(arena, 1, 5, b"new")
         for generation in (4, 6, 0, 2**64 - 1):
             with pytest.raises(StaleSlotError):
-                remote.read(1, generation)
+                read(remote, 1, generation)
 
     def test_slot_reused_after_verification_is_refused(
         self, arena: Arena, remote: RemoteArena
@@ -120,13 +127,13 @@ class ArenaConformance(Conformance):
         publish(arena, 3, 9, os.urandom(5000))
         arena.slots[3, offset] ^= 1
         with pytest.raises(ChecksumError):
-            remote.read(3, 9)
+            read(remote, 3, 9)
 
     def test_wrong_published_checksum_is_detected(self, arena: Arena, remote: RemoteArena) -> None:
         arena.begin_write(3, 9)
         arena.publish(3, 9, b"", 100, 12345)
         with pytest.raises(ChecksumError):
-            remote.read(3, 9)
+            read(remote, 3, 9)
 
     def test_a_reader_never_gets_a_mixture(self, arena: Arena, remote: RemoteArena) -> None:
         stop = threading.Event()
@@ -158,10 +165,10 @@ class ArenaConformance(Conformance):
             stop.set()
             writer.join()
         assert mixed == []
-        assert remote.read(0, newest[0]).size == SLOT_BYTES
+        assert read(remote, 0, newest[0]).size == SLOT_BYTES
 
     def test_mapping_cannot_be_written(
-        self, open_connector: Open, arena: Arena, remote: RemoteArena
+        self, open_connector: OpenTransport, arena: Arena, remote: RemoteArena
     ) -> None:
         if not open_connector().supports_mapping:
             with pytest.raises(TransportError):
@@ -175,7 +182,9 @@ class ArenaConformance(Conformance):
         with pytest.raises(ValueError, match="cannot set WRITEABLE"):
             remote.slots.flags.writeable = True
 
-    def test_arrays_outlive_both_sides(self, open_connector: Open, endpoint: Endpoint) -> None:
+    def test_arrays_outlive_both_sides(
+        self, open_connector: OpenTransport, endpoint: Endpoint
+    ) -> None:
         reader = open_connector()
         remote = reader.attach(endpoint, timeout=ATTACH_S)
         held = remote.slots if reader.supports_mapping else np.zeros(1, np.uint8)

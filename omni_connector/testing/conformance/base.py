@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of the conformance suite have in common: the fixtures, and an owner's writes."""
+"""What the parts of the conformance suite have in common: the fixtures."""
 
 import shutil
 import tempfile
@@ -7,31 +7,46 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Generic, TypeVar
 
-import numpy as np
 import pytest
-import xxhash
 
 from omni_connector.memory.arena import Arena
 from omni_connector.objects.base import OmniConnector
-from omni_connector.transports.base import Endpoint, RemoteArena
+from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
 
 N_SLOTS = 6
 SLOT_BYTES = 8192
 ATTACH_S = 20.0
 
 Open = Callable[[], OmniConnector]
+OpenTransport = Callable[[], ArenaTransport]
+Connector = TypeVar("Connector", OmniConnector, ArenaTransport)
 
 
-def publish(arena: Arena, slot: int, generation: int, content: bytes, key: bytes = b"key") -> None:
-    """Write and publish a slot as an owner does."""
-    arena.begin_write(slot, generation)
-    arena.slots[slot, : len(content)] = np.frombuffer(content, np.uint8)
-    arena.publish(slot, generation, key, len(content), xxhash.xxh3_64_intdigest(content))
+class Conformance(ABC, Generic[Connector]):
+    """The connectors of a test."""
+
+    @abstractmethod
+    def connect(self, place: Path) -> Connector:
+        """A new one; those made for the same place, a private folder, find each other."""
+
+    @pytest.fixture
+    def place(self) -> Iterator[Path]:
+        """A private folder whose path is short enough for sockets."""
+        folder = Path(tempfile.mkdtemp(prefix="omni-", dir="/tmp"))
+        yield folder
+        shutil.rmtree(folder)
+
+    @pytest.fixture
+    def open_connector(self, place: Path) -> Iterator[Callable[[], Connector]]:
+        """Makes connectors, and closes them at the end."""
+        with ExitStack() as stack:
+            yield lambda: stack.enter_context(self.connect(place))
 
 
-class Conformance(ABC):
-    """The connectors and arenas of a test.
+class ObjectFixtures(Conformance[OmniConnector]):
+    """How much the connectors of a test have room for.
 
     Attributes:
         object_slot_bytes: granularity in which objects take room.
@@ -42,22 +57,9 @@ class Conformance(ABC):
     object_slot_bytes: int
     object_slots: int | None
 
-    @abstractmethod
-    def connect(self, place: Path) -> OmniConnector:
-        """A new connector; those made for the same place, a private folder, find each other."""
 
-    @pytest.fixture
-    def place(self) -> Iterator[Path]:
-        """A private folder whose path is short enough for sockets."""
-        folder = Path(tempfile.mkdtemp(prefix="omni-", dir="/tmp"))
-        yield folder
-        shutil.rmtree(folder)
-
-    @pytest.fixture
-    def open_connector(self, place: Path) -> Iterator[Open]:
-        """Makes connectors, and closes them at the end."""
-        with ExitStack() as stack:
-            yield lambda: stack.enter_context(self.connect(place))
+class ArenaFixtures(Conformance[ArenaTransport]):
+    """The arenas of a test of a transport."""
 
     @pytest.fixture
     def arena(self) -> Iterator[Arena]:
@@ -66,12 +68,12 @@ class Conformance(ABC):
             yield arena
 
     @pytest.fixture
-    def endpoint(self, open_connector: Open, arena: Arena) -> Endpoint:
+    def endpoint(self, open_connector: OpenTransport, arena: Arena) -> Endpoint:
         """Where that arena is exported."""
         return open_connector().export(arena, "engine-0/rank-0")
 
     @pytest.fixture
-    def remote(self, open_connector: Open, endpoint: Endpoint) -> Iterator[RemoteArena]:
+    def remote(self, open_connector: OpenTransport, endpoint: Endpoint) -> Iterator[RemoteArena]:
         """That arena as a peer has it."""
         with open_connector().attach(endpoint, timeout=ATTACH_S) as remote:
             yield remote

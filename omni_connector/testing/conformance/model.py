@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport's objects beside a model of them, by a Hypothesis state machine."""
+"""A connector's objects beside a model of them, by a Hypothesis state machine."""
 
 import math
 from typing import Any
@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from omni_connector.objects.codec import encode
-from omni_connector.testing.conformance.base import Conformance, Open
+from omni_connector.testing.conformance.base import ObjectFixtures, Open
 from omni_connector.testing.conformance.values import OBJECTS, same
 
 REQUESTS = ("req-1", "req-10", "req-1-0", "a", "é", "a.b")
 KEY_SHAPES = ("{}", "omni_0_to_1_kv_cache_{}", "{}_0_0_0_1", "{}_chunk")
 
 
-class ObjectModelConformance(Conformance):
+class ObjectModel(ObjectFixtures):
     """Any sequence of `put`, `get` and `cleanup`."""
 
     def test_objects_agree_with_a_model(self, open_connector: Open) -> None:

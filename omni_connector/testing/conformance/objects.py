@@ -12,7 +12,7 @@ import pytest
 from omni_connector.errors import ArenaFullError
 from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.codec import Pieces, encode
-from omni_connector.testing.conformance.base import Conformance, Open
+from omni_connector.testing.conformance.base import ObjectFixtures, Open
 from omni_connector.testing.conformance.values import same
 
 ODD_KEYS = (
@@ -27,8 +27,8 @@ ODD_KEYS = (
 )
 
 
-class ObjectConformance(Conformance):
-    """`put`, `get` and `cleanup`."""
+class ObjectVerbs(ObjectFixtures):
+    """`put`, `get`, `cleanup`, `close` and `health`."""
 
     @pytest.mark.parametrize("with_metadata", [False, True])
     def test_object_travels(self, open_connector: Open, with_metadata: bool) -> None:
@@ -312,3 +312,19 @@ class ObjectConformance(Conformance):
         for thread in threads:
             thread.join()
         assert wrong == []
+
+    def test_closed_connector_does_nothing(self, open_connector: Open) -> None:
+        connector = open_connector()
+        connector.put("0", "1", "key", b"object")
+        for _ in range(2):
+            connector.close()
+        assert connector.health()["status"] == "closed"
+        assert connector.put("0", "1", "key", b"object") == (False, 0, None)
+        assert connector.get("0", "1", "key") is None
+        connector.cleanup("key")
+
+    def test_health(self, open_connector: Open) -> None:
+        connector = open_connector()
+        health = connector.health()
+        assert health["status"] == "healthy"
+        assert health["transport"] == connector.transport

@@ -7,6 +7,7 @@ import socket
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -26,12 +27,18 @@ from omni_connector.memory.arena_format import (
 )
 from omni_connector.memory.buffers import Buffers
 from omni_connector.net import unix
-from omni_connector.objects import lookup as object_lookup
+from omni_connector.net.unix import Refusal
+from omni_connector.objects import mooncake as object_server
+from omni_connector.objects import shm as object_sockets
 from omni_connector.objects.base import ObjectKey
-from omni_connector.objects.object_store import ObjectStore, StoredObject, read_object
+from omni_connector.objects.messages import Find, Found, Missing, Read
+from omni_connector.objects.object_store import ObjectStore
+from omni_connector.objects.reading import read_object
 from omni_connector.testing.hostile.mutation import damage, distort_msgpack
 from omni_connector.testing.hostile.trial import Parser
+from omni_connector.testing.slots import read
 from omni_connector.transports.base import Endpoint
+from omni_connector.transports.mapped import Attach, Grant, MappedArena
 from omni_connector.transports.mooncake import MooncakeArena
 from omni_connector.transports.mooncake_engine import Span
 
@@ -172,18 +179,16 @@ def _check_read(owner: _Owner, content: NDArray[np.uint8]) -> bool:
 @contextmanager
 def mapped_headers() -> Iterator[Parser]:
     """Headers of slots that are mapped, and the reads that they allow."""
-    from omni_connector.transports.mapped import MappedArena
-
     with _owner() as owner:
         arena = owner.arena
         view = ArenaView.open(arena.fd, epoch=arena.epoch, n_slots=N_SLOTS, slot_bytes=SLOT_BYTES)
         connection: Any = contextlib.nullcontext()
-        remote = MappedArena(_endpoint(arena, "shm", "/nowhere"), view, connection)
+        remote = MappedArena(Endpoint.of(arena, "shm", "/nowhere"), view, connection)
 
         def parse(hostile: tuple[int, bytes, int, int]) -> bool:
             slot, header, asked, generation = hostile
             with _with_header(owner, slot, header):
-                return _check_read(owner, remote.read(asked, generation))
+                return _check_read(owner, read(remote, asked, generation))
 
         yield Parser(
             "slot headers, mapped", lambda rng: _hostile_header(owner, rng), parse, (OmniError,)
@@ -196,7 +201,7 @@ def fetched_headers() -> Iterator[Parser]:
     """The same of slots that are fetched."""
     with _owner() as owner:
         engine: Any = _Reach(owner.bytes)
-        remote = MooncakeArena(engine, _endpoint(owner.arena, "mooncake", "x"), "peer", 0)
+        remote = MooncakeArena(engine, Endpoint.of(owner.arena, "mooncake", "x"), "peer", 0)
 
         def parse(hostile: tuple[int, bytes, int, int]) -> bool:
             slot, header, asked, generation = hostile
@@ -204,21 +209,11 @@ def fetched_headers() -> Iterator[Parser]:
                 fetched = remote.fetch([asked], [generation], len(_CONTENT), timeout=1.0)
                 assert fetched.rows.shape == (1, len(_CONTENT))
                 fetched.release()
-                return _check_read(owner, remote.read(asked, generation))
+                return _check_read(owner, read(remote, asked, generation))
 
         yield Parser(
             "slot headers, fetched", lambda rng: _hostile_header(owner, rng), parse, (OmniError,)
         )
-
-
-def _endpoint(arena: Arena, transport: str, address: str) -> Endpoint:
-    return Endpoint(
-        transport=transport,
-        address=address,
-        epoch=arena.epoch,
-        n_slots=arena.n_slots,
-        slot_bytes=arena.slot_bytes,
-    )
 
 
 @contextmanager
@@ -230,40 +225,31 @@ def object_places() -> Iterator[Parser]:
         stored = store.store(ObjectKey("0", "1", key), [memoryview(_CONTENT * 4)])
     memory: NDArray[np.uint8] = np.frombuffer(arena._map, np.uint8)  # type: ignore[arg-type]
     engine: Any = _Reach(memory)
-    endpoint = _endpoint(arena, "mooncake", "x")
+    endpoint = Endpoint.of(arena, "mooncake", "x")
     buffers = Buffers()
     encode = msgspec.msgpack.encode
-    corpus = [
-        encode(unix.Found(arena.epoch, stored.generation, stored.length, 1, list(stored.runs))),
-        encode(
-            object_lookup.Held(
-                _DIGEST, endpoint, stored.generation, stored.length, 1, list(stored.runs)
-            )
-        ),
-        encode(unix.Missing()),
-        encode(unix.Grant(arena.epoch, N_SLOTS, SLOT_BYTES)),
-        encode(unix.Refusal("no")),
-        encode(object_lookup.Missing(_DIGEST)),
-    ]
+    found = Found(_DIGEST, endpoint, stored)
+    others = Missing(_DIGEST), Grant(arena.epoch, N_SLOTS, SLOT_BYTES), Refusal("no")
+    corpus = [encode(each) for each in (found, *others)]
 
-    def make(rng: random.Random) -> bytes:
-        return distort_msgpack(corpus[rng.choice((0, 0, 0, 1, 1, 1, 2, 3, 4, 5))], rng)
+    def make(rng: random.Random) -> tuple[bool, bytes]:
+        return rng.random() < 0.5, distort_msgpack(corpus[rng.choice((0,) * 6 + (1, 2, 3))], rng)
 
-    def parse(raw: bytes) -> bool | str:
-        try:
-            found, _ = unix._read_answer(raw, [], False)
-        except OmniError:
-            held = object_lookup._read_answer([raw])
-            if isinstance(held, object_lookup.Missing):
-                return "nowhere"
-            place = StoredObject(tuple(held.runs), held.generation, held.length, held.stamp)
-            remote = MooncakeArena(engine, held.endpoint, "peer", 0)
-            content = remote.read_object(_DIGEST, place, deadline=float("inf"))
+    def parse(hostile: tuple[bool, bytes]) -> bool | str:
+        mapped, raw = hostile
+        if mapped:
+            said, _ = unix.read_answer(raw, [], object_sockets._ANSWERS)
         else:
-            if not isinstance(found, unix.Found):
-                return "nowhere"
-            place = StoredObject(tuple(found.runs), found.generation, found.length, found.stamp)
-            content = read_object(arena, _DIGEST, place, buffers)
+            said = object_server._read_answer([raw])
+        if not isinstance(said, Found):
+            return "nowhere"
+        if said.digest != _DIGEST or (mapped and said.endpoint != endpoint):
+            return "not asked for"  # as `Peer` and `map_arena` see to
+        if mapped:
+            content = read_object(arena, said, buffers)
+        else:
+            remote = MooncakeArena(engine, said.endpoint, "peer", 0)
+            content = read_object(remote, said, buffers, partial(remote.take, timeout=1.0))
         assert content == _CONTENT * 4, "other bytes than those of the object"
         return True
 
@@ -275,18 +261,14 @@ def object_places() -> Iterator[Parser]:
 @contextmanager
 def socket_questions() -> Iterator[Parser]:
     """What processes of this user ask over the Unix sockets of shared memory."""
-    from omni_connector.transports.shm import SharedMemoryConnector
-
     with TemporaryDirectory(prefix="omni-", dir="/tmp") as name, contextlib.ExitStack() as stack:
         owner = stack.enter_context(
-            SharedMemoryConnector(
-                folder=Path(name), object_slot_bytes=SLOT_BYTES, object_slots=N_SLOTS
-            )
+            object_sockets.SharedMemoryConnector(folder=Path(name), geometry=(N_SLOTS, SLOT_BYTES))
         )
         owner.put("0", "1", "k", _CONTENT)
-        assert owner._objects is not None
-        epoch, address = owner._objects.arena.epoch, owner._object_address or ""
-        questions = unix.Find(_DIGEST), unix.Attach(epoch), unix.Read(epoch, _DIGEST, 1)
+        assert owner._own is not None
+        epoch, address = owner._own.endpoint.epoch, owner._own.address
+        questions = Find(_DIGEST), Attach(epoch), Read(epoch, _DIGEST, 1)
         corpus = [msgspec.msgpack.encode(question) for question in questions]
 
         def make(rng: random.Random) -> bytes:

@@ -23,7 +23,8 @@ from omni_connector.handoff.server import ControlServer
 from omni_connector.net.keys import ClusterKey
 from omni_connector.net.peers import HostPort
 from omni_connector.net.zeromq import MAX_MESSAGE_BYTES, make_context, prepare_tcp
-from omni_connector.objects.lookup import Find, Missing, ObjectServer, Read, _answers
+from omni_connector.objects.messages import Find, Missing, Read
+from omni_connector.objects.mooncake import ObjectServer, _answers
 from omni_connector.testing.hostile.control import (
     EPOCH,
     PROMPT,
@@ -139,11 +140,13 @@ def object_questions() -> Iterator[Parser]:
     """What receivers on other hosts ask for objects."""
     digest = b"d" * 32
     key = ClusterKey(*zmq.curve_keypair())
-    server = ObjectServer(HostPort("127.0.0.1", 0), key, Missing, lambda read: None)
+    server = ObjectServer(
+        HostPort("127.0.0.1", 0), key, lambda find: Missing(find.digest), lambda read: None
+    )
     context = make_context()
     encoded = msgspec.msgpack.encode
     numbers = itertools.count()
-    corpus = [encoded(Find(digest)), encoded(Read(digest, 1))]
+    corpus = [encoded(Find(digest)), encoded(Read(b"e" * 16, digest, 1))]
     try:
         peer = context.socket(zmq.DEALER)
         prepare_tcp(peer, server.address, key)

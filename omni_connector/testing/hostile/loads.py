@@ -32,7 +32,7 @@ from omni_connector.testing.hostile.mutation import distort_msgpack
 from omni_connector.testing.hostile.trial import Parser
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.choice import Transports
-from omni_connector.transports.shm import SharedMemoryConnector
+from omni_connector.transports.shm import SharedMemoryTransport
 from omni_connector.turns import TurnThread
 from omni_connector.vllm_v1.metadata import OmniConnectorMetadata
 
@@ -143,7 +143,7 @@ class _Copier:
 class _Decoder:
     """A decode engine of some fingerprint: its half beside the scheduler, and its loads."""
 
-    def __init__(self, ours: Fingerprint, connector: SharedMemoryConnector) -> None:
+    def __init__(self, ours: Fingerprint, connector: SharedMemoryTransport) -> None:
         self.ours = ours
         sizes = tuple(_PAGES_BYTES * group.block_size // 16 // ours.ranks for group in ours.groups)
         layout = SlotLayout(sizes, max(sizes), tuple((0, size // 2) for size in sizes))
@@ -219,7 +219,7 @@ def answers() -> Iterator[Parser]:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="omni-", dir="/tmp")))
         stack.enter_context(patch.object(loading, "logger", _Log()))
         stack.enter_context(patch.object(receiving, "logger", _Log()))
-        connector = stack.enter_context(SharedMemoryConnector(folder=folder))
+        connector = stack.enter_context(SharedMemoryTransport(folder=folder))
         arena = stack.enter_context(Arena.create(16, 8192, randbytes=lambda count: b"E" * count))
         content = np.arange(_PAGES_BYTES, dtype=np.uint8)
         checksum = xxhash.xxh3_64_intdigest(content.data)

@@ -24,11 +24,12 @@ from omni_connector.handoff.params import (
 )
 from omni_connector.net.peers import HostPort, Peers
 from omni_connector.objects.base import ObjectKey
+from omni_connector.objects.mooncake import MooncakeTransferEngineConnector
+from omni_connector.objects.shm import SharedMemoryConnector
 from omni_connector.objects.transfer_config import load_omni_transfer_config
 from omni_connector.stage.config import read_model_config
 from omni_connector.testing.hostile.mutation import distort_value
 from omni_connector.testing.hostile.trial import Parser
-from omni_connector.transports.hints import read_sender, read_socket
 
 PARAMS: list[dict[str, Any]] = [
     {"do_remote_decode": True, "do_remote_prefill": False},
@@ -52,6 +53,7 @@ CONFIGS: list[dict[str, Any]] = [
     {},
     {
         "transport": "shm",
+        "transport_config": {"knob": 1, "more": {"a": [None, "b"]}},
         "arena_gib": 0.5,
         "namespace": "team",
         "model_id": "m@1",
@@ -193,8 +195,8 @@ def hints() -> Iterator[Parser]:
         return distort_value(rng.choice(corpus), rng)
 
     def parse(found: Any) -> bool:
-        read_socket(found, "shm")
-        read_sender(found)
+        SharedMemoryConnector.read_hint(found)
+        MooncakeTransferEngineConnector.read_hint(found)
         return True
 
     yield Parser("metadata of objects", make, parse, (OmniError,))

@@ -456,7 +456,7 @@ class Cluster:
 
     def _endpoints(self) -> list[Endpoint]:
         return [
-            SimulatedTransport.endpoint(name, arena)
+            Endpoint.of(arena, SimulatedTransport.transport, name)
             for name, (_, arena) in sorted(self.host.arenas.items())
         ]
 

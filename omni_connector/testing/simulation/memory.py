@@ -4,18 +4,16 @@
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.errors import PeerUnreachableError, ProtocolError, TransportError
+from omni_connector.errors import PeerUnreachableError, ProtocolError
 from omni_connector.memory.arena import Arena, ArenaView
 from omni_connector.memory.arena_format import SlotHeader
-from omni_connector.objects.base import ObjectKey, OmniConnector
 from omni_connector.prefix.block_store import BlockStore
 from omni_connector.testing.simulation.world import World
-from omni_connector.transports.base import Endpoint, RemoteArena
+from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
 
 
 class Host:
@@ -95,11 +93,12 @@ class View(RemoteArena):
             views.remove(self)
 
 
-class SimulatedTransport(OmniConnector):
-    """Reads and exports arenas within a world; it carries no objects."""
+class SimulatedTransport(ArenaTransport):
+    """Reads and exports arenas within a world."""
+
+    transport = "shm"
 
     def __init__(self, host: Host, owner: str) -> None:
-        self.transport = "shm"
         self._host = host
         self._owner = owner
 
@@ -109,18 +108,7 @@ class SimulatedTransport(OmniConnector):
 
     def export(self, arena: Arena, name: str) -> Endpoint:
         self._host.arenas[name] = (self._owner, arena)
-        return self.endpoint(name, arena)
-
-    @staticmethod
-    def endpoint(name: str, arena: Arena) -> Endpoint:
-        """Where an arena is."""
-        return Endpoint(
-            transport="shm",
-            address=name,
-            epoch=arena.epoch,
-            n_slots=arena.n_slots,
-            slot_bytes=arena.slot_bytes,
-        )
+        return Endpoint.of(arena, self.transport, name)
 
     def withdraw(self, endpoint: Endpoint) -> None:
         self._host.arenas.pop(endpoint.address, None)
@@ -145,17 +133,6 @@ class SimulatedTransport(OmniConnector):
         finally:
             os.close(descriptor)
         return View(host, self._owner, endpoint, view)
-
-    def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
-        raise TransportError("a simulation carries no objects")
-
-    def load_object(
-        self, key: ObjectKey, metadata: Mapping[str, Any] | None, *, timeout: float
-    ) -> memoryview | None:
-        raise TransportError("a simulation carries no objects")
-
-    def drop_objects(self, request_id: str) -> int:
-        return 0
 
     def close(self) -> None:
         for address, (owner, _) in list(self._host.arenas.items()):

@@ -26,15 +26,17 @@ from omni_connector.memory.arena_format import SlotState
 from omni_connector.memory.buffers import Buffers
 from omni_connector.objects import object_store as objects
 from omni_connector.objects.base import ObjectKey
+from omni_connector.objects.messages import Found
 from omni_connector.objects.object_store import (
     MAX_OBJECT_SLOTS,
     ObjectStore,
     StoredObject,
     _choose,
     object_geometry,
-    read_object,
 )
+from omni_connector.objects.reading import read_object
 from omni_connector.testing import FakeClock
+from omni_connector.transports.base import Endpoint
 
 SLOT_BYTES = 4096
 N_SLOTS = 8
@@ -53,6 +55,14 @@ def store(clock: FakeClock) -> Iterator[ObjectStore]:
     store.close()
 
 
+def read_stored(
+    store: ObjectStore, name: str, stored: StoredObject, buffers: Buffers | None = None
+) -> memoryview:
+    """What a reader makes of what the owner says of an object."""
+    found = Found(key(name).digest, Endpoint.of(store.arena, "shm", "/a"), stored)
+    return read_object(store.arena, found, buffers or Buffers())
+
+
 def key(name: str) -> ObjectKey:
     return ObjectKey("0", "1", name)
 
@@ -64,7 +74,7 @@ def put(store: ObjectStore, name: str, content: bytes) -> StoredObject:
 def read(store: ObjectStore, name: str) -> bytes:
     stored = store.find(key(name).digest)
     assert stored is not None
-    return bytes(read_object(store.arena, key(name).digest, stored, Buffers()))
+    return bytes(read_stored(store, name, stored))
 
 
 @pytest.mark.parametrize("sizes", [(0,), (1, 0, 1), (4096, 1), (5000, 5000, 5000), (4095, 4097)])
@@ -99,10 +109,10 @@ def test_replaced_object_cannot_be_read_any_more(store: ObjectStore) -> None:
     old = put(store, "k", b"old")
     put(store, "k", b"new")
     with pytest.raises(StaleSlotError):
-        read_object(store.arena, key("k").digest, old, Buffers())
+        read_stored(store, "k", old)
     put(store, "other", b"reuses the slot of the old one")
     with pytest.raises(StaleSlotError):
-        read_object(store.arena, key("k").digest, old, Buffers())
+        read_stored(store, "k", old)
     assert read(store, "k") == b"new"
 
 
@@ -255,7 +265,7 @@ def test_object_whose_time_ends_while_it_is_copied_is_refused_or_whole(
 
     monkeypatch.setattr(objects.np, "copyto", copy_then_overwrite)
     with pytest.raises(StaleSlotError):
-        read_object(store.arena, key("k").digest, stored, Buffers())
+        read_stored(store, "k", stored)
     assert read(store, "other") == b"b" * (N_SLOTS * SLOT_BYTES)
 
 
@@ -292,7 +302,7 @@ def test_object_evicted_while_it_is_copied_is_refused(store: ObjectStore) -> Non
             return super().take(nbytes)
 
     with pytest.raises(StaleSlotError):
-        read_object(store.arena, key("k").digest, stored, Evicting())
+        read_stored(store, "k", stored, Evicting())
 
 
 def test_dropped_objects_are_not_evictable(store: ObjectStore) -> None:
@@ -343,9 +353,7 @@ def test_contents_of_slots_that_change_places_are_detected(store: ObjectStore) -
 def test_length_that_the_owner_did_not_store_is_detected(store: ObjectStore, length: int) -> None:
     stored = put(store, "k", bytes(2 * SLOT_BYTES - 4))
     with pytest.raises(ChecksumError):
-        read_object(
-            store.arena, key("k").digest, dataclasses.replace(stored, length=length), Buffers()
-        )
+        read_stored(store, "k", dataclasses.replace(stored, length=length), Buffers())
 
 
 @pytest.mark.parametrize("reuse", [1, 3])
@@ -363,7 +371,7 @@ def test_object_dropped_while_it_is_copied_is_refused(store: ObjectStore, reuse:
             return super().take(nbytes)
 
     with pytest.raises(StaleSlotError):
-        read_object(store.arena, key("k").digest, stored, Dropping())
+        read_stored(store, "k", stored, Dropping())
 
 
 def test_reader_of_an_object_that_is_replaced_never_gets_a_mixture(
@@ -456,7 +464,7 @@ def test_impossible_size_of_the_arena_is_refused(gib: float) -> None:
 def test_object_under_another_key_is_refused(store: ObjectStore) -> None:
     stored = put(store, "k", b"object")
     with pytest.raises(StaleSlotError):
-        read_object(store.arena, key("other").digest, stored, Buffers())
+        read_stored(store, "other", stored)
 
 
 @pytest.mark.parametrize(
@@ -479,7 +487,7 @@ def test_impossible_descriptions_are_refused(
 ) -> None:
     put(store, "k", b"object")
     with pytest.raises(ProtocolError):
-        read_object(store.arena, key("k").digest, StoredObject(runs, 1, length, 0), Buffers())
+        read_stored(store, "k", StoredObject(runs, 1, length, 0))
 
 
 def test_closed_store_takes_nothing(store: ObjectStore) -> None:
@@ -561,7 +569,7 @@ def test_the_hosts_memory_is_asked_for_once(
     put(store, "k", b"object")
     stored = store.find(key("k").digest)
     assert stored is not None
-    read_object(store.arena, key("k").digest, stored, Buffers())
+    read_stored(store, "k", stored)
     monkeypatch.setattr(objects, "memory_limit_bytes", lambda: 1 // 0)
-    content = read_object(store.arena, key("k").digest, stored, Buffers())
+    content = read_stored(store, "k", stored)
     assert bytes(content) == b"object"

@@ -18,11 +18,8 @@ from omni_connector.errors import (
     ChecksumError,
     IntegrityError,
     PeerUnreachableError,
-    TransportError,
 )
-from omni_connector.memory.arena import Arena
-from omni_connector.objects import manifest as mooncake_head
-from omni_connector.objects import mooncake_store
+from omni_connector.objects import manifest, mooncake_store
 from omni_connector.objects.base import ObjectKey, OmniConnector
 from omni_connector.objects.manifest import (
     CONTENT_AT,
@@ -34,7 +31,7 @@ from omni_connector.objects.mooncake_store import MooncakeStoreConnector
 from omni_connector.testing.conformance import StoreConformance
 from omni_connector.transports.mooncake_lib import store_module
 
-from .masters import Master, free_port, lender
+from ..masters import Master, free_port, lender
 
 EDGE = ("0", "1")
 TIMEOUT_S = 1.5
@@ -238,7 +235,7 @@ def test_object_that_finds_no_room_is_refused(
 ) -> None:
     # One piece that is larger than all there is: where there are several, the master may throw
     # out the first in time for the last.
-    for module in (mooncake_head, mooncake_store):
+    for module in (manifest, mooncake_store):
         monkeypatch.setattr(module, "PIECE_BYTES", 64 << 20)
     with MooncakeStoreConnector(master=mortal.address, segment_gib=1 / 32) as connector:
         with pytest.raises(ArenaFullError, match="segment_gib"):
@@ -308,11 +305,6 @@ def test_master_that_goes_away_and_comes_back(
         assert connector.get(*EDGE, "key") == (content, len(content))
         assert connector.health()["status"] == "healthy"
     assert caplog.text.count("asked again in the background") == 1
-
-
-def test_it_exports_and_attaches_to_no_arenas(connector: MooncakeStoreConnector) -> None:
-    with Arena.create(1, 4096) as arena, pytest.raises(TransportError, match="exports no arenas"):
-        connector.export(arena, "name")
 
 
 def test_closed_connector_takes_and_gives_nothing(

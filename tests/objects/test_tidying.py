@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from omni_connector.net import runtime
-from omni_connector.transports.shm import SharedMemoryConnector
+from omni_connector.objects.shm import SharedMemoryConnector
 
 
 def leave_dead_sockets(place: Path, count: int) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -23,11 +23,14 @@ from hypothesis import strategies as st
 from omni_connector.errors import ConfigError, ProtocolError, TransportError
 from omni_connector.net import resolver as resolver_module
 from omni_connector.net.keys import write_new_key
-from omni_connector.objects import lookup as object_lookup
+from omni_connector.net.peers import HostPort
+from omni_connector.objects import peer as objects_peer
 from omni_connector.objects.factory import ConnectorSpec, OmniConnectorFactory
-from omni_connector.objects.lookup import _questions
-from omni_connector.objects.object_store import StoredObject, slot_ids
-from omni_connector.transports.mooncake import MooncakeConnector
+from omni_connector.objects.messages import QUESTIONS
+from omni_connector.objects.mooncake import MooncakeTransferEngineConnector
+from omni_connector.objects.object_store import StoredObject
+from omni_connector.objects.reading import slot_ids
+from omni_connector.testing.conformance import ObjectConformance
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 
@@ -37,7 +40,31 @@ NAME = "MooncakeTransferEngineConnector"
 EDGE = ("0", "1")
 WAIT_S = 60.0
 
-Make = Callable[..., MooncakeConnector]
+
+class Acquainted(MooncakeTransferEngineConnector):
+    """Asks all others of its place for objects, where a pipeline would name one sender."""
+
+    places: ClassVar[dict[Path, list["Acquainted"]]] = {}
+
+    def __init__(self, place: Path, geometry: tuple[int, int]) -> None:
+        super().__init__(zmq_port=0, role="receiver", transfer_timeout=2.0)
+        self._geometry = geometry
+        self.others = self.places.setdefault(place, [])
+        self.others.append(self)
+
+    def _known(self) -> list[HostPort]:
+        return [each._own.address for each in self.others if each._own is not None]
+
+
+class TestMooncakeConformance(ObjectConformance):
+    object_slot_bytes = 16384
+    object_slots = 16
+
+    def connect(self, place: Path) -> Acquainted:
+        return Acquainted(place, (self.object_slots, self.object_slot_bytes))
+
+
+Make = Callable[..., MooncakeTransferEngineConnector]
 
 
 @pytest.fixture
@@ -45,11 +72,11 @@ def make() -> Iterator[Make]:
     """Makes connectors as a pipeline does."""
     with ExitStack() as stack:
 
-        def create(**settings: Any) -> MooncakeConnector:
+        def create(**settings: Any) -> MooncakeTransferEngineConnector:
             bounds = {"transfer_timeout": 2.0, "object_timeout": 2.0}
             settings = {**bounds, "zmq_port": 0, "buffer_ttl_seconds": 300, **settings}
             connector = OmniConnectorFactory.create_connector(ConnectorSpec(NAME, settings))
-            assert isinstance(connector, MooncakeConnector)
+            assert isinstance(connector, MooncakeTransferEngineConnector)
             return stack.enter_context(connector)
 
         yield create
@@ -98,7 +125,7 @@ def test_a_host_that_is_not_allowed_is_not_asked(make: Make, caplog: Any) -> Non
         assert time.monotonic() - started < WAIT_S / 2
         assert "`peers`" in caplog.text
         caplog.clear()
-    assert not receiver._objects._peers
+    assert not receiver._peers
 
 
 @pytest.mark.parametrize(
@@ -159,10 +186,10 @@ def test_other_hosts_need_a_key(make: Make, tmp_path: Path) -> None:
 
 
 def test_without_a_key_no_port_is_opened_beyond_loopback(caplog: Any) -> None:
-    with MooncakeConnector(host="10.0.0.1") as sender:
+    with MooncakeTransferEngineConnector(host="10.0.0.1", role="receiver") as sender:
         assert sender.put(*EDGE, "key", b"object") == (False, 0, None)
         assert "key_file" in caplog.text
-        assert sender._engine._engine is None
+        assert sender._transport._engine._engine is None
 
 
 def test_without_a_key_no_other_host_is_asked(make: Make, caplog: Any) -> None:
@@ -170,7 +197,7 @@ def test_without_a_key_no_other_host_is_asked(make: Make, caplog: Any) -> None:
     hint = {"source_host": "10.1.0.1", "source_port": 80}
     assert receiver.get(*EDGE, "key", hint) is None
     assert "key_file" in caplog.text
-    assert not receiver._objects._peers
+    assert not receiver._peers
 
 
 def test_a_port_that_was_taken_is_tried_again(make: Make) -> None:
@@ -199,11 +226,11 @@ def test_a_source_that_is_closed_connects_no_more(make: Make) -> None:
     sender, receiver = make(), make(role="receiver")
     _, _, metadata = sender.put(*EDGE, "key", b"object")
     assert receiver.get(*EDGE, "key", metadata) is not None
-    [source] = receiver._objects._peers.values()
+    [source] = receiver._peers.values()
     receiver.close()
     with pytest.raises(TransportError, match="closed"):
         source.find(bytes(32), time.monotonic() + WAIT_S)
-    assert source._link is None
+    assert source._line is None
 
 
 @pytest.mark.parametrize(
@@ -255,7 +282,7 @@ def test_a_port_that_is_taken_is_refused(make: Make) -> None:
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_question_or_malformed(packet: bytes) -> None:
     try:
-        question = _questions.decode(packet)
+        question = QUESTIONS.decode(packet)
     except (ValueError, RecursionError):  # of msgspec; UnicodeDecodeError is one
         return
     assert isinstance(question.digest, bytes)
@@ -280,8 +307,8 @@ def test_garbage_at_the_port_disturbs_nobody(make: Make) -> None:
 def test_what_a_sender_says_of_an_object_is_checked(make: Make) -> None:
     sender, receiver = make(), make(role="receiver")
     _, _, metadata = sender.put(*EDGE, "key", b"object")
-    objects = sender._objects._objects
-    assert objects is not None
+    assert sender._own is not None
+    objects = sender._own.objects
     [(digest, (key, stored))] = objects._objects.items()
     for wrong in (
         {"runs": ((0, 1 << 40),)},
@@ -313,8 +340,7 @@ def test_what_was_read_is_told_and_makes_room(make: Make) -> None:
 
 SENDER = """
 import sys, json
-from omni_connector.transports import ConnectorSpec, OmniConnectorFactory
-from omni_connector.objects import lookup as object_lookup
+from omni_connector.objects import ConnectorSpec, OmniConnectorFactory
 connector = OmniConnectorFactory.create_connector(
     ConnectorSpec("MooncakeTransferEngineConnector", {"transfer_timeout": 2.0, "zmq_port": 0}))
 print(json.dumps(connector.put("0", "1", "key", b"x" * (4 << 20))[2]), flush=True)
@@ -346,7 +372,6 @@ def test_a_sender_that_is_gone_or_stands_still(make: Make, number: signal.Signal
 def test_links_to_senders_that_have_gone_are_let_go_of(make: Make) -> None:
     receiver = make(role="receiver")
     assert receiver.get(*EDGE, "key") is None
-    objects = receiver._objects
     metadata = []
     for _ in range(3):
         sender = make()
@@ -354,10 +379,9 @@ def test_links_to_senders_that_have_gone_are_let_go_of(make: Make) -> None:
         assert receiver.get(*EDGE, "key", metadata[-1]) == (b"object", 6)
         sender.close()
     end = time.monotonic() + WAIT_S
-    while any(source._link for source in list(objects._peers.values())):  # nobody asks again
+    while receiver._peers:  # nobody asks again
         assert time.monotonic() < end
         time.sleep(0.05)
-    assert all(source._arena is None for source in objects._peers.values())
 
 
 def test_a_link_that_nobody_uses_is_let_go_of_and_made_again(
@@ -366,14 +390,15 @@ def test_a_link_that_nobody_uses_is_let_go_of_and_made_again(
     sender, receiver = make(), make(role="receiver")
     _, _, metadata = sender.put(*EDGE, "key", b"object")
     assert receiver.get(*EDGE, "key", metadata) == (b"object", 6)
-    [source] = receiver._objects._peers.values()
-    assert source.let_go(time.monotonic())
-    assert source._link is not None
-    monkeypatch.setattr(object_lookup, "_IDLE_S", 0.0)
-    assert not source.let_go(time.monotonic())
-    assert source._link is None
+    [source] = receiver._peers.values()
+    assert not source.useless(time.monotonic())
+    assert source._line is not None
+    monkeypatch.setattr(objects_peer, "IDLE_S", 0.0)
+    assert source.useless(time.monotonic())
+    receiver._let_go()
+    assert source._line is None
     assert receiver.get(*EDGE, "key", metadata) == (b"object", 6)
     end = time.monotonic() + WAIT_S
-    while receiver._objects._peers:
+    while receiver._peers:
         assert time.monotonic() < end
         time.sleep(0.05)

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Exchange`: objects in an arena of who puts them, read out of it by who gets them.
+
+Who puts writes into an arena of its own, which peers may attach. Who gets asks the peers that it
+knows, reads the newest object that one of them has, and tells its owner. What is asked how, and
+which peers there are, is the carrier's: shared memory, or Mooncake's Transfer Engine.
+"""
+
+import functools
+import logging
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from omni_connector.errors import (
+    OmniError,
+    PeerUnreachableError,
+    ProtocolError,
+    StaleSlotError,
+    TransportError,
+)
+from omni_connector.memory.arena import Arena
+from omni_connector.memory.buffers import Buffers
+from omni_connector.net.forks import forget_in_child
+from omni_connector.net.watch import Watch
+from omni_connector.objects.base import ObjectKey, OmniConnector, check_times
+from omni_connector.objects.messages import Find, Found, Missing, Read
+from omni_connector.objects.object_store import ObjectStore
+from omni_connector.objects.peer import Line, Peer
+from omni_connector.objects.reading import read_object
+from omni_connector.transports.base import ArenaTransport, Endpoint
+
+logger = logging.getLogger(__name__)
+
+_READ_ATTEMPTS: Final = 8
+# Above this, peers that are not asked now are forgotten: metadata may name any number.
+_MAX_PEERS: Final = 256
+
+Address = TypeVar("Address", bound=Hashable)
+
+
+class _Own(NamedTuple):
+    """What this process has put.
+
+    Attributes:
+        objects: the objects.
+        endpoint: of their arena.
+        address: where peers ask for them.
+        buffers: where memory for copies of them comes from.
+    """
+
+    objects: ObjectStore
+    endpoint: Endpoint
+    address: Any
+    buffers: Buffers
+
+    def find(self, digest: bytes, deadline: float) -> Found | None:
+        """As `Peer.find`."""
+        stored = self.objects.find(digest)
+        return None if stored is None else Found(digest, self.endpoint, stored)
+
+    def open(self, found: Found, deadline: float) -> Callable[[], memoryview]:
+        """As `Peer.open`."""
+        return functools.partial(read_object, self.objects.arena, found, self.buffers)
+
+    def note(self, read: Read) -> None:
+        """As `Peer.note`."""
+        if read.epoch == self.endpoint.epoch:
+            self.objects.mark_read(read.digest, read.generation)
+
+
+class Exchange(OmniConnector, Generic[Address]):
+    """What all carriers have in common.
+
+    The arena for what is put is made at the first `put`; its memory is taken as it is used, used
+    again, and kept until `close`. Who has got an object tells its owner, whose next `put` may then
+    take its room if there is no other; so it may that of one that nobody has got in time.
+
+    Args:
+        transport: by which peers attach that arena, and we theirs; closed with this.
+        geometry: slots, and bytes of each, of the arena.
+        object_timeout: seconds that a `get` waits for peers to answer.
+        peer_timeout: seconds that it waits for one of them.
+        ttl_s, clock: of what is put; see `ObjectStore`.
+        stamp: a clock in ns that all who put have; the newest object is told by it.
+
+    Raises:
+        ValueError: a time is out of range.
+    """
+
+    def __init__(
+        self,
+        transport: ArenaTransport,
+        *,
+        geometry: tuple[int, int],
+        object_timeout: float,
+        peer_timeout: float,
+        ttl_s: float,
+        clock: Callable[[], float],
+        stamp: Callable[[], int],
+    ) -> None:
+        check_times(ttl_s, object_timeout, peer_timeout)
+        self.transport = transport.transport
+        self._transport = transport
+        self._geometry = geometry
+        self._object_timeout = object_timeout
+        self._peer_timeout = peer_timeout
+        self._store = functools.partial(
+            ObjectStore, clock_ns=stamp, catch_up=self._catch_up, ttl_s=ttl_s, clock=clock
+        )
+        self._buffers = Buffers()
+        self._closed = False
+        self._begin()
+        forget_in_child(self, type(self)._abandon)
+
+    def _begin(self) -> None:
+        # Guards what follows; never held while waiting for anybody.
+        self._lock = threading.Lock()
+        self._own: _Own | None = None
+        self._peers: dict[Address, Peer] = {}
+        self._watch = Watch(self._let_go)
+        # Held while the arena is made, so that it is made once.
+        self._making = threading.Lock()
+
+    def _abandon(self) -> None:
+        # In a process that was forked: what there is so far is the parent's, which writes it.
+        if self._own is not None:
+            self._own.objects.arena.close()
+        for peer in self._peers.values():
+            peer.abandon()
+        self._begin()
+
+    @abstractmethod
+    def _announce(self, arena: Arena, undo: ExitStack) -> tuple[Endpoint, Address]:
+        """Let peers attach this arena, and ask for what is in it; where each. `undo` takes back."""
+
+    @abstractmethod
+    def _known(self) -> Sequence[Address]:
+        """Whom to ask where metadata names nobody; may name ourselves."""
+
+    @classmethod
+    @abstractmethod
+    def _hint(cls, metadata: Mapping[str, Any]) -> Address | None:
+        """Whom an object's metadata names; a ValueError or TypeError where it is malformed."""
+
+    @abstractmethod
+    def _metadata(self, address: Address) -> dict[str, Any]:
+        """What `_hint` reads."""
+
+    @abstractmethod
+    def _way(self, address: Address) -> Callable[[float], Line]:
+        """What connects to a peer, until a deadline; an OmniError where that is not allowed."""
+
+    @abstractmethod
+    def _catch_up(self) -> None:
+        """Wait a moment for what peers have said that they read."""
+
+    @abstractmethod
+    def _tidy(self) -> None:
+        """Remove what peers that are gone have left, without waiting for it."""
+
+    @property
+    def object_timeout(self) -> float:
+        return self._object_timeout
+
+    def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
+        own = self._started()
+        length = own.objects.store(key, parts).length
+        return {"transport": self.transport, **self._metadata(own.address), "length": length}
+
+    def load_object(
+        self, key: ObjectKey, metadata: Mapping[str, Any] | None, *, timeout: float
+    ) -> memoryview | None:
+        deadline = time.monotonic() + timeout
+        digest, stale = key.digest, StaleSlotError()
+        with self._holders(self.read_hint(metadata)) as holders:
+            for _ in range(_READ_ATTEMPTS):
+                found = self._find(digest, holders, deadline)
+                if not found:
+                    return None
+                try:
+                    return _read(found, deadline)
+                except StaleSlotError as error:
+                    # It was replaced while we read: the next one is what the caller wants.
+                    stale = error
+        raise stale
+
+    def drop_objects(self, request_id: str) -> int:
+        own = self._own
+        return 0 if own is None else own.objects.drop(request_id)
+
+    def details(self) -> dict[str, Any]:
+        own = self._own
+        return {
+            "objects": 0 if own is None else len(own.objects),
+            "free_object_slots": self._geometry[0] if own is None else own.objects.free_slots,
+            "evictable_object_slots": 0 if own is None else own.objects.evictable_slots,
+            **self._transport.details(),
+        }
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            peers, self._peers = list(self._peers.values()), {}
+            own = self._own
+        self._watch.close()
+        for peer in peers:
+            peer.close()
+        self._transport.close()
+        if own is not None:
+            own.objects.close()
+        self._buffers.close()
+
+    def _started(self) -> _Own:
+        with self._making:
+            with self._lock:
+                self._check_open()
+                own = self._own
+            if own is not None:
+                return own
+            with ExitStack() as undo:
+                objects = self._store(Arena.create(*self._geometry))
+                undo.callback(objects.close)
+                own = _Own(objects, *self._announce(objects.arena, undo), self._buffers)
+                with self._lock:
+                    self._check_open()
+                    self._own = own
+                undo.pop_all()
+            return own
+
+    def _answer(self, question: Find) -> Found | Missing:
+        # On the thread that answers peers, as `_note`.
+        own = self._own
+        found = None if own is None else own.find(question.digest, 0.0)
+        return Missing(question.digest) if found is None else found
+
+    def _note(self, read: Read) -> None:
+        own = self._own
+        if own is not None:
+            own.note(read)
+
+    @classmethod
+    def read_hint(cls, metadata: object) -> Address | None:
+        """Whom an object's metadata names, if anybody; it came along with the key, from anywhere.
+
+        Raises:
+            ProtocolError: it makes no sense.
+        """
+        if not isinstance(metadata, Mapping):
+            return None
+        try:
+            return cls._hint(dict(metadata))
+        except (msgspec.ValidationError, TypeError, ValueError) as error:
+            raise ProtocolError(f"the metadata of an object is malformed: {error}") from error
+
+    @contextmanager
+    def _holders(self, hint: Address | None) -> Iterator[list[_Own | Peer]]:
+        """Who may have an object: this process, and peers, which are not let go of meanwhile."""
+        wanted = self._known() if hint is None else [hint]
+        forgotten: list[Peer] = []
+        with self._lock:
+            self._check_open()
+            own = self._own
+            if len(self._peers) > _MAX_PEERS:
+                forgotten = self._forget(lambda address, peer: address not in wanted)
+            peers = [self._peer(each) for each in wanted if own is None or each != own.address]
+            for peer in peers:
+                peer.users += 1
+        try:
+            if peers:
+                self._watch.start()
+            for peer in forgotten:
+                peer.close()
+            ours = [own] if own is not None and hint in (None, own.address) else []
+            yield [*ours, *peers]
+        finally:
+            with self._lock:
+                for peer in peers:
+                    peer.users -= 1
+                    peer.used_at = time.monotonic()
+
+    def _peer(self, address: Address) -> Peer:
+        # Holds the lock.
+        peer = self._peers.get(address)
+        if peer is None:
+            peer = self._peers[address] = Peer(
+                address,
+                connect=self._way(address),
+                transport=self._transport,
+                buffers=self._buffers,
+                timeout=self._peer_timeout,
+            )
+        return peer
+
+    def _forget(self, useless: Callable[[Address, Peer], bool]) -> list[Peer]:
+        # Holds the lock. Those that it returns nobody can get any more, and are to be closed.
+        found = [a for a, peer in self._peers.items() if not peer.users and useless(a, peer)]
+        return [self._peers.pop(address) for address in found]
+
+    def _let_go(self) -> bool:
+        # On the watch's thread: of peers that have gone, or that nobody asks any more.
+        now = time.monotonic()
+        with self._lock:
+            gone = self._forget(lambda address, peer: peer.useless(now))
+            more = bool(self._peers)
+        for peer in gone:
+            peer.close()
+        return more
+
+    def _find(
+        self, digest: bytes, holders: Sequence["_Own | Peer"], deadline: float
+    ) -> list[tuple[Found, "_Own | Peer"]]:
+        """Who has the object, the newest first."""
+        found: list[tuple[Found, _Own | Peer]] = []
+        unreachable = False
+        for holder in holders:
+            try:
+                held = holder.find(digest, deadline)
+            except OmniError as error:
+                # One peer that is gone, or not well, must not hide what the others have.
+                logger.debug("asked %s for an object: %s", holder.address, error)
+                unreachable |= isinstance(error, PeerUnreachableError)
+                continue
+            if held is not None:
+                found.append((held, holder))
+        if unreachable:
+            self._tidy()
+        return sorted(found, key=lambda each: -each[0].stored.stamp)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError("the connector is closed")
+
+
+def _read(found: Sequence[tuple[Found, "_Own | Peer"]], deadline: float) -> memoryview:
+    """The first of these whose arena can be had; its owner is told."""
+    problem: OmniError | None = None
+    for held, holder in found:
+        try:
+            read = holder.open(held, deadline)
+        except OmniError as error:  # as of one that does not answer
+            logger.debug("the objects of %s: %s", holder.address, error)
+            problem = problem or error
+            continue
+        content = read()
+        holder.note(Read(held.endpoint.epoch, held.digest, held.stored.generation))
+        return content
+    assert problem is not None
+    raise problem

@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MooncakeTransferEngineConnector`: objects from host to host, which Mooncake's engine reads.
+
+A sender listens at a TCP port; a receiver that knows it, from the metadata of a `put` or from its
+settings, asks there where an object is.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import zmq
+
+from omni_connector.config import MooncakeSettings
+from omni_connector.errors import ConfigError, PeerUnreachableError, ProtocolError, TransportError
+from omni_connector.memory.arena import Arena
+from omni_connector.net.keys import ClusterKey, load_key
+from omni_connector.net.listener import TcpListener
+from omni_connector.net.peers import HostPort, Peers, is_loopback, parse_host
+from omni_connector.net.resolver import Found as Resolved
+from omni_connector.net.resolver import Resolver
+from omni_connector.net.runtime import loopback_key
+from omni_connector.net.zeromq import Link, make_context
+from omni_connector.objects.exchange import Exchange
+from omni_connector.objects.messages import ENCODER, QUESTIONS, Find, Found, Missing, Read
+from omni_connector.objects.object_store import DEFAULT_TTL_S, object_geometry
+from omni_connector.transports.base import Endpoint
+from omni_connector.transports.mooncake import MooncakeTransport
+from omni_connector.transports.mooncake_engine import address_towards
+
+logger = logging.getLogger(__name__)
+
+_POLL_MS: Final = 100
+_AT_ONCE: Final = 64
+_CLOSE_S: Final = 5.0
+_CATCH_UP_S: Final = 0.3
+
+# What vLLM-Omni takes for "the address that others reach"; the port of no matter is "discard".
+_ANY_HOST: Final = frozenset({"auto", "", "*", "0.0.0.0", "::"})
+_ELSEWHERE: Final = "192.0.2.1"  # in no network: the way there is the default route
+
+_answers: msgspec.msgpack.Decoder[Found | Missing] = msgspec.msgpack.Decoder(Found | Missing)
+
+
+class MooncakeTransferEngineConnector(Exchange[HostPort]):
+    """Objects read over the network. The arguments have vLLM-Omni's names.
+
+    Args:
+        host: address of this machine that others reach; `auto` looks it up.
+        zmq_port: where peers ask for objects that were put here; 0 lets the system choose.
+        protocol: what carries the bytes.
+        device_name: RDMA devices, comma separated; "" lets Mooncake choose.
+        memory_pool_size: bytes of the arena, which limits what has been put and neither been got
+            nor cleaned up; None takes what `object_geometry` does.
+        memory_pool_device: where that is.
+        role: a `receiver` listens only once it puts something.
+        sender_host, sender_zmq_port: see `update_sender_info`.
+        key_file: what `omni-connector keygen` made, which askers must have, and be shown; objects
+            pass beyond loopback with one only.
+        peers: further hosts that may be asked.
+        object_timeout: seconds that a `get` waits for peers to answer.
+        transfer_timeout: seconds after which Mooncake gives a transfer up.
+        buffer_ttl_seconds, clock: as of `SharedMemoryConnector`.
+
+    Raises:
+        ConfigError: the key file is none; it cannot listen, or needs a key.
+        MissingDependencyError, TransportError: Mooncake is not there, or does not start.
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        zmq_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 50051,
+        protocol: Literal["tcp", "rdma"] = "tcp",
+        device_name: str = "",
+        memory_pool_size: Annotated[int, msgspec.Meta(gt=0)] | None = None,
+        memory_pool_device: Literal["cpu"] = "cpu",
+        role: str = "sender",
+        sender_host: str | None = None,
+        sender_zmq_port: int | None = None,
+        key_file: str | None = None,
+        peers: tuple[str, ...] = (),
+        object_timeout: float = 5.0,
+        transfer_timeout: float = 10.0,
+        buffer_ttl_seconds: float = DEFAULT_TTL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if host in _ANY_HOST:
+            host = address_towards(HostPort(sender_host or _ELSEWHERE, 9))
+        self._process = os.getpid()
+        self._host = _parse_host(host)
+        self._port = zmq_port
+        self._allowed = Peers(peers)
+        # By rank; that of None is asked where metadata names none.
+        self._senders: dict[int | None, HostPort] = {}
+        self._key = None if key_file is None else load_key(key_file)
+        self._context = make_context()
+        self._resolver = Resolver()
+        self._server: ObjectServer | None = None
+        super().__init__(
+            MooncakeTransport(
+                settings=MooncakeSettings(
+                    protocol=protocol, device=device_name, timeout_s=transfer_timeout
+                ),
+                host=self._host,
+                allows=self._may_ask,
+            ),
+            geometry=object_geometry(memory_pool_size and memory_pool_size / (1 << 30)),
+            object_timeout=object_timeout,
+            peer_timeout=object_timeout,
+            ttl_s=buffer_ttl_seconds,
+            clock=clock,
+            stamp=time.time_ns,
+        )
+        try:
+            if sender_host is not None and sender_zmq_port is not None:
+                self.update_sender_info(sender_host, sender_zmq_port)
+            if role.lower() != "receiver":
+                self.listen()
+        except BaseException:
+            self.close()
+            raise
+
+    def update_sender_info(
+        self, sender_host: str, sender_zmq_port: int, sender_rank: int | None = None
+    ) -> None:
+        """Where `get` asks for objects from here on, unless its metadata says it.
+
+        Args:
+            sender_host, sender_zmq_port: what to connect to; the host is allowed by this.
+            sender_rank: which of several ranks it is; those are asked only where metadata says so.
+
+        Raises:
+            ValueError: it is no host, or no port.
+        """
+        port = int(sender_zmq_port)
+        if not 0 < port < 1 << 16:
+            raise ValueError(f"{sender_zmq_port!r} is no port")
+        self._senders[sender_rank] = HostPort(_parse_host(sender_host), port)
+
+    def listen(self) -> HostPort:
+        """Let peers ask for objects, which the first `put` does else; where.
+
+        Raises:
+            ConfigError, TransportError, MissingDependencyError: it cannot.
+        """
+        address: HostPort = self._started().address
+        return address
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        super().close()
+        self._context.destroy(0)
+
+    def details(self) -> dict[str, Any]:
+        found, server = super().details(), self._server
+        if server is not None:
+            found["listen"] = str(server.address)
+            if not server.alive:
+                found.setdefault("status", "unhealthy: the thread that answers peers has ended")
+        return found
+
+    def _announce(self, arena: Arena, undo: ExitStack) -> tuple[Endpoint, HostPort]:
+        self._require_key(self._host)
+        endpoint = self._transport.export(arena, "objects")
+        undo.callback(self._transport.withdraw, endpoint)
+        server = ObjectServer(
+            HostPort(self._host, self._port), self._key or loopback_key(), self._answer, self._note
+        )
+        undo.callback(server.close)
+        self._server = server
+        return endpoint, server.address
+
+    def _known(self) -> Sequence[HostPort]:
+        return [self._senders[None]] if None in self._senders else []
+
+    @classmethod
+    def _hint(cls, metadata: Mapping[str, Any]) -> HostPort | None:
+        hint = msgspec.convert(metadata, _Hint)
+        if hint.source_host is None or hint.source_port is None:
+            return None
+        return HostPort(str(parse_host(hint.source_host)), hint.source_port)
+
+    def _metadata(self, address: HostPort) -> dict[str, Any]:
+        return {"source_host": address.host, "source_port": address.port}
+
+    def _way(self, address: HostPort) -> "Callable[[float], _TcpLine]":
+        if not self._may_ask(address.host):
+            raise TransportError(
+                f"{address.host} is none of the hosts in `peers`, nor `sender_host`"
+            )
+        self._require_key(address.host)
+        return lambda deadline: self._connect(address, deadline)
+
+    def _catch_up(self) -> None:
+        if self._server is not None:
+            self._server.catch_up()
+
+    def _tidy(self) -> None:
+        """Nothing has a name but the port, which goes with its owner."""
+
+    def _check_open(self) -> None:
+        super()._check_open()
+        if os.getpid() != self._process:
+            raise TransportError("the connector is the parent's: a forked process makes its own")
+
+    def _connect(self, address: HostPort, deadline: float) -> "_TcpLine":
+        looked_up: Future[Resolved] = Future()
+        self._resolver.look_up(address, looked_up.set_result)
+        try:
+            found = looked_up.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            raise PeerUnreachableError(f"{address.host!r} is still being looked up") from None
+        if isinstance(found, PeerUnreachableError):
+            raise found
+        try:
+            link = Link(self._context, found, self._key or loopback_key())
+        except zmq.ZMQError as error:
+            raise PeerUnreachableError(f"{address}: {error}") from error
+        return _TcpLine(address, link)
+
+    def _may_ask(self, host: str) -> bool:
+        # Whom the caller named as its sender is as good as a peer of the configuration.
+        named = any(sender.host == host for sender in list(self._senders.values()))
+        return named or is_loopback(host) or self._allowed.allows(host)
+
+    def _require_key(self, host: str) -> None:
+        if self._key is None and not is_loopback(host):
+            raise ConfigError(
+                f"{host!r} is no loopback address, so that key_file is needed; `omni-connector "
+                "keygen PATH` makes one, for all stages to share"
+            )
+
+
+class _TcpLine:
+    """A `Line` to an `ObjectServer`."""
+
+    def __init__(self, address: HostPort, link: Link) -> None:
+        self._address = address
+        self._link = link
+
+    @property
+    def alive(self) -> bool:
+        return self._link.why_lost() is None
+
+    def ask(self, question: Find, deadline: float) -> Found | Missing:
+        link = self._link
+        if not self.tell(question):
+            raise PeerUnreachableError(f"{self._address} takes no question")
+        poller = zmq.Poller()
+        poller.register(link.socket, zmq.POLLIN)
+        poller.register(link.monitor, zmq.POLLIN)
+        while (left := deadline - time.monotonic()) > 0:
+            ready = dict(poller.poll(int(left * 1000) + 1))
+            if link.socket in ready:
+                answer = _read_answer(link.socket.recv_multipart(zmq.NOBLOCK))
+                if answer.digest == question.digest:  # not that to a question that was given up
+                    return answer
+            elif link.monitor in ready and (why := link.why_lost()) is not None:
+                raise PeerUnreachableError(f"{self._address} {why}")
+        raise PeerUnreachableError(f"no answer from {self._address} before the deadline")
+
+    def close(self) -> None:
+        self._link.close()
+
+    def tell(self, message: Find | Read) -> bool:
+        try:
+            self._link.socket.send(ENCODER.encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.debug("%s takes no message: %s", self._address, error)
+            return False
+        return True
+
+
+class ObjectServer:
+    """Says at a TCP port where objects are, on a thread of its own.
+
+    Args:
+        address: where to listen; with port 0 the system chooses one.
+        key: what askers must show.
+        answer: tells where an object is; must not block.
+        note: is told what was read; must not block.
+
+    Attributes:
+        address: where it listens, with the port that it has.
+
+    Raises:
+        ConfigError: it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        address: HostPort,
+        key: ClusterKey,
+        answer: Callable[[Find], Found | Missing],
+        note: Callable[[Read], None],
+    ) -> None:
+        self._answer = answer
+        self._note = note
+        self._context = make_context()
+        try:
+            self._listener = TcpListener(self._context, address, key)
+        except BaseException:
+            self._context.destroy(0)
+            raise
+        self.address = self._listener.address
+        self._stopped = threading.Event()
+        self._passes = 0
+        self._thread = threading.Thread(target=self._run, name="omni-objects", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it answers."""
+        return self._thread.is_alive()
+
+    def catch_up(self) -> None:
+        """Wait, a moment at most, until what had arrived by now is dealt with."""
+        wanted, deadline = self._passes + 2, time.monotonic() + _CATCH_UP_S
+        while self._passes < wanted and time.monotonic() < deadline and self.alive:
+            time.sleep(_POLL_MS / 10000)
+
+    def close(self) -> None:
+        """Stop answering. Idempotent."""
+        self._stopped.set()
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        try:
+            poller = zmq.Poller()
+            for each in (self._listener.router, *self._listener.watched):
+                poller.register(each, zmq.POLLIN)
+            while not self._stopped.is_set():
+                ready = dict(poller.poll(_POLL_MS))
+                self._listener.attend(ready)
+                if self._listener.router in ready:
+                    self._answer_some()
+                self._passes += 1
+        except Exception:  # `health` tells that the thread has ended
+            logger.exception("the thread that answers who asks for objects has ended")
+        finally:
+            self._context.destroy(0)
+
+    def _answer_some(self) -> None:
+        router = self._listener.router
+        for _ in range(_AT_ONCE):
+            try:
+                sender, *frames = self._listener.receive()
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 1:
+                    raise ProtocolError(f"{len(frames)} frames")
+                question = QUESTIONS.decode(frames[0])
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ProtocolError) as e:
+                logger.debug("a question for an object is malformed: %s", e)
+                continue
+            if isinstance(question, Read):
+                self._note(question)
+                continue
+            try:
+                router.send_multipart([sender, ENCODER.encode(self._answer(question))], zmq.NOBLOCK)
+            except zmq.ZMQError as error:  # it has gone, or takes nothing
+                logger.debug("an answer about an object was not sent: %s", error)
+
+
+def _read_answer(frames: list[bytes]) -> Found | Missing:
+    try:
+        if len(frames) != 1:
+            raise ProtocolError(f"an answer of {len(frames)} frames")
+        return _answers.decode(frames[0])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"the answer about an object is malformed: {error}") from error
+
+
+def _parse_host(host: str) -> str:
+    return str(parse_host("127.0.0.1" if host == "localhost" else host))
+
+
+class _Hint(msgspec.Struct, frozen=True):
+    """What of an object's metadata is of use; the rest may be anybody's."""
+
+    source_host: str | None = None
+    source_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None

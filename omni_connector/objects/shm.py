@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SharedMemoryConnector`: objects between processes of one user on one host."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from omni_connector.memory.arena import Arena
+from omni_connector.net.unix import Connection, Refusal
+from omni_connector.objects.exchange import Exchange
+from omni_connector.objects.messages import Find, Found, Missing, Read
+from omni_connector.objects.object_store import DEFAULT_TTL_S, object_geometry
+from omni_connector.transports.base import Endpoint
+from omni_connector.transports.shm import SharedMemoryTransport
+
+_OBJECT_SOCKET: Final = "o-"
+_CATCH_UP_S: Final = 0.2
+_ANSWERS: Final[msgspec.msgpack.Decoder[Found | Missing | Refusal]] = msgspec.msgpack.Decoder(
+    Found | Missing | Refusal
+)
+
+
+class SharedMemoryConnector(Exchange[str]):
+    """Objects in shared memory; peers are all connectors whose sockets are in the runtime folder.
+
+    Args:
+        namespace: connectors find the objects of those that share it.
+        folder: the runtime folder, by default the one of the namespace.
+        object_gib: size of the arena, which limits what has been put and neither been got nor
+            cleaned up; by default a tenth of the machine's memory, 4 GiB at most. It is divided
+            into at most 4096 slots of 1 MiB or more, and an object takes a whole number of slots.
+        geometry: slots, and bytes of each (a multiple of the page size), instead.
+        object_timeout: seconds that a `get` waits for peers to answer.
+        peer_timeout: seconds that it waits for one of them, which is then left alone for
+            ten times as long.
+        buffer_ttl_seconds: how long an object that nobody gets keeps others from its room; zero,
+            or less, is for ever.
+        clock: seconds, monotonic, by which that is told.
+
+    Raises:
+        ConfigError: the runtime folder cannot be had, or is not private.
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        namespace: str = "default",
+        folder: Path | None = None,
+        object_gib: float | None = None,
+        geometry: tuple[int, int] | None = None,
+        object_timeout: float = 5.0,
+        peer_timeout: float = 1.0,
+        buffer_ttl_seconds: float = DEFAULT_TTL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sockets = SharedMemoryTransport(
+            namespace=namespace,
+            folder=folder,
+            kind=_OBJECT_SOCKET,
+            answers={Find: self._answer, Read: self._note},
+        )
+        super().__init__(
+            self._sockets,
+            geometry=geometry or object_geometry(object_gib),
+            object_timeout=object_timeout,
+            peer_timeout=peer_timeout,
+            ttl_s=buffer_ttl_seconds,
+            clock=clock,
+            stamp=time.monotonic_ns,
+        )
+
+    def _announce(self, arena: Arena, undo: ExitStack) -> tuple[Endpoint, str]:
+        endpoint = self._sockets.export(arena, arena.epoch.hex())
+        undo.callback(self._sockets.withdraw, endpoint)
+        return endpoint, endpoint.address
+
+    def _known(self) -> Sequence[str]:
+        return self._sockets.sockets()
+
+    @classmethod
+    def _hint(cls, metadata: Mapping[str, Any]) -> str | None:
+        hint = msgspec.convert(metadata, _Hint)
+        return hint.address if hint.transport == SharedMemoryTransport.transport else None
+
+    def _metadata(self, address: str) -> dict[str, Any]:
+        return {"address": address}
+
+    def _way(self, address: str) -> "Callable[[float], _SocketLine]":
+        return lambda deadline: _SocketLine(Connection(Path(address), deadline))
+
+    def _catch_up(self) -> None:
+        self._sockets.catch_up(_CATCH_UP_S)
+
+    def _tidy(self) -> None:
+        self._sockets.sweep()
+
+
+class _SocketLine:
+    """A `Line` over a Unix socket."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    @property
+    def alive(self) -> bool:
+        return self._connection.alive
+
+    def ask(self, question: Find, deadline: float) -> Found | Missing:
+        answer: Found | Missing
+        answer, _ = self._connection.ask(question, _ANSWERS, deadline)
+        return answer
+
+    def tell(self, read: Read) -> bool:
+        return self._connection.tell(read)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class _Hint(msgspec.Struct, frozen=True):
+    """What of an object's metadata is of use; the rest may be anybody's."""
+
+    transport: str | None = None
+    address: str | None = None

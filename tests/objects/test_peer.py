@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peers that are silent or hostile, or in use, asked for objects over shared memory."""
+
+import contextlib
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from omni_connector.memory.arena import Arena
+from omni_connector.net.runtime import listen, socket_path
+from omni_connector.net.unix import MAX_MESSAGE_BYTES, Connection, Listener, Refusal
+from omni_connector.objects import exchange
+from omni_connector.objects.base import ObjectKey
+from omni_connector.objects.codec import encode
+from omni_connector.objects.messages import Find, Found, Missing, Read
+from omni_connector.objects.object_store import ObjectStore, StoredObject
+from omni_connector.objects.peer import Peer
+from omni_connector.objects.shm import _ANSWERS, SharedMemoryConnector
+from omni_connector.transports.base import Endpoint
+from omni_connector.transports.mapped import Attach, Grant
+
+SOON_S = 20.0
+KEY = ObjectKey("0", "1", "key")
+ASKED = msgspec.msgpack.Decoder(Find | Read | Attach)
+
+
+def deadline(seconds: float = SOON_S) -> float:
+    return time.monotonic() + seconds
+
+
+@pytest.fixture
+def connector(place: Path) -> Iterator[SharedMemoryConnector]:
+    with SharedMemoryConnector(folder=place, object_timeout=2.0, peer_timeout=0.2) as connector:
+        yield connector
+
+
+def object_peer(
+    place: Path, answer: Callable[[object], tuple[Any, int | None]], name: str = "hostile"
+) -> tuple[Listener, str]:
+    """A peer that answers questions in its own way, and where."""
+    listener = Listener(
+        ASKED, lambda said: (None, None) if isinstance(said, Read) else answer(said)
+    )
+    address = socket_path(place, name, kind="o-")
+    listener.add(address)
+    return listener, str(address)
+
+
+def questions(listening: socket.socket) -> list[Find | Read]:
+    """What was asked of a socket that never answered; connections that asked nothing are not."""
+    packets = []
+    while select.select([listening], [], [], 0)[0]:
+        with listening.accept()[0] as connection:
+            connection.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                packets.append(connection.recv(MAX_MESSAGE_BYTES))
+    return [msgspec.msgpack.decode(packet, type=Find | Read) for packet in packets if packet]
+
+
+EPOCH = b"e" * 16
+
+
+def found(runs: Any, length: int = 10, generation: int = 1, **endpoint: Any) -> Found:
+    """What a peer says of the object of `KEY`, in its arena of two slots of 4096 bytes."""
+    place = {"transport": "shm", "address": "", "epoch": EPOCH, "n_slots": 2, "slot_bytes": 4096}
+    stored = StoredObject(runs, generation, length, generation)
+    return Found(KEY.digest, Endpoint(**{**place, **endpoint}), stored)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        found(()),
+        found(((0, 2),)),
+        found(((-1, 1),)),
+        found(((0, 0),)),
+        found(((99, 1),)),
+        found(((0, 1),), length=4097),
+        found(((0, 1),), length=-1),
+        found(((0, 2**61),), length=2**62),
+        found(((0, 1),)),
+        found(((1, 1),), generation=2**63 - 1),
+        found(((0, 1),), epoch=b"f" * 16),
+        found(((0, 2**20),), length=2**32, n_slots=2**20),
+        found(((0, 1),), slot_bytes=8192),
+        found(((0, 1),), transport="mooncake"),
+        Found(b"another", found(((0, 1),)).endpoint, found(((0, 1),)).stored),
+        Missing(KEY.digest),
+        Missing(b"another"),
+        Refusal("no"),
+        Grant(EPOCH, 1, 4096),
+    ],
+)
+def test_hostile_descriptions_of_objects_do_no_harm(
+    place: Path, connector: SharedMemoryConnector, said: Any
+) -> None:
+    with Arena.create(2, 4096, randbytes=lambda n: b"e" * n) as arena:
+
+        def answer(question: object) -> tuple[Any, int | None]:
+            if isinstance(question, Attach):
+                return Grant(EPOCH, 2, 4096), os.dup(arena.fd)
+            if isinstance(said, Found):
+                here = msgspec.structs.replace(said.endpoint, address=address)
+                return msgspec.structs.replace(said, endpoint=here), None
+            return said, None
+
+        peer, address = object_peer(place, answer)
+        assert connector.get("0", "1", "key") is None
+        with SharedMemoryConnector(folder=place) as honest:
+            honest.put("0", "1", "other", b"object")
+            # Whatever the hostile peer claims to have that is newer is refused, not served.
+            assert connector.get("0", "1", "other") in (None, (b"object", 6))
+        assert connector.health()["status"] == "healthy"
+        peer.close()
+
+
+def test_a_peer_whose_arena_cannot_be_attached_hides_nothing(
+    place: Path, connector: SharedMemoryConnector
+) -> None:
+    newest = found(((0, 1),), generation=2**63 - 1)
+
+    def answer(question: object) -> tuple[Any, int | None]:
+        if isinstance(question, Attach):
+            return Refusal("no"), None
+        return msgspec.structs.replace(newest, endpoint=endpoint), None
+
+    peer, address = object_peer(place, answer)
+    endpoint = msgspec.structs.replace(newest.endpoint, address=address)
+    with SharedMemoryConnector(folder=place) as honest:
+        honest.put("0", "1", "key", b"object")
+        assert connector.get("0", "1", "key") == (b"object", 6)
+    peer.close()
+
+
+def test_peer_that_changes_its_arena_is_read_from_the_new_one(
+    place: Path, connector: SharedMemoryConnector
+) -> None:
+    stores = [ObjectStore(Arena.create(2, 4096)) for _ in range(2)]
+    current = [stores[0]]
+
+    def answer(question: object) -> tuple[Any, int | None]:
+        arena = current[0].arena
+        if isinstance(question, Attach):
+            return Grant(arena.epoch, 2, 4096), os.dup(arena.fd)
+        stored = current[0].find(KEY.digest)
+        assert stored is not None
+        return Found(KEY.digest, Endpoint.of(arena, "shm", address), stored), None
+
+    peer, address = object_peer(place, answer)
+    for store, content in zip(stores, (b"first", b"second"), strict=True):
+        store.store(KEY, encode(content))
+        current[0] = store
+        assert connector.get("0", "1", "key") == (content, len(content))
+    peer.close()
+    for store in stores:
+        store.close()
+
+
+def test_a_connector_of_another_version_is_refused_in_words(place: Path) -> None:
+    with SharedMemoryConnector(folder=place) as owner:
+        _, _, metadata = owner.put("0", "1", "key", b"object")
+        assert metadata is not None
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as older:
+            older.settimeout(SOON_S)
+            older.connect(metadata["address"])
+            older.send(msgspec.msgpack.encode({"type": "find", "digest": KEY.digest}))
+            older.send(msgspec.msgpack.encode({"type": "find", "digest": b"", "protocol": 1}))
+            said = [older.recv(MAX_MESSAGE_BYTES) for _ in range(2)]
+        assert msgspec.msgpack.decode(said[0], type=Found).digest == KEY.digest
+        assert "protocol 1, wanted 2" in msgspec.msgpack.decode(said[1], type=Refusal).reason
+
+
+def test_notes_about_other_arenas_and_objects_are_ignored(place: Path) -> None:
+    with SharedMemoryConnector(folder=place) as owner:
+        _, _, metadata = owner.put("0", "1", "key", b"object")
+        assert metadata is not None
+        assert owner._own is not None
+        epoch, stored = owner._own.endpoint.epoch, owner._own.objects.find(KEY.digest)
+        assert stored is not None
+        connection = Connection(Path(metadata["address"]), deadline())
+        for read in (
+            Read(b"e" * 16, KEY.digest, stored.generation),
+            Read(epoch, b"d" * 32, stored.generation),
+            Read(epoch, b"", 0),
+            Read(epoch, KEY.digest, stored.generation - 1),
+            Read(epoch, KEY.digest, stored.generation + 1),
+            Read(epoch, KEY.digest, -1),
+        ):
+            assert connection.tell(read)
+            assert isinstance(connection.ask(Find(KEY.digest), _ANSWERS, deadline())[0], Found)
+            assert owner.health()["evictable_object_slots"] == 0
+        assert connection.tell(Read(epoch, KEY.digest, stored.generation))
+        connection.ask(Find(KEY.digest), _ANSWERS, deadline())
+        assert owner.health()["evictable_object_slots"] == 1
+        connection.close()
+
+
+def test_silent_peer_delays_once_and_hides_nothing(
+    place: Path, connector: SharedMemoryConnector
+) -> None:
+    with (
+        listen(socket_path(place, "stopped", kind="o-")) as stopped,
+        SharedMemoryConnector(folder=place) as honest,
+    ):
+        honest.put("0", "1", "key", b"object")
+        for _ in range(5):
+            assert connector.get("0", "1", "key") == (b"object", 6)
+        assert questions(stopped) == [Find(KEY.digest)]
+
+
+def test_hint_to_a_socket_elsewhere_is_not_followed(
+    place: Path, connector: SharedMemoryConnector
+) -> None:
+    foreign = place / "docker.sock"
+    with listen(foreign) as listening:
+        metadata = {"transport": "shm", "address": str(foreign)}
+        assert connector.get("0", "1", "key", metadata) is None
+        assert questions(listening) == []
+
+
+def test_a_peer_in_use_is_not_let_go_of(
+    place: Path, connector: SharedMemoryConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = exchange._read
+
+    def meanwhile(*arguments: Any) -> memoryview:
+        connector._let_go()
+        [peer] = connector._peers.values()
+        assert peer.users == 1
+        return read(*arguments)
+
+    monkeypatch.setattr(Peer, "useless", lambda self, now: True)
+    monkeypatch.setattr(exchange, "_read", meanwhile)
+    with SharedMemoryConnector(folder=place) as owner:
+        owner.put("0", "1", "key", b"object")
+        for _ in range(2):
+            assert connector.get("0", "1", "key") == (b"object", 6)
+            connector._let_go()
+            assert not connector._peers
