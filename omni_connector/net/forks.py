@@ -8,6 +8,7 @@ a parent that is killed would go on accepting, and none of its peers would see i
 import contextlib
 import os
 import socket
+import stat
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
@@ -30,7 +31,9 @@ def close_bound_to(address: object) -> None:
     there, and those that were accepted."""
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
-        with contextlib.suppress(OSError):  # no socket, or the descriptor of the listing itself
+        with contextlib.suppress(OSError):  # it is the descriptor of the listing itself
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
             with socket.socket(fileno=os.dup(descriptor)) as found:
                 name = found.getsockname()
                 ours = (name[:2] if isinstance(name, tuple) else name) == address
