@@ -20,6 +20,9 @@ CLOSE_S: Final = 5.0
 
 THREAD_DIED: Final = "copy_thread_died"
 
+NO_JOB_ID: Final = 0
+"""Of work that no ledger has started, and whose outcome nobody takes."""
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -107,7 +110,8 @@ class CopyThread:
             jobs = [*self._queue, *([] if self._running is None else [self._running])]
             self._queue.clear()
             self._running = None
-            self._ended += [_failed(job, THREAD_DIED) for job in jobs]
+            asked = [job for job in jobs if job.job_id != NO_JOB_ID]
+            self._ended += [_failed(job, THREAD_DIED) for job in asked]
         for job in jobs:
             job.pieces.close()  # what they hold is let go of
 
@@ -162,7 +166,8 @@ class CopyThread:
             self._running = None
             if outcome is not None:
                 outcome.seconds = job.seconds
-                self._ended.append(outcome)
+                if job.job_id != NO_JOB_ID:
+                    self._ended.append(outcome)
             elif goes_on:
                 self._queue.appendleft(job)
             else:

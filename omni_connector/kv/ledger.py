@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 NULL_BLOCK_ID: Final = 0
 """The block that vLLM puts in a table where there is none: never read, never written."""
 
-NO_JOB_ID: Final = 0
-"""Of work that no ledger has started, and nobody asks after."""
-
 Block = tuple[int, int]
 """(position of the group among the transferred ones, logical index in the request)."""
 

@@ -26,8 +26,10 @@ from omni_connector.prefix.store_jobs import StoreJobs
 from omni_connector.transports import Arena, Endpoint
 from omni_connector.transports.choice import Transports
 from omni_connector.vllm_v1.arena_size import ArenaSizing
+from omni_connector.vllm_v1.copies import NO_JOB_ID, CopyThread, Outcome, Work
 from omni_connector.vllm_v1.kernels import attention_of, kernel_orders
 from omni_connector.vllm_v1.metadata import (
+    CopyRun,
     OmniConnectorMetadata,
     OmniHandshakeMetadata,
     OmniWorkerMetadata,
@@ -269,8 +271,6 @@ class OmniWorker:
         if self._store_jobs is not None:
             self._collect_shared(self._store_jobs)
         for outcome in self._saves.take_ended():
-            if outcome.job_id == NO_JOB_ID:
-                continue
             self._report.done[outcome.job_id] = 1
             if outcome.job_id in self._store_saves:
                 self._store_saves.discard(outcome.job_id)

@@ -96,6 +96,7 @@ class Cluster:
         self.liars: list[Liar] = []
         self.operating = 0
         self.intents = 0  # what clients are about to do
+        self._thinking: list[Callable[[], None]] = []
         self.deaf: set[str] = set()  # engines whose leases end with their steps
         self.voids = False  # whether hand-offs may have become void
         self.lingers = False  # whether there may be hand-offs that nobody claims
@@ -197,6 +198,7 @@ class Cluster:
     ) -> None:
         sent = self.sent.get(request_id)
         if sent is None:  # aborted
+            self.lingers = self.lingers or bool(params)
             return
         sent.tokens += len(tokens)
         if reason is None:
@@ -280,6 +282,9 @@ class Cluster:
             self.intents += 1
 
             def go_on() -> None:
+                if go_on not in self._thinking:  # it has been hastened
+                    return
+                self._thinking.remove(go_on)
                 self.intents -= 1
                 if not well or params is None:
                     self._send(decode, prompt, tokens, priority=priority)
@@ -289,10 +294,16 @@ class Cluster:
                 if rejected:
                     self._reject(decode, params)
 
+            self._thinking.append(go_on)
             self.world.later(pause, go_on)
 
         for _ in range(prefills):
             self._send(prefill, prompt, 1, prefilled, params=dict(HANDOFF), priority=priority)
+
+    def hasten(self) -> None:
+        """Who is about to send a decode request does so now."""
+        for go_on in self._thinking.copy():
+            go_on()
 
     def _reject(self, engine: str, params: Any) -> None:
         target = self.engines.get(engine)

@@ -8,6 +8,9 @@ from omni_connector.testing.simulation.faults import mutant
 _V1: Final = "omni_connector.vllm_v1"
 _CONTROL: Final = "omni_connector.handoff"
 
+# Of defect 2 one is not among them: that the engine's own loads are void at its reset. Its grants of
+# before are asked for again anyway, and vLLM resets nothing while it loads; tests/vllm_v1/test_epochs
+# has the case that the connector is told all the same.
 MENDED: Final = (
     mutant(
         "defect 1 and 5: no references",
@@ -50,11 +53,6 @@ MENDED: Final = (
             "            slots, generations = self._sender.void()\n",
             "            slots, generations = [], []\n",
         ),
-    ),
-    mutant(
-        "defect 2: loads stay",
-        "what was granted before new weights is loaded after them",
-        (f"{_V1}.scheduler", "            self._receiver.void()\n", "            pass\n"),
     ),
     mutant(
         "defect 2: the store's keys stay",

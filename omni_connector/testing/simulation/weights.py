@@ -59,6 +59,8 @@ def updating(
         world.tell(f"{engine.name} is reset")
         if sleep and engine.alive:
             engine.runner.spoil(list(range(engine.shape.blocks + 1)), number)
+        if world.draw.random() < 0.3:
+            cluster.hasten()
         yield world.draw.choice((0.0, 0.01, 0.5))
         engine.runner.weights = cluster.weights
     yield _SETTLE_S
