@@ -8,8 +8,8 @@ from omni_connector.testing.simulation.faults import mutant
 _V1: Final = "omni_connector.vllm_v1"
 _CONTROL: Final = "omni_connector.handoff"
 
-# Of defect 2 one is not among them: that the engine's own loads are void at its reset. Its grants of
-# before are asked for again anyway, and vLLM resets nothing while it loads; tests/vllm_v1/test_epochs
+# Of defect 2 one is not here: that an engine's own loads are void at its reset. What it was granted
+# before it asks for again anyway, and vLLM resets nothing while it loads. tests/vllm_v1/test_epochs
 # has the case that the connector is told all the same.
 MENDED: Final = (
     mutant(
