@@ -23,17 +23,13 @@ import zmq
 
 from omni_connector.errors import ConfigError, OmniError, PeerUnreachableError, ProtocolError
 from omni_connector.handoff.client import Grant, PeerSession, fail_claim
-from omni_connector.handoff.messages import (
-    Fingerprint,
-    Release,
-    Reply,
-    encode,
-)
+from omni_connector.handoff.messages import Release, Reply, encode
 from omni_connector.handoff.messages import (
     Request as ControlRequest,
 )
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.server import Connection, ControlServer
+from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net.keys import ClusterKey
 from omni_connector.net.links import Sockets, ZmqSockets
 from omni_connector.net.listener import TcpListener
@@ -85,7 +81,7 @@ class ControlChannel:
     def __init__(
         self,
         *,
-        fingerprint: Fingerprint,
+        fingerprint: CompatibilityKey,
         server: ControlServer | None = None,
         listen: Path | None = None,
         listen_tcp: HostPort | None = None,

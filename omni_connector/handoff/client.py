@@ -21,7 +21,6 @@ from omni_connector.handoff.messages import (
     Claim,
     Denied,
     DigestKind,
-    Fingerprint,
     Granted,
     Hello,
     Refused,
@@ -33,6 +32,7 @@ from omni_connector.handoff.messages import (
     Request as ControlRequest,
 )
 from omni_connector.handoff.prompt import Prompt
+from omni_connector.kv.compatibility import CompatibilityKey
 
 INTRODUCTION_S: Final = 15.0
 
@@ -88,7 +88,9 @@ class PeerSession:
         clock: seconds, monotonic.
     """
 
-    def __init__(self, address: str, fingerprint: Fingerprint, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, address: str, fingerprint: CompatibilityKey, clock: Callable[[], float]
+    ) -> None:
         self.address = address
         self._fingerprint = fingerprint
         self._clock = clock

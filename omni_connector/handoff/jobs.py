@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from omni_connector.handoff.messages import Fingerprint
+from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.transports.base import Endpoint
 
 
@@ -80,7 +80,7 @@ class LoadJob:
     runs: list[CopyRun] = field(default_factory=list)
     conversions: list[Conversion] = field(default_factory=list)
     zeros: list[tuple[int, list[int]]] = field(default_factory=list)
-    source: Fingerprint | None = None
+    source: CompatibilityKey | None = None
 
     def block_ids(self) -> Iterator[int]:
         """Every block that the job writes to."""

@@ -20,8 +20,8 @@ from omni_connector.errors import (
     StaleSlotError,
 )
 from omni_connector.handoff.jobs import Conversion, CopyRun, LoadJob
-from omni_connector.handoff.messages import Fingerprint
 from omni_connector.kv import BlockCopier, HeadSlice, SlotConverter, SlotLayout, head_sources
+from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.copy_threads import Outcome, Work
 from omni_connector.kv.shapes import GroupShape, converter
 from omni_connector.transports import Endpoint, RemoteArena
@@ -92,7 +92,7 @@ class Loader:
         self._rank = rank
         self._ranks = ranks
         self._checksum = checksum
-        self._plans: dict[tuple[Fingerprint, int], _Plan] = {}
+        self._plans: dict[tuple[CompatibilityKey, int], _Plan] = {}
 
     def work(self, job: LoadJob, fence: object) -> Work:
         """The body of a job; see `Work`. Blocks that it could not fill are zero when it ends."""
@@ -270,7 +270,7 @@ class Loader:
         assert job.source is not None
         return self._plan(job.source, step.group).converter.source_bytes
 
-    def _plan(self, source: Fingerprint, group: int) -> _Plan:
+    def _plan(self, source: CompatibilityKey, group: int) -> _Plan:
         plan = self._plans.get((source, group))
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
@@ -278,7 +278,7 @@ class Loader:
             plan = self._plans[source, group] = self._make_plan(source, group)
         return plan
 
-    def _make_plan(self, source: Fingerprint, group: int) -> _Plan:
+    def _make_plan(self, source: CompatibilityKey, group: int) -> _Plan:
         theirs, ours = source.groups[group], self._groups[group]
         by_rank: dict[int, list[HeadSlice]] = {}
         for layer in range(len(ours.pages)):

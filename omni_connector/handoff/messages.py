@@ -12,22 +12,17 @@ import msgspec
 from msgspec import Meta
 
 from omni_connector.errors import ProtocolError
-from omni_connector.kv.shapes import GroupShape
-from omni_connector.kv.shapes import difference as groups_difference
+from omni_connector.kv.compatibility import MAX_GROUPS, MAX_RANKS, CompatibilityKey, Count, Text
 from omni_connector.net.zeromq import MAX_MESSAGE_BYTES
 from omni_connector.transports.base import Endpoint
 
 PROTOCOL_VERSION: Final = 2
 TOKEN_BYTES: Final = 16
 DIGEST_BYTES: Final = 32
-MAX_RANKS: Final = 1024
 MAX_TRANSPORTS: Final = 8
-MAX_GROUPS: Final = 256
 
 Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
-Text = Annotated[str, Meta(max_length=1024)]
-Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
 Positive = Annotated[int, Meta(ge=1, lt=1 << 40)]
 Sequence = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Generation = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -36,67 +31,23 @@ Seconds = Annotated[float, Meta(ge=0, le=1e12)]  # neither nan nor infinity
 DigestKind = Literal["blocks", "tokens"]
 
 
-_EQUAL: Final = (
-    *("model", "dtype", "quantization", "overrides", "kv_dtype", "scales", "integrity", "kv_heads"),
-)
-
-
-class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine keeps in its slots.
-
-    Attributes:
-        model: model id and revision.
-        dtype: dtype of the weights and activations.
-        kv_dtype: dtype of the KV cache.
-        quantization: method and settings of the weights' quantization; "" for none.
-        overrides: of what was changed of the model's configuration; "" for nothing.
-        scales: of the scales by which keys, values and what is computed of them are quantized; ""
-            where all are one.
-        integrity: whether slots carry checksums.
-        kv_heads: KV heads of the whole model; 0 where it has no attention.
-        ranks: tensor-parallel size; each rank has an arena.
-        groups: the cache groups, in the order of the slots that are granted.
-    """
-
-    model: Text
-    dtype: Text
-    kv_dtype: Text
-    integrity: Text
-    kv_heads: Count
-    ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
-    groups: Annotated[tuple[GroupShape, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
-    quantization: Text = ""
-    overrides: Text = ""
-    scales: Text = ""
-
-    def difference(self, reader: "Fingerprint") -> tuple[str, object, object] | None:
-        """Why `reader` cannot read our slots: what differs, with both values; None if it can."""
-        for field in _EQUAL:
-            ours, theirs = getattr(self, field), getattr(reader, field)
-            if ours != theirs:
-                return field, ours, theirs
-        return groups_difference(
-            self.groups, self.ranks, reader.groups, reader.ranks, self.kv_heads
-        )
-
-
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """First message of a session, from the side that wants to read.
 
     Attributes:
         protocol: `PROTOCOL_VERSION`.
-        fingerprint: a `Fingerprint`, left encoded as another version's may have other fields.
+        fingerprint: a `CompatibilityKey`, left encoded as another version's may have other fields.
     """
 
     protocol: Count
     fingerprint: msgspec.Raw
 
     @classmethod
-    def of(cls, fingerprint: Fingerprint) -> "Hello":
+    def of(cls, fingerprint: CompatibilityKey) -> "Hello":
         """Introduce ourselves."""
         return cls(PROTOCOL_VERSION, msgspec.Raw(_encoder.encode(fingerprint)))
 
-    def decode_fingerprint(self) -> Fingerprint:
+    def decode_fingerprint(self) -> CompatibilityKey:
         """What the peer says it is.
 
         Raises:
@@ -119,7 +70,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
     epoch: Token
     hash_id: Text
-    fingerprint: Fingerprint
+    fingerprint: CompatibilityKey
     arenas: Annotated[
         tuple[Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=MAX_TRANSPORTS)], ...],
         Meta(min_length=1, max_length=MAX_RANKS),
@@ -206,7 +157,7 @@ _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)
 _reply_decoder = msgspec.msgpack.Decoder(Reply)
-_fingerprint_decoder = msgspec.msgpack.Decoder(Fingerprint)
+_fingerprint_decoder = msgspec.msgpack.Decoder(CompatibilityKey)
 
 
 def encode(message: Request | Reply) -> bytes:

@@ -26,9 +26,9 @@ from omni_connector.handoff.jobs import (
     HandoffWork,
     LoadJob,
 )
-from omni_connector.handoff.messages import Fingerprint
 from omni_connector.handoff.params import RemotePrefill
 from omni_connector.handoff.prompt import Prompt
+from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.ledger import CANCELLED, NULL_BLOCK_ID, CopyLedger
 from omni_connector.kv.shapes import GroupShape, same_bytes
 from omni_connector.stats import Stats
@@ -90,7 +90,7 @@ class HandoffReceiver:
         channel: ControlChannel,
         ledger: CopyLedger,
         address_of: Callable[[RemotePrefill], str],
-        fingerprint: Fingerprint,
+        fingerprint: CompatibilityKey,
         group_ids: tuple[int, ...],
         hash_id: str,
         load_timeout: float,

@@ -18,10 +18,10 @@ from omni_connector.errors import ArenaFullError
 from omni_connector.handoff.directory import SlotDirectory
 from omni_connector.handoff.handoff import Handoff
 from omni_connector.handoff.jobs import CopyRun, HandoffWork, SaveJob
-from omni_connector.handoff.messages import Fingerprint
 from omni_connector.handoff.params import handoff_answer, no_handoff_answer
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.slot_index import SlotKey
+from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.ledger import CANCELLED, Block, CopyLedger
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.net.peers import HostPort
@@ -76,7 +76,7 @@ class HandoffSender:
         *,
         directory: SlotDirectory,
         ledger: CopyLedger,
-        fingerprint: Fingerprint,
+        fingerprint: CompatibilityKey,
         group_ids: tuple[int, ...],
         engine_id: str,
         epoch: bytes,

@@ -17,7 +17,6 @@ from omni_connector.handoff.messages import (
     PROTOCOL_VERSION,
     Claim,
     Denied,
-    Fingerprint,
     Granted,
     Hello,
     Refused,
@@ -27,6 +26,7 @@ from omni_connector.handoff.messages import (
     Welcome,
     decode_request,
 )
+from omni_connector.kv.compatibility import CompatibilityKey
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class ControlServer:
     def __init__(
         self,
         *,
-        fingerprint: Fingerprint,
+        fingerprint: CompatibilityKey,
         welcome: Welcome,
         directory: SlotDirectory,
         valid: Callable[[], bool] = lambda: True,

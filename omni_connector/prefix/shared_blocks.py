@@ -17,7 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.errors import ChecksumError
-from omni_connector.handoff.messages import Fingerprint
+from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.block_store import BlockStore
 from omni_connector.stats import Stats
@@ -33,7 +33,7 @@ CORRUPT: Final = "store_checksum_mismatch"
 """How a load fails that found other bytes than were stored."""
 
 
-def key_prefix(namespace: str, fingerprint: Fingerprint, hash_id: str) -> str:
+def key_prefix(namespace: str, fingerprint: CompatibilityKey, hash_id: str) -> str:
     """The part of a key that says who can read the block.
 
     Args:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from omni_connector.config import OmniConfig
-from omni_connector.handoff.messages import Fingerprint
 from omni_connector.handoff.prompt import Prompt
+from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
 from omni_connector.vllm_v1.numerics import overrides_id, quantization_id, scales_of_engine
 from omni_connector.vllm_v1.specs import group_shapes
@@ -23,7 +23,7 @@ def fingerprint(
     kv_cache_config: "KVCacheConfig",
     workers: Sequence[OmniHandshakeMetadata],
     epoch: bytes,
-) -> Fingerprint:
+) -> CompatibilityKey:
     """What this engine keeps in its slots.
 
     Args:
@@ -31,7 +31,7 @@ def fingerprint(
         epoch: what no other engine has.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    return Fingerprint(
+    return CompatibilityKey(
         model=config.model_id or f"{model.model}@{model.revision or 'default'}",
         dtype=str(model.dtype),
         quantization=quantization_id(model),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from omni_connector.config import OmniConfig
-from omni_connector.handoff.messages import Fingerprint
+from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.ledger import CopyLedger
 from omni_connector.prefix.block_store import BlockStore
 from omni_connector.prefix.lookups import StoreLookups
@@ -31,7 +31,7 @@ def open_shared_prefix(
     kv_cache_config: "KVCacheConfig",
     *,
     ledger: CopyLedger,
-    fingerprint: Fingerprint,
+    fingerprint: CompatibilityKey,
     group_ids: tuple[int, ...],
     surroundings: Surroundings,
     stats: OmniStats,

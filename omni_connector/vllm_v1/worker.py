@@ -18,18 +18,15 @@ from omni_connector.kv import (
     canonicalize,
     canonicalize_cross_layers,
 )
-from omni_connector.kv.copy_threads import CopyThread, Outcome, Work
-from omni_connector.kv.ledger import NO_JOB_ID
+from omni_connector.kv.copy_threads import NO_JOB_ID, CopyThread, Outcome, Work
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.block_store import BlockStore
 from omni_connector.prefix.store_jobs import StoreJobs
 from omni_connector.transports import Arena, Endpoint
 from omni_connector.transports.choice import Transports
 from omni_connector.vllm_v1.arena_size import ArenaSizing
-from omni_connector.vllm_v1.copies import NO_JOB_ID, CopyThread, Outcome, Work
 from omni_connector.vllm_v1.kernels import attention_of, kernel_orders
 from omni_connector.vllm_v1.metadata import (
-    CopyRun,
     OmniConnectorMetadata,
     OmniHandshakeMetadata,
     OmniWorkerMetadata,

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from omni_connector.handoff.messages import Fingerprint, Welcome
+from omni_connector.handoff.messages import Welcome
 from omni_connector.handoff.prompt import Prompt
+from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net.keys import ClusterKey
 from omni_connector.transports.base import Endpoint
 
@@ -34,8 +35,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def fingerprint() -> Fingerprint:
-    return Fingerprint(
+def fingerprint() -> CompatibilityKey:
+    return CompatibilityKey(
         model="m@1",
         dtype="bfloat16",
         kv_dtype="auto",
@@ -50,7 +51,7 @@ def fingerprint() -> Fingerprint:
 
 
 @pytest.fixture
-def welcome(fingerprint: Fingerprint) -> Welcome:
+def welcome(fingerprint: CompatibilityKey) -> Welcome:
     endpoint = Endpoint(
         transport="shm", address="somewhere", epoch=b"a" * 16, n_slots=8, slot_bytes=4096
     )
@@ -79,7 +80,9 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture
-def start_engine(folder: Path, fingerprint: Fingerprint, welcome: Welcome) -> Iterator[StartEngine]:
+def start_engine(
+    folder: Path, fingerprint: CompatibilityKey, welcome: Welcome
+) -> Iterator[StartEngine]:
     engines = []
 
     def start(name: str = "p.sock", **options: Any) -> Engine:
@@ -96,7 +99,7 @@ def start_engine(folder: Path, fingerprint: Fingerprint, welcome: Welcome) -> It
 
 
 @pytest.fixture
-def start_asker(fingerprint: Fingerprint) -> Iterator[StartAsker]:
+def start_asker(fingerprint: CompatibilityKey) -> Iterator[StartAsker]:
     askers = []
 
     def start(key: ClusterKey | None = None) -> Asker:

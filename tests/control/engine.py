@@ -19,9 +19,10 @@ from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.client import Grant
 from omni_connector.handoff.directory import SlotDirectory
 from omni_connector.handoff.handoff import Handoff
-from omni_connector.handoff.messages import Fingerprint, Welcome
+from omni_connector.handoff.messages import Welcome
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.server import ControlServer
+from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net.keys import ClusterKey
 
 PROMPT = Prompt(token_ids=(1, 2, 3), num_tokens=3)
@@ -45,7 +46,7 @@ class Engine:
     """A serving channel, what is behind it, and what it counted."""
 
     def __init__(
-        self, path: Path, fingerprint: Fingerprint, welcome: Welcome, **options: Any
+        self, path: Path, fingerprint: CompatibilityKey, welcome: Welcome, **options: Any
     ) -> None:
         self.path = path
         self.address = f"ipc://{path}"
@@ -89,7 +90,7 @@ class Engine:
 class Asker:
     """A channel that asks, and when it found a peer gone."""
 
-    def __init__(self, fingerprint: Fingerprint, key: ClusterKey | None = None) -> None:
+    def __init__(self, fingerprint: CompatibilityKey, key: ClusterKey | None = None) -> None:
         self.gone = threading.Event()
         self.channel = ControlChannel(fingerprint=fingerprint, key=key, on_peer_gone=self.gone.set)
 
@@ -112,7 +113,7 @@ def failure(future: "Future[Grant]") -> BaseException:
     return error
 
 
-def start_peer(path: Path, fingerprint: Fingerprint, *options: str) -> "subprocess.Popen[str]":
+def start_peer(path: Path, fingerprint: CompatibilityKey, *options: str) -> "subprocess.Popen[str]":
     """`peer.py`, in a process of its own."""
     return subprocess.Popen(
         [sys.executable, str(PEER), str(path), msgspec.json.encode(fingerprint).decode(), *options],

@@ -15,14 +15,15 @@ import msgspec
 
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
-from omni_connector.handoff.messages import Fingerprint, Welcome
+from omni_connector.handoff.messages import Welcome
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.server import ControlServer
+from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net.keys import load_key
 from omni_connector.net.peers import HostPort
 from omni_connector.transports.base import Endpoint
 
-fingerprint = msgspec.json.decode(sys.argv[2], type=Fingerprint)
+fingerprint = msgspec.json.decode(sys.argv[2], type=CompatibilityKey)
 directory = SlotDirectory(8, time.monotonic, 600.0)
 endpoint = Endpoint(
     transport="shm", address="somewhere", epoch=b"a" * 16, n_slots=8, slot_bytes=4096

@@ -29,13 +29,13 @@ from omni_connector.handoff.client import ClaimDeniedError, Grant, PeerSession
 from omni_connector.handoff.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
-    Fingerprint,
     Hello,
     Refused,
     decode_reply,
     encode,
 )
 from omni_connector.handoff.prompt import Prompt
+from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net import links as control_sockets
 
 from .engine import LONG, PROMPT, Asker, StartEngine, ask, failure, start_peer
@@ -70,7 +70,7 @@ def test_a_denial_comes_back_as_one(start_engine: StartEngine, asker: Asker) -> 
 
 
 def test_a_peer_that_differs_is_incompatible_at_once_and_again(
-    start_engine: StartEngine, fingerprint: Fingerprint
+    start_engine: StartEngine, fingerprint: CompatibilityKey
 ) -> None:
     engine = start_engine()
     asker = Asker(msgspec.structs.replace(fingerprint, dtype="float16"))
@@ -189,7 +189,7 @@ def test_a_peer_that_accepts_and_says_nothing_is_given_up_at_the_deadline(
 
 
 def test_a_peer_that_is_killed_fails_its_claims_and_nothing_else(
-    folder: Path, fingerprint: Fingerprint, start_engine: StartEngine, asker: Asker
+    folder: Path, fingerprint: CompatibilityKey, start_engine: StartEngine, asker: Asker
 ) -> None:
     path = folder / "killed.sock"
     with start_peer(path, fingerprint) as peer:
@@ -232,7 +232,7 @@ def test_a_peer_that_restarts_at_its_address_is_found_again(
 
 
 def test_the_socket_of_a_killed_engine_is_taken_over(
-    folder: Path, fingerprint: Fingerprint, start_engine: StartEngine, asker: Asker
+    folder: Path, fingerprint: CompatibilityKey, start_engine: StartEngine, asker: Asker
 ) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(folder / "p.sock"))
@@ -309,7 +309,7 @@ def test_a_malformed_answer_fails_the_claims(folder: Path, asker: Asker) -> None
 
 
 def test_close_is_idempotent_and_leaves_nothing(
-    folder: Path, fingerprint: Fingerprint, start_engine: StartEngine, asker: Asker
+    folder: Path, fingerprint: CompatibilityKey, start_engine: StartEngine, asker: Asker
 ) -> None:
     def open_files() -> int:
         return len(os.listdir("/proc/self/fd"))
@@ -329,7 +329,7 @@ def test_close_is_idempotent_and_leaves_nothing(
 
 
 def test_claims_under_way_fail_when_the_channel_closes(
-    start_engine: StartEngine, fingerprint: Fingerprint
+    start_engine: StartEngine, fingerprint: CompatibilityKey
 ) -> None:
     engine = start_engine()
     channel = ControlChannel(fingerprint=fingerprint)
@@ -340,7 +340,7 @@ def test_claims_under_way_fail_when_the_channel_closes(
 
 
 def test_claims_after_close_fail_and_the_rest_is_ignored(
-    start_engine: StartEngine, fingerprint: Fingerprint
+    start_engine: StartEngine, fingerprint: CompatibilityKey
 ) -> None:
     engine = start_engine()
     channel = ControlChannel(fingerprint=fingerprint)
@@ -359,7 +359,7 @@ def test_claims_after_close_fail_and_the_rest_is_ignored(
 
 
 def test_every_claim_made_while_the_channel_closes_is_answered(
-    folder: Path, fingerprint: Fingerprint
+    folder: Path, fingerprint: CompatibilityKey
 ) -> None:
     address = f"ipc://{folder}/nobody.sock"
     for _ in range(20):
@@ -393,7 +393,7 @@ def test_every_claim_made_while_the_channel_closes_is_answered(
 
 
 def test_a_callback_that_fails_does_not_end_the_channel(
-    start_engine: StartEngine, fingerprint: Fingerprint, folder: Path
+    start_engine: StartEngine, fingerprint: CompatibilityKey, folder: Path
 ) -> None:
     calls: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -478,7 +478,7 @@ def test_an_answer_that_cannot_be_handled_fails_that_peer_only(
 
 
 def test_a_hello_of_nothing_leaves_the_thread_alive(
-    start_engine: StartEngine, asker: Asker, fingerprint: Fingerprint
+    start_engine: StartEngine, asker: Asker, fingerprint: CompatibilityKey
 ) -> None:
     engine = start_engine()
     plain = msgspec.to_builtins(fingerprint)

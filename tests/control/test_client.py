@@ -23,7 +23,6 @@ from omni_connector.handoff.messages import (
     TOKEN_BYTES,
     Claim,
     Denied,
-    Fingerprint,
     Granted,
     Hello,
     Refused,
@@ -33,6 +32,7 @@ from omni_connector.handoff.messages import (
     encode,
 )
 from omni_connector.handoff.prompt import Prompt
+from omni_connector.kv.compatibility import CompatibilityKey
 
 ADDRESS = "ipc:///nowhere"
 GROUPS = (((0, 1), (1, 1)), ((2, 1),))
@@ -50,7 +50,7 @@ class Asking:
     """A session and what it does with claims."""
 
     def __init__(
-        self, clock: Clock, fingerprint: Fingerprint, welcome: Welcome, prompt: Prompt
+        self, clock: Clock, fingerprint: CompatibilityKey, welcome: Welcome, prompt: Prompt
     ) -> None:
         self.clock = clock
         self.prompt = prompt
@@ -88,7 +88,7 @@ class Asking:
 @pytest.fixture
 def asking(
     clock: Clock,
-    fingerprint: Fingerprint,
+    fingerprint: CompatibilityKey,
     welcome: Welcome,
     make_prompt: Callable[..., Prompt],
 ) -> Asking:
@@ -109,7 +109,7 @@ def error_of(future: "Future[Grant]") -> BaseException:
 
 
 def test_the_session_opens_with_protocol_and_fingerprint(
-    asking: Asking, fingerprint: Fingerprint
+    asking: Asking, fingerprint: CompatibilityKey
 ) -> None:
     assert asking.session.hello() == Hello.of(fingerprint)
 

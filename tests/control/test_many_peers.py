@@ -9,13 +9,16 @@ import pytest
 
 from omni_connector.errors import IncompatiblePeerError
 from omni_connector.handoff import channel as channel_module
-from omni_connector.handoff.messages import Fingerprint, Welcome
+from omni_connector.handoff.messages import Welcome
+from omni_connector.kv.compatibility import CompatibilityKey
 
 from .engine import LONG, Asker, Engine, StartEngine, failure
 
 
 @pytest.fixture
-def strangers(folder: Path, fingerprint: Fingerprint, welcome: Welcome) -> Iterator[list[Engine]]:
+def strangers(
+    folder: Path, fingerprint: CompatibilityKey, welcome: Welcome
+) -> Iterator[list[Engine]]:
     """Engines that refuse everybody else."""
     other = msgspec.structs.replace(fingerprint, model="other")
     said = msgspec.structs.replace(welcome, fingerprint=other)

@@ -13,12 +13,10 @@ from omni_connector.errors import ProtocolError
 from omni_connector.handoff.messages import (
     DIGEST_BYTES,
     MAX_MESSAGE_BYTES,
-    MAX_RANKS,
     MAX_TRANSPORTS,
     TOKEN_BYTES,
     Claim,
     Denied,
-    Fingerprint,
     Granted,
     Hello,
     Refused,
@@ -30,11 +28,12 @@ from omni_connector.handoff.messages import (
     decode_request,
     encode,
 )
+from omni_connector.kv.compatibility import MAX_RANKS, CompatibilityKey
 from omni_connector.transports.base import Endpoint
 
 from .shapes import group_shape
 
-PRINT = Fingerprint(
+PRINT = CompatibilityKey(
     model="m@1",
     dtype="bfloat16",
     kv_dtype="auto",

@@ -16,7 +16,6 @@ from omni_connector.handoff.messages import (
     TOKEN_BYTES,
     Claim,
     Denied,
-    Fingerprint,
     Granted,
     Hello,
     Refused,
@@ -28,6 +27,7 @@ from omni_connector.handoff.messages import (
 )
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.server import Connection, ControlServer
+from omni_connector.kv.compatibility import CompatibilityKey
 
 from .shapes import group_shape
 
@@ -48,7 +48,7 @@ class Served:
     """A server, its directory, and what it counted."""
 
     def __init__(
-        self, clock: Clock, fingerprint: Fingerprint, welcome: Welcome, prompt: Prompt
+        self, clock: Clock, fingerprint: CompatibilityKey, welcome: Welcome, prompt: Prompt
     ) -> None:
         self.prompt = prompt
         self.counts: Counter[str] = Counter()
@@ -89,7 +89,7 @@ class Served:
 @pytest.fixture
 def served(
     clock: Clock,
-    fingerprint: Fingerprint,
+    fingerprint: CompatibilityKey,
     welcome: Welcome,
     make_prompt: Callable[..., Prompt],
 ) -> Served:
@@ -97,12 +97,14 @@ def served(
 
 
 @pytest.fixture
-def introduced(served: Served, fingerprint: Fingerprint, welcome: Welcome) -> Served:
+def introduced(served: Served, fingerprint: CompatibilityKey, welcome: Welcome) -> Served:
     assert served.say(ALICE, Hello.of(fingerprint)) == [welcome]
     return served
 
 
-def test_a_peer_of_another_protocol_is_refused(served: Served, fingerprint: Fingerprint) -> None:
+def test_a_peer_of_another_protocol_is_refused(
+    served: Served, fingerprint: CompatibilityKey
+) -> None:
     other = PROTOCOL_VERSION + 1
     answer = served.say(ALICE, msgspec.structs.replace(Hello.of(fingerprint), protocol=other))
     assert answer == [Refused("protocol", str(PROTOCOL_VERSION), str(other))]
@@ -114,7 +116,7 @@ def test_a_peer_of_another_protocol_is_refused(served: Served, fingerprint: Fing
     [("model", "other@1"), ("kv_dtype", "fp8"), ("kv_heads", 8)],
 )
 def test_a_peer_that_differs_is_told_the_field_and_both_values(
-    field: str, theirs: object, served: Served, fingerprint: Fingerprint
+    field: str, theirs: object, served: Served, fingerprint: CompatibilityKey
 ) -> None:
     hello = Hello.of(msgspec.structs.replace(fingerprint, **{field: theirs}))
     assert served.say(ALICE, hello) == [
@@ -126,7 +128,7 @@ def test_a_peer_that_differs_is_told_the_field_and_both_values(
 
 
 def test_a_refusal_of_long_values_still_fits_the_wire(
-    served: Served, fingerprint: Fingerprint
+    served: Served, fingerprint: CompatibilityKey
 ) -> None:
     groups = (group_shape(kind="g" * 1000),) * 200
     (answer,) = served.say(ALICE, Hello.of(msgspec.structs.replace(fingerprint, groups=groups)))
@@ -246,7 +248,7 @@ def test_a_release_gives_the_slots_back_and_is_not_answered(introduced: Served) 
 
 
 def test_a_release_ends_the_lease_of_its_own_claim_only(
-    introduced: Served, fingerprint: Fingerprint
+    introduced: Served, fingerprint: CompatibilityKey
 ) -> None:
     introduced.say(BOB, Hello.of(fingerprint))
     handoff = introduced.handoff()
@@ -290,7 +292,7 @@ def test_parked_claims_are_bounded(introduced: Served, monkeypatch: pytest.Monke
 
 
 def test_sessions_are_bounded_and_those_in_use_stay(
-    introduced: Served, fingerprint: Fingerprint, monkeypatch: pytest.MonkeyPatch
+    introduced: Served, fingerprint: CompatibilityKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "MAX_SESSIONS", 2)
     handoff = introduced.handoff()
@@ -304,7 +306,7 @@ def test_sessions_are_bounded_and_those_in_use_stay(
 
 
 def test_names_are_those_of_one_socket_only(
-    introduced: Served, fingerprint: Fingerprint, monkeypatch: pytest.MonkeyPatch
+    introduced: Served, fingerprint: CompatibilityKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A peer chooses its name, and at a TCP socket it may be anybody."""
     monkeypatch.setattr(server_module, "MAX_SESSIONS", 2)
@@ -335,7 +337,7 @@ def test_malformed_frames_are_counted_and_ignored(frame: bytes, introduced: Serv
     assert isinstance(answer[0], Granted)
 
 
-def test_a_peer_without_a_page_is_refused(served: Served, fingerprint: Fingerprint) -> None:
+def test_a_peer_without_a_page_is_refused(served: Served, fingerprint: CompatibilityKey) -> None:
     shape = msgspec.to_builtins(group_shape()) | {"pages": []}
     plain = msgspec.to_builtins(fingerprint) | {"groups": [shape]}
     hello = Hello(PROTOCOL_VERSION, msgspec.Raw(msgspec.msgpack.encode(plain)))
@@ -345,7 +347,7 @@ def test_a_peer_without_a_page_is_refused(served: Served, fingerprint: Fingerpri
 
 def test_a_message_that_cannot_be_handled_costs_its_sender_only(
     introduced: Served,
-    fingerprint: Fingerprint,
+    fingerprint: CompatibilityKey,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

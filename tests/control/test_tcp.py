@@ -21,12 +21,12 @@ from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.messages import (
     Claim,
     Denied,
-    Fingerprint,
     Hello,
     Welcome,
     decode_reply,
     encode,
 )
+from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net import links as control_sockets
 from omni_connector.net import listener as listener_module
 from omni_connector.net import resolver as resolver_module
@@ -189,7 +189,7 @@ def test_without_an_address_no_port_is_open(
     assert open_ports() == before
 
 
-def test_who_does_not_serve_opens_no_port(fingerprint: Fingerprint) -> None:
+def test_who_does_not_serve_opens_no_port(fingerprint: CompatibilityKey) -> None:
     before = open_ports()
     channel = ControlChannel(fingerprint=fingerprint, listen_tcp=LOOPBACK, key=KEY)
     try:
@@ -231,7 +231,7 @@ def test_who_does_not_share_the_key_is_told_so_and_heard_by_nobody(
 
 
 def test_to_know_the_servers_public_key_is_not_enough(
-    engine: Engine, friend: Asker, fingerprint: Fingerprint, caplog: pytest.LogCaptureFixture
+    engine: Engine, friend: Asker, fingerprint: CompatibilityKey, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The mark of ZAP: CURVE alone would let in who proves to have any key."""
     with dealer(engine, key=OTHER) as intruder:
@@ -307,7 +307,7 @@ def test_who_connects_and_says_nothing_is_hung_up_on(quick: None, engine: Engine
 
 @pytest.mark.parametrize("doors", ["one", "the other"])
 def test_a_name_of_one_socket_means_nothing_at_the_other(
-    doors: str, start_engine: StartEngine, fingerprint: Fingerprint
+    doors: str, start_engine: StartEngine, fingerprint: CompatibilityKey
 ) -> None:
     engine = start_engine(listen_tcp=LOOPBACK, key=KEY)
     first, second = engine.address, engine.tcp
@@ -343,7 +343,7 @@ def test_a_request_longer_than_any_ends_the_connection(engine: Engine, friend: A
     assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
 
 
-def test_a_message_of_many_frames_is_ignored(engine: Engine, fingerprint: Fingerprint) -> None:
+def test_a_message_of_many_frames_is_ignored(engine: Engine, fingerprint: CompatibilityKey) -> None:
     with dealer(engine, key=KEY) as client:
         client.connect(engine.tcp)
         client.send_multipart([b"one", b"two"])
@@ -423,7 +423,9 @@ def test_a_message_that_does_not_end_ends_the_connection(
     assert not friend.gone.is_set()
 
 
-def test_many_whole_messages_are_no_endless_one(engine: Engine, fingerprint: Fingerprint) -> None:
+def test_many_whole_messages_are_no_endless_one(
+    engine: Engine, fingerprint: CompatibilityKey
+) -> None:
     hello = encode(Hello.of(fingerprint))
     number = 2 * MAX_UNFINISHED_BYTES // len(hello)
     with dealer(engine, key=KEY, SNDHWM=1 << 20) as client:
@@ -642,7 +644,7 @@ def test_whatever_connects_hosts_notices_within_ten_seconds_that_the_other_is_si
 def test_a_stopped_peer_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
-    fingerprint: Fingerprint,
+    fingerprint: CompatibilityKey,
     start_asker: StartAsker,
     tmp_path: Path,
 ) -> None:
@@ -745,7 +747,7 @@ def test_a_new_engine_is_found_before_the_end_of_the_old_one_is_known(
 
 
 def test_close_leaves_nothing(
-    folder: Path, fingerprint: Fingerprint, start_engine: StartEngine, friend: Asker
+    folder: Path, fingerprint: CompatibilityKey, start_engine: StartEngine, friend: Asker
 ) -> None:
     before = len(os.listdir("/proc/self/fd"))
     engine = start_engine(listen_tcp=LOOPBACK, key=KEY)
@@ -835,7 +837,7 @@ def test_a_peer_may_be_named(
 
 
 def test_a_name_that_is_looked_up_for_ever_holds_up_nothing(
-    monkeypatch: pytest.MonkeyPatch, engine: Engine, fingerprint: Fingerprint
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, fingerprint: CompatibilityKey
 ) -> None:
     monkeypatch.setattr(resolver_module, "MAX_LOOKUPS", 2)
     asked, release = threading.Semaphore(0), threading.Event()

@@ -4,7 +4,7 @@
 import os
 import socket
 
-from omni_connector.network.forks import close_bound_to
+from omni_connector.net.forks import close_bound_to
 
 
 def descriptors() -> set[str]:

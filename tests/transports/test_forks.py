@@ -29,7 +29,7 @@ from pathlib import Path
 import msgspec
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
-from omni_connector.handoff.messages import Fingerprint, Welcome
+from omni_connector.handoff.messages import CompatibilityKey, Welcome
 from omni_connector.handoff.server import ControlServer
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.net.keys import own_key
@@ -41,7 +41,7 @@ folder = Path(sys.argv[1])
 connector = SharedMemoryTransport(folder=folder)
 endpoint = connector.export(Arena.create(1, 4096), "arena")
 shape = GroupShape(kind="f", block_size=16, keeps="all", layers="l", pages=("H2.N16.C64",))
-print_ = Fingerprint(
+print_ = CompatibilityKey(
     model="m", dtype="d", kv_dtype="k", integrity="full", kv_heads=2, ranks=1, groups=(shape,)
 )
 server = ControlServer(

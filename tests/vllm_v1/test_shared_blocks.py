@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_connector.errors import ChecksumError
-from omni_connector.handoff.messages import Fingerprint
+from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.shared_blocks import (
     TRAILER_BYTES,
@@ -21,7 +21,7 @@ from omni_connector.prefix.shared_blocks import (
 )
 
 SHAPE = GroupShape(kind="full_attention", block_size=16, keeps="all", layers="x", pages=("p",))
-OURS = Fingerprint(
+OURS = CompatibilityKey(
     model="m@1", dtype="a", kv_dtype="auto", integrity="full", kv_heads=2, ranks=1, groups=(SHAPE,)
 )
 

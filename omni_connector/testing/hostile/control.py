@@ -16,7 +16,6 @@ from omni_connector.handoff.handoff import Handoff
 from omni_connector.handoff.messages import (
     Claim,
     Denied,
-    Fingerprint,
     Granted,
     Hello,
     Refused,
@@ -27,6 +26,7 @@ from omni_connector.handoff.messages import (
 )
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.server import Connection, ControlServer
+from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.testing.clock import FakeClock
 from omni_connector.testing.hostile.mutation import distort_msgpack
@@ -57,9 +57,9 @@ def shape(**changes: object) -> GroupShape:
     return msgspec.convert(values | changes, GroupShape)
 
 
-def fingerprint(ranks: int = 1, **changes: object) -> Fingerprint:
+def fingerprint(ranks: int = 1, **changes: object) -> CompatibilityKey:
     """What an engine of two cache groups keeps; the changes are of the first group."""
-    return Fingerprint(
+    return CompatibilityKey(
         model="m@1",
         dtype="bfloat16",
         kv_dtype="auto",
@@ -73,7 +73,7 @@ def fingerprint(ranks: int = 1, **changes: object) -> Fingerprint:
     )
 
 
-def readers() -> list[Fingerprint]:
+def readers() -> list[CompatibilityKey]:
     """Engines that can read the one above: alike, or with other blocks, ranks or byte orders."""
     halves = tuple(page.replace("H2", "H1") for page in ("H2.N16.C64", "H2.N16.C64"))
     both = {"pages": halves}

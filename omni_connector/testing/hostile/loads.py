@@ -21,9 +21,10 @@ from omni_connector.handoff import loading
 from omni_connector.handoff import receiver as receiving
 from omni_connector.handoff.client import Grant, PeerSession
 from omni_connector.handoff.loading import Loader
-from omni_connector.handoff.messages import Fingerprint, Granted, Welcome, encode
+from omni_connector.handoff.messages import Granted, Welcome, encode
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.kv import SlotLayout
+from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.copy_threads import Outcome, Work
 from omni_connector.kv.ledger import CopyLedger
 from omni_connector.memory.arena import Arena
@@ -44,7 +45,7 @@ _PAGES_BYTES: Final = 4096
 class _Channel:
     """In the place of the control channel: a session that is told what was drawn."""
 
-    def __init__(self, ours: Fingerprint, frames: list[bytes]) -> None:
+    def __init__(self, ours: CompatibilityKey, frames: list[bytes]) -> None:
         self._ours = ours
         self._frames = frames
 
@@ -143,7 +144,7 @@ class _Copier:
 class _Decoder:
     """A decode engine of some fingerprint: its half beside the scheduler, and its loads."""
 
-    def __init__(self, ours: Fingerprint, connector: SharedMemoryTransport) -> None:
+    def __init__(self, ours: CompatibilityKey, connector: SharedMemoryTransport) -> None:
         self.ours = ours
         sizes = tuple(_PAGES_BYTES * group.block_size // 16 // ours.ranks for group in ours.groups)
         layout = SlotLayout(sizes, max(sizes), tuple((0, size // 2) for size in sizes))

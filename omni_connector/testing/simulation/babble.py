@@ -15,7 +15,6 @@ from omni_connector.handoff.messages import (
     TOKEN_BYTES,
     Claim,
     Denied,
-    Fingerprint,
     Granted,
     Hello,
     Refused,
@@ -28,6 +27,7 @@ from omni_connector.handoff.messages import (
     encode,
 )
 from omni_connector.handoff.params import handoff_answer
+from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.memory.arena_format import EPOCH_BYTES
 from omni_connector.net.runtime import runtime_dir, socket_path
 from omni_connector.testing.simulation.wires import STRANGER, Net, Router, SimulatedPoller
@@ -52,7 +52,7 @@ def babble(net: Net, engine: str, draw: random.Random) -> None:
         link.send(encode(message))
 
 
-def _request(fingerprint: Fingerprint | None, draw: random.Random) -> Request:
+def _request(fingerprint: CompatibilityKey | None, draw: random.Random) -> Request:
     kind = draw.choice((0, 0, 0, 1, 2, 3))
     if kind == 0 and fingerprint is not None:
         said = fingerprint if draw.random() < 0.3 else _mutated(fingerprint, draw)
@@ -75,7 +75,7 @@ def _request(fingerprint: Fingerprint | None, draw: random.Random) -> Request:
     )
 
 
-def _mutated(fingerprint: Fingerprint, draw: random.Random) -> Fingerprint:
+def _mutated(fingerprint: CompatibilityKey, draw: random.Random) -> CompatibilityKey:
     """One that differs in something, if that is one."""
     try:
         return _changed(fingerprint, draw)
@@ -83,7 +83,7 @@ def _mutated(fingerprint: Fingerprint, draw: random.Random) -> Fingerprint:
         return fingerprint
 
 
-def _changed(fingerprint: Fingerprint, draw: random.Random) -> Fingerprint:
+def _changed(fingerprint: CompatibilityKey, draw: random.Random) -> CompatibilityKey:
     groups = list(fingerprint.groups)
     change = draw.choice((0, 1, 2, 3, 4, 4, 4, 5, 6, 7))
     if change == 0:
@@ -132,7 +132,7 @@ class Liar(Actor):
         self._draw = draw
         self._arenas = list(arenas)
         self._epoch = draw.randbytes(TOKEN_BYTES)
-        self._fingerprint: Fingerprint | None = None
+        self._fingerprint: CompatibilityKey | None = None
         self._router = Router(SimulatedPoller())
         self._router.poller.turns = self
         net.routers[path_of(name)] = (f"liar {name}", self._router)

@@ -5,9 +5,6 @@ from typing import Final
 
 from omni_connector.testing.simulation.faults import mutant
 
-_V1: Final = "omni_connector.vllm_v1"
-_CONTROL: Final = "omni_connector.handoff"
-
 # Of defect 2 one is not here: that an engine's own loads are void at its reset. What it was granted
 # before it asks for again anyway, and vLLM resets nothing while it loads. tests/vllm_v1/test_epochs
 # has the case that the connector is told all the same.
@@ -16,12 +13,12 @@ MENDED: Final = (
         "defect 1 and 5: no references",
         "blocks under a copy are not held",
         (
-            f"{_V1}.ledger",
+            "omni_connector.kv.ledger",
             "        self._pool.touch([self._pool.blocks[each] for each in blocks])\n",
             "",
         ),
         (
-            f"{_V1}.ledger",
+            "omni_connector.kv.ledger",
             "                self._pool.free_blocks([self._pool.blocks[i] for i in "
             "reversed(job.block_ids)])\n",
             "",
@@ -31,7 +28,7 @@ MENDED: Final = (
         "defect 1: saves hold no blocks",
         "what is copied for a hand-off is not held; of other copies it is",
         (
-            f"{_V1}.sender",
+            "omni_connector.handoff.sender",
             "            itertools.chain(*(run.block_ids for run in runs)),\n",
             "            (),\n",
         ),
@@ -40,7 +37,7 @@ MENDED: Final = (
         "defect 2: a reset is not noticed",
         "a plain reset leaves hand-offs, leases and loads as they are",
         (
-            f"{_V1}.epoch",
+            "omni_connector.vllm_v1.epoch",
             "return self._pool.cached_block_hash_to_block is self._table",
             "return True",
         ),
@@ -49,7 +46,7 @@ MENDED: Final = (
         "defect 2: slots stay",
         "after new weights what was handed off before can be claimed",
         (
-            f"{_V1}.scheduler",
+            "omni_connector.vllm_v1.scheduler",
             "            slots, generations = self._sender.void()\n",
             "            slots, generations = [], []\n",
         ),
@@ -58,7 +55,7 @@ MENDED: Final = (
         "defect 2: the store's keys stay",
         "prefixes of other weights are found in the shared store",
         (
-            f"{_V1}.shared_prefix",
+            "omni_connector.prefix.shared_prefix",
             '            self._prefix = f"{self._engines_prefix}/{self._randbytes(8).hex()}"\n',
             "            pass\n",
         ),
@@ -67,7 +64,7 @@ MENDED: Final = (
         "defect 2: what was granted long ago is used",
         "a grant that the peer has voided since, while it was idle, is loaded",
         (
-            f"{_V1}.receiver",
+            "omni_connector.handoff.receiver",
             "        if self._clock() - load.grant.received > _FRESH_S:",
             "        if False:",
         ),
@@ -76,7 +73,7 @@ MENDED: Final = (
         "a second load after a failed hand-off",
         "requests whose hand-offs failed wait for each other's loads from the store",
         (
-            f"{_V1}.scheduler",
+            "omni_connector.vllm_v1.scheduler",
             "                self._shared.load_nothing(request.request_id)\n",
             "                pass\n",
         ),
@@ -84,13 +81,13 @@ MENDED: Final = (
     mutant(
         "defect 2: claims are granted meanwhile",
         "between a reset and the engine's next step old hand-offs can be claimed",
-        (f"{_CONTROL}.server", "        if not self._valid():", "        if False:"),
+        ("omni_connector.handoff.server", "        if not self._valid():", "        if False:"),
     ),
     mutant(
         "defect 2: cached slots keep their names",
         "after new weights a hand-off shares slots that were filled before",
         (
-            f"{_CONTROL}.directory",
+            "omni_connector.handoff.directory",
             "        self._index.clear()\n"
             "        cached = np.flatnonzero(self._stamp)\n"
             "        self._stamp[cached] = 0\n"
@@ -104,7 +101,7 @@ MENDED: Final = (
         "defect 3: a group of no pages",
         "a Hello with a group that has no pages is taken for one",
         (
-            f"{_CONTROL}.shapes",
+            "omni_connector.kv.shapes",
             "tuple[_Page, ...], Meta(min_length=1, max_length=1 << 14)]",
             "tuple[_Page, ...], Meta(max_length=1 << 14)]",
         ),
@@ -113,12 +110,12 @@ MENDED: Final = (
         "defect 3: a message ends the thread",
         "and one that cannot be handled is nobody's to catch",
         (
-            f"{_CONTROL}.shapes",
+            "omni_connector.kv.shapes",
             "tuple[_Page, ...], Meta(min_length=1, max_length=1 << 14)]",
             "tuple[_Page, ...], Meta(max_length=1 << 14)]",
         ),
         (
-            f"{_CONTROL}.server",
+            "omni_connector.handoff.server",
             "            return self._handle(connection, message)\n        except Exception:",
             "            return self._handle(connection, message)\n"
             "        except StopAsyncIteration:",
@@ -128,7 +125,7 @@ MENDED: Final = (
         "defect 3: expiry ends with the thread",
         "without the control thread no hand-off's time ends",
         (
-            f"{_V1}.upkeep",
+            "omni_connector.handoff.upkeep",
             "            self._next_expiry = self._clock() + TICK_S\n            self._expire()\n",
             "            self._next_expiry = self._clock() + TICK_S\n",
         ),
@@ -137,13 +134,13 @@ MENDED: Final = (
         "defect 4: a job ends its thread",
         "what a load raises ends the thread of all loads",
         (
-            f"{_V1}.loading",
+            "omni_connector.handoff.loading",
             "            except Exception as error:  # whatever it is, the request "
             "must not wait for ever",
             "            except StopAsyncIteration as error:",
         ),
         (
-            f"{_V1}.copies",
+            "omni_connector.kv.copy_threads",
             "        except BaseException:  # it is this job's, and the others go on\n",
             "        except StopAsyncIteration:\n",
         ),
@@ -152,7 +149,7 @@ MENDED: Final = (
         "defect 4: nobody sees a dead thread",
         "jobs of a thread that has ended are waited for",
         (
-            f"{_V1}.copies",
+            "omni_connector.kv.copy_threads",
             "        if under_way and not self._closing and not self._thread.is_alive():\n",
             "        if False:\n",
         ),
@@ -161,7 +158,7 @@ MENDED: Final = (
         "defect 6: the first release ends all",
         "with the first child of n > 1 the slots of its siblings go",
         (
-            f"{_CONTROL}.directory",
+            "omni_connector.handoff.directory",
             "            if not handoff.leases:\n"
             "                self._close(handoff)\n"
             "\n"
@@ -173,7 +170,7 @@ MENDED: Final = (
         "defect 6: twins have slots of their own",
         "identical prefills take the arena's room several times",
         (
-            f"{_CONTROL}.directory",
+            "omni_connector.handoff.directory",
             "            if twins:\n                slots = next",
             "            if False:\n                slots = next",
         ),
@@ -182,7 +179,7 @@ MENDED: Final = (
         "defect 6: slots being filled are not shared",
         "two hand-offs both copy into the slot that they share",
         (
-            f"{_CONTROL}.directory",
+            "omni_connector.handoff.directory",
             "                mine = ~(self._busy[numbers] | self._ready[numbers])\n",
             "                mine = ~self._ready[numbers]\n",
         ),
@@ -191,7 +188,7 @@ MENDED: Final = (
         "defect 7: arenas stay mapped",
         "an arena whose owner has gone is kept",
         (
-            f"{_V1}.arenas",
+            "omni_connector.transports.peer_arenas",
             "        return not self.arena.result().alive if self.mapped else",
             "        return False if self.mapped else",
         ),
@@ -199,13 +196,13 @@ MENDED: Final = (
     mutant(
         "defect 7: idle arenas stay",
         "of arenas that are fetched nobody lets go",
-        (f"{_V1}.arenas", "now - self.used_at >= IDLE_S", "False"),
+        ("omni_connector.transports.peer_arenas", "now - self.used_at >= IDLE_S", "False"),
     ),
     mutant(
         "defect 8: loads wait for a peer",
         "the one thread of all loads attaches, and waits for who is silent",
         (
-            f"{_V1}.arenas",
+            "omni_connector.transports.peer_arenas",
             "                self._threads.submit(endpoint.address, _into(known.arena, attach))\n",
             "                _into(known.arena, attach)()\n",
         ),
@@ -214,7 +211,7 @@ MENDED: Final = (
         "defect 14: no checksum of what travels",
         "with integrity `generation` a fetch that brings other bytes is believed",
         (
-            f"{_V1}.loading",
+            "omni_connector.handoff.loading",
             "            if checksum != published and (self._checksum or not slots.in_place):\n",
             "            if checksum != published and self._checksum:\n",
         ),
@@ -223,7 +220,7 @@ MENDED: Final = (
         "defect 17: links to the dead stay",
         "a connection to an engine that has gone is kept",
         (
-            f"{_CONTROL}.channel",
+            "omni_connector.handoff.channel",
             "            self._poller.unregister(peer.link.monitor)\n"
             "            peer.link.close()\n",
             "            self._poller.unregister(peer.link.monitor)\n",
@@ -233,7 +230,7 @@ MENDED: Final = (
         "defect 25: a rejected request keeps its hand-off",
         "its slots are held until their time is over",
         (
-            f"{_V1}.scheduler",
+            "omni_connector.vllm_v1.scheduler",
             "                self._receiver.reject(remote)\n",
             "                pass\n",
         ),
@@ -242,7 +239,7 @@ MENDED: Final = (
         "waiters: the last comes first",
         "small prompts overtake large ones that wait for room",
         (
-            f"{_V1}.sender",
+            "omni_connector.handoff.sender",
             "            self._waiting.append(send)\n",
             "            self._waiting.appendleft(send)\n",
         ),
@@ -251,7 +248,7 @@ MENDED: Final = (
         "waiters: nobody wakes them",
         "slots come free, and who waits for some is not given them",
         (
-            f"{_CONTROL}.directory",
+            "omni_connector.handoff.directory",
             "        self._num_free += len(gone)\n        self.releases += 1\n",
             "        self._num_free += len(gone)\n",
         ),
@@ -259,13 +256,17 @@ MENDED: Final = (
     mutant(
         "waiters: who has gone still waits",
         "a request that was aborted keeps its place in the queue for room",
-        (f"{_V1}.sender", "            self._waiting.remove(send)\n", "            pass\n"),
+        (
+            "omni_connector.handoff.sender",
+            "            self._waiting.remove(send)\n",
+            "            pass\n",
+        ),
     ),
     mutant(
         "a second load after a failed one",
         "several requests whose hand-off failed wait for each other's blocks",
         (
-            f"{_V1}.scheduler",
+            "omni_connector.vllm_v1.scheduler",
             "                self._shared.load_nothing(request.request_id)\n",
             "                pass\n",
         ),

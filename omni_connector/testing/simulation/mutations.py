@@ -6,15 +6,12 @@ from typing import Final
 from omni_connector.testing.simulation.faults import Mutant, mutant
 from omni_connector.testing.simulation.mended import MENDED
 
-_V1: Final = "omni_connector.vllm_v1"
-_CONTROL: Final = "omni_connector.handoff"
-
 OWN: Final = (
     mutant(
         "saves to the store hold no blocks",
         "what is copied for the store is not held",
         (
-            f"{_V1}.shared_prefix",
+            "omni_connector.prefix.shared_prefix",
             "            block_ids, lambda failure: self._let_go(len(block_ids)), soon=_COPY_S\n",
             "            (), lambda failure: self._let_go(len(block_ids)), soon=_COPY_S\n",
         ),
@@ -23,7 +20,7 @@ OWN: Final = (
         "a slot keeps its generation",
         "what a slot held before is taken for what it holds",
         (
-            f"{_CONTROL}.directory",
+            "omni_connector.handoff.directory",
             "        self._generation[numbers] += 1\n        self._ready[numbers] =",
             "        self._ready[numbers] =",
         ),
@@ -32,7 +29,7 @@ OWN: Final = (
         "early save",
         "blocks are saved before they are full",
         (
-            f"{_V1}.sender",
+            "omni_connector.handoff.sender",
             "min(end, computed // group.block_size)",
             "min(end, -(-computed // group.block_size))",
         ),
@@ -41,7 +38,7 @@ OWN: Final = (
         "early state",
         "a recurrent state is saved before its last token",
         (
-            f"{_V1}.sender",
+            "omni_connector.handoff.sender",
             'end = 0 if group.keeps == "last" else min(',
             'end = end if group.keeps == "last" else min(',
         ),
@@ -50,7 +47,7 @@ OWN: Final = (
         "saves before the forward pass",
         "saves start with the loads, which older runners start first",
         (
-            f"{_V1}.worker",
+            "omni_connector.vllm_v1.worker",
             "        self._loads_started = True\n        if metadata.loads",
             "        self._loads_started = True\n"
             "        self.start_saves()\n"
@@ -61,7 +58,7 @@ OWN: Final = (
         "checksums are not compared",
         "bytes that changed on their way are served",
         (
-            f"{_V1}.loading",
+            "omni_connector.handoff.loading",
             "            if checksum != published and (self._checksum or not slots.in_place):\n",
             "            if False:\n",
         ),
@@ -70,7 +67,7 @@ OWN: Final = (
         "generations are not compared",
         "a slot that was reused is read",
         (
-            f"{_V1}.reading",
+            "omni_connector.transports.reading",
             "            _checksum(self._remote.verify(slot, generation), slot, self._length)\n",
             "            _checksum(self._remote._view.header(slot), slot, self._length)\n",
         ),
@@ -78,18 +75,18 @@ OWN: Final = (
     mutant(
         "shared slots are not held",
         "a slot that two hand-offs share goes with the first",
-        (f"{_CONTROL}.directory", "            self._holders[shared] += 1\n", ""),
+        ("omni_connector.handoff.directory", "            self._holders[shared] += 1\n", ""),
     ),
     mutant(
         "nothing expires",
         "a hand-off that nobody claims stays",
-        (f"{_CONTROL}.directory", "if each.deadline <= now]", "if False]"),
+        ("omni_connector.handoff.directory", "if each.deadline <= now]", "if False]"),
     ),
     mutant(
         "any prompt will do",
         "a hand-off is granted for another prompt",
         (
-            f"{_CONTROL}.directory",
+            "omni_connector.handoff.directory",
             "        if prompt.num_tokens != num_tokens or not "
             "secrets.compare_digest(\n"
             "            prompt.digest(kind), digest\n"
@@ -101,7 +98,7 @@ OWN: Final = (
         "the last, partial block is shared",
         "a block that is not full has the key of a full one",
         (
-            f"{_V1}.sender",
+            "omni_connector.handoff.sender",
             "        return [None] * len(needed)\n    full =",
             "        return [None] * len(needed)\n"
             "    if prompt.block_hashes:\n"
@@ -114,7 +111,7 @@ OWN: Final = (
         "bad blocks are good",
         "a load that failed names no bad block",
         (
-            f"{_V1}.worker",
+            "omni_connector.vllm_v1.worker",
             "                self._bad_block_ids |= outcome.bad_block_ids\n",
             "                pass\n",
         ),
@@ -123,7 +120,7 @@ OWN: Final = (
         "the end of a failed load is not told",
         "its request waits for ever",
         (
-            f"{_V1}.worker",
+            "omni_connector.vllm_v1.worker",
             "            self._report.done[outcome.job_id] = 1\n"
             "            self._finished_loads.add(request_id)\n"
             "            if outcome.failure is None:\n"
@@ -137,13 +134,17 @@ OWN: Final = (
     mutant(
         "one rank is enough",
         "a job ends with the first rank that has copied",
-        (f"{_V1}.ledger", "            if job.ranks_left <= 0:\n", "            if True:\n"),
+        (
+            "omni_connector.kv.ledger",
+            "            if job.ranks_left <= 0:\n",
+            "            if True:\n",
+        ),
     ),
     mutant(
         "references are kept",
         "blocks of a failed job are not given back",
         (
-            f"{_V1}.ledger",
+            "omni_connector.kv.ledger",
             "                self._pool.free_blocks(",
             "                job.failure or self._pool.free_blocks(",
         ),
@@ -152,7 +153,7 @@ OWN: Final = (
         "given back twice",
         "a revoked job gives its blocks back at once, and again at its end",
         (
-            f"{_V1}.ledger",
+            "omni_connector.kv.ledger",
             "        self._revoked.update(job_id for job_id in job_ids if job_id in self._jobs)\n",
             "        for each in [job_id for job_id in job_ids if job_id in "
             "self._jobs]:\n"
@@ -165,7 +166,7 @@ OWN: Final = (
         "no release",
         "a lease stays until its time is over, although its load has ended",
         (
-            f"{_V1}.receiver",
+            "omni_connector.handoff.receiver",
             "                self._channel.release(grant)\n",
             "                pass\n",
         ),
@@ -174,7 +175,7 @@ OWN: Final = (
         "a grant that was asked for again is kept",
         "the former lease stays until its time is over",
         (
-            f"{_V1}.receiver",
+            "omni_connector.handoff.receiver",
             "                self._channel.release(load.former)\n",
             "",
         ),
@@ -183,7 +184,7 @@ OWN: Final = (
         "an aborted load is forgotten",
         "who aborts before the grant is used leaves its lease",
         (
-            f"{_V1}.receiver",
+            "omni_connector.handoff.receiver",
             "        if load.job_id is None:\n            self._release(load)\n        else:",
             "        if load.job_id is None:\n            pass\n        else:",
         ),
@@ -192,7 +193,7 @@ OWN: Final = (
         "answers are believed",
         "what a peer grants is not checked",
         (
-            f"{_V1}.receiver",
+            "omni_connector.handoff.receiver",
             "            problem = self._check(grant, load.prompt)\n",
             "            problem = None\n",
         ),
@@ -201,7 +202,7 @@ OWN: Final = (
         "no deadline of loads",
         "bytes that do not come are waited for",
         (
-            f"{_V1}.loading",
+            "omni_connector.handoff.loading",
             "                    if self._clock() >= deadline:\n",
             "                    if False:\n",
         ),
@@ -210,7 +211,7 @@ OWN: Final = (
         "no deadline of room",
         "a prefill waits for room in a full arena for ever",
         (
-            f"{_V1}.sender",
+            "omni_connector.handoff.sender",
             "                if self._clock() < send.wait_until:\n",
             "                if True:\n",
         ),
@@ -219,7 +220,7 @@ OWN: Final = (
         "an answer twice",
         "a grant that comes twice is used twice",
         (
-            f"{_CONTROL}.client",
+            "omni_connector.handoff.client",
             "    def _granted(self, message: Granted) -> list[ControlRequest]:\n"
             "        waiting = self._waiting.pop(message.sequence, None)\n",
             "    def _granted(self, message: Granted) -> list[ControlRequest]:\n"
@@ -230,7 +231,7 @@ OWN: Final = (
         "a restarted peer is the old one",
         "an arena is read although its owner has another by now",
         (
-            f"{_V1}.arenas",
+            "omni_connector.transports.peer_arenas",
             "            if known is None or known.endpoint != endpoint or known.failed:\n",
             "            if known is None or known.failed:\n",
         ),
@@ -239,7 +240,7 @@ OWN: Final = (
         "windows are those of all tokens",
         "a prompt is handed off with the window of a token too many",
         (
-            f"{_V1}.scheduler",
+            "omni_connector.vllm_v1.scheduler",
             "        self._stops_early = not keeps_all(kv_cache_config)\n",
             "        self._stops_early = False\n",
         ),
@@ -248,7 +249,7 @@ OWN: Final = (
         "entries of the store are believed",
         "bytes that changed in the store are served",
         (
-            f"{_V1}.store_jobs",
+            "omni_connector.prefix.store_jobs",
             "            verify(row, size, checksum, key)\n",
             "            pass\n",
         ),
@@ -256,13 +257,17 @@ OWN: Final = (
     mutant(
         "a prefix with a gap",
         "what is loaded from the store may lack blocks",
-        (f"{_V1}.store_jobs", "        if not all(there):\n", "        if not any(there):\n"),
+        (
+            "omni_connector.prefix.store_jobs",
+            "        if not all(there):\n",
+            "        if not any(there):\n",
+        ),
     ),
     mutant(
         "too few bad blocks",
         "of a load that failed only the first block that is missing is named",
         (
-            f"{_V1}.loading",
+            "omni_connector.handoff.loading",
             "                    block_id for step in waiting for block_id in step.block_ids\n",
             "                    block_id for step in list(waiting)[:1] for block_id "
             "in step.block_ids\n",
@@ -272,7 +277,7 @@ OWN: Final = (
         "busy slots are free",
         "a slot that is being filled is given to another prompt",
         (
-            f"{_CONTROL}.directory",
+            "omni_connector.handoff.directory",
             "        idle = unheld[~self._busy[unheld]]\n",
             "        idle = unheld\n",
         ),
@@ -281,7 +286,7 @@ OWN: Final = (
         "a cancelled copy is joined",
         "a hand-off counts on a copy that was told to stop",
         (
-            f"{_CONTROL}.directory",
+            "omni_connector.handoff.directory",
             "        self._keyed[unheld[~self._ready[unheld]]] = False\n",
             "",
         ),
@@ -290,7 +295,7 @@ OWN: Final = (
         "names outlive their slots",
         "a slot that holds another block by now is found by its former key",
         (
-            f"{_CONTROL}.slot_index",
+            "omni_connector.handoff.slot_index",
             "        alive = (self._generation[slots] == packed // self._num_slots) & "
             "self.keyed[slots]\n"
             "        return",
@@ -301,7 +306,7 @@ OWN: Final = (
         "a failed copy is waited for",
         "who reads a slot that nobody fills any more is not told",
         (
-            f"{_V1}.worker",
+            "omni_connector.vllm_v1.worker",
             "                if not complete:\n                    _void(arena, job)\n",
             "                pass\n",
         ),
@@ -310,7 +315,7 @@ OWN: Final = (
         "copies of others are cancelled",
         "with an aborted request goes the copy that its twin waits for",
         (
-            f"{_V1}.sender",
+            "omni_connector.handoff.sender",
             "                if not self._directory.wanted(send.handoff, blocks):\n",
             "                if True:\n",
         ),
@@ -319,7 +324,7 @@ OWN: Final = (
         "half a prefill is handed off",
         "a request that ended before its prompt did is offered",
         (
-            f"{_V1}.sender",
+            "omni_connector.handoff.sender",
             "        if send.copied != ends or not well or handoff is None",
             "        if handoff is None",
         ),
@@ -327,13 +332,13 @@ OWN: Final = (
     mutant(
         "nobody seals",
         "a finished prefill cannot be claimed",
-        (f"{_V1}.sender", "        self._directory.seal(handoff)\n", ""),
+        ("omni_connector.handoff.sender", "        self._directory.seal(handoff)\n", ""),
     ),
     mutant(
         "grants that nobody awaits are kept",
         "who gives up while its answer is under way leaves a lease",
         (
-            f"{_CONTROL}.client",
+            "omni_connector.handoff.client",
             "        # Nobody waits any more: give the slots back.\n"
             "        return [Release(waiting.token, message.sequence)]",
             "        return []",
@@ -343,7 +348,7 @@ OWN: Final = (
         "one rank's failure is forgotten",
         "a job counts as done when its last rank has copied",
         (
-            f"{_V1}.ledger",
+            "omni_connector.kv.ledger",
             "            job.failure = job.failure or failed.get(job_id)\n",
             "            job.failure = failed.get(job_id)\n",
         ),
@@ -352,7 +357,7 @@ OWN: Final = (
         "lookups are waited for",
         "a request waits for the answer of a store that is gone",
         (
-            f"{_V1}.shared_prefix",
+            "omni_connector.prefix.shared_prefix",
             "            if self._clock() < lookup.deadline:\n                return None\n",
             "            if True:\n                return None\n",
         ),
@@ -361,7 +366,7 @@ OWN: Final = (
         "a failed load of the store counts",
         "its blocks are computed with, as if they were there",
         (
-            f"{_V1}.scheduler",
+            "omni_connector.vllm_v1.scheduler",
             "            # Told to vLLM, a failed load could end the request: its "
             "policy is for hand-offs.\n"
             "            recompute(request, self._manager)\n",
@@ -372,7 +377,7 @@ OWN: Final = (
         "older runners' failed loads count",
         "where the runner does not tell vLLM of a failed load, nobody does",
         (
-            f"{_V1}.scheduler",
+            "omni_connector.vllm_v1.scheduler",
             "                    request.request_id,\n"
             "                )\n"
             "                recompute(request, self._manager)\n",
@@ -383,7 +388,7 @@ OWN: Final = (
         "a peer must be known",
         "who claims and was forgotten is not introduced again",
         (
-            f"{_CONTROL}.server",
+            "omni_connector.handoff.server",
             "        introduced.move_to_end(connection.name)\n"
             "        if len(introduced) > MAX_SESSIONS:\n"
             "            introduced.popitem(last=False)\n",
@@ -394,7 +399,7 @@ OWN: Final = (
         "a drop ends leases",
         "who rejects one child's request takes the slots from its siblings",
         (
-            f"{_CONTROL}.directory",
+            "omni_connector.handoff.directory",
             "            if handoff is not None and handoff.sealed and not handoff.leases:\n",
             "            if handoff is not None and handoff.sealed:\n",
         ),

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What two engines must agree in before one reads the other's KV cache."""
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from omni_connector.kv.shapes import GroupShape
+from omni_connector.kv.shapes import difference as groups_difference
+
+MAX_RANKS: Final = 1024
+MAX_GROUPS: Final = 256
+
+Text = Annotated[str, Meta(max_length=1024)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
+
+_EQUAL: Final = (
+    *("model", "dtype", "quantization", "overrides", "kv_dtype", "scales", "integrity", "kv_heads"),
+)
+
+
+class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine keeps in its slots.
+
+    Attributes:
+        model: model id and revision.
+        dtype: dtype of the weights and activations.
+        kv_dtype: dtype of the KV cache.
+        quantization: method and settings of the weights' quantization; "" for none.
+        overrides: of what was changed of the model's configuration; "" for nothing.
+        scales: of the scales by which keys, values and what is computed of them are quantized; ""
+            where all are one.
+        integrity: whether slots carry checksums.
+        kv_heads: KV heads of the whole model; 0 where it has no attention.
+        ranks: tensor-parallel size; each rank has an arena.
+        groups: the cache groups, in the order of the slots that are granted.
+    """
+
+    model: Text
+    dtype: Text
+    kv_dtype: Text
+    integrity: Text
+    kv_heads: Count
+    ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+    groups: Annotated[tuple[GroupShape, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
+    quantization: Text = ""
+    overrides: Text = ""
+    scales: Text = ""
+
+    def difference(self, reader: "CompatibilityKey") -> tuple[str, object, object] | None:
+        """Why `reader` cannot read our slots: what differs, with both values; None if it can."""
+        for field in _EQUAL:
+            ours, theirs = getattr(self, field), getattr(reader, field)
+            if ours != theirs:
+                return field, ours, theirs
+        return groups_difference(
+            self.groups, self.ranks, reader.groups, reader.ranks, self.kv_heads
+        )
