@@ -30,7 +30,7 @@ from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net import links as control_sockets
 from omni_connector.net import listener as listener_module
 from omni_connector.net import resolver as resolver_module
-from omni_connector.net import sockets as sockets_module
+from omni_connector.net import zeromq as sockets_module
 from omni_connector.net.keys import ClusterKey, write_new_key
 from omni_connector.net.listener import (
     MAX_REQUEST_BYTES,

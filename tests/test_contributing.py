@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The walks of CONTRIBUTING.md are ways through the code that is there."""
+
+import importlib
+import operator
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+WALKS = {
+    title: re.findall(r"^\|[^|]*\| `([\w.]+)` \|$", body, re.MULTILINE)
+    for title, body in re.findall(
+        r"^\*\*([^*]+)\*\*\n(.*?)(?=^\*\*|\Z)", TEXT, re.MULTILINE | re.DOTALL
+    )
+}
+
+
+def test_there_are_three_walks() -> None:
+    assert [len(steps) for steps in WALKS.values()] == [9, 14, 8]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("step", [step for steps in WALKS.values() for step in steps])
+def test_each_step_is_there(step: str) -> None:
+    pytest.importorskip("vllm")
+    room, module, path = step.split(".", 2)
+    found = importlib.import_module(f"omni_connector.{room}.{module}")
+    assert callable(operator.attrgetter(path)(found))
+
+
+def test_folders_that_are_named_are_there() -> None:
+    for folder in re.findall(r"`((?:tests|omni_connector)/[\w/.]+)`", TEXT):
+        assert (ROOT / folder).exists(), folder
