@@ -25,6 +25,7 @@ def landed(*engines: InProcessEngine) -> None:
             # A save that waits has yet to take its tray.
             wait(lambda saves=half._saves: has_no_job(saves))
             wait(lambda trays=half._store_jobs._trays: trays.qsize() == store_jobs._TRAYS)
+            half.collect()  # what became of it is counted with the next step
 
 
 def publish(engine: InProcessEngine, shelf: Shelf, tokens: list[int] = PREFIX, **options):
