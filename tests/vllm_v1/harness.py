@@ -50,6 +50,7 @@ from omni_connector.testing import hollow
 from omni_connector.testing.toy import BLOCK, SLOT, kv_cache_config
 from omni_connector.testing.toy_runner import ToyRunner
 from omni_connector.vllm_v1.connector import OmniKVConnector
+from omni_connector.vllm_v1.copies import CopyThread
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.scheduler import OmniScheduler
 from omni_connector.vllm_v1.worker import OmniWorker
@@ -371,7 +372,7 @@ class InProcessEngine:
         if self.instant_copies:
             threads = [t for half in self.worker_halves for t in (half._saves, half._loads)]
             threads += [h._store_jobs.loads for h in self.worker_halves if h._store_jobs]
-            wait(lambda: not any(thread._queue or thread._running for thread in threads))
+            wait(lambda: all(map(has_no_job, threads)))
 
     def shutdown(self) -> None:
         """Stop both halves, in vLLM's order."""
@@ -483,6 +484,12 @@ def run(engines: Sequence[InProcessEngine], until: Callable[[], bool]) -> None:
 def wait(until: Callable[[], bool]) -> None:
     """Wait for another thread, without a step of any engine."""
     run([], until)
+
+
+def has_no_job(thread: CopyThread) -> bool:
+    """Whether all that was submitted has ended."""
+    with thread._changed:  # a job is moved from the queue in two steps
+        return not (thread._queue or thread._running)
 
 
 def assert_clean(*engines: InProcessEngine) -> None:

@@ -7,7 +7,7 @@ from vllm.v1.request import FinishReason
 from omni_connector.prefix import store_jobs
 from omni_connector.testing.toy import BLOCK, WINDOW
 
-from .harness import HANDOFF, InProcessEngine, assert_clean, prompt, run, wait
+from .harness import HANDOFF, InProcessEngine, assert_clean, has_no_job, prompt, run, wait
 from .held import without_references
 from .stores import Shelf
 
@@ -23,8 +23,9 @@ def landed(*engines: InProcessEngine) -> None:
     for engine in engines:
         for half in engine.worker_halves:
             # A save that waits has yet to take its tray.
-            wait(lambda saves=half._saves: not (saves._queue or saves._running))
+            wait(lambda saves=half._saves: has_no_job(saves))
             wait(lambda trays=half._store_jobs._trays: trays.qsize() == store_jobs._TRAYS)
+            half.collect()  # what became of it is counted with the next step
 
 
 def publish(engine: InProcessEngine, shelf: Shelf, tokens: list[int] = PREFIX, **options):
