@@ -79,12 +79,15 @@ def test_importing_the_package_loads_neither_vllm_nor_torch() -> None:
     assert loaded.strip() == "set()"
 
 
-def test_transports_and_control_load_neither_vllm_nor_torch() -> None:
+def test_rooms_that_copy_no_kv_load_neither_vllm_nor_torch() -> None:
     loaded = _run(
-        "import sys, pkgutil, importlib, omni_connector.transports, omni_connector.handoff\n"
-        "for room in (omni_connector.transports, omni_connector.handoff):\n"
+        "import sys, pkgutil, importlib\n"
+        "for name in ('memory', 'net', 'transports', 'objects'):\n"
+        "    room = importlib.import_module('omni_connector.' + name)\n"
         "    for found in pkgutil.walk_packages(room.__path__, room.__name__ + '.'):\n"
         "        importlib.import_module(found.name)\n"
+        "for name in ('channel', 'client', 'directory', 'messages', 'server'):\n"
+        "    importlib.import_module('omni_connector.handoff.' + name)\n"
         "print({name.partition('.')[0] for name in sys.modules} & {'vllm', 'torch'})"
     )
     assert loaded.strip() == "set()"

@@ -45,12 +45,12 @@ from vllm.v1.request import FinishReason, Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from omni_connector.kv.copy_threads import CopyThread
 from omni_connector.plugin import CONNECTOR_NAME, register
 from omni_connector.testing import hollow
 from omni_connector.testing.toy import BLOCK, SLOT, kv_cache_config
 from omni_connector.testing.toy_runner import ToyRunner
 from omni_connector.vllm_v1.connector import OmniKVConnector
-from omni_connector.vllm_v1.copies import CopyThread
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.scheduler import OmniScheduler
 from omni_connector.vllm_v1.worker import OmniWorker
