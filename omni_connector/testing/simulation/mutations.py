@@ -171,15 +171,6 @@ OWN: Final = (
         ),
     ),
     mutant(
-        "a grant that was asked for again is kept",
-        "the former lease stays until its time is over",
-        (
-            f"{_V1}.receiver",
-            "                self._channel.release(load.former)\n",
-            "",
-        ),
-    ),
-    mutant(
         "an aborted load is forgotten",
         "who aborts before the grant is used leaves its lease",
         (
@@ -204,15 +195,6 @@ OWN: Final = (
             f"{_V1}.loading",
             "                    if self._clock() >= deadline:\n",
             "                    if False:\n",
-        ),
-    ),
-    mutant(
-        "no deadline of room",
-        "a prefill waits for room in a full arena for ever",
-        (
-            f"{_V1}.sender",
-            "                if self._clock() < send.wait_until:\n",
-            "                if True:\n",
         ),
     ),
     mutant(
@@ -254,36 +236,12 @@ OWN: Final = (
         ),
     ),
     mutant(
-        "a prefix with a gap",
-        "what is loaded from the store may lack blocks",
-        (f"{_V1}.store_jobs", "        if not all(there):\n", "        if not any(there):\n"),
-    ),
-    mutant(
-        "too few bad blocks",
-        "of a load that failed only the first block that is missing is named",
-        (
-            f"{_V1}.loading",
-            "                    block_id for step in waiting for block_id in step.block_ids\n",
-            "                    block_id for step in list(waiting)[:1] for block_id "
-            "in step.block_ids\n",
-        ),
-    ),
-    mutant(
         "busy slots are free",
         "a slot that is being filled is given to another prompt",
         (
             f"{_CONTROL}.directory",
             "        idle = unheld[~self._busy[unheld]]\n",
             "        idle = unheld\n",
-        ),
-    ),
-    mutant(
-        "a cancelled copy is joined",
-        "a hand-off counts on a copy that was told to stop",
-        (
-            f"{_CONTROL}.directory",
-            "        self._keyed[unheld[~self._ready[unheld]]] = False\n",
-            "",
         ),
     ),
     mutant(
