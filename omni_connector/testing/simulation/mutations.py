@@ -256,15 +256,6 @@ OWN: Final = (
         ),
     ),
     mutant(
-        "a failed copy is waited for",
-        "who reads a slot that nobody fills any more is not told",
-        (
-            f"{_V1}.worker",
-            "                if not complete:\n                    _void(arena, job)\n",
-            "                pass\n",
-        ),
-    ),
-    mutant(
         "copies of others are cancelled",
         "with an aborted request goes the copy that its twin waits for",
         (
