@@ -117,6 +117,19 @@ def test_what_was_granted_before_the_peer_was_reset_is_not_used(engine, after):
     assert_clean(prefill, decode)
 
 
+def test_what_was_granted_a_while_ago_is_asked_for_again_and_leaves_one_lease(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
+    decode.half._receiver._loads[request_id].future.result(10)
+    time.sleep(1.0)
+    decode.settle()
+    assert decode.answers[request_id].tokens == tokens(PROMPT, 6)
+    assert decode.count("handoffs_received") == 1
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_load_under_way_comes_to_nothing(engine, after, policy):
     """vLLM does not reset its blocks while they are loaded, but tells the connector."""

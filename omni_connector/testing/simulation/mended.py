@@ -79,11 +79,6 @@ MENDED: Final = (
         ),
     ),
     mutant(
-        "defect 2: claims are granted meanwhile",
-        "between a reset and the engine's next step old hand-offs can be claimed",
-        ("omni_connector.handoff.server", "        if not self._valid():", "        if False:"),
-    ),
-    mutant(
         "defect 2: cached slots keep their names",
         "after new weights a hand-off shares slots that were filled before",
         (

@@ -172,15 +172,6 @@ OWN: Final = (
         ),
     ),
     mutant(
-        "a grant that was asked for again is kept",
-        "the former lease stays until its time is over",
-        (
-            "omni_connector.handoff.receiver",
-            "                self._channel.release(load.former)\n",
-            "",
-        ),
-    ),
-    mutant(
         "an aborted load is forgotten",
         "who aborts before the grant is used leaves its lease",
         (
@@ -205,15 +196,6 @@ OWN: Final = (
             "omni_connector.handoff.loading",
             "                    if self._clock() >= deadline:\n",
             "                    if False:\n",
-        ),
-    ),
-    mutant(
-        "no deadline of room",
-        "a prefill waits for room in a full arena for ever",
-        (
-            "omni_connector.handoff.sender",
-            "                if self._clock() < send.wait_until:\n",
-            "                if True:\n",
         ),
     ),
     mutant(
@@ -255,40 +237,12 @@ OWN: Final = (
         ),
     ),
     mutant(
-        "a prefix with a gap",
-        "what is loaded from the store may lack blocks",
-        (
-            "omni_connector.prefix.store_jobs",
-            "        if not all(there):\n",
-            "        if not any(there):\n",
-        ),
-    ),
-    mutant(
-        "too few bad blocks",
-        "of a load that failed only the first block that is missing is named",
-        (
-            "omni_connector.handoff.loading",
-            "                    block_id for step in waiting for block_id in step.block_ids\n",
-            "                    block_id for step in list(waiting)[:1] for block_id "
-            "in step.block_ids\n",
-        ),
-    ),
-    mutant(
         "busy slots are free",
         "a slot that is being filled is given to another prompt",
         (
             "omni_connector.handoff.directory",
             "        idle = unheld[~self._busy[unheld]]\n",
             "        idle = unheld\n",
-        ),
-    ),
-    mutant(
-        "a cancelled copy is joined",
-        "a hand-off counts on a copy that was told to stop",
-        (
-            "omni_connector.handoff.directory",
-            "        self._keyed[unheld[~self._ready[unheld]]] = False\n",
-            "",
         ),
     ),
     mutant(
@@ -300,15 +254,6 @@ OWN: Final = (
             "self.keyed[slots]\n"
             "        return",
             "        alive = self.keyed[slots]\n        return",
-        ),
-    ),
-    mutant(
-        "a failed copy is waited for",
-        "who reads a slot that nobody fills any more is not told",
-        (
-            "omni_connector.vllm_v1.worker",
-            "                if not complete:\n                    _void(arena, job)\n",
-            "                pass\n",
         ),
     ),
     mutant(
