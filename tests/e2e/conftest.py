@@ -5,7 +5,9 @@ Prompts are kept apart by `cache_salt`, which makes the same prompt unknown to a
 again.
 """
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -48,3 +50,10 @@ def case(request: pytest.FixtureRequest, references: References) -> Case:
 def cases(references: References) -> dict[str, Case]:
     """All prompts."""
     return {name: Case(name, prompt, references) for name, prompt in PROMPTS.items()}
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A temporary folder for engines of users' own programs, whose sockets vLLM leaves there."""
+    with tempfile.TemporaryDirectory(prefix="omni-") as folder:
+        yield Path(folder)

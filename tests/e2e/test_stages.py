@@ -16,12 +16,13 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "ar_to_diffusion.py"
 
 
 @pytest.mark.e2e
-def test_ar_to_diffusion_transfer(engine_pool: Pool, tmp_path: Path) -> None:
+def test_ar_to_diffusion_transfer(engine_pool: Pool, tmp_path: Path, temporary: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), "--model", str(engine_pool.model("llama"))],
         env={
             **os.environ,
             **engine_environment(tmp_path),
+            "TMPDIR": str(temporary),
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "0",
         },

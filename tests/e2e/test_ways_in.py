@@ -32,7 +32,9 @@ def test_both_sides_hand_off_to_each_other(pool: Pool, case: Case) -> None:
     pair.wait_until_idle()
 
 
-def test_an_engine_in_process_takes_a_hand_off(pool: Pool, cases: dict[str, Case]) -> None:
+def test_an_engine_in_process_takes_a_hand_off(
+    pool: Pool, cases: dict[str, Case], temporary: Path
+) -> None:
     case = cases["two-thousand-not-aligned"]
     [member] = pool.take(("both", "llama", "a"))
     answer = member.engine.complete(
@@ -57,6 +59,7 @@ def test_an_engine_in_process_takes_a_hand_off(pool: Pool, cases: dict[str, Case
         env={
             **os.environ,
             **engine_environment(pool.runtime),
+            "TMPDIR": str(temporary),
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "0",
         },
