@@ -265,6 +265,7 @@ def test_preempted_requests_share_what_they_had(sharer, shelf, tokens, overlap):
     ids = [first.submit(long, max_tokens=2), first.submit(other, max_tokens=2)]
     first.run(lambda: first.done(*ids))
     assert first.preempted
+    landed(first)
     for request_id, each in zip(ids, (long, other), strict=True):
         assert first.answers[request_id].tokens == tokens(each, 2)
         assert second.generate([*each, 7], 4).tokens == tokens([*each, 7], 4)
