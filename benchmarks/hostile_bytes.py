@@ -92,7 +92,11 @@ def main() -> int:
         count = inputs // 20 if name in FOLLOWED else inputs
         command = [sys.executable, __file__, "--child", f"--inputs={count}"]
         done = subprocess.run(
-            [*command, f"--seed={options.seed}", name], stdout=subprocess.PIPE, check=False
+            [*command, f"--seed={options.seed}", name],
+            # Else glibc maps 128 MiB for each new thread.
+            env={**os.environ, "MALLOC_ARENA_MAX": "1"},
+            stdout=subprocess.PIPE,
+            check=False,
         )
         if done.returncode != 0:
             failed.append(name)

@@ -48,8 +48,10 @@ _LEASE_MARGIN_S: Final = 1.0
 _LEASE_MARGIN: Final = 0.25
 
 # A prefill engine that is reset voids its leases, and while it is idle it tells nobody. Engines
-# that get new weights go on a second after the last of them was reset (docs/guarantees.md), so what
-# was granted before a reset is older than this, and is asked for again.
+# that get new weights stand still, and go on a second after the last of them was reset
+# (docs/guarantees.md). So what was granted before a reset, this engine has had for longer than
+# this without computing, and asks for again. Time in which it computes does not count, as one step
+# may take longer: it would ask again for ever.
 _FRESH_S: Final = 0.5
 
 
@@ -60,6 +62,7 @@ class _Load:
     engine_id: str
     asked_at: float
     answer_by: float
+    idle_before: float  # as `_idle_time` was when it was asked
     ask: "Callable[[], Future[Grant]]"
     future: "Future[Grant] | None"
     grant: Grant | None = None
@@ -110,6 +113,8 @@ class HandoffReceiver:
         self._queued: list[LoadJob] = []
         self._failed: list[Request] = []
         self._void: list[Request] = []
+        self._idle = 0.0
+        self._idle_since: float | None = clock()
 
     def add(self, request: "Request", remote: RemotePrefill, prompt: Prompt) -> None:
         """A request whose prompt was prefilled elsewhere has arrived: ask there."""
@@ -132,6 +137,7 @@ class HandoffReceiver:
             engine_id=remote.remote_engine_id,
             asked_at=now,
             answer_by=now + self._timeout + 1.0,
+            idle_before=self._idle_time(),
             ask=ask,
             future=ask(),
         )
@@ -153,14 +159,24 @@ class HandoffReceiver:
         if self._clock() > load.grant.expires - margin:
             self._give_up(load, "lease_expired", "the lease ended before there was room to load")
             return 0
-        if self._clock() - load.grant.received > _FRESH_S:
+        if self._is_old(load, load.grant):
             self._ask_again(load)
             return None
         return max(0, load.grant.granted.num_tokens - num_computed)
 
+    def _is_old(self, load: _Load, grant: Grant) -> bool:
+        idle = self._idle_time() - load.idle_before
+        return min(idle, self._clock() - grant.received) > _FRESH_S
+
+    def _idle_time(self) -> float:
+        """Seconds that this engine has not been computing, in all."""
+        since = self._idle_since
+        return self._idle + (0.0 if since is None else self._clock() - since)
+
     def _ask_again(self, load: _Load) -> None:
         load.former, load.grant = load.grant, None
         load.answer_by = self._clock() + self._timeout + 1.0
+        load.idle_before = self._idle_time()
         load.future = load.ask()
 
     def _answered(self, load: _Load, future: "Future[Grant]") -> bool:
@@ -300,11 +316,24 @@ class HandoffReceiver:
                 )
         return job
 
-    def build(self, meta: HandoffWork) -> None:
-        """Add this step's loads to `meta`."""
+    def build(self, meta: HandoffWork, *, computes: bool) -> None:
+        """Add this step's loads to `meta`.
+
+        Args:
+            computes: whether the step computes anything.
+        """
+        if computes:
+            self._idle, self._idle_since = self._idle_time(), None
+        else:
+            self.step_ended()
         if self._queued:
             meta.loads.extend(self._queued)
             self._queued.clear()
+
+    def step_ended(self) -> None:
+        """What a step computes is there."""
+        if self._idle_since is None:
+            self._idle_since = self._clock()
 
     def _job_ended(self, load: _Load, num_tokens: int, failure: str | None) -> None:
         load.job_id, load.ended = None, True

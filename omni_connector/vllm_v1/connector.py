@@ -171,6 +171,7 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.frees_soon()
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
+        self._scheduler.step_ended()  # vLLM asks at the end of each
         return ()
 
     def reset_cache(self) -> bool | None:

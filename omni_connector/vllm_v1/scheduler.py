@@ -386,7 +386,8 @@ class OmniScheduler:
             assert self._manager is not None
             self._sender.build(meta, scheduler_output, self._manager.get_blocks)
         if self._receiver is not None:
-            self._receiver.build(meta)
+            computes = scheduler_output.total_num_scheduled_tokens > 0
+            self._receiver.build(meta, computes=computes)
         if self._shared is not None:
             assert self._manager is not None
             self._shared.build(meta, scheduler_output, self._manager)
@@ -419,6 +420,11 @@ class OmniScheduler:
         for request in self._shared.take_failed() if self._shared is not None else ():
             # Told to vLLM, a failed load could end the request: its policy is for hand-offs.
             recompute(request, self._manager)
+
+    def step_ended(self) -> None:
+        """vLLM has taken what a step has computed."""
+        if self._receiver is not None:
+            self._receiver.step_ended()
 
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """The request is over, in whatever way; see `SupportsHMA`."""

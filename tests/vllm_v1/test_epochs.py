@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from omni_connector.handoff import receiver
 from omni_connector.testing.toy import BLOCK
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, prompt, wait
@@ -128,6 +129,24 @@ def test_what_was_granted_a_while_ago_is_asked_for_again_and_leaves_one_lease(en
     assert decode.count("handoffs_received") == 1
     assert not decode.failures()
     assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+def test_an_engine_of_long_steps_does_not_ask_for_ever(engine, tokens, monkeypatch, overlap):
+    monkeypatch.setattr(receiver, "_FRESH_S", 0.1)
+    prefill = engine("kv_producer")
+    decode = engine("kv_consumer", async_scheduling=overlap)
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    execute = decode._execute
+    monkeypatch.setattr(decode, "_execute", lambda step: time.sleep(0.2) or execute(step))
+    busy = decode.submit(prompt(20, seed=5), max_tokens=60)
+    decode.run(lambda: decode.answers[busy].tokens)
+    request_id = decode.submit(PROMPT, max_tokens=2, params=answer)
+    decode.run(lambda: decode.done(request_id))
+    assert not decode.done(busy)
+    assert decode.answers[request_id].tokens == tokens(PROMPT, 2)
+    assert decode.count("handoffs_received") == 1
+    assert not decode.failures()
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])

@@ -189,7 +189,7 @@ class _Decoder:
         blocks: Any = SimpleNamespace(get_block_ids=lambda: tables)
         receiver.allocated(request, blocks, matched)
         meta = OmniConnectorMetadata()
-        receiver.build(meta)
+        receiver.build(meta, computes=False)
         [job] = meta.loads
         outcome = _done(self.loader.work(job, None))
         failed = {} if outcome.failure is None else {job.job_id: outcome.failure}

@@ -22,7 +22,7 @@ from omni_connector.testing.simulation.memory import (
     SimulatedTransport,
 )
 from omni_connector.testing.simulation.plan import Plan
-from omni_connector.testing.simulation.waiting import Waiters, leases_hold
+from omni_connector.testing.simulation.waiting import Asking, Waiters, being_saved, leases_hold
 from omni_connector.testing.simulation.weights import updating
 from omni_connector.testing.simulation.wires import STRANGER, Net, SimulatedSockets, Weather
 from omni_connector.testing.simulation.world import SimulatedTurns, Violation, World
@@ -87,7 +87,9 @@ class Cluster:
             "load": trouble.get("raising_loads", 0.0),
         }
         # What may make a request fail where vLLM is told to let it; a slow engine is late, too.
-        self.excuses = bool(trouble) or plan.pace > _FAST
+        step_s = max(shape.step_s for shape in plan.engines)
+        self.excuses = bool(trouble) or plan.pace > _FAST or step_s > 0
+        self._slack = 5000 * plan.pace + 300 * step_s
         self.expected_errors = any(self.raising.values())
         self.plan = plan
         self.shapes = {shape.name: shape for shape in plan.engines}
@@ -97,6 +99,7 @@ class Cluster:
         self.operating = 0
         self.intents = 0  # what clients are about to do
         self._thinking: list[Callable[[], None]] = []
+        self._leaving: set[str] = set()
         self.deaf: set[str] = set()  # engines whose leases end with their steps
         self.voids = False  # whether hand-offs may have become void
         self.lingers = False  # whether there may be hand-offs that nobody claims
@@ -126,8 +129,9 @@ class Cluster:
             self.shapes[name],
             self.weights,
             functools.partial(self._answered, owner),
-            functools.partial(self._look, name, Waiters(name)),
+            lambda: look(),
         )
+        look = functools.partial(self._look, engine, Waiters(name), Asking(engine))
         engine.owner = owner
         self.engines[name] = engine
 
@@ -154,14 +158,27 @@ class Cluster:
             populate=False,
         )
 
-    def _look(self, name: str, waiters: Waiters) -> None:
-        engine = self.engines.get(name)
-        if engine is None or not engine.halves:
+    def _look(self, engine: SimulatedEngine, waiters: Waiters, asking: Asking) -> None:
+        name = engine.name
+        if self.engines.get(name) is not engine:
             return
-        waiters.look(engine.halves[0])
+        half = engine.halves[0]
+        waiters.look(half)
+        asking.look(half)
+        self._leave(half)
         if not (self.excuses or self.voids):
             owners = {e.shape.name: e.halves[0] for e in self.engines.values() if e.halves}
-            leases_hold(name, engine.halves[0], owners)
+            leases_hold(name, half, owners)
+
+    def _leave(self, half: Any) -> None:
+        """Clients that are about to leave do so while the first copies of their KV are made."""
+        for request_id in being_saved(half) if self._leaving else ():
+            if request_id not in self._leaving:
+                continue
+            self._leaving.discard(request_id)
+            if sent := self.sent.get(request_id):
+                self.world.tell(f"the client of {request_id} goes away, whose KV is being copied")
+                self._gone(sent)
 
     # Requests
 
@@ -187,8 +204,8 @@ class Cluster:
             f"{request_id}: {length} tokens of text {family}{what} go to {engine}, "
             f"{max_tokens} wanted"
         )
-        patience = PATIENCE_S + 5000 * self.plan.pace
-        sent = Sent(request_id, target, max_tokens, self.world.now - self.lag + patience, done)
+        deadline = self.world.now - self.lag + PATIENCE_S + self._slack
+        sent = Sent(request_id, target, max_tokens, deadline, done)
         self.sent[request_id] = sent
         target.submit(request_id, text(family, length), max_tokens, **options)
         return sent
@@ -253,6 +270,7 @@ class Cluster:
         pause: float,
         priority: int,
         mixed_up: bool,
+        leaves: bool,
         rejected: bool,
     ) -> None:
         """A prompt is prefilled here and decoded there.
@@ -263,6 +281,7 @@ class Cluster:
             prefills: how often the same prefill is asked for at once.
             pause: seconds between the two.
             mixed_up: the decode request is of another text.
+            leaves: the first client that has a prefill goes away while its KV is copied.
             rejected: the decode engine's server refuses the last of the children, and vLLM passes
                 on a prompt of one token in its place, aborted at once, for its hand-off's sake.
         """
@@ -299,8 +318,10 @@ class Cluster:
             self._thinking.append(go_on)
             self.world.later(pause, go_on)
 
-        for _ in range(prefills):
-            self._send(prefill, prompt, 1, prefilled, params=dict(HANDOFF), priority=priority)
+        for number in range(prefills):
+            sent = self._send(prefill, prompt, 1, prefilled, params=dict(HANDOFF), priority=priority)
+            if sent is not None and leaves and number == 0:
+                self._leaving.add(sent.request_id)
 
     def hasten(self) -> None:
         """Who is about to send a decode request does so now."""
@@ -481,7 +502,7 @@ class Cluster:
             return  # there is one operator
         self.operating += 1
         self.excuses = True
-        self._operate(updating(self, **how), self.world.now - self.lag + _OPERATOR_S)
+        self._operate(updating(self, **how), self.world.now - self.lag + _OPERATOR_S + self._slack)
 
     def _operate(self, steps: Iterator[float], deadline: float) -> None:
         if self.world.now - self.lag > deadline:

@@ -71,6 +71,9 @@ class SimulatedEngine(Actor):
         self._output = output
         self._look = look
         self._idle = 0
+        self._busy_until = 0.0
+        self.unoccupied = Unoccupied(world.clock)
+        self.arrived: dict[str, float] = {}  # what `unoccupied.seconds` was when a request did
         self._inputs: deque[Callable[[], object]] = deque()
         self._aborts: list[str] = []
         self._scheduled: deque[SchedulerOutput] = deque()
@@ -157,6 +160,7 @@ class SimulatedEngine(Actor):
                 arrival_time=self.world.now,
                 block_hasher=self._hasher if self.shape.caching else None,
             )
+            self.arrived[request_id] = self.unoccupied.seconds
             self.scheduler.add_request(request)
 
         self.call(add)
@@ -172,7 +176,7 @@ class SimulatedEngine(Actor):
 
     def _wake(self) -> None:
         self._idle = 0
-        self.due = min(self.due, self.world.now)
+        self.due = max(min(self.due, self.world.now), self._busy_until)
 
     def look(self) -> None:
         """Something has happened beside it. vLLM would not have waited to look."""
@@ -198,7 +202,7 @@ class SimulatedEngine(Actor):
         if busy is None:
             self.due = NEVER
         elif busy:
-            self.due = now
+            self.due = max(now, self._busy_until)
         else:
             self._idle = min(self._idle + 1, 20)
             self.due = now + min(_IDLE_S, 0.0005 * 2**self._idle)
@@ -220,6 +224,8 @@ class SimulatedEngine(Actor):
         in_flight = len(self._scheduled) + len(self._executed)
         if in_flight < self._batches and self.scheduler.has_requests():
             step = self.scheduler.schedule()
+            if step.total_num_scheduled_tokens:
+                self.unoccupied.ends()
             self._scheduled.append(step)
             self._look()
             return True
@@ -233,6 +239,8 @@ class SimulatedEngine(Actor):
 
     def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         outputs = self._lifecycle(self.workers, self.runner, step, self._breathe)
+        if step.total_num_scheduled_tokens:
+            self._busy_until = self.world.now + self.shape.step_s
         if len(outputs) == 1:
             return outputs[0]
         output = self._aggregator.aggregate(list(outputs))
@@ -251,6 +259,7 @@ class SimulatedEngine(Actor):
                 self._output(
                     out.request_id, out.new_token_ids, out.finish_reason, out.kv_transfer_params
                 )
+        self.unoccupied.begins()
         if step.total_num_scheduled_tokens == 0:
             return False
         self._idle = 0
@@ -311,6 +320,32 @@ class SimulatedEngine(Actor):
     def free_blocks(self) -> int:
         """KV blocks that nobody holds."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+class Unoccupied:
+    """How long an engine has had nothing to compute, in all.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seconds = 0.0
+        self._since: float | None = clock()
+
+    @property
+    def seconds(self) -> float:
+        """So far."""
+        return self._seconds + (0.0 if self._since is None else self._clock() - self._since)
+
+    def begins(self) -> None:
+        """What was computed is there."""
+        self._since = self._clock() if self._since is None else self._since
+
+    def ends(self) -> None:
+        """There is something to compute."""
+        self._seconds, self._since = self.seconds, None
 
 
 class _CheckedRunner(ToyRunner):

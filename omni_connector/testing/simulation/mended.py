@@ -65,8 +65,17 @@ MENDED: Final = (
         "a grant that the peer has voided since, while it was idle, is loaded",
         (
             "omni_connector.handoff.receiver",
-            "        if self._clock() - load.grant.received > _FRESH_S:",
+            "        if self._is_old(load, load.grant):",
             "        if False:",
+        ),
+    ),
+    mutant(
+        "a grant ages while its engine computes",
+        "where steps are long, what was granted is asked for again for ever",
+        (
+            "omni_connector.handoff.receiver",
+            "        return min(idle, self._clock() - grant.received) > _FRESH_S",
+            "        return self._clock() - grant.received > _FRESH_S",
         ),
     ),
     mutant(

@@ -129,6 +129,7 @@ def _engines(draw: random.Random) -> tuple[EngineShape, ...]:
                 shares=shares,
                 integrity=integrity,
                 zeroes=draw.random() < 0.3,
+                step_s=0.7 if draw.random() < 0.1 else 0.0,
             )
         )
     return tuple(engines)
@@ -195,6 +196,7 @@ def _events(
                 "again": draw.choice((0, 0, 0, 1)),
                 "prefills": draw.choice((1, 1, 1, 2, 4)),
                 "pause": draw.choice((0.0, 0.0, 0.01, 0.5, 2.0)),
+                "leaves": draw.random() < 0.15,
                 "priority": draw.randrange(3),
                 "mixed_up": draw.random() < 0.05,
                 "rejected": draw.random() < 0.05,

@@ -53,6 +53,7 @@ class EngineShape:
         shares: whether it uses the shared store.
         integrity: as configured.
         zeroes: whether vLLM has new blocks zeroed, whatever the family.
+        step_s: seconds that a step takes which computes something.
     """
 
     name: str
@@ -73,6 +74,7 @@ class EngineShape:
     shares: bool
     integrity: str
     zeroes: bool
+    step_s: float
 
 
 ARENA_WAIT_S: Final = 2.0

@@ -3,11 +3,14 @@
 while somebody reads them."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+from omni_connector.testing.simulation.engine import SimulatedEngine
 from omni_connector.testing.simulation.world import Violation
+
+_STOOD_STILL_S: Final = 0.2
 
 
 class Waiters:
@@ -53,6 +56,42 @@ class Waiters:
             raise Violation("left_behind", f"{self._name} keeps two copies of one prompt")
 
 
+class Asking:
+    """Looks at what one decode engine asks its peers for, and how often.
+
+    Args:
+        engine: it.
+    """
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self._engine = engine
+        self._asked: dict[str, tuple[Any, float]] = {}
+
+    def look(self, half: Any) -> None:
+        """Look at a scheduler half that has just built a step.
+
+        Raises:
+            Violation: a grant is asked for again although the engine has hardly stood still since.
+        """
+        loads = half._receiver._loads if half._receiver is not None else {}
+        seconds = self._engine.unoccupied.seconds
+        now: dict[str, tuple[Any, float]] = {}
+        for request_id, load in loads.items():
+            former, before = now[request_id] = self._asked.get(
+                request_id, (None, self._engine.arrived[request_id])
+            )
+            if load.former is None or load.former is former:
+                continue
+            now[request_id] = load.former, seconds
+            if seconds - before < _STOOD_STILL_S:
+                raise Violation(
+                    "asks_again",
+                    f"{self._engine.name} asks again for what {request_id} was granted, although "
+                    "it has hardly stood still since",
+                )
+        self._asked = now
+
+
 def leases_hold(name: str, half: Any, owners: Mapping[str, Any]) -> None:
     """Look at what a scheduler half was granted, where nothing went wrong.
 
@@ -74,6 +113,12 @@ def leases_hold(name: str, half: Any, owners: Mapping[str, Any]) -> None:
                 "lease_lost",
                 f"{load.engine_id} does not hold what it granted {_id(load)} at {name}",
             )
+
+
+def being_saved(half: Any) -> list[str]:
+    """The requests of a scheduler half whose KV is being copied to its arena."""
+    sends = half._sender._sends if half._sender is not None else {}
+    return [request_id for request_id, send in sends.items() if send.jobs]
 
 
 def _fits(send: Any, directory: Any) -> bool:
