@@ -259,15 +259,13 @@ class HandoffSender:
         self._on_complete()
         return voided
 
-    def _abandon(self, send: _Send) -> str:
-        send.refusal = send.refusal or "not_computed"
+    def _abandon(self, send: _Send) -> None:
         if send.handoff is not None:
             self._directory.close(send.handoff.token)
             # Copies that other hand-offs wait for go on.
             for job_id, blocks in send.jobs.items():
                 if not self._directory.wanted(send.handoff, blocks):
                     self._ledger.revoke([job_id])
-        return send.refusal
 
     def finish(self, request: "Request") -> dict[str, Any] | None:
         """The request is over; the answer for the router."""
@@ -281,8 +279,10 @@ class HandoffSender:
         well = request.status.name in _FINISHED_WELL
         ends = [first + len(keys) for first, keys in zip(send.firsts, send.keys, strict=True)]
         if send.copied != ends or not well or handoff is None or handoff.closed or send.refusal:
-            refusal = self._abandon(send)
-            return no_handoff_answer(refusal) if well else None
+            self._abandon(send)
+            if well and send.refusal is None:
+                self._refuse(send, "not_computed", "what was copied of it cannot be used")
+            return no_handoff_answer(send.refusal or "") if well else None
         self._stats.count("handoffs_offered")
         self._directory.seal(handoff)
         self._on_complete()

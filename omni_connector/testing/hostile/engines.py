@@ -51,6 +51,7 @@ def _shape(name: str) -> EngineShape:
         shares=False,
         integrity="full",
         zeroes=False,
+        step_s=0.0,
     )
 
 

@@ -160,7 +160,7 @@ class Cluster:
 
     def _look(self, engine: SimulatedEngine, waiters: Waiters, asking: Asking) -> None:
         name = engine.name
-        if self.engines.get(name) is not engine:
+        if self.engines.get(name) is not engine or not engine.halves:
             return
         half = engine.halves[0]
         waiters.look(half)
@@ -319,7 +319,8 @@ class Cluster:
             self.world.later(pause, go_on)
 
         for number in range(prefills):
-            sent = self._send(prefill, prompt, 1, prefilled, params=dict(HANDOFF), priority=priority)
+            params = dict(HANDOFF)
+            sent = self._send(prefill, prompt, 1, prefilled, params=params, priority=priority)
             if sent is not None and leaves and number == 0:
                 self._leaving.add(sent.request_id)
 

@@ -196,11 +196,14 @@ def _events(
                 "again": draw.choice((0, 0, 0, 1)),
                 "prefills": draw.choice((1, 1, 1, 2, 4)),
                 "pause": draw.choice((0.0, 0.0, 0.01, 0.5, 2.0)),
-                "leaves": draw.random() < 0.15,
+                "leaves": False,
                 "priority": draw.randrange(3),
                 "mixed_up": draw.random() < 0.05,
                 "rejected": draw.random() < 0.05,
             }
+            if draw.random() < 0.15:  # while others wait for what is copied, which takes a while
+                prompt = draw.randrange(3), draw.choice((33, 37))
+                how |= {"leaves": True, "prompt": prompt, "prefills": draw.choice((2, 4))}
         elif kind == "serve":
             how = {
                 "engine": draw.choice(names),
