@@ -37,9 +37,11 @@ def nested(depth: int = DEPTH) -> list[Any]:
 
 
 _NESTED: Final = nested()
-# Neither gone through nor changed: they may be put in a value by themselves.
+_ODD_KEYS: Final = ({1: 2}, {None: 0}, {b"x": 0})
+# Neither gone through nor changed: they may be put in a value by themselves, never in each other.
 _ODD_CONTAINERS: Final = (
     _NESTED,
+    *_ODD_KEYS,
     *(odd for odd in ODD_VALUES if isinstance(odd, dict | list)),
 )
 
@@ -189,7 +191,7 @@ def _other(value: Any, rng: random.Random, odd: Sequence[Any]) -> Any:
 
 def distort_value(value: _Value, rng: random.Random) -> _Value | Any:
     """`distort`, for what takes values as they are: nested ones and too large numbers as well."""
-    return distort(value, rng, (*ODD_VALUES, _NESTED, 10**30, {1: 2}, {None: 0}, {b"x": 0}))
+    return distort(value, rng, (*ODD_VALUES, _NESTED, 10**30, *_ODD_KEYS))
 
 
 def distort_msgpack(raw: bytes, rng: random.Random) -> bytes:
