@@ -49,10 +49,12 @@ _LEASE_MARGIN: Final = 0.25
 
 # A prefill engine that is reset voids its leases, and while it is idle it tells nobody. Engines
 # that get new weights stand still, and go on a second after the last of them was reset
-# (docs/guarantees.md). So what was granted before a reset, this engine has had for longer than
-# this without computing, and asks for again. Time in which it computes does not count, as one step
-# may take longer: it would ask again for ever.
+# (docs/guarantees.md). So this engine has asked for what was granted before a reset longer ago than
+# this, and has not been computing since: it asks again. Time in which it computes does not count,
+# as one step may take longer: it would ask again for ever. For the same reason it gives up after
+# so many answers that took longer.
 _FRESH_S: Final = 0.5
+_SLOW_ANSWERS: Final = 10
 
 
 @dataclass(slots=True)
@@ -66,6 +68,7 @@ class _Load:
     ask: "Callable[[], Future[Grant]]"
     future: "Future[Grant] | None"
     grant: Grant | None = None
+    slow_answers: int = 0  # one after the other
     former: Grant | None = None  # held until it was asked for again
     job_id: int | None = None
     ended: bool = False
@@ -159,25 +162,30 @@ class HandoffReceiver:
         if self._clock() > load.grant.expires - margin:
             self._give_up(load, "lease_expired", "the lease ended before there was room to load")
             return 0
-        if self._is_old(load, load.grant):
-            self._ask_again(load)
-            return None
+        if self._is_old(load):
+            return self._ask_again(load, load.grant)
         return max(0, load.grant.granted.num_tokens - num_computed)
 
-    def _is_old(self, load: _Load, grant: Grant) -> bool:
-        idle = self._idle_time() - load.idle_before
-        return min(idle, self._clock() - grant.received) > _FRESH_S
+    def _is_old(self, load: _Load) -> bool:
+        return self._idle_time() - load.idle_before > _FRESH_S
 
     def _idle_time(self) -> float:
         """Seconds that this engine has not been computing, in all."""
         since = self._idle_since
         return self._idle + (0.0 if since is None else self._clock() - since)
 
-    def _ask_again(self, load: _Load) -> None:
+    def _ask_again(self, load: _Load, grant: Grant) -> int | None:
+        slow = grant.received - load.asked_at > _FRESH_S
+        load.slow_answers = load.slow_answers + 1 if slow else 0
+        if load.slow_answers >= _SLOW_ANSWERS:
+            self._give_up(load, "peer_unreachable", "its answers come too late to be used")
+            return 0
         load.former, load.grant = load.grant, None
-        load.answer_by = self._clock() + self._timeout + 1.0
+        load.asked_at = self._clock()
+        load.answer_by = load.asked_at + self._timeout + 1.0
         load.idle_before = self._idle_time()
         load.future = load.ask()
+        return None
 
     def _answered(self, load: _Load, future: "Future[Grant]") -> bool:
         if not future.done():

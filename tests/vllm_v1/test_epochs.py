@@ -149,6 +149,17 @@ def test_an_engine_of_long_steps_does_not_ask_for_ever(engine, tokens, monkeypat
     assert not decode.failures()
 
 
+def test_answers_that_always_come_too_late_are_asked_for_only_so_often(
+    engine, tokens, monkeypatch
+):
+    monkeypatch.setattr(receiver, "_FRESH_S", 0.0)  # as with a network that takes longer
+    prefill, decode = engine("kv_producer"), engine("kv_consumer", policy="recompute")
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    assert decode.generate(PROMPT, max_tokens=2, params=answer).tokens == tokens(PROMPT, 2)
+    assert decode.failures() == {"peer_unreachable": 1}
+    assert_clean(prefill, decode)
+
+
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_load_under_way_comes_to_nothing(engine, after, policy):
     """vLLM does not reset its blocks while they are loaded, but tells the connector."""

@@ -246,6 +246,9 @@ class Cluster:
         """A client goes away because nothing comes."""
         self.world.tell(f"vLLM at {sent.engine.name} stalls; the client of {sent.request_id} goes")
         self._gone(sent)
+        for other in self.sent.values():  # which it has kept waiting
+            if other.engine is sent.engine:
+                other.deadline = self.world.now - self.lag + PATIENCE_S + self._slack
 
     def _gone(self, sent: Sent) -> None:
         sent.aborted = True
@@ -523,8 +526,7 @@ class Cluster:
         """Whoever waits for an engine is told that its request is over."""
         for sent in list(self.sent.values()):
             if sent.engine is engine:
-                sent.aborted = True
-                del self.sent[sent.request_id]
+                self._gone(sent)  # also those that the engine has yet to take in
         engine.abort_all()
 
 

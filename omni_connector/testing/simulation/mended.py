@@ -65,8 +65,18 @@ MENDED: Final = (
         "a grant that the peer has voided since, while it was idle, is loaded",
         (
             "omni_connector.handoff.receiver",
-            "        if self._is_old(load, load.grant):",
+            "        if self._is_old(load):",
             "        if False:",
+        ),
+    ),
+    mutant(
+        "a grant is as young as its arrival",
+        "one that was given before the peer's reset, and comes late, is used after it",
+        (
+            "omni_connector.handoff.receiver",
+            "        return self._idle_time() - load.idle_before > _FRESH_S",
+            "        age = self._clock() - load.grant.received\n"
+            "        return min(age, self._idle_time() - load.idle_before) > _FRESH_S",
         ),
     ),
     mutant(
@@ -74,8 +84,8 @@ MENDED: Final = (
         "where steps are long, what was granted is asked for again for ever",
         (
             "omni_connector.handoff.receiver",
-            "        return min(idle, self._clock() - grant.received) > _FRESH_S",
-            "        return self._clock() - grant.received > _FRESH_S",
+            "        return self._idle_time() - load.idle_before > _FRESH_S",
+            "        return self._clock() - load.asked_at > _FRESH_S",
         ),
     ),
     mutant(
