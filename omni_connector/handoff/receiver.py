@@ -332,8 +332,6 @@ class HandoffReceiver:
         """
         if computes:
             self._idle, self._idle_since = self._idle_time(), None
-        else:
-            self.step_ended()
         if self._queued:
             meta.loads.extend(self._queued)
             self._queued.clear()
