@@ -170,34 +170,46 @@ def locked(folder: Path, *, timeout: float = LOCK_TIMEOUT_S) -> Iterator[None]:
         os.close(fd)
 
 
-def listen(path: Path, *, backlog: int = 64) -> socket.socket:
-    """A listening, non-blocking SOCK_SEQPACKET socket at `path`, which appears there accepting.
+@contextlib.contextmanager
+def appearing(path: Path, hidden: Path, taken: str) -> Iterator[None]:
+    """Bind a socket at `hidden` in this context; at its end it appears at `path`.
 
-    A socket of that name that nobody listens on is replaced.
+    So a socket is seen only once it accepts, and under the folder's lock nobody sweeps it before.
+    A dead socket at `path` is replaced.
+
+    Raises:
+        TransportError: somebody listens at `path` already, of which `taken` is the message; or the
+            folder cannot be locked.
+        OSError: the socket cannot be renamed.
+    """
+    with locked(path.parent):
+        if path.exists() and not is_dead(path):
+            raise TransportError(taken)
+        try:
+            yield
+            os.rename(hidden, path)
+        finally:
+            hidden.unlink(missing_ok=True)
+
+
+def listen(path: Path, *, backlog: int = 64) -> socket.socket:
+    """A listening, non-blocking SOCK_SEQPACKET socket; see `appearing`.
 
     Raises:
         TransportError: another process listens there, or the socket cannot be made.
     """
-    temporary = path.with_name(f".{os.urandom(8).hex()}.new")
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
+    hidden = path.with_name(f".{os.urandom(8).hex()}.new")
+    with contextlib.ExitStack() as undo:
+        listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         listener.setblocking(False)
-        with locked(path.parent):
-            if path.exists() and not is_dead(path):
-                raise TransportError(f"another process listens at {path} already")
-            try:
-                listener.bind(os.fspath(temporary))
-                os.chmod(temporary, 0o600)
+        try:
+            with appearing(path, hidden, f"another process listens at {path} already"):
+                listener.bind(os.fspath(hidden))
+                os.chmod(hidden, 0o600)
                 listener.listen(backlog)
-                os.rename(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
-    except OSError as error:
-        listener.close()
-        raise TransportError(f"cannot listen at {path}: {error}") from error
-    except BaseException:
-        listener.close()
-        raise
+        except OSError as error:
+            raise TransportError(f"cannot listen at {path}: {error}") from error
+        undo.pop_all()
     return listener
 
 

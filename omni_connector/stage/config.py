@@ -151,20 +151,14 @@ def _read_settings(settings: object) -> OmniKVCacheConfig:
         raise ConfigError(
             f"omni_kv_config: {given.recv_timeout} is no number of seconds - at `$.recv_timeout`"
         )
-    ranks = given.rank_mapping or _RankMapping()
+    values = msgspec.structs.asdict(given)
+    ranks = values.pop("rank_mapping") or _RankMapping()
     return OmniKVCacheConfig(
-        connector_config=given.connector_config,
-        from_stage=given.omni_from_stage,
-        to_stage=given.omni_to_stage,
-        stage_id=given.stage_id,
-        engine_input_source=given.engine_input_source,
-        need_recv_cache=given.need_recv_cache,
-        need_send_cache=given.need_send_cache,
-        recv_timeout=given.recv_timeout,
+        from_stage=values.pop("omni_from_stage"),
+        to_stage=values.pop("omni_to_stage"),
         from_tp=ranks.from_tp,
         to_tp=ranks.to_tp,
-        num_kv_heads=given.num_kv_heads,
-        kv_layout=given.kv_layout,
+        **values,
     )
 
 

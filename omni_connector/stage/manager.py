@@ -3,28 +3,29 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 
-from omni_connector.errors import ConfigError
+from omni_connector.errors import ConfigError, TransportError
 from omni_connector.stage.config import OmniKVCacheConfig, read_model_config, read_vllm_config
 from omni_connector.stage.distributed import ParallelGroups, group_size, receive_once
 from omni_connector.stage.extract import LayerKV, extract_kv_cache
 from omni_connector.stage.link import ConnectorLink, TransferStats
 from omni_connector.stage.payload import KVCacheTransferData
-from omni_connector.stage.receiving import (
-    ReceiveKeyBuilder,
-    check_tokens,
-    place,
-    receive_keys,
-    wait_for_payloads,
+from omni_connector.stage.receiving import check_tokens, place
+from omni_connector.stage.tp import (
+    ReceiveKey,
+    Topology,
+    local_rank,
+    local_size,
+    merge_shards,
+    own_heads,
+    slice_heads,
 )
-from omni_connector.stage.sending import SendKeyBuilder, send_kv_cache
-from omni_connector.stage.tp import Topology, local_rank, local_size, merge_shards, own_heads
 
 __all__ = [
     "KVCacheTransferData",
@@ -35,6 +36,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+SendKeyBuilder = Callable[[str, str, str], Sequence[str]]
+ReceiveKeyBuilder = Callable[[str, str, str], Sequence[str | ReceiveKey]]
 
 
 class OmniKVTransferManager:
@@ -81,7 +85,7 @@ class OmniKVTransferManager:
         self.config = config
         self.send_stages = config.send_stages()
         self.recv_stages = config.recv_stages()
-        self._link = ConnectorLink(config, lambda: self._topology)
+        self._link = ConnectorLink(config, lambda: self._topology, clock, sleep)
         self.stats = self._link.stats
         self.last_failures: dict[str, str] = {}
         self.kv_send_key_builder: SendKeyBuilder | None = None
@@ -89,8 +93,6 @@ class OmniKVTransferManager:
         self.kv_payload_merger: Callable[[list[dict[str, Any]]], Any] | None = None
         self.kv_payload_slicer: Callable[[Any], Any] | None = None
         self._parallel_groups = parallel_groups
-        self._clock = clock
-        self._sleep = sleep
 
     @classmethod
     def from_od_config(cls, config: Any) -> Self:
@@ -164,17 +166,9 @@ class OmniKVTransferManager:
                     head_dim=self.config.head_dim,
                     cpu_engine=self.config.cpu_engine,
                 )
-                size = send_kv_cache(
-                    self._link,
-                    self.send_stages,
-                    self._topology,
-                    kv_data,
-                    build_keys=self.kv_send_key_builder,
-                    num_kv_heads=self.config.num_kv_heads,
-                    sleep=self._sleep,
-                )
+                size = self._send(kv_data)
             except Exception as error:
-                # Of one request, and maybe of a hook or connector of others: the rest must go on.
+                # Hooks and connectors may raise anything; the other requests are sent all the same.
                 logger.exception("KV cache of request %s was not sent", request_id)
                 self.last_failures[request_id] = f"{type(error).__name__}: {error}"
                 self._link.count(send_failures=1)
@@ -364,28 +358,53 @@ class OmniKVTransferManager:
             return Topology(1, 1)
         return Topology(*sizes, local_rank() if config.tp_rank is None else config.tp_rank)
 
+    def _send(self, kv_data: KVCacheTransferData) -> int:
+        """Put, for each receiver, what it uses of the KV of a request; return the bytes put."""
+        stages = self._configured(
+            self.send_stages, "omni_from_stage and omni_to_stage are not both configured"
+        )
+        topology, request_id = self._topology, kv_data.request_id
+        build_keys = self.kv_send_key_builder
+        built = list(build_keys(request_id, *stages)) if build_keys is not None else []
+        keys = built or topology.send_keys(request_id, *stages)
+        if topology.fan_in > 1 and self.config.num_kv_heads is not None:
+            kv_data.metadata["tp_kv_heads"] = {
+                "total": self.config.num_kv_heads,
+                "source_rank": topology.rank,
+                "from_tp": topology.from_tp,
+            }
+        parts = [kv_data] * len(keys)
+        # A hook's keys do not tell which rank each is for, so the receivers cut out their heads.
+        if topology.fan_out > 1 and not built:
+            whole = kv_data.to_dict()
+            parts = [
+                KVCacheTransferData(**slice_heads(whole, topology, target, "sender"))
+                for target in topology.target_ranks()
+            ]
+        try:
+            return sum(
+                self._link.put(stages, key, part) for key, part in zip(keys, parts, strict=True)
+            )
+        except TransportError:
+            # Some receivers must not find their part where others never will.
+            if len(keys) > 1:
+                self._link.cleanup(request_id)
+            raise
+
     def _receive(self, request_id: str) -> tuple[dict[str, Any], int] | None:
-        from_stage, to_stage = self.recv_stages
-        if from_stage is None or to_stage is None:
-            raise ConfigError("the stage to receive from, or this stage's id, is not configured")
-        if not self._link.configured:
-            raise ConfigError("no connector is configured")
+        stages = self._configured(
+            self.recv_stages, "the stage to receive from, or this stage's id, is not configured"
+        )
         topology = self._topology
-        keys = receive_keys(request_id, from_stage, to_stage, topology, self.kv_recv_key_builder)
-        found = wait_for_payloads(
-            self._link,
-            (from_stage, to_stage),
-            keys,
-            self.config.recv_timeout,
-            clock=self._clock,
-            sleep=self._sleep,
+        found = self._link.get_all(
+            stages, self._receive_keys(request_id, stages), self.config.recv_timeout
         )
         if found is None:
             return None
         payloads, size = found
         for payload in payloads:
             check_tokens(payload)
-            # Keys of others' making may stand for another id at the sender.
+            # A hook's keys may stand for another id at the sender.
             if self.kv_recv_key_builder is None and payload["request_id"] != request_id:
                 raise ValueError(f"it is that of request {payload['request_id']!r}")
         data: Any = payloads[0]
@@ -395,6 +414,25 @@ class OmniKVTransferManager:
             else:
                 data = merge_shards(payloads, topology, self.config.num_kv_heads)
         return own_heads(data, topology, self.kv_payload_slicer), size
+
+    def _receive_keys(self, request_id: str, stages: tuple[str, str]) -> list[ReceiveKey]:
+        build_keys, topology = self.kv_recv_key_builder, self._topology
+        built = list(build_keys(request_id, *stages)) if build_keys is not None else []
+        if not built:
+            return topology.receive_keys(request_id, *stages)
+        sources = [] if topology.single else topology.source_ranks()
+        ranks = iter(sources if len(sources) == len(built) else [None] * len(built))
+        return [(each, next(ranks)) if isinstance(each, str) else each for each in built]
+
+    def _configured(
+        self, stages: tuple[str, str] | tuple[None, None], missing: str
+    ) -> tuple[str, str]:
+        from_stage, to_stage = stages
+        if from_stage is None or to_stage is None:
+            raise ConfigError(missing)
+        if not self._link.configured:
+            raise ConfigError("no connector is configured")
+        return from_stage, to_stage
 
 
 def _owners(req: Any) -> list[Any]:

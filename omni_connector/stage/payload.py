@@ -23,27 +23,11 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import torch
 
-MAX_HEADER_BYTES: Final = 1 << 26
-MAX_DIMENSIONS: Final = 64
+from omni_connector.objects.codec import ITEM_BYTES, MAX_DIMENSIONS
 
-DTYPES: Final = {
-    "bool": torch.bool,
-    "uint8": torch.uint8,
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "complex64": torch.complex64,
-    "complex128": torch.complex128,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e4m3fnuz": torch.float8_e4m3fnuz,
-    "float8_e5m2": torch.float8_e5m2,
-    "float8_e5m2fnuz": torch.float8_e5m2fnuz,
-}
+MAX_HEADER_BYTES: Final = 1 << 26
+
+DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in ITEM_BYTES}
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 _CACHES: Final = ("key_cache", "value_cache")

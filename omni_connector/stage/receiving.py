@@ -1,101 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for the KV of a request, and making one checked payload of what comes."""
+"""One checked payload, of whatever a connector returned."""
 
-import logging
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 
-from omni_connector.stage.link import ConnectorLink
 from omni_connector.stage.payload import KVCacheTransferData
-from omni_connector.stage.tp import Topology
-
-logger = logging.getLogger(__name__)
-
-FIRST_POLL_S: Final = 0.01
-LAST_POLL_S: Final = 0.5
-
-# A key, and the sender's rank where there are several.
-ReceiveKey = tuple[str, int | None]
-ReceiveKeyBuilder = Callable[[str, str, str], Sequence[str | ReceiveKey]]
 
 _FIELDS = ("request_id", "layer_blocks", "block_ids", "metadata")
-
-
-def receive_keys(
-    request_id: str,
-    from_stage: str,
-    to_stage: str,
-    topology: Topology,
-    build_keys: ReceiveKeyBuilder | None,
-) -> list[ReceiveKey]:
-    """The keys to get a request by: those of `build_keys` if it has any, else the usual ones."""
-    built = list(build_keys(request_id, from_stage, to_stage)) if build_keys is not None else []
-    if not built:
-        return topology.receive_keys(request_id, from_stage, to_stage)
-    sources = [] if topology.single else topology.source_ranks()
-    ranks = iter(sources if len(sources) == len(built) else [None] * len(built))
-    return [(each, next(ranks)) if isinstance(each, str) else (each[0], each[1]) for each in built]
-
-
-def wait_for_payloads(
-    link: ConnectorLink,
-    stages: tuple[str, str],
-    keys: Sequence[ReceiveKey],
-    timeout: float,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> tuple[list[dict[str, Any]], int] | None:
-    """Get the payloads of some keys, asking every 10 ms at first and every 500 ms later.
-
-    Returns:
-        The payloads, in the order of the keys, and their bytes in all; None after `timeout`
-        seconds, which one `get` that is under way may exceed.
-
-    Raises:
-        ValueError: what came is no whole payload.
-    """
-    from_stage, to_stage = stages
-    found: dict[str, tuple[dict[str, Any], int]] = {}
-    deadline = clock() + timeout
-    interval = FIRST_POLL_S
-    while True:
-        for key, rank in keys:
-            if key not in found:
-                result = _get(link, from_stage, to_stage, key, rank)
-                if result is not None:
-                    found[key] = read_payload(result[0]), int(result[1])
-        if all(key in found for key, _ in keys):
-            break
-        left = deadline - clock()
-        if left <= 0:
-            logger.error(
-                "%d of %d parts came from stage %s to %s in %.1f s; missing is %r",
-                *(len(found), len(keys), from_stage, to_stage, timeout),
-                next(key for key, _ in keys if key not in found),
-            )
-            return None
-        sleep(min(interval, left))
-        interval = min(2 * interval, LAST_POLL_S)
-    return [found[key][0] for key, _ in keys], sum(size for _, size in found.values())
-
-
-def _get(link: ConnectorLink, from_stage: str, to_stage: str, key: str, rank: int | None) -> Any:
-    connector = link.connector
-    if connector is None:
-        return None
-    try:
-        return connector.get(
-            from_stage=from_stage, to_stage=to_stage, get_key=key, metadata=link.source(rank)
-        )
-    except Exception:
-        # A connector may be anybody's; the next poll may do better.
-        logger.warning("get of %r failed", key, exc_info=True)
-        return None
 
 
 def read_payload(received: object) -> dict[str, Any]:

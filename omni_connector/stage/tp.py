@@ -11,12 +11,14 @@ from typing import Any, Final
 import torch
 
 from omni_connector.errors import ConfigError
-from omni_connector.stage.payload import KVCacheTransferData
 
 logger = logging.getLogger(__name__)
 
 # Rank r of a sender answers at the port of its rank 0 + 16 r.
 PORT_STRIDE: Final = 16
+
+# A key, and the sender's rank where there are several senders.
+ReceiveKey = tuple[str, int | None]
 
 _PARALLEL_STATE: Final = "vllm.distributed.parallel_state"
 
@@ -84,9 +86,7 @@ class Topology:
             return [_single_key(request_id, from_stage, to_stage)]
         return [_rank_key(request_id, from_stage, self.rank, to) for to in self.target_ranks()]
 
-    def receive_keys(
-        self, request_id: str, from_stage: str, to_stage: str
-    ) -> list[tuple[str, int | None]]:
+    def receive_keys(self, request_id: str, from_stage: str, to_stage: str) -> list[ReceiveKey]:
         """The keys of a request and the ranks that put them; no rank where both sides have one."""
         if self.single:
             return [(_single_key(request_id, from_stage, to_stage), None)]
@@ -110,27 +110,28 @@ def _rank_key(request_id: str, from_stage: str, from_rank: int, to_rank: int) ->
 
 def local_rank() -> int:
     """This process's tensor-parallel rank: vLLM's where that runs here, else of LOCAL_RANK."""
-    rank = _ask_vllm("get_tensor_model_parallel_rank")
+    rank = ask_loaded(_PARALLEL_STATE, "get_tensor_model_parallel_rank")
     if rank is None:
         text = os.environ.get("LOCAL_RANK", "0")
-        rank = int(text) if text.isascii() and text.isdigit() else 0
-    return rank
+        rank = text if text.isascii() and text.isdigit() else 0
+    return int(rank)
 
 
 def local_size() -> int:
     """Tensor-parallel ranks of this stage: vLLM's where that runs here, else 1."""
-    return _ask_vllm("get_tensor_model_parallel_world_size") or 1
+    return int(ask_loaded(_PARALLEL_STATE, "get_tensor_model_parallel_world_size") or 1)
 
 
-def _ask_vllm(question: str) -> int | None:
-    # This room does not import vLLM; where it runs in this process it is there already.
-    ask = getattr(sys.modules.get(_PARALLEL_STATE), question, None)
-    if not callable(ask):
-        return None
+def ask_loaded(module: str, function: str) -> Any:
+    """What a function of a module returns, if this process has loaded that module.
+
+    This room imports neither vLLM nor vLLM-Omni. None where the module is not loaded, or has not
+    made its groups yet.
+    """
+    ask = getattr(sys.modules.get(module), function, None)
     try:
-        return int(ask())
+        return ask() if callable(ask) else None
     except AssertionError:
-        # Its groups are not made (yet).
         return None
 
 
@@ -179,13 +180,6 @@ def slice_heads(data: dict[str, Any], topology: Topology, target: int, side: str
     }
     metadata = {**(data.get("metadata") or {}), "tp_head_slice": mark}
     return {**data, "layer_blocks": blocks, "metadata": metadata}
-
-
-def slice_for_receiver(
-    data: KVCacheTransferData, topology: Topology, target: int
-) -> KVCacheTransferData:
-    """`slice_heads` at the sender."""
-    return KVCacheTransferData(**slice_heads(data.to_dict(), topology, target, "sender"))
 
 
 def own_heads(

@@ -43,9 +43,9 @@ class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
     """
 
     supports_raw_data = False
+    _inner: Any = None  # the base's `__del__` closes this, also where `__init__` failed
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self._inner = None  # `__del__` closes it even where this fails
         own = {key: value for key, value in config.items() if key in _OURS}
         self._inner = OurFactory.create_connector(ConnectorSpec(SHARED_MEMORY, own))
 
@@ -53,7 +53,6 @@ class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
         self, from_stage: str, to_stage: str, put_key: str, data: Any
     ) -> tuple[bool, int, dict[str, Any] | None]:
         """See `OmniConnector.put`."""
-        assert self._inner is not None
         if not isinstance(data, bytes | bytearray | memoryview):
             data = {_SERIALIZED: self.serialize_obj(data)}
         return self._inner.put(from_stage, to_stage, put_key, data)
@@ -62,7 +61,6 @@ class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
         self, from_stage: str, to_stage: str, get_key: str, metadata: dict[str, Any] | None = None
     ) -> tuple[Any, int] | None:
         """See `OmniConnector.get`."""
-        assert self._inner is not None
         found = self._inner.get(from_stage, to_stage, get_key, metadata)
         if found is None:
             return None
@@ -99,12 +97,10 @@ class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
 
     def cleanup(self, request_id: str) -> None:
         """See `OmniConnector.cleanup`."""
-        assert self._inner is not None
         self._inner.cleanup(request_id)
 
     def health(self) -> dict[str, Any]:
         """See `OmniConnector.health`."""
-        assert self._inner is not None
         return self._inner.health()
 
     def close(self) -> None:
