@@ -188,7 +188,7 @@ class ConnectorLink:
         return True
 
     def cleanup(self, request_id: str) -> None:
-        """Let go of what was put for a request."""
+        """Free what was put for a request."""
         connector = self._connector
         if connector is not None:
             connector.cleanup(request_id)
@@ -278,7 +278,7 @@ def _find_sender(info: object, stage: str) -> tuple[str, int | None] | None:
         return None
     if "host" not in info:
         by_stage = {str(key): each for key, each in info.items() if isinstance(each, Mapping)}
-        # One entry can only be the sender's.
+        # If there is one entry only, it is the sender's.
         only = next(iter(by_stage.values())) if len(by_stage) == 1 else {}
         info = by_stage.get(stage, only)
     host, port = info.get("host"), info.get("zmq_port")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One checked payload, of whatever a connector returned."""
+"""What a connector returns becomes one checked payload."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ def read_payload(received: object) -> dict[str, Any]:
     """The payload in what `get` of a connector returned.
 
     Args:
-        received: packed bytes, in any buffer, array or tensor of bytes, or in the `tensor` of an
-            object that is to be told by `release` when it is done with; or a payload unpacked.
+        received: packed bytes, in any buffer, array or tensor of bytes; an object whose `tensor`
+            has them, and whose `release` is called once they are copied; or an unpacked payload.
 
     Returns:
         request_id, layer_blocks, block_ids, metadata.
@@ -38,14 +38,14 @@ def read_payload(received: object) -> dict[str, Any]:
     if not isinstance(packed, torch.Tensor) or not callable(release):
         raise ValueError(f"a {type(received).__name__} is no KV payload")
     try:
-        # Copies: the memory is another one's as soon as it is released.
+        # These are copies: once released, the memory may be used for something else.
         return KVCacheTransferData.from_bytes_device(packed)
     finally:
         release()
 
 
 def check_tokens(payload: dict[str, Any]) -> None:
-    """Refuse a payload that lacks tokens of those that it says it has.
+    """Refuse a payload with fewer tokens than it states.
 
     Raises:
         ValueError: a layer has fewer tokens than `seq_len`.
@@ -60,7 +60,7 @@ def check_tokens(payload: dict[str, Any]) -> None:
 
 
 def place(payload: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
-    """The payload with its tensors contiguous, and on a device if one is named."""
+    """The payload with contiguous tensors, moved to the device if one is named."""
 
     def placed(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None:
@@ -78,7 +78,7 @@ def _check_fields(payload: dict[str, Any]) -> dict[str, Any]:
     missing = [name for name in _FIELDS if name not in payload]
     if missing:
         raise ValueError(f"a KV payload without {', '.join(missing)}")
-    # Packing checks names and types, and copies nothing.
+    # `to_pieces` checks names and types; tensors in host memory are not copied.
     try:
         data = KVCacheTransferData(**{name: payload[name] for name in _FIELDS})
         data.to_pieces()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel sides of a transfer: who sends to whom, which heads, under which keys."""
+"""Tensor-parallel ranks on both sides: who sends to whom, which heads, under which keys."""
 
 import logging
 import os
@@ -25,10 +25,10 @@ _PARALLEL_STATE: Final = "vllm.distributed.parallel_state"
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How many tensor-parallel ranks send and receive, and which of its side's this one is.
+    """How many tensor-parallel ranks send and receive, and this process's rank on its side.
 
     Raises:
-        ConfigError: a size below one, sizes of which neither divides the other, or a negative rank.
+        ConfigError: a size is below one, neither size divides the other, or the rank is negative.
     """
 
     from_tp: int
@@ -43,7 +43,7 @@ class Topology:
                 f"{self.to_tp} receive"
             )
         if self.rank < 0:
-            raise ConfigError(f"tensor-parallel rank {self.rank}")
+            raise ConfigError(f"the tensor-parallel rank must not be negative: rank {self.rank}")
 
     @property
     def single(self) -> bool:
@@ -52,12 +52,12 @@ class Topology:
 
     @property
     def fan_in(self) -> int:
-        """Senders whose heads make up those of one receiver."""
+        """How many senders' heads make up those of one receiver."""
         return max(1, self.from_tp // self.to_tp)
 
     @property
     def fan_out(self) -> int:
-        """Receivers that share the heads of one sender."""
+        """How many receivers share the heads of one sender."""
         return max(1, self.to_tp // self.from_tp)
 
     def target_ranks(self) -> list[int]:
@@ -136,21 +136,21 @@ def ask_loaded(module: str, function: str) -> Any:
 
 
 def slice_heads(data: dict[str, Any], topology: Topology, target: int, side: str) -> dict[str, Any]:
-    """What one of several receivers gets of its sender's heads.
+    """Slice out the heads that one of a sender's receivers needs.
 
-    With fewer heads than receivers, those that share a head get the same one.
+    If there are fewer heads than receivers, several receivers get the same head.
 
     Args:
         data: a payload with the heads of one sender.
-        topology: with more receivers than senders.
+        topology: has more receivers than senders.
         target: the receiver's rank.
-        side: who slices, `sender` or `receiver`.
+        side: the side that slices, `sender` or `receiver`.
 
     Returns:
         Views of the tensors, and `tp_head_slice` in the metadata.
 
     Raises:
-        ValueError: the heads cannot be shared out evenly.
+        ValueError: the heads cannot be divided evenly.
     """
     ratio = topology.fan_out
     widest = 1
@@ -185,10 +185,10 @@ def slice_heads(data: dict[str, Any], topology: Topology, target: int, side: str
 def own_heads(
     data: dict[str, Any], topology: Topology, slicer: Callable[[Any], Any] | None
 ) -> dict[str, Any]:
-    """What this receiver uses of a payload: its slice, unless the sender has cut it already.
+    """What this receiver uses of a payload: its heads, unless the sender has sliced already.
 
     Raises:
-        ValueError: it is cut for another rank, or other sizes.
+        ValueError: the payload was sliced for another rank, or for other sizes.
     """
     if slicer is not None:
         sliced: dict[str, Any] = slicer(data)
@@ -198,7 +198,7 @@ def own_heads(
         ours = {"target_rank": topology.rank, "from_tp": topology.from_tp, "to_tp": topology.to_tp}
         for name, value in ours.items():
             if mark.get(name, value) != value:
-                raise ValueError(f"heads cut for {name} {mark[name]}, here it is {value}")
+                raise ValueError(f"the heads were cut for {name} {mark[name]}, not for {value}")
         return data
     if topology.fan_out == 1:
         return data
@@ -210,13 +210,13 @@ def merge_shards(
 ) -> dict[str, Any]:
     """Join the heads of several senders, in the order of their ranks, each head once.
 
-    vLLM gives ranks that outnumber the KV heads one head each, the same one to several. Which do
-    is told by the number of heads in the model: `num_kv_heads`, or what the senders say of it.
-    Where nobody does, shards of one head that are equal in every bit of all layers are one head.
+    If vLLM has more ranks than KV heads, several ranks hold the same head. Which ones do follows
+    from the number of heads in the model: `num_kv_heads`, or what the senders say it is. If nobody
+    says it, shards that are equal in every bit of all layers are taken to be the same head.
 
     Args:
-        shards: payloads, whole.
-        topology: with more senders than receivers.
+        shards: whole payloads.
+        topology: has more senders than receivers.
         num_kv_heads: KV heads of the model, if known.
 
     Raises:
@@ -256,7 +256,7 @@ def merge_shards(
 
 
 class _Copies:
-    """Which of the shards hold a head that the one before does not."""
+    """Tells which shards hold a head that the shard before does not hold."""
 
     def __init__(
         self,
@@ -272,7 +272,7 @@ class _Copies:
             for cache in (keys, values)
             for layer in zip(*cache, strict=True)
         ]
-        # Those of one head and some bytes, which can be compared.
+        # Shards that hold one head can be compared.
         self._single_heads = [
             layer
             for layer in layers
@@ -320,8 +320,8 @@ class _Copies:
         if count % step or new != [(i % step) == 0 for i in range(1, count)]:
             raise ValueError("some shards are copies of others, in no order that vLLM makes")
         if step > 1:
-            logger.info("%d senders each hold the same KV head: it is taken once", step)
-        # All alike: one head, whatever ranks of other receivers hold.
+            logger.info("%d senders each hold the same KV head; it is taken once", step)
+        # If all are alike there is one head, whatever the senders of other receivers hold.
         return step if step < count else self._topology.from_tp
 
 
