@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sockets of a control channel: where it serves, how it reaches others, how it waits."""
+"""The sockets of a control channel: it listens, connects to peers and waits with them."""
 
 import math
 import os
@@ -35,8 +35,10 @@ class Poller(Sleep, Protocol):
 
 
 class Sockets(Protocol):
-    """Opens the sockets of one channel. All but `poller.wake` is for the channel's thread, once
-    that runs."""
+    """Opens the sockets of one channel.
+
+    Once the channel's thread runs, only that thread may use this, except for `poller.wake`.
+    """
 
     poller: Poller
 
@@ -44,7 +46,7 @@ class Sockets(Protocol):
         """A ROUTER at a Unix socket, which appears at `path` once it accepts.
 
         Raises:
-            zmq.ZMQError: it cannot be bound.
+            zmq.ZMQError: the socket cannot be bound.
             TransportError: another engine listens there, or the folder cannot be locked.
         """
 
@@ -54,7 +56,7 @@ class Sockets(Protocol):
         """A listener at a TCP address.
 
         Raises:
-            ConfigError: there is no listening at the address.
+            ConfigError: it cannot listen at the address.
         """
 
     def exists(self, path: str) -> bool:
@@ -68,11 +70,11 @@ class Sockets(Protocol):
         """
 
     def close(self) -> None:
-        """Close all of them, and take away the path. Idempotent."""
+        """Close all sockets, and remove the path. Idempotent."""
 
 
 class ZmqSockets:
-    """Those of ZeroMQ; see `Sockets`."""
+    """Sockets of ZeroMQ; see `Sockets`."""
 
     def __init__(self) -> None:
         self._context = make_context()
