@@ -13,6 +13,7 @@ from typing import Any, Final
 from vllm_omni.distributed.omni_connectors.connectors.base import OmniConnectorBase
 from vllm_omni.distributed.omni_connectors.factory import OmniConnectorFactory
 
+from omni_connector.objects.base import OmniConnector
 from omni_connector.objects.factory import SHARED_MEMORY, ConnectorSpec, settings_of
 from omni_connector.objects.factory import OmniConnectorFactory as OurFactory
 from omni_connector.objects.shm import SharedMemoryConnector
@@ -43,7 +44,8 @@ class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
     """
 
     supports_raw_data = False
-    _inner: Any = None  # the base's `__del__` closes this, also where `__init__` failed
+    # The base's `__del__` closes this, even if `__init__` has failed.
+    _inner: OmniConnector = None  # type: ignore[assignment]
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         own = {key: value for key, value in config.items() if key in _OURS}
