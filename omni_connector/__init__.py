@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One vLLM plugin that moves KV cache between engines: one install, one flag, no daemon.
 
-The names below are imported on first use, so that `import omni_connector` loads neither
-vLLM nor torch.
+The names below are imported on first use, so that `import omni_connector` loads neither vLLM
+nor torch.
 """
 
 from importlib import import_module

@@ -7,19 +7,19 @@
     ├── LayoutError                        a KV cache layout that is not understood
     ├── TransportError
     │   ├── PeerUnreachableError           nobody answers at the peer's address
-    │   ├── PeerRefusedError               the peer is not one we may talk to, or says so of us
+    │   ├── PeerRefusedError               we may not talk to the peer, or it refused us
     │   ├── MissingDependencyError         the transport needs a package that is not installed
     │   └── ArenaFullError                 no room, now or ever, for what was asked
     ├── IntegrityError
     │   ├── StaleSlotError                 the slot was reused since it was leased
-    │   │   └── SlotPendingError           the slot is not published yet, but may still be
-    │   └── ChecksumError                  the bytes are not those that were published
+    │   │   └── SlotPendingError           the slot is not committed yet, but may still be
+    │   └── ChecksumError                  the bytes are not those that were committed
     └── ProtocolError                      a malformed, oversized or unexpected message
-        └── IncompatiblePeerError          both sides are well, but differ in a named field
+        └── IncompatiblePeerError          the two sides differ in a named field
 
-Catch `OmniError` around anything that talks to a peer: each leaf means "this KV cannot be
-had", which is never a reason to stop an engine. `ConfigError`, `UnsupportedVersionError`
-and `LayoutError` are raised at start only, and are meant to stop it.
+Catch `OmniError` around anything that talks to a peer: each of these errors means that this KV
+cannot be loaded, which is never a reason to stop an engine. `ConfigError`,
+`UnsupportedVersionError` and `LayoutError` are raised at start only, and are meant to stop it.
 """
 
 import difflib
@@ -27,7 +27,7 @@ from collections.abc import Iterable
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> str:
-    """What an error says of a name that is not known: the nearest of those that are, and all."""
+    """The message of an error about an unknown name: it suggests the nearest known one."""
     names = sorted(known)
     near = difflib.get_close_matches(str(name)[:200], names, n=1, cutoff=0.0)
     meant = f"did you mean {near[0]!r}? Known are {', '.join(names)}" if near else "there is none"
@@ -47,7 +47,7 @@ class UnsupportedVersionError(OmniError):
 
 
 class LayoutError(OmniError):
-    """A KV cache layout that is not understood; it is refused, never guessed."""
+    """A KV cache layout that is not understood: it is refused, never guessed."""
 
 
 class TransportError(OmniError):
@@ -75,15 +75,15 @@ class IntegrityError(OmniError):
 
 
 class StaleSlotError(IntegrityError):
-    """The slot was reused, or not yet published, since it was leased."""
+    """The slot has been reused since it was leased, or is not committed yet."""
 
 
 class SlotPendingError(StaleSlotError):
-    """The slot is not published yet with the generation asked for, but may still be."""
+    """The slot is not committed yet with the expected generation, but may still be."""
 
 
 class ChecksumError(IntegrityError):
-    """The bytes read are not the bytes that were published."""
+    """The bytes read are not the bytes that were committed."""
 
 
 class ProtocolError(OmniError):
@@ -91,10 +91,10 @@ class ProtocolError(OmniError):
 
 
 class IncompatiblePeerError(ProtocolError):
-    """Both sides are well, but differ in a field that must agree.
+    """The two sides differ in a field that must be equal.
 
     Args:
-        field: the name of the differing field of the handshake.
+        field: the name of that field of the handshake.
         ours: this side's value.
         theirs: the peer's value.
     """

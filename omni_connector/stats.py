@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rooms count with. `vllm_v1.metrics` carries it to vLLM."""
+"""The rooms count with this. `vllm_v1.metrics` passes the counts on to vLLM."""
 
 from typing import Protocol
 

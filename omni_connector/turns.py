@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads that do their work in turns.
 
-Whatever runs beside an engine's thread is written as a turn: one piece of work, which ends by
-saying when the next is due. `TurnThread` makes the turns on a thread of its own. The simulation
-makes them in an order that it draws.
+Work beside an engine's thread is written as a turn: a function that does one piece of work and
+returns when the next turn is due. `TurnThread` calls it on a thread of its own; the simulation
+calls the turns of all threads in an order that it draws.
 """
 
+import contextlib
 import math
 import os
 import threading
@@ -13,8 +14,8 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 Turn = Callable[[], float | None]
-"""Does one piece of work. Returns seconds until the next turn: 0 for at once, `WOKEN` for when it
-is woken, None for never, which ends the thread."""
+"""Does one piece of work. Returns the seconds until the next turn; `WOKEN` to wait until it is
+woken; None to end the thread."""
 
 WOKEN: Final = math.inf
 
@@ -23,33 +24,33 @@ class Sleep(Protocol):
     """How a thread waits between turns."""
 
     def wait(self, seconds: float) -> None:
-        """Return after so many seconds, or when `wake` is called, or was since the last wait."""
+        """Return after so many seconds, or once `wake` has been called since the last wait."""
 
     def wake(self) -> None:
-        """End the wait that is under way, else the next one; from any thread."""
+        """End the current wait, or else the next one. May be called on any thread."""
 
 
 class Turns(Protocol):
-    """A thread that makes turns, or what stands in for one."""
+    """A thread that makes turns, or the simulation's stand-in for one."""
 
     def wake(self) -> None:
-        """Have a turn made soon; returns at once."""
+        """Make the next turn due now; returns at once."""
 
     def join(self, timeout: float) -> None:
-        """Wait for the end, for so many seconds."""
+        """Wait until the thread has ended, for `timeout` seconds at most."""
 
     def is_alive(self) -> bool:
-        """Whether it makes turns yet."""
+        """Whether the thread has not ended."""
 
 
 class StartTurns(Protocol):
     """Starts a thread that makes turns.
 
     Args:
-        name: of the thread.
-        turn: what it does.
-        sleep: how it waits; None: until it is woken.
-        cores: those that it may run on; None leaves those of the creating thread.
+        name: the thread's name.
+        turn: is called until it returns None.
+        sleep: waits between turns; None for a plain wait that `wake` ends.
+        cores: CPU cores that the thread may run on; None for those of the creating thread.
     """
 
     def __call__(
@@ -90,7 +91,10 @@ class TurnThread:
 
     def _run(self) -> None:
         if self._cores is not None:
-            _set_affinity(self._cores)
+            # vLLM pins its compute threads; a thread that inherited the pin would compete with
+            # them. If the cpuset has shrunk since, the inherited cores are still right.
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, self._cores)
         while (seconds := self._turn()) is not None:
             if seconds > 0:
                 self._sleep.wait(seconds)
@@ -106,11 +110,3 @@ class _Bell:
 
     def wake(self) -> None:
         self._rung.set()
-
-
-def _set_affinity(cores: frozenset[int]) -> None:
-    # Engines pin their compute threads; a copy that inherits the pin competes with them.
-    try:
-        os.sched_setaffinity(0, cores)
-    except OSError:  # the cpuset shrank since: the inherited cores are still right
-        return

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`omni-connector demo`: KV cache handed from one vLLM engine to another, measured and checked.
+"""`omni-connector demo`: KV cache is handed from one vLLM engine to another, measured and checked.
 
-Each prompt is answered three times. Through the router: the prefill engine computes it and the
-decode engine takes over its KV. Again by the decode engine, which now holds the KV itself. And
-by the decode engine without any KV, as the reference: its answer never came through the
-connector, and is computed along the same numeric path (see `omni_connector.testing.reference`),
-so that its tokens must be the same, with the same log-probabilities to rounding. The engines use
-float32, in which rounding is the same small thing on every CPU. The decode engine sees a prompt
-first by hand-off: nothing in its cache could stand in for the bytes that should arrive.
+Each prompt is answered three times. First through the router: the prefill engine computes the
+prompt, and the decode engine loads its KV. Then by the decode engine alone, which now has the KV in
+its cache. Last by the decode engine without any KV, as the reference: no KV of this answer came
+through the connector. The reference is computed along the same numeric path (see
+`omni_connector.testing.reference`), so that the tokens must be the same, and the log-probabilities
+equal but for rounding. The engines use float32, whose rounding is equally small on every CPU. The
+hand-off is the first that the decode engine sees of a prompt, so that nothing in its cache can
+stand in for the bytes that should arrive.
 """
 
 import logging
@@ -59,16 +60,16 @@ _RAISED: Final = re.compile(r"\b[A-Z]\w*(Error|Exception): .*")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one prompt showed.
+    """What was measured with one prompt.
 
     Attributes:
         prompt_tokens: length of the prompt.
         tokens_moved: prompt tokens whose KV the decode engine counts as loaded.
-        bytes_moved: bytes it counts as loaded.
+        bytes_moved: bytes that it counts as loaded.
         handoff_s: seconds from asking the prefill engine until the KV was in place.
         ttft_s: seconds to the first token at the decode engine: handed off, local, recomputed.
-        same_tokens: whether the answer after the hand-off is the reference: the same tokens, or
-            equally likely ones, with the same log-probabilities.
+        same_tokens: whether the answer after the hand-off equals the reference: the same tokens,
+            or equally likely ones, with the same log-probabilities.
     """
 
     prompt_tokens: int
@@ -79,7 +80,7 @@ class Result:
     same_tokens: bool
 
     def problems(self) -> list[str]:
-        """What is wrong with it, in words; empty when nothing is."""
+        """Sentences that say what is wrong; empty if nothing is."""
         found = []
         # The last prompt token is computed by the decode engine: it needs its logits.
         if self.tokens_moved < self.prompt_tokens - 1 or self.bytes_moved <= 0:
@@ -106,12 +107,12 @@ class Metrics:
 
     @classmethod
     def of(cls, engine: Engine) -> "Metrics":
-        """Ask an engine."""
+        """Get the samples of an engine."""
         with engine.client() as client:
             return cls(client.get("/metrics").decode())
 
     def since(self, before: "Metrics", name: str) -> float:
-        """By how much a sample grew; 0 for one that is not there."""
+        """By how much a sample has grown; 0 if there is no such sample."""
         return self._samples.get(name, 0.0) - before._samples.get(name, 0.0)
 
 
@@ -155,8 +156,8 @@ def measure(deployment: Deployment, prompt: Sequence[int], salt: str) -> Result:
 
 
 def _settled(engine: Engine, before: Metrics, *, tokens_loaded: int = 0) -> Metrics:
-    # Statistics follow the answer by a step or two. Those of a hand-off that moved nothing never
-    # come: the deadline ends the wait, and `Result.problems` says what is missing.
+    # Statistics follow the answer a step or two later. If a hand-off moved nothing they never
+    # come: then the deadline ends the wait, and `Result.problems` says what is missing.
     deadline = time.monotonic() + _STATS_S
     while True:
         now = Metrics.of(engine)
@@ -169,7 +170,7 @@ def _settled(engine: Engine, before: Metrics, *, tokens_loaded: int = 0) -> Metr
 
 
 def median(results: Sequence[Result]) -> Result:
-    """One row for several prompts of one length: medians, and the worst of what is checked."""
+    """One row for several prompts of one length: medians of times, the worst of what is checked."""
     middle = statistics.median
     handed, local, recomputed = zip(*(result.ttft_s for result in results), strict=True)
     return Result(
@@ -215,7 +216,7 @@ def _make_model(cache: Path) -> Path:
 
 
 def _load_reference() -> None:
-    # It imports vLLM, for some seconds and with remarks about this machine on the terminal.
+    # It imports vLLM, which takes some seconds and writes remarks to the terminal.
     logging.getLogger("vllm").setLevel(logging.ERROR)
     import omni_connector.testing.reference  # noqa: F401
 
@@ -231,12 +232,11 @@ def demo(
     """Run the demo, print its table, and return the exit status: 0 only if all of it is right.
 
     Args:
-        lengths: of the prompts, in tokens.
+        lengths: lengths of the prompts, in tokens.
         rounds: prompts of each length.
-        cache: folder under which the made model is kept.
-        logs: folder for logs, kept; None for a temporary one, kept only when the demo fails.
-        kv_transfer_config: of both engines.
-
+        cache: folder in which the generated model is kept.
+        logs: folder for logs; None for a temporary one, which is kept only if the demo fails.
+        kv_transfer_config: the configuration of both engines.
     """
     console = Console()
     if find_spec("vllm_router") is None:
@@ -270,7 +270,7 @@ def demo(
 
 
 def _first_errors(logs: Path) -> list[tuple[str, str]]:
-    # The first error of a log is the cause; what follows are its consequences.
+    # The first error of a log is the cause; the later ones are its consequences.
     found = []
     for log in sorted(logs.glob("*.log")):
         for line in log.read_text(errors="replace").splitlines():
@@ -304,7 +304,7 @@ def _measure_all(
         with running(prefill, decode, logs, meanwhile=_load_reference) as deployment:
             progress.update(todo, advance=1, description="warming up")
             draw = random.Random(0)
-            # What each side does once, such as connecting, is not part of a hand-off's cost.
+            # What each side does only once, such as connecting, must not be measured.
             measure(deployment, draw.choices(_VOCABULARY, k=_WARM_UP), "warm-up")
             progress.advance(todo)
             results = []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`omni-connector doctor`: what the connector needs, looked for in this environment.
+"""`omni-connector doctor` checks that this environment has what the connector needs.
 
-Each check returns what it found, or raises an error whose message says what to do. Checks are
-independent: one that fails keeps no other from being made.
+Each check returns what it found, or raises an error whose message says what to do. A check that
+fails does not stop the others.
 """
 
 import os
@@ -30,7 +30,7 @@ from omni_connector.transports.mooncake_lib import engine_module, wheel_name
 _GIB: Final = 1 << 30
 _IMPORT_S: Final = 180.0
 
-# In a process of its own: a broken vLLM can end the process that imports it, and says a lot.
+# This runs in a process of its own: a broken vLLM can end the process that imports it.
 _LOOK_FOR_PLUGIN: Final = """
 from vllm.plugins import load_general_plugins
 load_general_plugins()
@@ -55,7 +55,7 @@ class Finding(NamedTuple):
 
 def _python() -> str:
     if sys.platform != "linux":
-        raise CheckFailedError(f"{sys.platform}: only Linux has what sharing memory takes here")
+        raise CheckFailedError(f"{sys.platform}: the shared memory used here is Linux's alone")
     return f"Python {platform.python_version()} on Linux {platform.release()}"
 
 
@@ -65,7 +65,7 @@ def _vllm() -> str:
 
 def _plugin() -> str:
     if find_spec("vllm") is None:
-        raise CheckFailedError("no vLLM to look into")
+        raise CheckFailedError("vLLM is not installed, so it cannot load the plugin")
     script = _LOOK_FOR_PLUGIN.format(name=CONNECTOR_NAME)
     try:
         done = subprocess.run(

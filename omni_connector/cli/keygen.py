@@ -7,10 +7,10 @@ from omni_connector.net.keys import write_new_key
 
 
 def keygen(path: Path) -> int:
-    """Make the file, and say which key it holds; return 0.
+    """Make the file, and print its public key; return 0.
 
     Raises:
-        ConfigError: there is a file already, or none can be made.
+        ConfigError: the file exists already, or cannot be made.
     """
     key = write_new_key(path)
     print(f"{path}: public key {key.public.decode()}")

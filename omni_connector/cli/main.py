@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`omni-connector`: what is asked for, and the exit status.
+"""`omni-connector`: the command line, and the exit status.
 
-0: all is well. 1: something is wrong with what was run. 2: the command line or a setting is.
-130 and 143: interrupted, terminated.
+0: success. 1: the command found something wrong. 2: the command line or a setting is wrong.
+130: interrupted. 143: terminated.
 """
 
 import argparse
@@ -16,15 +16,15 @@ from omni_connector.errors import ConfigError, UnsupportedVersionError
 from omni_connector.plugin import require_supported_vllm
 
 _DEMO = """Start a prefill engine, a decode engine and vllm-router on this machine, send prompts
-through the router, and show what moved and how long it took. A small model with random weights is
-made for it; nothing is downloaded, and no port but loopback ones is opened."""
+through the router, and show what moved and how long it took. The demo generates a small model with
+random weights; it downloads nothing, and opens ports on loopback only."""
 
 _DOCTOR = """Check that this environment can run the connector: versions, the registration with
-vLLM, the runtime folder, what the kernel must offer, and memory."""
+vLLM, the runtime folder, the kernel's features, and memory."""
 
 _KEYGEN = """Make the key that the engines of a cluster share, for talking to each other between
-hosts. Copy the file to every host, for the user of the engine, with mode 600, and name it there as
-key_file in kv_connector_extra_config. A file that exists is left alone."""
+hosts. Copy the file to every host, owned by the engine's user, with mode 600, and name it there as
+key_file in kv_connector_extra_config. A file that exists is not overwritten."""
 
 
 def _cache_dir() -> Path:
@@ -75,14 +75,14 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         default=_cache_dir(),
         metavar="DIR",
-        help="where the made model is kept (default: %(default)s)",
+        help="where the generated model is kept (default: %(default)s)",
     )
     demo.add_argument(
         "--logs",
         type=Path,
         metavar="DIR",
-        help="where the logs of what is started go (default: a temporary folder, "
-        "kept when the demo fails)",
+        help="where the logs of the engines and the router go (default: a temporary folder, "
+        "which is kept if the demo fails)",
     )
 
     commands.add_parser("doctor", help="is this environment in order?", description=_DOCTOR)
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from omni_connector.cli.keygen import keygen
 
             return keygen(options.path)
-        require_supported_vllm()  # it also brings what the demo prints with
+        require_supported_vllm()  # vLLM also brings `rich`, with which the demo prints
         from omni_connector.cli.demo import LENGTHS, demo
 
         return demo(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other processes and hosts: which of them are allowed, keys, names, sockets.
 
-In come addresses, from settings and messages, checked before anything is opened; out go connected
-sockets whose other end is known: by its user on this host, by its key beyond.
+In come addresses, from settings and messages; they are checked before anything is opened. Out go
+connected sockets whose peer is known: by its user on this host, by its key on another.
 """

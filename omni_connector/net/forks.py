@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process that was forked must not keep of its parent: sockets at which the parent is found.
+"""A forked process closes the sockets at which peers find its parent.
 
-Its threads are not there to answer, and a socket that is open in one process is open to its peers:
-a parent that is killed would go on accepting, and none of its peers would see its end.
+The child has no threads that would answer there. And while the child kept a socket open, peers
+could still connect after the parent was killed, and none of them would notice its end.
 """
 
 import contextlib
@@ -19,19 +19,19 @@ _known: Final[weakref.WeakKeyDictionary[Any, _Forget]] = weakref.WeakKeyDictiona
 
 
 def forget_in_child(owner: object, forget: _Forget) -> None:
-    """Have `forget(owner)` called in each process that is forked, as long as there is the owner.
+    """Have `forget(owner)` called in each process that is forked, as long as the owner exists.
 
-    It runs where any lock may be held for ever: it must take none.
+    In such a process any lock may be held for ever, so `forget` must take none.
     """
     _known[owner] = forget
 
 
 def close_bound_to(address: object) -> None:
-    """Close this process's descriptors of sockets that have this address: the one that listens
-    there, and those that were accepted."""
+    """Close this process's descriptors of all sockets with this local address: the listening
+    socket and the accepted ones."""
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
-        with contextlib.suppress(OSError):  # it is the descriptor of the listing itself
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as found:
@@ -43,7 +43,7 @@ def close_bound_to(address: object) -> None:
 
 def _in_child() -> None:
     for owner, forget in list(_known.items()):
-        with contextlib.suppress(Exception):  # of several, each is to be forgotten
+        with contextlib.suppress(Exception):  # one that fails must not keep the others
             forget(owner)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The key that the engines of a cluster share, and the file it is kept in.
 
-One CURVE key pair is both sides' proof: a serving engine admits only who has this public key
-and the secret to it, an asking engine accepts no other server. The file is a certificate as pyzmq
-writes and reads them, with the public and the secret key.
+Both sides prove themselves with the same CURVE key pair: a serving engine admits only clients
+that hold it, and an asking engine accepts only servers that hold it. The file is a certificate in
+pyzmq's format, with the public and the secret key.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _MAX_FILE_BYTES: Final = 1 << 16
 _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 _CERTIFICATE: Final = """\
 #   Key of omni-connector, the same file for all engines of a cluster.
-#   Who can read it can take part: copy it to the other hosts over a safe way, with mode 600.
+#   Whoever can read it can take part: copy it to the other hosts securely, with mode 600.
 
 metadata
     made-by = "omni-connector keygen"
@@ -37,7 +37,7 @@ curve
 
 @dataclass(frozen=True, slots=True)
 class ClusterKey:
-    """A CURVE key pair, each 40 characters of Z85 as ZeroMQ takes them."""
+    """A CURVE key pair; each key is 40 characters of Z85, as ZeroMQ takes them."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -47,11 +47,11 @@ def load_key(path: str | Path) -> ClusterKey:
     """Read the key from its file.
 
     Raises:
-        ConfigError: there is none, it is no regular file, not this user's, open to others, or
+        ConfigError: the file is missing, no regular file, not this user's, open to others, or
             holds no key pair; the message says what to do.
     """
     try:
-        # Neither a FIFO nor a device may hold us up.
+        # O_NONBLOCK: opening a FIFO or a device must not wait.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -60,7 +60,7 @@ def load_key(path: str | Path) -> ClusterKey:
         ) from error
     try:
         _check_file(path, os.fstat(fd))
-        # By its descriptor it is the file that was checked, whatever the path says by now.
+        # The descriptor is the file that was checked; the path may name another one by now.
         return _parse(path, f"/proc/self/fd/{fd}")
     finally:
         os.close(fd)
@@ -103,21 +103,23 @@ def _is_key(text: bytes) -> bool:
         return False
     try:
         return len(z85.decode(text)) == 32
-    except (KeyError, struct.error):  # a character, or a number, that Z85 has not
+    except (KeyError, struct.error):  # a character, or a number, that is not in Z85
         return False
 
 
 def own_key(path: Path) -> ClusterKey:
-    """The key in a file of this user's, which is made if there is none; several may come at once.
+    """Read the key from a file of this user's, and make the file first if there is none.
+
+    Several processes may do so at once; all get the same key.
 
     Raises:
-        ConfigError: as `load_key`, or it cannot be made.
+        ConfigError: as `load_key`, or the file cannot be made.
     """
     if not path.exists():
         mine = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
         write_new_key(mine)
         try:
-            os.link(mine, path)  # whole, or not at all; who comes second takes the first one's
+            os.link(mine, path)  # it appears whole; if another process was first, its file stays
         except FileExistsError:
             pass
         except OSError as error:
@@ -128,10 +130,10 @@ def own_key(path: Path) -> ClusterKey:
 
 
 def write_new_key(path: str | Path) -> ClusterKey:
-    """Make a key, and the file for it, which only this user can read.
+    """Make a key, and write it to a new file that only this user can read.
 
     Raises:
-        ConfigError: there is a file already, which is left as it is, or none can be made.
+        ConfigError: the file exists, and is left as it is; or it cannot be made.
     """
     public, secret = zmq.curve_keypair()
     text = _CERTIFICATE.format(public=public.decode(), secret=secret.decode())
@@ -146,7 +148,7 @@ def write_new_key(path: str | Path) -> ClusterKey:
         raise ConfigError(f"cannot make the key file: {error}") from error
     try:
         with os.fdopen(fd, "w") as file:
-            os.fchmod(fd, 0o600)  # whatever the umask took away
+            os.fchmod(fd, 0o600)  # the umask may have taken bits away
             file.write(text)
             file.flush()
             os.fsync(fd)

@@ -1,50 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sockets of a control channel: where it serves, how it reaches others, how it waits."""
+"""The sockets of a control channel: it listens, connects to peers and waits with them."""
 
 import math
 import os
-import socket as unix_socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
 
-from omni_connector.errors import TransportError
 from omni_connector.net.forks import close_bound_to, forget_in_child
 from omni_connector.net.keys import ClusterKey
 from omni_connector.net.listener import TcpListener
 from omni_connector.net.peers import HostPort
-from omni_connector.net.runtime import locked
-from omni_connector.net.zeromq import Context, Link, Socket, make_context, prepare
-from omni_connector.turns import WOKEN
+from omni_connector.net.runtime import appearing
+from omni_connector.net.zeromq import Link, Socket, make_context, prepare
+from omni_connector.turns import WOKEN, Sleep
 
 
-class Poller(Protocol):
-    """Waits for sockets; as a `Sleep`, the same for a thread."""
+class Poller(Sleep, Protocol):
+    """Waits for sockets: a wait also ends when one of them can be read."""
 
     def register(self, socket: Any) -> None:
-        """Wait for this one too."""
+        """Wait for this socket, too."""
 
     def unregister(self, socket: Any) -> None:
-        """Wait for it no more."""
+        """Wait for this socket no more."""
 
     def ready(self) -> dict[Any, int]:
         """The sockets that can be read now."""
-
-    def wait(self, seconds: float) -> None:
-        """Return when a socket can be read, after so many seconds, or when woken."""
-
-    def wake(self) -> None:
-        """End the wait that is under way, else the next one; from any thread."""
 
     def close(self) -> None:
         """Wait no more. Idempotent."""
 
 
 class Sockets(Protocol):
-    """Opens the sockets of one channel. All but `poller.wake` is for the channel's thread, once
-    that runs."""
+    """Opens the sockets of one channel.
+
+    Once the channel's thread runs, only that thread may use this, except for `poller.wake`.
+    """
 
     poller: Poller
 
@@ -52,7 +46,7 @@ class Sockets(Protocol):
         """A ROUTER at a Unix socket, which appears at `path` once it accepts.
 
         Raises:
-            zmq.ZMQError: it cannot be bound.
+            zmq.ZMQError: the socket cannot be bound.
             TransportError: another engine listens there, or the folder cannot be locked.
         """
 
@@ -62,7 +56,7 @@ class Sockets(Protocol):
         """A listener at a TCP address.
 
         Raises:
-            ConfigError: there is no listening at the address.
+            ConfigError: it cannot listen at the address.
         """
 
     def exists(self, path: str) -> bool:
@@ -76,11 +70,11 @@ class Sockets(Protocol):
         """
 
     def close(self) -> None:
-        """Close all of them, and take away the path. Idempotent."""
+        """Close all sockets, and remove the path. Idempotent."""
 
 
 class ZmqSockets:
-    """Those of ZeroMQ; see `Sockets`."""
+    """Sockets of ZeroMQ; see `Sockets`."""
 
     def __init__(self) -> None:
         self._context = make_context()
@@ -88,15 +82,20 @@ class ZmqSockets:
         self.poller: Poller = _ZmqPoller()
 
     def serve(self, path: Path) -> Socket:
-        router = bind_unix(self._context, path)
+        router = self._context.socket(zmq.ROUTER)
+        prepare(router)
+        hidden = _hidden(path)
+        taken = f"another engine listens at {path}; give each engine its own engine_id"
+        with appearing(path, hidden, taken):
+            router.bind(f"ipc://{hidden}")
         self._path = path
         forget_in_child(self, ZmqSockets._abandon)
         return router
 
     def _abandon(self) -> None:
-        # In a process that was forked, whose ZeroMQ has no threads.
+        # In a process that was forked, in which ZeroMQ has no threads.
         if self._path is not None:
-            close_bound_to(str(hidden_path(self._path)))
+            close_bound_to(str(_hidden(self._path)))
 
     def serve_tcp(
         self, address: HostPort, key: ClusterKey, clock: Callable[[], float]
@@ -147,34 +146,6 @@ class _ZmqPoller:
             os.close(fd)
 
 
-def bind_unix(context: Context, path: Path) -> Socket:
-    """A ROUTER at a Unix socket, which appears at `path` once it accepts.
-
-    Raises:
-        zmq.ZMQError: it cannot be bound.
-        TransportError: another engine listens there, or the folder cannot be locked.
-    """
-    router = context.socket(zmq.ROUTER)
-    prepare(router)
-    # A socket is visible only once it accepts, so that a peer may take "refused" for dead;
-    # under the lock nobody sweeps it before.
-    hidden = hidden_path(path)
-    with locked(path.parent):
-        if _accepts(path):
-            raise TransportError(
-                f"another engine listens at {path}; give each engine its own engine_id"
-            )
-        router.bind(f"ipc://{hidden}")
-        os.rename(hidden, path)
-    return router
-
-
-def hidden_path(path: Path) -> Path:
+def _hidden(path: Path) -> Path:
     """Where a socket is bound before it appears at `path`: its address to the kernel."""
     return path.with_name(f".{path.name}")
-
-
-def _accepts(path: Path) -> bool:
-    with unix_socket.socket(unix_socket.AF_UNIX, unix_socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        return probe.connect_ex(os.fspath(path)) == 0

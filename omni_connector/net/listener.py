@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TCP end of a serving engine, at which anybody may knock.
+"""The TCP listener of a serving engine, to which anybody may connect.
 
-libzmq asks us about each connection that speaks CURVE whether its key may enter (ZAP, ZeroMQ
-RFC 27), and lets in nobody else. What is neither let in nor gone is cut off after `HANDSHAKE_MS`,
-and no more than `MAX_CONNECTIONS` are held at once, so that strangers cost neither much memory nor
-the files that the engine needs. Who is in, and sends a message that does not end, which libzmq
-would keep whole, is cut off too.
+For each connection that speaks CURVE libzmq asks us whether its key is admitted (ZAP, ZeroMQ
+RFC 27); all others it refuses. A connection that is not admitted within `HANDSHAKE_MS` is closed,
+and at most `MAX_CONNECTIONS` are kept at once, so that strangers can use up neither memory nor
+file descriptors. An admitted peer that sends an endless message is cut off, too: libzmq would
+buffer all of it.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from omni_connector.net.zeromq import Context, Socket, prepare, prepare_tcp
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 1024
-MAX_REQUEST_BYTES: Final = 1 << 18  # introductions are the longest: some 100 bytes a layer
+MAX_REQUEST_BYTES: Final = 1 << 18  # handshakes are the longest: some 100 bytes a layer
 MAX_REQUESTS: Final = 8
 MAX_UNFINISHED_BYTES: Final = 4 * MAX_REQUEST_BYTES
 WARN_EVERY_S: Final = 60.0
@@ -50,19 +50,19 @@ _BYTES_RECEIVED: Final = struct.Struct("=128xQ")
 
 
 class TcpListener:
-    """A ROUTER at a TCP port, and who may use it.
+    """A ROUTER at a TCP port, which admits only peers that hold the key.
 
-    Made on any thread, then used by one.
+    It may be made on any thread; afterwards one thread uses it.
 
     Args:
-        context: whose sockets they are; of one context only one listener can have a key.
-        address: where to listen; with port 0 the system chooses one.
-        key: what connections must show.
-        clock: seconds, monotonic.
+        context: makes the sockets; only one listener of a context can have a key.
+        address: where to listen; with port 0 the system chooses a port.
+        key: the key that peers must hold.
+        clock: monotonic seconds.
 
     Attributes:
-        address: where it listens, with the port that it has.
-        bound: the same to the kernel.
+        address: where it listens, with the port that was chosen.
+        bound: the IP address and port that the kernel knows.
         router: carries the messages.
 
     Raises:
@@ -105,11 +105,11 @@ class TcpListener:
 
     @property
     def watched(self) -> list[Socket]:
-        """Sockets other than the router's that `attend` wants to hear of."""
+        """Sockets, besides the router, that `attend` must be told of when they can be read."""
         return [self._monitor, self._admission.socket]
 
     def receive(self) -> list[bytes]:
-        """The next message, frame by frame, the name of its connection first.
+        """The frames of the next message; the first is the name of its connection.
 
         Raises:
             zmq.Again: there is none.
@@ -121,8 +121,10 @@ class TcpListener:
         return [frame.bytes for frame in frames]
 
     def attend(self, ready: dict[Any, int]) -> None:
-        """Answer who asks to be let in, and shut out who is too many, or does not end. To be called
-        about twice a second, whether or not anything is ready."""
+        """Admit or refuse new connections; close those above the limit, and endless messages.
+
+        To be called about twice a second, whether or not anything is ready.
+        """
         if self._admission.socket in ready:
             self._admission.answer()
         if self._monitor in ready:
@@ -142,14 +144,14 @@ class TcpListener:
         self._connections[number] = _Connection(self._clock())
         if len(self._connections) > self._limit:
             self._shut(number)
-            self._warn(f"there are {self._limit} connections already, a further one is refused")
+            self._warn(f"there are {self._limit} connections already; a further one is refused")
 
     def _look_at(self, number: int, connection: "_Connection") -> None:
         now, received = self._clock(), 0
         with self._file(number) as file:
             if file is not None:
                 info = file.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
-                if len(info) == _BYTES_RECEIVED.size:  # not so on kernels before 4.1
+                if len(info) == _BYTES_RECEIVED.size:  # kernels before 4.1 tell less
                     (received,) = _BYTES_RECEIVED.unpack(info)
         if connection.finished:
             connection.finished, connection.since, connection.received = False, now, received
@@ -160,15 +162,15 @@ class TcpListener:
             self._warn("a peer sends a message that does not end, and is cut off")
 
     def _shut(self, number: int) -> None:
-        # libzmq has no call for it.
+        # libzmq has no call that closes one connection.
         with self._file(number) as file:
             if file is not None:
                 file.shutdown(socket.SHUT_RDWR)
 
     @contextlib.contextmanager
     def _file(self, number: int) -> Iterator[socket.socket | None]:
-        # The number may be another file's by now, so it is the file behind a duplicate that is
-        # looked at, and used only if it is a connection to our port.
+        # The number may be another file's by now. So the file is duplicated, then looked at, and
+        # used only if it is a connection to our port.
         try:
             duplicate = os.dup(number)
         except OSError:  # closed already
@@ -180,11 +182,11 @@ class TcpListener:
             os.close(duplicate)
             yield None
             return
-        with file, contextlib.suppress(OSError):  # its peer may have gone by itself
+        with file, contextlib.suppress(OSError):  # its peer may have closed the connection
             yield file if file.getsockname()[:2] == self.bound else None
 
     def _warn(self, text: str) -> None:
-        # Strangers choose how often it happens.
+        # Strangers decide how often this happens; they must not fill the log.
         now = self._clock()
         if now >= self._next_warning:
             self._next_warning = now + WARN_EVERY_S
@@ -193,12 +195,12 @@ class TcpListener:
 
 @dataclass(slots=True)
 class _Connection:
-    """What came since its last whole message, or since it was made.
+    """How much a connection has received when its last whole message, or itself, came.
 
     Attributes:
         since: when that was.
-        received: bytes that had come by then.
-        finished: whether a message came since we last looked.
+        received: bytes that had been received by then.
+        finished: whether a whole message came since we last looked.
     """
 
     since: float
@@ -207,7 +209,7 @@ class _Connection:
 
 
 class _Admission:
-    """The ZAP handler of a context: admits those who have proved that they hold our key."""
+    """The ZAP handler of a context: it admits peers that hold our key."""
 
     def __init__(self, context: Context, key: ClusterKey, warn: Callable[[str], None]) -> None:
         self._key = z85.decode(key.public)
@@ -217,7 +219,7 @@ class _Admission:
         self.socket.bind(_ZAP_ADDRESS)
 
     def answer(self) -> None:
-        """Answer what was asked; waits for nothing."""
+        """Answer all questions that libzmq has asked. Never waits."""
         with contextlib.suppress(zmq.Again):
             for _ in range(_AT_ONCE):
                 question = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -225,7 +227,7 @@ class _Admission:
 
     def _decide(self, question: list[bytes]) -> list[bytes]:
         _, request, _, host, _, _, *credentials = question
-        # That it holds the secret to this public key, libzmq has seen to: we speak CURVE only.
+        # libzmq has checked that the peer holds the secret key to this public key.
         admitted = credentials == [self._key]
         if not admitted:
             where = host.decode("ascii", "replace")

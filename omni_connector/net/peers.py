@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts: what may stand for one in a setting or in a message, and which of them are allowed.
+"""Hosts: how a setting or a message names one, and which hosts are allowed.
 
-A host is an IP address or a host name. Nothing here resolves a name: what a name means may change
-between the check and its use, so that a name is allowed only by itself, and is never loopback.
+A host is an IP address or a host name. Nothing here resolves a name, as its address may change
+between the check and its use: a name is allowed only if the name itself is listed, and no name
+counts as loopback.
 """
 
 import ipaddress
@@ -19,7 +20,7 @@ MAX_HOST_CHARS: Final = 253
 MAX_PORT: Final = 65535
 
 _LABEL: Final = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
-# A name that ends in a number is an address to the C library: "127.1", "0x7f000001", even "0".
+# The C library reads a name that ends in a number as an address: "127.1", "0x7f000001", even "0".
 _NUMBER: Final = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
 _MAPPED: Final = ipaddress.IPv6Network("::ffff:0:0/96")
 
@@ -39,7 +40,7 @@ class Peers:
 
     Args:
         entries: IP addresses, networks such as `10.0.0.0/8`, and host names, which are compared as
-            they are written, whatever their case. Nothing is implied, loopback neither.
+            text, without regard to case. No host is implied, not even loopback.
 
     Raises:
         ConfigError: an entry is none of these.
@@ -63,7 +64,7 @@ class Peers:
                 self._networks.append(ipaddress.ip_network(found))
 
     def allows(self, host: str) -> bool:
-        """Whether `host`, an address or a name, is listed. What is no host is not."""
+        """Whether `host`, an address or a name, is listed; False for what is neither."""
         try:
             found = parse_host(host)
         except ValueError:
@@ -74,12 +75,12 @@ class Peers:
 
 
 def parse_host(text: str) -> IPAddress | str:
-    """The address, or the name in lower case, that `text` stands for.
+    """Read an IP address, or a host name, which is returned in lower case.
 
-    An IPv4 address in IPv6's clothes (`::ffff:10.0.0.1`) is the IPv4 address.
+    An IPv4 address in IPv6's form (`::ffff:10.0.0.1`) is returned as IPv4.
 
     Raises:
-        ValueError: it is neither, or an address that names no host (`0.0.0.0`, multicast).
+        ValueError: `text` is neither, or an address of no single host (`0.0.0.0`, multicast).
     """
     if len(text) > MAX_HOST_CHARS:
         raise ValueError(f"{len(text)} characters are no host")
@@ -99,10 +100,10 @@ def parse_host(text: str) -> IPAddress | str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is an address of this host that others cannot reach; no name is.
+    """Whether `host` is a loopback address; a name never is.
 
     Raises:
-        ValueError: it is no host.
+        ValueError: `host` is neither an address nor a name.
     """
     found = parse_host(host)
     return not isinstance(found, str) and found.is_loopback
@@ -112,7 +113,7 @@ def parse_host_port(text: str) -> HostPort:
     """Read `host:port` or `[IPv6 address]:port`, with a port of 0 to 65535.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: `text` is neither.
     """
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -130,11 +131,11 @@ def parse_listen(text: str, rank: int = 0) -> HostPort:
 
     Args:
         text: the setting.
-        rank: data-parallel rank of the engine; each has the port after that of the one before it,
-            but where the system chooses (0).
+        rank: data-parallel rank of the engine, which is added to the port, unless that is 0, with
+            which the system chooses one.
 
     Raises:
-        ConfigError: it is none, or a wildcard, which peers could not be told.
+        ConfigError: it is no address, or a wildcard, which peers could not connect to.
     """
     try:
         host, port = parse_host_port(text)

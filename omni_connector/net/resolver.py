@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host names to addresses, off the control thread: the C library may take half a minute.
+"""Host names are looked up on threads of their own: the C library may take half a minute.
 
-Both sides of a connection choose alike: the first IPv4 address of a name, else its first one.
+Both sides of a connection choose alike: the first IPv4 address of a name, else its first address.
 """
 
 import socket
@@ -18,7 +18,7 @@ Found = HostPort | PeerUnreachableError
 
 
 def resolve(address: HostPort) -> HostPort:
-    """The same with an IP address in place of a name; waits as long as the C library does.
+    """The address with its name, if any, replaced by an IP; may wait for half a minute.
 
     Raises:
         PeerUnreachableError: the name is not known, or cannot be looked up.
@@ -34,14 +34,16 @@ def resolve(address: HostPort) -> HostPort:
 
 
 class Resolver:
-    """Looks names up, each in a thread of its own, which no call waits for."""
+    """Looks up names, each on a thread of its own; no call waits."""
 
     def __init__(self) -> None:
         self._free = threading.BoundedSemaphore(MAX_LOOKUPS)
 
     def look_up(self, address: HostPort, done: Callable[[Found], None]) -> None:
-        """Have `done` called with what `resolve` says, on another thread; at once, on this one,
-        where too many lookups are under way, or no thread can be had."""
+        """Have another thread call `done` with what `resolve` returns or raises.
+
+        If too many lookups are under way, or no thread can be started, `done` is called at once.
+        """
         if not self._free.acquire(blocking=False):
             done(PeerUnreachableError(f"{MAX_LOOKUPS} host names are being looked up already"))
             return
@@ -50,7 +52,7 @@ class Resolver:
         )
         try:
             thread.start()
-        except RuntimeError as error:  # the system has no more threads for us
+        except RuntimeError as error:  # the system allows no more threads
             self._free.release()
             done(PeerUnreachableError(f"cannot look up {address.host!r}: {error}"))
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runtime folder, where the sockets of one user's engines are, and how they come and go.
+"""The runtime folder, in which the sockets of one user's engines lie.
 
-A process that is killed leaves its socket behind; `sweep` removes those that nobody listens
-on. A socket is visible under its name only while it accepts: it is bound and listening under a
-temporary name before it gets its own. Both happen under a lock on the folder itself, so that a
-socket about to listen is never taken for a dead one; the kernel drops the lock of a process
-that is killed.
+A process that is killed leaves its socket behind; `sweep` removes sockets that nobody listens on.
+A socket gets its name only once it accepts: before, it has a temporary name. `sweep` and new
+sockets take turns by a lock on the folder itself, so that a socket that is about to listen is not
+taken for a dead one; the kernel drops the lock of a process that is killed.
 """
 
 import contextlib
@@ -39,16 +38,16 @@ _POLL_S: Final = 0.005
 
 
 def runtime_root(environ: Mapping[str, str] | None = None) -> Path:
-    """Where the folders of all namespaces lie, made or not.
+    """Where the folders of all namespaces lie; it may not exist yet.
 
     It is `$OMNI_CONNECTOR_RUNTIME_DIR` if that is set, else `$XDG_RUNTIME_DIR/omni-connector` if
-    that is a folder of this user, else `omni-connector-<uid>` of the temporary folder.
+    that variable names a folder of this user, else `omni-connector-<uid>` in the temporary folder.
 
     Args:
         environ: the environment to read, `os.environ` by default.
 
     Raises:
-        ConfigError: the variable holds no absolute path.
+        ConfigError: `$OMNI_CONNECTOR_RUNTIME_DIR` is no absolute path.
     """
     environ = os.environ if environ is None else environ
     override = environ.get(RUNTIME_DIR_VARIABLE, "")
@@ -63,15 +62,14 @@ def runtime_root(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def runtime_dir(namespace: str = "default", environ: Mapping[str, str] | None = None) -> Path:
-    """The folder of a namespace in `runtime_root`, made if need be: private to this user.
+    """The folder of a namespace in `runtime_root`. It is made if need be, private to this user.
 
     Args:
         namespace: any name; engines that share it find each other.
         environ: the environment to read, `os.environ` by default.
 
     Raises:
-        ConfigError: the folder belongs to somebody else, others may enter it, it is a symbolic
-            link or no folder at all, or it cannot be made.
+        ConfigError: as `check_private`, or the folder cannot be made.
     """
     base = runtime_root(environ)
     folder = base / _short(namespace)
@@ -86,11 +84,12 @@ def runtime_dir(namespace: str = "default", environ: Mapping[str, str] | None = 
 
 
 def loopback_key(environ: Mapping[str, str] | None = None) -> ClusterKey:
-    """The key of this user's engines for each other's ports on loopback, where they have no
-    `key_file`: whatever their namespaces, who has the same runtime folder has it.
+    """The key for ports on loopback if there is no `key_file`.
+
+    All engines with the same runtime folder have the same key, whatever their namespaces.
 
     Raises:
-        ConfigError: as `runtime_dir`; or the file is not as it must be, or cannot be made.
+        ConfigError: as `runtime_dir` and `own_key`.
     """
     return own_key(runtime_dir(environ=environ).parent / _KEY)
 
@@ -120,12 +119,12 @@ def check_private(folder: Path) -> None:
 
 
 def socket_path(folder: Path, name: str, *, kind: str = "") -> Path:
-    """Where the socket of this name is, whatever the name's length and characters.
+    """The path of the socket for a name, which may have any length and characters.
 
     Args:
         folder: a runtime folder.
         name: any string.
-        kind: a few letters that tell the sockets of one use from others.
+        kind: a few letters that keep the sockets of different uses apart.
 
     Raises:
         ConfigError: the folder's path is too long for a socket in it.
@@ -146,7 +145,7 @@ def locked(folder: Path, *, timeout: float = LOCK_TIMEOUT_S) -> Iterator[None]:
     """Hold the folder's lock, under which sockets appear in it and are swept from it.
 
     Raises:
-        TransportError: somebody else held it for `timeout` seconds, or the folder is gone.
+        TransportError: another process held the lock for `timeout` seconds, or the folder is gone.
     """
     deadline = time.monotonic() + timeout
     try:
@@ -170,45 +169,57 @@ def locked(folder: Path, *, timeout: float = LOCK_TIMEOUT_S) -> Iterator[None]:
         os.close(fd)
 
 
-def listen(path: Path, *, backlog: int = 64) -> socket.socket:
-    """A listening, non-blocking SOCK_SEQPACKET socket at `path`, which appears there accepting.
+@contextlib.contextmanager
+def appearing(path: Path, hidden: Path, taken: str) -> Iterator[None]:
+    """Bind a socket at `hidden` in this context; at its end it appears at `path`.
 
-    A socket of that name that nobody listens on is replaced.
+    So a socket is seen only once it accepts, and under the folder's lock nobody sweeps it before.
+    A dead socket at `path` is replaced.
+
+    Raises:
+        TransportError: somebody listens at `path` already, of which `taken` is the message; or the
+            folder cannot be locked.
+        OSError: the socket cannot be renamed.
+    """
+    with locked(path.parent):
+        if path.exists() and not is_dead(path):
+            raise TransportError(taken)
+        try:
+            yield
+            os.rename(hidden, path)
+        finally:
+            hidden.unlink(missing_ok=True)
+
+
+def listen(path: Path, *, backlog: int = 64) -> socket.socket:
+    """A listening, non-blocking SOCK_SEQPACKET socket; see `appearing`.
 
     Raises:
         TransportError: another process listens there, or the socket cannot be made.
     """
-    temporary = path.with_name(f".{os.urandom(8).hex()}.new")
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
+    hidden = path.with_name(f".{os.urandom(8).hex()}.new")
+    with contextlib.ExitStack() as undo:
+        listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         listener.setblocking(False)
-        with locked(path.parent):
-            if path.exists() and not is_dead(path):
-                raise TransportError(f"another process listens at {path} already")
-            try:
-                listener.bind(os.fspath(temporary))
-                os.chmod(temporary, 0o600)
+        try:
+            with appearing(path, hidden, f"another process listens at {path} already"):
+                listener.bind(os.fspath(hidden))
+                os.chmod(hidden, 0o600)
                 listener.listen(backlog)
-                os.rename(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
-    except OSError as error:
-        listener.close()
-        raise TransportError(f"cannot listen at {path}: {error}") from error
-    except BaseException:
-        listener.close()
-        raise
+        except OSError as error:
+            raise TransportError(f"cannot listen at {path}: {error}") from error
+        undo.pop_all()
     return listener
 
 
 def sweep(folder: Path, *, timeout: float = LOCK_TIMEOUT_S) -> list[str]:
-    """Remove the sockets in a runtime folder that nobody listens on, whoever made them.
+    """Remove all of this user's sockets in a runtime folder that nobody listens on.
 
     Returns:
         The names removed.
 
     Raises:
-        TransportError: the folder cannot be read, or not locked within `timeout` seconds.
+        TransportError: the folder cannot be read, or cannot be locked within `timeout` seconds.
     """
     removed = []
     with locked(folder, timeout=timeout):
@@ -222,13 +233,13 @@ def sweep(folder: Path, *, timeout: float = LOCK_TIMEOUT_S) -> list[str]:
         except OSError as error:
             raise TransportError(f"cannot sweep the runtime folder {folder}: {error}") from error
     if removed:
-        logger.info("removed %d dead sockets from %s", len(removed), folder)
+        logger.info("Removed %d dead sockets from %s", len(removed), folder)
     return removed
 
 
 def is_dead(path: Path) -> bool:
-    """Whether nobody listens at a socket that is there. Does not wait."""
-    # Only a refused connection proves that nobody listens: EAGAIN is a full backlog,
+    """Whether nobody listens at a socket that exists. Does not wait."""
+    # Only a refused connection proves that nobody listens: EAGAIN means a full backlog,
     # EPROTOTYPE a live socket of another type.
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         probe.setblocking(False)
@@ -244,12 +255,12 @@ def _is_own_socket(entry: "os.DirEntry[str]") -> bool:
 
 
 def _is_own_folder(path: str) -> bool:
-    # After `su`, XDG_RUNTIME_DIR may still name the folder of the user one was before.
+    # After `su`, XDG_RUNTIME_DIR may still name the folder of the previous user.
     if not os.path.isabs(path):
         return False
     try:
         status = os.stat(path)
-    except OSError:  # named, but not there: the same as not named
+    except OSError:  # a folder that does not exist counts as not named
         return False
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions and answers between processes of one user, over SOCK_SEQPACKET Unix sockets.
 
-A message is one packet: a msgpack-encoded struct of whoever uses the sockets, bounded in size, with
-at most one file descriptor beside it. Both sides check the user id that the kernel vouches for
-before they believe a byte. A connection stays open, so that each side sees the other's end.
+A message is one packet of bounded size: a struct in msgpack, which the caller defines, with at
+most one file descriptor beside it. Before they read a byte both sides check the user id that the
+kernel reports for the other. A connection stays open, so that each side notices the other's end.
 """
 
 import array
@@ -47,14 +47,14 @@ _RETRY_S: Final = 0.01
 _NO_RESOURCES_S: Final = 0.05
 _CLOSE_S: Final = 5.0
 _CATCH_UP_CHECK_S: Final = 0.05
-# Notes taken from one peer before the others have their turn.
+# So many notes are taken from one peer before the other peers are served.
 _NOTES_A_ROUND: Final = 64
 _UCRED: Final = struct.Struct("3i")
 _ADDRESS: Final = re.compile(r"[a-z]-[0-9a-f]{24}\.sock")
 
 
 def require_protocol(found: int, wanted: int = PROTOCOL) -> None:
-    """Raise ValueError unless a message is of our version; decoding makes that a refusal."""
+    """Raise ValueError unless a message has our version; decoders make it their own error."""
     if found != wanted:
         raise ValueError(f"protocol {found}, wanted {wanted}")
 
@@ -76,15 +76,15 @@ def peer_uid(connection: socket.socket) -> int:
 
 
 class Connection:
-    """The asking side. One question at a time: callers that share it take turns.
+    """The asking side. It asks one question at a time: threads that share it must take turns.
 
     Args:
         path: the peer's socket.
-        deadline: `time.monotonic()` by which the connection must stand.
+        deadline: `time.monotonic()` by which the connection must be made.
 
     Raises:
-        PeerUnreachableError: nobody listens there, or does not accept before the deadline.
-        PeerRefusedError: it is another user's, or not a place where our peers are.
+        PeerUnreachableError: nobody listens there, or nobody accepts before the deadline.
+        PeerRefusedError: the socket is another user's, or no engine's.
     """
 
     def __init__(self, path: Path, deadline: float) -> None:
@@ -107,19 +107,19 @@ class Connection:
         deadline: float,
         with_fd: bool = False,
     ) -> tuple[Any, int | None]:
-        """The peer's answer, and the descriptor beside it, which is the caller's to close.
+        """The peer's answer, and the descriptor beside it, which the caller must close.
 
-        After any error the connection is closed: a late answer must not be taken for that to
-        the next question.
+        Any error closes the connection, so that a late answer is not taken for the answer to the
+        next question.
 
         Args:
-            answers: what it may be answered with, `Refusal` among it.
-            with_fd: whether a descriptor must come with it; else none may.
+            answers: decodes the possible answers, which include `Refusal`.
+            with_fd: whether a descriptor must come with the answer; if not, none may come.
 
         Raises:
             PeerUnreachableError: the peer is gone, or silent until the deadline.
-            PeerRefusedError: it refuses.
-            IncompatiblePeerError: it speaks another version of this protocol.
+            PeerRefusedError: the peer refuses to answer.
+            IncompatiblePeerError: the peer has another version of this protocol.
             ProtocolError: the answer is malformed.
         """
         try:
@@ -136,17 +136,17 @@ class Connection:
             raise
 
     def tell(self, note: Struct) -> bool:
-        """Say something that has no answer, between questions; whether it was sent. Never waits."""
+        """Send a message that has no answer; return whether it was sent. Never waits."""
         try:
             self._socket.settimeout(0)
             self._socket.send(_encoder.encode(note), socket.MSG_NOSIGNAL)
-        except OSError:  # full, or gone, which the next question will find
+        except OSError:  # the socket is full, or the peer gone; then the next question fails
             return False
         return True
 
     @property
     def alive(self) -> bool:
-        """Whether the peer still has its end. Never waits."""
+        """Whether the peer has not closed the connection. Never waits."""
         descriptor = self._socket.fileno()
         if descriptor < 0:
             return False
@@ -156,7 +156,7 @@ class Connection:
         return not any(events & gone for _, events in poll.poll(0))
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close the connection. Idempotent."""
         self._socket.close()
 
     def _connect(self, deadline: float) -> None:
@@ -165,7 +165,7 @@ class Connection:
             code = self._socket.connect_ex(os.fspath(self.path))
             if code == 0:
                 return
-            # A full backlog: a connect with a timeout does not wait for it on Unix sockets.
+            # EAGAIN: the backlog is full. Connecting to a Unix socket does not wait for room there.
             if code not in (errno.EAGAIN, errno.EINTR):
                 break
             time.sleep(_RETRY_S)
@@ -176,7 +176,7 @@ class Connection:
 
 
 def _check_address(path: Path) -> None:
-    # An address comes from a peer: it must not make us talk to any other socket of this host.
+    # A peer names this address: it must not make us connect to other sockets of this host.
     if not (path.is_absolute() and _ADDRESS.fullmatch(path.name) and str(path).isprintable()):
         raise PeerRefusedError(f"{str(path)!r} is not the address of an engine's socket")
     if not os.path.lexists(path.parent):
@@ -195,7 +195,7 @@ def _left(deadline: float, path: Path) -> float:
 
 
 def _receive(connection: socket.socket, *, with_fd: bool) -> tuple[bytes, list[int]]:
-    # Without room for them, the kernel drops descriptors that nobody asked for.
+    # If there is no room for descriptors, the kernel drops those that nobody asked for.
     room = socket.CMSG_SPACE(array.array("i").itemsize) if with_fd else 0
     packet, ancillary, flags, _ = connection.recvmsg(
         MAX_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC
@@ -213,7 +213,7 @@ def _receive(connection: socket.socket, *, with_fd: bool) -> tuple[bytes, list[i
 def read_answer(
     packet: bytes, descriptors: list[int], answers: Decoder[Any], with_fd: bool = False
 ) -> tuple[Any, int | None]:
-    """What `Connection.ask` makes of a packet, and of the descriptors that came with it."""
+    """Decode and check a packet as `Connection.ask` does, and the descriptors that came with it."""
     try:
         if not packet:
             raise PeerUnreachableError("the peer closed the connection")
@@ -239,12 +239,12 @@ def _close_all(descriptors: list[int]) -> None:
 
 
 class Listener:
-    """The answering side: one thread for all sockets of a connector; it never blocks on a peer.
+    """The answering side: one thread for all sockets of a connector, which never waits for a peer.
 
     Args:
-        questions: reads what peers may say; what it does not know is refused.
-        answer: gives the answer, or None to what has none, and a descriptor to send with it, which
-            is closed here. Called on the thread; must not block.
+        questions: decodes what peers may send; everything else is refused.
+        answer: returns the answer, or None if there is none, and a descriptor to send with it,
+            which is closed here. Called on the thread; must not block.
     """
 
     def __init__(
@@ -268,23 +268,23 @@ class Listener:
 
     @property
     def alive(self) -> bool:
-        """Whether questions are being answered."""
+        """Whether the thread answers questions."""
         return (
             self._thread.is_alive() and not self._stopped.is_set() and os.getpid() == self._process
         )
 
     def add(self, path: Path) -> None:
-        """Listen at a path as well.
+        """Listen at a path.
 
         Raises:
-            TransportError: it is taken, or the listener is closed.
+            TransportError: somebody listens there already, or this listener is closed.
         """
         listening = runtime.listen(path)
         try:
             status = os.lstat(path)
         except OSError as error:
             listening.close()
-            raise TransportError(f"the socket {path} was removed by somebody: {error}") from error
+            raise TransportError(f"somebody removed the socket {path}: {error}") from error
         with self._lock:
             if not self._stopped.is_set():
                 self._sockets[path] = listening, (status.st_dev, status.st_ino)
@@ -295,7 +295,7 @@ class Listener:
         raise TransportError(f"cannot listen at {path}: the connector is closed")
 
     def remove(self, path: Path) -> None:
-        """Listen there no more; connections made through it stay. Idempotent."""
+        """Stop listening at a path; connections made there stay. Idempotent."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -304,12 +304,12 @@ class Listener:
                 self._do(lambda: self._forget(listening))
 
     def catch_up(self, timeout: float) -> None:
-        """Wait until what peers said before this call has been noted, `timeout` seconds at most.
+        """Wait until the thread has read what peers sent before this call, or `timeout` seconds.
 
         Not to be called on the thread.
         """
         noted = threading.Event()
-        # The round that is under way may have begun before; the one after it has not.
+        # The current round may have begun before this call; the round after it has not.
         self._do(lambda: self._do(noted.set))
         limit = time.monotonic() + timeout
         while self.alive and time.monotonic() < limit:
@@ -317,8 +317,8 @@ class Listener:
                 return
 
     def close(self) -> None:
-        """Remove all sockets, hang up, stop the thread. Idempotent; bounded."""
-        if os.getpid() != self._process:  # they are the parent's
+        """Remove all sockets, hang up, stop the thread. Idempotent; waits 5 s at most."""
+        if os.getpid() != self._process:  # the sockets are the parent's
             return
         with self._lock:
             self._stopped.set()
@@ -329,15 +329,15 @@ class Listener:
             each.close()
 
     def _abandon(self) -> None:
-        # In a process that was forked. The files stay, and the parent's selector has its sockets.
+        # In a process that was forked: the parent goes on with the files and its selector.
         listening = [each for each, _ in self._sockets.values()]
         for each in (*listening, *self._connections, self._wake_reader, self._wake_writer):
             each.close()
         self._selector.close()
 
     def _unlink(self, path: Path) -> socket.socket:
-        # The socket goes out of sight before it stops to accept. It is left alone if it is not
-        # ours any more.
+        # The path is removed while the socket still accepts, so that nobody is refused. If the
+        # path is another socket's by now, it is left alone.
         listening, identity = self._sockets.pop(path)
         with contextlib.suppress(FileNotFoundError):
             status = os.lstat(path)
@@ -350,19 +350,19 @@ class Listener:
         self._wake()
 
     def _wake(self) -> None:
-        # Full: it wakes up anyway. Closed: there is nothing left to wake.
+        # If the pipe is full, the thread wakes anyway; if it is closed, there is no thread.
         with contextlib.suppress(OSError):
             self._wake_writer.send(b"\0")
 
     def _run(self) -> None:
-        self._selector.register(self._wake_reader, selectors.EVENT_READ, self._drain)
+        self._watch(self._wake_reader, lambda reader: reader.recv(4096))
         try:
             while not self._stopped.is_set():
                 for key, _ in self._selector.select():
                     watched: socket.socket = key.fileobj  # type: ignore[assignment]
-                    if watched.fileno() >= 0:  # else forgotten earlier in this round
+                    if watched.fileno() >= 0:  # it may have been closed earlier in this round
                         key.data(watched)
-                # What is added meanwhile is for the next round, for which it wakes us.
+                # Tasks that are added meanwhile are for the next round.
                 for _ in range(len(self._todo)):
                     self._todo.popleft()()
         finally:
@@ -374,10 +374,7 @@ class Listener:
             self._selector.close()
             self._wake_reader.close()
 
-    def _drain(self, reader: socket.socket) -> None:
-        reader.recv(4096)
-
-    def _watch(self, watched: socket.socket, handle: Callable[[socket.socket], None]) -> None:
+    def _watch(self, watched: socket.socket, handle: Callable[[socket.socket], object]) -> None:
         self._selector.register(watched, selectors.EVENT_READ, handle)
 
     def _forget(self, watched: socket.socket) -> None:
@@ -392,9 +389,9 @@ class Listener:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:
-            # Out of descriptors or memory. The client still waits in the backlog, so that
-            # without a pause this would spin.
-            logger.warning("cannot accept a peer: %s", error)
+            # There are no more descriptors, or no memory. The client stays in the backlog, so
+            # without a pause this thread would spin.
+            logger.warning("Cannot accept a peer: %s", error)
             self._stopped.wait(_NO_RESOURCES_S)
             return
         try:
@@ -404,7 +401,9 @@ class Listener:
             connection.close()
             return
         if uid != os.geteuid() or len(self._connections) >= MAX_CONNECTIONS:
-            logger.warning("refused user %d; %d are connected", uid, len(self._connections))
+            logger.warning(
+                "Refused a peer of user %d; %d peers are connected", uid, len(self._connections)
+            )
             connection.close()
             return
         self._connections.add(connection)
@@ -428,7 +427,7 @@ class Listener:
             self._forget(connection)
             return
         except (MsgspecError, ProtocolError, UnicodeDecodeError, RecursionError) as error:
-            logger.warning("a peer sent a bad question: %s", error)
+            logger.warning("A peer sent a malformed question: %s", error)
             self._send(connection, Refusal(str(error)[:200]), None)
             self._forget(connection)
             return
@@ -442,7 +441,7 @@ class Listener:
             flags = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
             connection.sendmsg([_encoder.encode(answer)], ancillary, flags)
         except OSError as error:
-            # Gone, or it asks without reading the answers: not our problem to wait for.
+            # The peer is gone, or asks without reading the answers; we do not wait for it.
             logger.debug("lost a peer: %s", error)
             self._forget(connection)
         finally:

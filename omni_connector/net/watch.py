@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that looks after what peers may leave behind while nobody asks for anything."""
+"""A thread that regularly cleans up after peers that may have gone."""
 
 import logging
 import threading
@@ -16,10 +16,11 @@ _CLOSE_S: Final = 1.0
 
 
 class Watch:
-    """Looks again and again, on a thread of its own, while there is something to look at.
+    """Calls a function regularly, on a thread of its own, while there is something to look after.
 
     Args:
-        look: called every `period` seconds, must not block; False when there is nothing (more).
+        look: called every `period` seconds; must not block. It returns False when there is nothing
+            left to look after, which ends the thread.
         period: seconds.
         start: starts the thread.
     """
@@ -40,7 +41,7 @@ class Watch:
         self._closed = False
 
     def start(self) -> None:
-        """There is something to look at (again). Cheap."""
+        """Start looking, if that has ended or not begun. Cheap."""
         with self._lock:
             self._wanted = True
             if self._thread is None and not self._closed:
@@ -48,7 +49,7 @@ class Watch:
                 self._thread = self._start("omni-watch", self._turn)
 
     def close(self) -> None:
-        """Look no more. Idempotent; bounded."""
+        """End the thread. Idempotent; waits a second at most."""
         with self._lock:
             self._closed = True
             thread = self._thread

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeroMQ sockets between engines: how they are set up, connected and watched.
+"""ZeroMQ sockets between engines: options, connections, and how their end is noticed.
 
-On one host they are Unix sockets, between hosts TCP. A TCP link that is cut says nothing, so its
-two ends send heartbeats: each notices within 9 seconds, however long the link was idle before.
+On one host they are Unix sockets, between hosts TCP. A TCP connection that is cut gives no sign,
+so both ends send heartbeats: each notices within 9 seconds, even if the connection was idle.
 """
 
 from typing import Final
@@ -21,7 +21,8 @@ HANDSHAKE_MS: Final = 5000
 CONNECT_MS: Final = 5000
 
 IO_THREADS: Final = 2
-_UNIX_IO: Final = 1  # bits of ZMQ_AFFINITY: strangers on TCP take no time from peers on this host
+# Bits of ZMQ_AFFINITY: strangers on TCP take no time from peers on this host.
+_UNIX_IO: Final = 1
 _TCP_IO: Final = 2
 
 _GONE: Final = zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED
@@ -41,15 +42,15 @@ def make_context() -> Context:
 
 
 def prepare(socket: Socket) -> None:
-    """Set what all sockets have in common."""
+    """Set the options that all sockets have in common."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)  # what exceeds it is lost without a word
+    socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)  # a ROUTER drops messages above this silently
     socket.setsockopt(zmq.AFFINITY, _UNIX_IO)
 
 
 def prepare_tcp(socket: Socket, address: HostPort, key: ClusterKey) -> None:
-    """Set, beyond that, what a TCP socket needs to notice dead peers, and our half of CURVE."""
+    """Set, after `prepare`, what a TCP socket needs: heartbeats, and our side of CURVE."""
     socket.setsockopt(zmq.AFFINITY, _TCP_IO)
     socket.setsockopt(zmq.IPV6, ":" in address.host)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -60,12 +61,12 @@ def prepare_tcp(socket: Socket, address: HostPort, key: ClusterKey) -> None:
 
 
 class Link:
-    """A connection to a serving peer: the DEALER, and the monitor that tells its end.
+    """A connection to a serving peer: a DEALER, and a monitor that reports its end.
 
     Args:
-        context: whose socket it is.
+        context: makes the socket.
         target: path of a Unix socket, or an IP address and port.
-        key: what the peer must hold, and we show; of no use on Unix sockets.
+        key: the key that both sides must hold; not used for Unix sockets.
 
     Raises:
         ValueError: there is no key for TCP.
@@ -97,7 +98,7 @@ class Link:
             raise
 
     def why_lost(self) -> str | None:
-        """Why the connection ended, or never came to be; None while it may still do."""
+        """Why the connection ended, or was not made; None while neither has happened."""
         try:
             event = recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"]
         except zmq.Again:
@@ -107,7 +108,7 @@ class Link:
         return "does not show that it has our key (of key_file, else of the runtime folder)"
 
     def close(self) -> None:
-        """Let go of it; what was not sent yet is lost."""
+        """Close the connection; what was not sent yet is lost."""
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OmniKVCacheConfig`: what a transfer manager is told, and where engines keep it."""
+"""`OmniKVCacheConfig`, the settings of a transfer manager, and how engines' settings become it."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -23,20 +23,21 @@ class OmniKVCacheConfig:
         from_stage: the stage that sends.
         to_stage: the stage that it sends to.
         stage_id: this stage, where it receives.
-        engine_input_source: the stages it gets its input from; it receives from the first.
-            Without one, from the stage before, where `stage_id` is a number, else `from_stage`.
+        engine_input_source: the stages that this stage gets its input from. It receives from the
+            first of them; without any, from the stage before it if `stage_id` is a number, else
+            from `from_stage`.
         need_recv_cache: whether this stage receives.
         need_send_cache: whether this stage sends.
         recv_timeout: seconds to wait for a KV cache.
         from_tp: tensor-parallel ranks of the sending stage.
-        to_tp: those of the receiving one. With 1 for both, both have as many as this stage.
-        tp_rank: this process's tensor-parallel rank; by default found out.
-        tp_size: ranks of this stage; by default found out.
+        to_tp: ranks of the receiving stage. With 1 for both, both have as many as this stage.
+        tp_rank: this process's tensor-parallel rank; by default vLLM is asked.
+        tp_size: ranks of this stage; by default vLLM is asked.
         num_kv_heads: KV heads of the model, all ranks together.
-        head_dim: elements of a key; where unknown, keys and values are taken to be equal.
-        kv_layout: a `KVLayout`, or one a layer, for caches whose shape does not tell theirs.
-        cpu_engine: the cache is that of vLLM on a CPU, where `kv_layout` must tell what the
-            instruction set makes of it.
+        head_dim: elements of a key; where unknown, keys and values are taken to be of equal size.
+        kv_layout: a `KVLayout`, or one a layer, for caches whose shape does not tell the layout.
+        cpu_engine: whether the cache is that of vLLM on a CPU. Its layout depends on the
+            instruction set, so that `kv_layout` must name it.
     """
 
     connector_config: dict[str, Any] | None = None
@@ -57,11 +58,11 @@ class OmniKVCacheConfig:
     cpu_engine: bool = False
 
     def send_stages(self) -> tuple[str, str] | tuple[None, None]:
-        """The sending and the receiving stage of what this stage sends."""
+        """What this stage sends: from which stage, to which stage."""
         return _edge(self.from_stage, self.to_stage)
 
     def recv_stages(self) -> tuple[str, str] | tuple[None, None]:
-        """The sending and the receiving stage of what this stage receives."""
+        """What this stage receives: from which stage, to which stage."""
         source: StageId | None = self.from_stage
         if self.engine_input_source:
             source = self.engine_input_source[0]
@@ -71,7 +72,7 @@ class OmniKVCacheConfig:
 
 
 def _edge(start: StageId | None, end: StageId | None) -> tuple[str, str] | tuple[None, None]:
-    # Stage 0 is a stage.
+    # Stage 0 is a stage, so that what is false does not stand for what is absent.
     if start in (None, "") or end in (None, ""):
         return None, None
     return str(start), str(end)
@@ -83,7 +84,7 @@ class _RankMapping(msgspec.Struct, frozen=True):
 
 
 class _Settings(msgspec.Struct, frozen=True):
-    """`omni_kv_config` of a model's configuration; what else stands there is others'."""
+    """`omni_kv_config` of a model's configuration; its other keys belong to other readers."""
 
     connector_config: dict[str, Any] | None = None
     omni_from_stage: StageId | None = None
@@ -99,10 +100,10 @@ class _Settings(msgspec.Struct, frozen=True):
 
 
 def read_model_config(config: Any) -> OmniKVCacheConfig:
-    """The configuration in the `omni_kv_config` of a model's, or a diffusion engine's, own.
+    """Read the `omni_kv_config` of a model's, or a diffusion engine's, configuration.
 
     Raises:
-        ConfigError: a value of another type; the message names the key.
+        ConfigError: a value has the wrong type; the message names the key.
     """
     read = _read_settings(getattr(config, "omni_kv_config", None))
     if read.num_kv_heads is None:
@@ -112,9 +113,9 @@ def read_model_config(config: Any) -> OmniKVCacheConfig:
 
 
 def read_vllm_config(vllm_config: Any, model_config: Any) -> OmniKVCacheConfig:
-    """As `read_model_config`; without `omni_kv_config`, the connector of `kv_transfer_config`.
+    """As `read_model_config`; without `omni_kv_config`, take the connector of `kv_transfer_config`.
 
-    That is its `omni_connector_config`, or the one in its `kv_connector_extra_config`.
+    The connector is its `omni_connector_config`, or that of its `kv_connector_extra_config`.
 
     Raises:
         ConfigError: as `read_model_config`.
@@ -151,20 +152,14 @@ def _read_settings(settings: object) -> OmniKVCacheConfig:
         raise ConfigError(
             f"omni_kv_config: {given.recv_timeout} is no number of seconds - at `$.recv_timeout`"
         )
-    ranks = given.rank_mapping or _RankMapping()
+    values = msgspec.structs.asdict(given)
+    ranks = values.pop("rank_mapping") or _RankMapping()
     return OmniKVCacheConfig(
-        connector_config=given.connector_config,
-        from_stage=given.omni_from_stage,
-        to_stage=given.omni_to_stage,
-        stage_id=given.stage_id,
-        engine_input_source=given.engine_input_source,
-        need_recv_cache=given.need_recv_cache,
-        need_send_cache=given.need_send_cache,
-        recv_timeout=given.recv_timeout,
+        from_stage=values.pop("omni_from_stage"),
+        to_stage=values.pop("omni_to_stage"),
         from_tp=ranks.from_tp,
         to_tp=ranks.to_tp,
-        num_kv_heads=given.num_kv_heads,
-        kv_layout=given.kv_layout,
+        **values,
     )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV of one request, taken from the paged cache of an engine.
+"""The KV of one request is copied out of the paged cache of an engine.
 
-Whatever the layout, a layer comes out as key and value of (tokens, heads, dim), or, of MLA, as one
-latent of (tokens, 1, dim) in the place of the key.
+Whatever its layout, a layer comes out as key and value, each (tokens, heads, dim). A layer of MLA
+comes out as one latent (tokens, 1, dim), in the place of the key.
 """
 
 import operator
@@ -21,17 +21,18 @@ LayerKV = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 class KVLayout(StrEnum):
     """How one tensor holds the cache of a layer; B blocks of N tokens, H heads, D of each.
 
-    A pair of tensors (B, N, H, D), key and value, needs no name.
+    A pair of tensors (B, N, H, D), key and value, is a layout without a name.
 
     Attributes:
         KV_FIRST: (2, B, N, H, D).
         BLOCKS_FIRST: (B, 2, N, H, D).
-        PACKED: (B, H, N, C), C being a token's key, then its value.
-        LATENT: (B, N, C) or (B, 1, N, C), C being the latent of MLA.
-        CPU_VEC: (B, H, N, C), whose N * C elements are the keys of all tokens, transposed, then
-            the values: vLLM's attention on CPUs, instruction sets `vec` and `vec16`.
-        CPU_AMX: (B, H, N, C), whose N * C elements are keys, then values, in tiles of 16: the
-            same with `amx`.
+        PACKED: (B, H, N, C); C is a token's key, then its value.
+        LATENT: (B, N, C) or (B, 1, N, C); C is the latent of MLA.
+        CPU_VEC: (B, H, N, C); the N * C elements of a head are the keys of all tokens, transposed,
+            then the values. vLLM's attention on CPUs does this with the instruction sets `vec`
+            and `vec16`.
+        CPU_AMX: (B, H, N, C); the N * C elements of a head are keys, then values, in tiles of 16.
+            vLLM's attention on CPUs does this with `amx`.
     """
 
     KV_FIRST = "kv_first"
@@ -69,22 +70,22 @@ def extract_kv_cache(
     """Copy the KV of a request out of the cache.
 
     Args:
-        request_id: whose it is.
+        request_id: the request.
         block_ids: the request's blocks, in order; all layers share them.
-        seq_len: tokens to take; the rest of the last block is left out.
+        seq_len: tokens to copy; the rest of the last block is left out.
         kv_caches: the cache of each layer; None where a layer has none.
         block_size: tokens of a block.
         cache_dtype: what the engine calls the cache's dtype.
-        custom_metadata: goes into the metadata, over what stands there.
-        layout: a `KVLayout`, or one a layer. By default the shape must tell it: two layouts that
-            fit are an error.
-        head_dim: elements of a key, where known; else those of keys and values are equal.
-        cpu_engine: the cache is that of a CPU engine, which packs keys and values its own ways.
+        custom_metadata: is added to the metadata, in place of entries of the same name.
+        layout: a `KVLayout`, or one a layer. By default the shape must tell the layout; it is an
+            error if two layouts fit.
+        head_dim: elements of a key, where known; else keys and values are of equal size.
+        cpu_engine: whether the cache is that of a CPU engine, which has layouts of its own.
 
     Raises:
         LayoutError: a layer's layout cannot be told, or is not the one that was named.
-        ValueError: a block id that no layer, or only some, have; too few blocks; no layer.
-        TypeError: block ids that are no integers, or come in groups.
+        ValueError: not every layer has a block of these ids; too few blocks; no layer.
+        TypeError: the block ids are no integers, or come in groups.
     """
     blocks = _block_ids(request_id, block_ids)
     if block_size < 1 or seq_len < 0:
@@ -137,8 +138,8 @@ def _block_ids(request_id: str, block_ids: Sequence[int]) -> list[int]:
         blocks = [operator.index(block) for block in block_ids]
     except TypeError as error:
         raise TypeError(
-            f"request {request_id}: block ids must be one flat list of integers, those of the "
-            f"layers given ({error})"
+            f"request {request_id}: block ids must be one flat list of integers, which all the "
+            f"layers share ({error})"
         ) from error
     if blocks and min(blocks) < 0:
         raise ValueError(f"request {request_id}: block {min(blocks)} does not exist")
@@ -164,16 +165,16 @@ def _gather(plane: _Plane, blocks: list[int], seq_len: int) -> torch.Tensor:
 
 
 def _widest(view: torch.Tensor) -> torch.Tensor:
-    """The same bytes as the largest integers they can be taken for: fewer are copied faster.
+    """View the same bytes as the largest integers possible: fewer elements are copied faster.
 
-    Nor does every kernel know every 8-bit float.
+    And not every kernel supports every 8-bit float.
     """
     for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
         if dtype.itemsize >= view.dtype.itemsize:
             try:
                 return view.view(dtype)
             except RuntimeError:
-                # Neighbours in the view are none in memory.
+                # What is adjacent in the view is not adjacent in memory.
                 continue
     return view
 
@@ -212,7 +213,7 @@ def _layout_of(
         if shape[1] == 2:
             fitting.append(KVLayout.BLOCKS_FIRST)
     elif len(shape) == 4 and shape[2] == block_size:
-        # One head may be a latent, unless its width tells.
+        # A single head may be a latent, unless its width shows that it is not.
         if shape[1] == 1 and head_dim in (None, shape[3]):
             fitting.append(KVLayout.LATENT)
         if shape[3] != head_dim:
@@ -269,7 +270,7 @@ def _tokens(view: torch.Tensor, block_size: int) -> _Plane:
 
 
 def _cpu_planes(cache: torch.Tensor, layout: KVLayout) -> tuple[_Plane, _Plane]:
-    """Split (B, H, N, C) as vLLM's CPU kernels do: keys in the first half of a block's elements."""
+    """Split (B, H, N, C) as vLLM's CPU kernels do: the first half of a head's elements is keys."""
     _, heads, tokens, content = cache.shape
     dim = content // 2
     try:
@@ -285,7 +286,7 @@ def _cpu_planes(cache: torch.Tensor, layout: KVLayout) -> tuple[_Plane, _Plane]:
         itemsize = cache.dtype.itemsize
         if itemsize not in (2, 4) or tokens % 16 or dim % 16:
             raise LayoutError(f"{tuple(cache.shape)} of {cache.dtype} does not consist of tiles")
-        # A tile row is 16 columns of as many neighbours as make up 4 bytes.
+        # A row of a tile has 16 columns; each holds the neighbours that make up 4 bytes.
         row = 4 // itemsize
         key = key.view(*head, tokens // 16, dim // row, 16, row).permute(0, 2, 4, 1, 3, 5)
         value = value.view(*head, dim // 16, tokens // row, 16, row).permute(0, 3, 5, 1, 2, 4)

@@ -1,20 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector of a transfer manager: made at first use, told where the sender is."""
+"""The connector of a transfer manager: it is made at first use, and puts and gets payloads."""
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from omni_connector.errors import TransportError
+from omni_connector.objects.base import OmniConnector
+from omni_connector.objects.codec import Pieces
 from omni_connector.objects.factory import ConnectorSpec, OmniConnectorFactory
 from omni_connector.stage.config import OmniKVCacheConfig
-from omni_connector.stage.tp import PORT_STRIDE, Topology
+from omni_connector.stage.payload import KVCacheTransferData
+from omni_connector.stage.receiving import read_payload
+from omni_connector.stage.tp import PORT_STRIDE, ReceiveKey, Topology
 
 logger = logging.getLogger(__name__)
 
 # Connectors of which each rank listens, or connects, at a port of its own.
 _RANKED_PORTS: Final = ("MooncakeTransferEngineConnector",)
+
+_SEND_TRIES: Final = 3
+_SEND_BACK_OFF_S: Final = 0.1
+_FIRST_POLL_S: Final = 0.01
+_LAST_POLL_S: Final = 0.5
 
 
 @dataclass
@@ -23,11 +33,11 @@ class TransferStats:
 
     Attributes:
         sent: requests whose KV was handed to the connector, whole.
-        sent_bytes: theirs, as packed.
+        sent_bytes: their bytes, as packed.
         send_retries: tries after the first one.
         send_failures: requests that were given up.
         received: requests whose KV came, whole.
-        received_bytes: theirs, as packed.
+        received_bytes: their bytes, as packed.
         receive_timeouts: requests whose KV did not come in time.
         receive_failures: requests whose KV came, but could not be used.
         connector_failures: connectors that did not start.
@@ -50,17 +60,27 @@ class ConnectorLink:
     """A connector that is made at first use, and again at the next if it did not start.
 
     Args:
-        config: of the manager.
-        topology: tells this rank's place; asked when it is needed.
+        config: the manager's configuration.
+        topology: tells this rank's place; called when it is needed.
+        clock: monotonic seconds.
+        sleep: waits for seconds.
 
     Attributes:
         stats: the manager's counters.
     """
 
-    def __init__(self, config: OmniKVCacheConfig, topology: Callable[[], Topology]) -> None:
+    def __init__(
+        self,
+        config: OmniKVCacheConfig,
+        topology: Callable[[], Topology],
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
         self.stats: Final = TransferStats()
         self._config = config
         self._topology = topology
+        self._clock = clock
+        self._sleep = sleep
         self._lock = threading.Lock()
         self._counting = threading.Lock()
         self._connector: Any = None
@@ -86,6 +106,73 @@ class ConnectorLink:
             for name, count in counts.items():
                 setattr(self.stats, name, getattr(self.stats, name) + count)
 
+    def put(self, stages: tuple[str, str], key: str, data: KVCacheTransferData) -> int:
+        """Put a payload under a key; return its bytes.
+
+        Raises:
+            TransportError: three tries failed, 0.1 s and 0.2 s apart.
+            ValueError, TypeError: as `KVCacheTransferData.to_bytes`.
+        """
+        packed: Any = None
+        reason = ""
+        for attempt in range(_SEND_TRIES):
+            if attempt:
+                self.count(send_retries=1)
+                self._sleep(_SEND_BACK_OFF_S * 2 ** (attempt - 1))
+            connector = self.connector
+            if connector is None:
+                reason = "there is no connector"
+                continue
+            if packed is None:
+                packed = _pack(connector, data)
+            try:
+                done, size, _ = connector.put(
+                    from_stage=stages[0], to_stage=stages[1], put_key=key, data=packed
+                )
+            except Exception as error:
+                # Third parties write connectors, too: anything may be raised.
+                reason = f"{type(error).__name__}: {error}"
+                logger.warning("put of %r failed", key, exc_info=True)
+                continue
+            if done:
+                return int(size)
+            reason = "the connector refused it"
+        raise TransportError(f"{key!r} was not put in {_SEND_TRIES} tries: {reason}")
+
+    def get_all(
+        self, stages: tuple[str, str], keys: Sequence[ReceiveKey], timeout: float
+    ) -> tuple[list[dict[str, Any]], int] | None:
+        """Get the payloads of some keys, asking every 10 ms at first and every 500 ms later.
+
+        Returns:
+            The payloads, in the order of the keys, and their bytes in all; None after `timeout`
+            seconds, which one `get` that is under way may exceed.
+
+        Raises:
+            ValueError: what came is no whole payload.
+        """
+        found: dict[str, tuple[dict[str, Any], int]] = {}
+        deadline = self._clock() + timeout
+        interval = _FIRST_POLL_S
+        while True:
+            for key, rank in keys:
+                if key not in found:
+                    result = self._get(stages, key, rank)
+                    if result is not None:
+                        found[key] = read_payload(result[0]), int(result[1])
+            missing = [key for key, _ in keys if key not in found]
+            if not missing:
+                return [found[key][0] for key, _ in keys], sum(size for _, size in found.values())
+            left = deadline - self._clock()
+            if left <= 0:
+                logger.error(
+                    "%d of %d parts came from stage %s to %s in %.1f s; %r is missing",
+                    *(len(found), len(keys), *stages, timeout, missing[0]),
+                )
+                return None
+            self._sleep(min(interval, left))
+            interval = min(2 * interval, _LAST_POLL_S)
+
     def update_sender(self, info: object, stage: str) -> bool:
         """Take the sender's host and port from what an orchestrator says; see the manager.
 
@@ -100,15 +187,8 @@ class ConnectorLink:
             self._tell(self._connector)
         return True
 
-    def source(self, rank: int | None) -> dict[str, Any] | None:
-        """What `get` is told of the sender's rank; None where that is not known."""
-        host, port = self._sender or (None, None)
-        if rank is None or port is None:
-            return None
-        return {"source_host": host, "source_port": port + PORT_STRIDE * rank}
-
     def cleanup(self, request_id: str) -> None:
-        """Let go of what was put for a request."""
+        """Free what was put for a request."""
         connector = self._connector
         if connector is not None:
             connector.cleanup(request_id)
@@ -121,6 +201,23 @@ class ConnectorLink:
         if connector is not None:
             connector.close()
 
+    def _get(self, stages: tuple[str, str], key: str, rank: int | None) -> Any:
+        connector = self.connector
+        if connector is None:
+            return None
+        metadata = None
+        host, port = self._sender or (None, None)
+        if rank is not None and port is not None:
+            metadata = {"source_host": host, "source_port": port + PORT_STRIDE * rank}
+        try:
+            return connector.get(
+                from_stage=stages[0], to_stage=stages[1], get_key=key, metadata=metadata
+            )
+        except Exception:
+            # As for `put`; the next poll may succeed.
+            logger.warning("get of %r failed", key, exc_info=True)
+            return None
+
     def _create(self) -> Any:
         settings = dict(self._config.connector_config or {})
         name = settings.pop("type", None)
@@ -132,7 +229,7 @@ class ConnectorLink:
             connector = OmniConnectorFactory.create_connector(ConnectorSpec(name, settings))
             self._tell(connector)
         except Exception as error:
-            # A connector may be anybody's. The traceback is for the first time only.
+            # Only the first failure is logged with its traceback: each poll tries again.
             first = not self.stats.connector_failures
             logger.warning("connector %s did not start: %s", name, error, exc_info=first)
             self.count(connector_failures=1)
@@ -165,9 +262,15 @@ class ConnectorLink:
             host, port = self._sender
             try:
                 tell(host, None if port is None else self._own_port(port))
-            except Exception:
-                # A connector may be anybody's.
-                logger.warning("the connector does not take its sender's address", exc_info=True)
+            except Exception:  # as for `put`
+                logger.warning("The connector refuses its sender's address", exc_info=True)
+
+
+def _pack(connector: Any, data: KVCacheTransferData) -> Any:
+    if getattr(connector, "supports_raw_data", False):
+        return data.to_gpu_tensor()
+    # Our own connectors join the pieces where the object is to lie.
+    return Pieces(data.to_pieces()) if isinstance(connector, OmniConnector) else data.to_bytes()
 
 
 def _find_sender(info: object, stage: str) -> tuple[str, int | None] | None:
@@ -175,7 +278,7 @@ def _find_sender(info: object, stage: str) -> tuple[str, int | None] | None:
         return None
     if "host" not in info:
         by_stage = {str(key): each for key, each in info.items() if isinstance(each, Mapping)}
-        # One entry can only be the sender's.
+        # If there is one entry only, it is the sender's.
         only = next(iter(by_stage.values())) if len(by_stage) == 1 else {}
         info = by_stage.get(stage, only)
     host, port = info.get("host"), info.get("zmq_port")

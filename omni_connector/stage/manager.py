@@ -3,28 +3,29 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 
-from omni_connector.errors import ConfigError
+from omni_connector.errors import ConfigError, TransportError
 from omni_connector.stage.config import OmniKVCacheConfig, read_model_config, read_vllm_config
 from omni_connector.stage.distributed import ParallelGroups, group_size, receive_once
 from omni_connector.stage.extract import LayerKV, extract_kv_cache
 from omni_connector.stage.link import ConnectorLink, TransferStats
 from omni_connector.stage.payload import KVCacheTransferData
-from omni_connector.stage.receiving import (
-    ReceiveKeyBuilder,
-    check_tokens,
-    place,
-    receive_keys,
-    wait_for_payloads,
+from omni_connector.stage.receiving import check_tokens, place
+from omni_connector.stage.tp import (
+    ReceiveKey,
+    Topology,
+    local_rank,
+    local_size,
+    merge_shards,
+    own_heads,
+    slice_heads,
 )
-from omni_connector.stage.sending import SendKeyBuilder, send_kv_cache
-from omni_connector.stage.tp import Topology, local_rank, local_size, merge_shards, own_heads
 
 __all__ = [
     "KVCacheTransferData",
@@ -36,19 +37,21 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+SendKeyBuilder = Callable[[str, str, str], Sequence[str]]
+ReceiveKeyBuilder = Callable[[str, str, str], Sequence[str | ReceiveKey]]
+
 
 class OmniKVTransferManager:
     """Sends and receives the KV cache of requests over an `OmniConnector`.
 
-    What is sent stays until the connector lets go of it, is told to (`cleanup`, of which the
-    sender must take care), or this process ends: it may be received again, and by several. Sent
-    again, the newest counts. A receiver that waits for what is never sent, or whose sender died,
-    is told so at `recv_timeout`; no sender waits for a receiver, and a sender without room is told
-    that its send failed.
+    What is sent can be received any number of times, until the sender calls `cleanup`, the
+    connector evicts it, or this process ends. If a request is sent twice, the newest counts. A
+    receiver gives up at `recv_timeout`. No sender waits for a receiver; a sender without room is
+    told that its send failed.
 
     Args:
         config: what to transfer, and how.
-        parallel_groups: this rank's groups; by default found when they are needed.
+        parallel_groups: this rank's groups; by default they are found when they are needed.
         clock: monotonic seconds.
         sleep: waits for seconds.
 
@@ -60,9 +63,9 @@ class OmniKVTransferManager:
         last_failures: the requests that the last `handle_finished_requests_kv_transfer` could
             not send, and why.
         kv_send_key_builder: (request id, from, to) -> keys to put a request under, instead of the
-            usual ones; each gets all heads of this rank.
+            usual ones; under each of them all heads of this rank are put.
         kv_recv_key_builder: (request id, from, to) -> keys to get it by, or (key, sender's rank).
-        kv_payload_merger: payloads of several senders -> one.
+        kv_payload_merger: payloads of several senders -> one payload.
         kv_payload_slicer: payload -> what this rank uses of it.
 
     Raises:
@@ -81,7 +84,7 @@ class OmniKVTransferManager:
         self.config = config
         self.send_stages = config.send_stages()
         self.recv_stages = config.recv_stages()
-        self._link = ConnectorLink(config, lambda: self._topology)
+        self._link = ConnectorLink(config, lambda: self._topology, clock, sleep)
         self.stats = self._link.stats
         self.last_failures: dict[str, str] = {}
         self.kv_send_key_builder: SendKeyBuilder | None = None
@@ -89,12 +92,10 @@ class OmniKVTransferManager:
         self.kv_payload_merger: Callable[[list[dict[str, Any]]], Any] | None = None
         self.kv_payload_slicer: Callable[[Any], Any] | None = None
         self._parallel_groups = parallel_groups
-        self._clock = clock
-        self._sleep = sleep
 
     @classmethod
     def from_od_config(cls, config: Any) -> Self:
-        """A manager by the `omni_kv_config` of a model's or a diffusion engine's configuration.
+        """Make a manager by the `omni_kv_config` of a model's or diffusion engine's configuration.
 
         Raises:
             ConfigError: a value there is of the wrong type or out of range.
@@ -105,7 +106,7 @@ class OmniKVTransferManager:
 
     @classmethod
     def from_vllm_config(cls, vllm_config: Any, model_config: Any) -> Self:
-        """As `from_model_config`, else with the connector of vLLM's `kv_transfer_config`.
+        """As `from_model_config`; without `omni_kv_config`, by vLLM's `kv_transfer_config`.
 
         Raises:
             ConfigError: as `from_od_config`.
@@ -114,9 +115,9 @@ class OmniKVTransferManager:
 
     @property
     def connector(self) -> Any:
-        """The connector, made at first use; None if none is configured, or it does not start.
+        """The connector, made at first use; None if none is configured, or it did not start.
 
-        One that did not start is tried again at the next use.
+        If it did not start, the next use tries again.
         """
         return self._link.connector
 
@@ -143,9 +144,8 @@ class OmniKVTransferManager:
             request_id_resolver: request id -> the id by which the next stage knows it.
 
         Returns:
-            The ids of all the requests, as vLLM-Omni frees blocks by this list, and those of no
-            request are needed any more. Those that were not sent stand in `last_failures`, with
-            the reason.
+            The ids of all the requests, sent or not: vLLM-Omni frees the blocks of these, and this
+            manager needs none of them any more. `last_failures` has those that were not sent.
         """
         self.last_failures = {}
         if not self.config.need_send_cache:
@@ -164,17 +164,9 @@ class OmniKVTransferManager:
                     head_dim=self.config.head_dim,
                     cpu_engine=self.config.cpu_engine,
                 )
-                size = send_kv_cache(
-                    self._link,
-                    self.send_stages,
-                    self._topology,
-                    kv_data,
-                    build_keys=self.kv_send_key_builder,
-                    num_kv_heads=self.config.num_kv_heads,
-                    sleep=self._sleep,
-                )
+                size = self._send(kv_data)
             except Exception as error:
-                # Of one request, and maybe of a hook or connector of others: the rest must go on.
+                # Hooks and connectors may raise anything; the other requests are sent all the same.
                 logger.exception("KV cache of request %s was not sent", request_id)
                 self.last_failures[request_id] = f"{type(error).__name__}: {error}"
                 self._link.count(send_failures=1)
@@ -189,7 +181,7 @@ class OmniKVTransferManager:
 
         Args:
             request_id: as the sender calls it.
-            target_device: where its tensors are wanted; by default they stay where they came.
+            target_device: where its tensors are wanted; by default they stay where they arrived.
 
         Returns:
             request_id, layer_blocks, block_ids and metadata in a dict, and the bytes received;
@@ -206,7 +198,7 @@ class OmniKVTransferManager:
             data, size = found
             data = place(data, target_device)
         except Exception:
-            # Also of hooks and connectors of others: a request that has no KV is no reason to stop.
+            # Hooks and connectors may raise anything; the stage goes on without this KV.
             logger.exception("KV cache of request %s cannot be used", request_id)
             self._link.count(receive_failures=1)
             return None, 0
@@ -215,7 +207,7 @@ class OmniKVTransferManager:
         return data, size
 
     def apply_kv_cache_to_request(self, req: Any, data: dict[str, Any]) -> None:
-        """Hang a received KV cache on a request.
+        """Set a received KV cache on a request.
 
         Args:
             req: gets `past_key_values`, an object with `key_cache` and `value_cache`, and
@@ -232,10 +224,10 @@ class OmniKVTransferManager:
                 setattr(owner, name, value)
 
     def receive_kv_cache(self, req: Any, target_device: torch.device | None = None) -> bool:
-        """Wait for the KV of a request and hang it on; a `kv_sender_info` it carries is used.
+        """Wait for the KV of a request and set it on the request.
 
         Args:
-            req: has a `request_id`.
+            req: has a `request_id`, and perhaps a `kv_sender_info` for `update_sender_info`.
             target_device: as `receive_kv_cache_for_request`.
 
         Returns:
@@ -246,7 +238,7 @@ class OmniKVTransferManager:
             self.update_sender_info(sender_info, sender_stage_id=self.recv_stages[0])
         request_id = getattr(req, "request_id", None)
         if not request_id:
-            logger.warning("a request without an id has no KV cache to receive")
+            logger.warning("The request has no id, so no KV cache can be received for it")
             return False
         data, _ = self.receive_kv_cache_for_request(request_id, target_device)
         if data is None:
@@ -260,7 +252,7 @@ class OmniKVTransferManager:
         cfg_kv_collect_func: Callable[..., dict[str, Any] | None] | None = None,
         target_device: torch.device | None = None,
     ) -> bool:
-        """As `receive_kv_cache`, and the companions of classifier-free guidance after it.
+        """As `receive_kv_cache`; then collect the companions of classifier-free guidance.
 
         Args:
             req: its `sampling_params` may have `cfg_kv_request_ids`.
@@ -282,7 +274,7 @@ class OmniKVTransferManager:
                 for name, value in (collected or {}).items():
                     setattr(params, name, value)
             except Exception:
-                # The model's own function.
+                # The function is the model's, and may raise anything.
                 logger.exception("companions of request %s were not collected", req.request_id)
                 self._link.count(companion_failures=1)
         return True
@@ -293,11 +285,11 @@ class OmniKVTransferManager:
         cfg_kv_collect_func: Callable[..., dict[str, Any] | None] | None = None,
         target_device: torch.device | None = None,
     ) -> bool:
-        """`receive_multi_kv_cache` on all ranks of this stage; each calls it.
+        """`receive_multi_kv_cache` on all ranks of this stage; each rank calls it.
 
-        One rank alone receives for itself. With tensor parallelism each rank does, or, if ranks
-        share the branches of classifier-free guidance, the first of each such group, which gives
-        what it got to the others. Without, rank 0 receives and gives it to all.
+        Without tensor parallelism rank 0 receives, and gives what it got to the other ranks. With
+        tensor parallelism each rank receives for itself; but where ranks share the branches of
+        classifier-free guidance, the first rank of each such group receives, and gives to the rest.
 
         Args:
             req: as `receive_multi_kv_cache`.
@@ -308,7 +300,7 @@ class OmniKVTransferManager:
             Whether the request's own KV came; the same on all ranks of a group.
 
         Raises:
-            RuntimeError: the process group is broken, by a rank that died or by its time-out.
+            RuntimeError: a rank died, or the process group's own timeout is over.
         """
         groups = self._parallel_groups or ParallelGroups.find()
         group = None
@@ -329,18 +321,18 @@ class OmniKVTransferManager:
         """Tell where the sender is, before a KV cache is received from it.
 
         Args:
-            sender_info: `host` and `zmq_port` of the sender's rank 0, or a dict of such by stage.
-                Rank r connects to that port + 16 r. What is no such thing is logged and left.
+            sender_info: `host` and `zmq_port` of the sender's rank 0, or a dict of these by stage.
+                Rank r connects to that port + 16 r. Anything else is logged and ignored.
             sender_stage_id: which of the stages; by default the one this stage receives from.
         """
         if not self.config.need_recv_cache:
             return
         stage = self.recv_stages[0] if sender_stage_id is None else sender_stage_id
         if not self._link.update_sender(sender_info, str(stage)):
-            logger.warning("sender info %r names no host and port to receive from", sender_info)
+            logger.warning("The sender info %r names no host and port to connect to", sender_info)
 
     def cleanup(self, request_id: str) -> None:
-        """Let go of what was sent for a request, as the next stage knows it."""
+        """Free what was sent for a request; the id is the one that the next stage knows."""
         self._link.cleanup(request_id)
 
     def close(self) -> None:
@@ -364,30 +356,55 @@ class OmniKVTransferManager:
             return Topology(1, 1)
         return Topology(*sizes, local_rank() if config.tp_rank is None else config.tp_rank)
 
+    def _send(self, kv_data: KVCacheTransferData) -> int:
+        """Put, for each receiver, what it uses of the KV of a request; return the bytes put."""
+        stages = self._configured(
+            self.send_stages, "omni_from_stage and omni_to_stage are not both configured"
+        )
+        topology, request_id = self._topology, kv_data.request_id
+        build_keys = self.kv_send_key_builder
+        built = list(build_keys(request_id, *stages)) if build_keys is not None else []
+        keys = built or topology.send_keys(request_id, *stages)
+        if topology.fan_in > 1 and self.config.num_kv_heads is not None:
+            kv_data.metadata["tp_kv_heads"] = {
+                "total": self.config.num_kv_heads,
+                "source_rank": topology.rank,
+                "from_tp": topology.from_tp,
+            }
+        parts = [kv_data] * len(keys)
+        # A hook's keys do not tell which rank each is for, so the receivers cut out their heads.
+        if topology.fan_out > 1 and not built:
+            whole = kv_data.to_dict()
+            parts = [
+                KVCacheTransferData(**slice_heads(whole, topology, target, "sender"))
+                for target in topology.target_ranks()
+            ]
+        try:
+            return sum(
+                self._link.put(stages, key, part) for key, part in zip(keys, parts, strict=True)
+            )
+        except TransportError:
+            # Some receivers must not find their part where others never will.
+            if len(keys) > 1:
+                self._link.cleanup(request_id)
+            raise
+
     def _receive(self, request_id: str) -> tuple[dict[str, Any], int] | None:
-        from_stage, to_stage = self.recv_stages
-        if from_stage is None or to_stage is None:
-            raise ConfigError("the stage to receive from, or this stage's id, is not configured")
-        if not self._link.configured:
-            raise ConfigError("no connector is configured")
+        stages = self._configured(
+            self.recv_stages, "the stage to receive from, or this stage's id, is not configured"
+        )
         topology = self._topology
-        keys = receive_keys(request_id, from_stage, to_stage, topology, self.kv_recv_key_builder)
-        found = wait_for_payloads(
-            self._link,
-            (from_stage, to_stage),
-            keys,
-            self.config.recv_timeout,
-            clock=self._clock,
-            sleep=self._sleep,
+        found = self._link.get_all(
+            stages, self._receive_keys(request_id, stages), self.config.recv_timeout
         )
         if found is None:
             return None
         payloads, size = found
         for payload in payloads:
             check_tokens(payload)
-            # Keys of others' making may stand for another id at the sender.
+            # A hook's keys may stand for another id at the sender.
             if self.kv_recv_key_builder is None and payload["request_id"] != request_id:
-                raise ValueError(f"it is that of request {payload['request_id']!r}")
+                raise ValueError(f"the payload is that of request {payload['request_id']!r}")
         data: Any = payloads[0]
         if len(payloads) > 1:
             if self.kv_payload_merger is not None:
@@ -395,6 +412,25 @@ class OmniKVTransferManager:
             else:
                 data = merge_shards(payloads, topology, self.config.num_kv_heads)
         return own_heads(data, topology, self.kv_payload_slicer), size
+
+    def _receive_keys(self, request_id: str, stages: tuple[str, str]) -> list[ReceiveKey]:
+        build_keys, topology = self.kv_recv_key_builder, self._topology
+        built = list(build_keys(request_id, *stages)) if build_keys is not None else []
+        if not built:
+            return topology.receive_keys(request_id, *stages)
+        sources = [] if topology.single else topology.source_ranks()
+        ranks = iter(sources if len(sources) == len(built) else [None] * len(built))
+        return [(each, next(ranks)) if isinstance(each, str) else each for each in built]
+
+    def _configured(
+        self, stages: tuple[str, str] | tuple[None, None], missing: str
+    ) -> tuple[str, str]:
+        from_stage, to_stage = stages
+        if from_stage is None or to_stage is None:
+            raise ConfigError(missing)
+        if not self._link.configured:
+            raise ConfigError("no connector is configured")
+        return from_stage, to_stage
 
 
 def _owners(req: Any) -> list[Any]:

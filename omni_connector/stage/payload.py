@@ -5,8 +5,8 @@
 
 The header is `{rid, bids, meta, nl, td}`: request id, block ids, metadata, number of key layers
 and tensor descriptors, all keys and then all values. A descriptor is `{n, i, d, s, o, b}`: name,
-layer, dtype, shape, first byte and number of bytes in the tensor bytes; or `{n, x: true}` of a
-layer that is absent. What is read is checked whole before a tensor is made of any of it.
+layer, dtype, shape, first byte and number of bytes in the tensor bytes. The descriptor of a layer
+that is absent is `{n, x: true}`. A reader checks the whole header before it makes any tensor.
 """
 
 import json
@@ -23,27 +23,11 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import torch
 
-MAX_HEADER_BYTES: Final = 1 << 26
-MAX_DIMENSIONS: Final = 64
+from omni_connector.objects.codec import ITEM_BYTES, MAX_DIMENSIONS
 
-DTYPES: Final = {
-    "bool": torch.bool,
-    "uint8": torch.uint8,
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "complex64": torch.complex64,
-    "complex128": torch.complex128,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e4m3fnuz": torch.float8_e4m3fnuz,
-    "float8_e5m2": torch.float8_e5m2,
-    "float8_e5m2fnuz": torch.float8_e5m2fnuz,
-}
+MAX_HEADER_BYTES: Final = 1 << 26
+
+DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in ITEM_BYTES}
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 _CACHES: Final = ("key_cache", "value_cache")
@@ -88,12 +72,11 @@ class KVCacheTransferData:
     """The KV cache of one request.
 
     Attributes:
-        request_id: whose it is.
+        request_id: the request.
         layer_blocks: `key_cache` and `value_cache`, each a list with one tensor a layer, usually
-            (tokens, heads, dim), or None where the layer has none; as many keys as values, or
-            fewer values.
-        block_ids: the blocks it lay in at the sender's.
-        metadata: what JSON can say.
+            (tokens, heads, dim), or None where the layer has none; `value_cache` may be shorter.
+        block_ids: the blocks that it lay in at the sender.
+        metadata: anything that JSON can represent.
     """
 
     request_id: str
@@ -111,7 +94,7 @@ class KVCacheTransferData:
         }
 
     def to_pieces(self) -> list[memoryview]:
-        """The packed bytes in pieces, which view the tensors where these lie in host memory, whole.
+        """The packed bytes in pieces; those of contiguous tensors in host memory are views.
 
         Raises:
             ValueError, TypeError: as `to_bytes`.
@@ -125,14 +108,14 @@ class KVCacheTransferData:
         Raises:
             ValueError: a dtype that is not in `DTYPES`, metadata with NaN or infinity, more
                 values than keys, or a header above 64 MiB.
-            TypeError: something in it that is no tensor, or that JSON cannot say.
+            TypeError: a layer is no tensor, or JSON cannot represent the metadata.
         """
         return b"".join(self.to_pieces())
 
     def to_gpu_tensor(self) -> torch.Tensor:
         """The packed bytes as a uint8 tensor (bytes,) on the device of the tensors.
 
-        That is the device of the first one that is not in host memory; host memory if all are.
+        If the tensors lie in several places, it is the first that is not host memory.
 
         Raises:
             ValueError, TypeError: as `to_bytes`.
@@ -147,7 +130,7 @@ class KVCacheTransferData:
         packed[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         position = len(header)
         for tensor in tensors:
-            # As bytes: a device writes items of several bytes to aligned addresses only.
+            # It is copied as bytes: a device writes larger items to aligned addresses only.
             content = _content(tensor)
             packed[position : position + content.numel()].copy_(content)
             position += content.numel()
@@ -158,12 +141,12 @@ class KVCacheTransferData:
         """Read packed bytes.
 
         Returns:
-            request_id, layer_blocks, block_ids and metadata. The tensors, but for complex ones,
-            are views of `raw`: at any address, and not to be written to where it is read-only.
+            request_id, layer_blocks, block_ids and metadata. Except for complex ones, the tensors
+            are views of `raw`, aligned or not; they must not be written to if `raw` is read-only.
 
         Raises:
-            ValueError: the bytes are not a whole payload; the message names `header_len`, the
-                tensor span or the unsupported dtype that is wrong.
+            ValueError: the bytes are not a whole payload; the message says what is wrong: the
+                `header_len`, a tensor span, an unsupported dtype.
             TypeError: `raw` is no buffer.
         """
         view = memoryview(raw)
@@ -177,12 +160,12 @@ class KVCacheTransferData:
             if not span.nbytes:
                 return torch.empty(span.shape, dtype=span.dtype)
             if span.dtype.is_complex:
-                # Compilers take complex numbers to be aligned, and crash on those that are not.
+                # Compiled code takes complex numbers to be aligned, and crashes if they are not.
                 content = bytearray(view[end + span.start : end + span.start + span.nbytes])
                 return torch.frombuffer(content, dtype=span.dtype).view(span.shape)
             with warnings.catch_warnings() if view.readonly else nullcontext():
                 if view.readonly:
-                    # torch warns of memory that it could write to; the docstring says so.
+                    # torch warns that the memory is read-only; our docstring says so, too.
                     warnings.simplefilter("ignore", UserWarning)
                 flat = torch.frombuffer(
                     view,
@@ -289,9 +272,9 @@ class KVCacheTransferData:
 
 
 def _content(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, uint8 (bytes,): a view where they lie together already."""
+    """The bytes of a tensor, uint8 (bytes,): a view if the tensor is contiguous."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Not `reshape`: a single element keeps its stride, which no view of bytes may have.
+    # `reshape` would keep the stride of a single element, which no view of bytes may have.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
@@ -333,7 +316,7 @@ def _restore(
 
 
 def _check(header: _Header, data_bytes: int) -> list[_Span]:
-    """The spans of a header whose every statement fits the others and the bytes there are."""
+    """The spans of a header, once all its fields fit each other and the number of bytes."""
     spans: list[_Span] = []
     named: dict[str, set[int]] = {cache: set() for cache in _CACHES}
     for descriptor in header.td:
@@ -383,7 +366,7 @@ def _span(cache: str, layer: int, descriptor: _Descriptor, data_bytes: int) -> _
         )
     if len(shape) > MAX_DIMENSIONS or any(extent < 0 for extent in shape):
         raise ValueError(f"KV payload: {name} has an impossible shape")
-    # Of a tensor without elements too, the strides must not overflow.
+    # The strides must not overflow, even if the tensor has no elements.
     if math.prod(extent or 1 for extent in shape) * dtype.itemsize >= 1 << 63:
         raise ValueError(f"KV payload: the shape of {name} overflows")
     if math.prod(shape) * dtype.itemsize != nbytes:

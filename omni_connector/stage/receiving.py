@@ -1,109 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for the KV of a request, and making one checked payload of what comes."""
+"""What a connector returns becomes one checked payload."""
 
-import logging
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 
-from omni_connector.stage.link import ConnectorLink
 from omni_connector.stage.payload import KVCacheTransferData
-from omni_connector.stage.tp import Topology
-
-logger = logging.getLogger(__name__)
-
-FIRST_POLL_S: Final = 0.01
-LAST_POLL_S: Final = 0.5
-
-# A key, and the sender's rank where there are several.
-ReceiveKey = tuple[str, int | None]
-ReceiveKeyBuilder = Callable[[str, str, str], Sequence[str | ReceiveKey]]
 
 _FIELDS = ("request_id", "layer_blocks", "block_ids", "metadata")
-
-
-def receive_keys(
-    request_id: str,
-    from_stage: str,
-    to_stage: str,
-    topology: Topology,
-    build_keys: ReceiveKeyBuilder | None,
-) -> list[ReceiveKey]:
-    """The keys to get a request by: those of `build_keys` if it has any, else the usual ones."""
-    built = list(build_keys(request_id, from_stage, to_stage)) if build_keys is not None else []
-    if not built:
-        return topology.receive_keys(request_id, from_stage, to_stage)
-    sources = [] if topology.single else topology.source_ranks()
-    ranks = iter(sources if len(sources) == len(built) else [None] * len(built))
-    return [(each, next(ranks)) if isinstance(each, str) else (each[0], each[1]) for each in built]
-
-
-def wait_for_payloads(
-    link: ConnectorLink,
-    stages: tuple[str, str],
-    keys: Sequence[ReceiveKey],
-    timeout: float,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> tuple[list[dict[str, Any]], int] | None:
-    """Get the payloads of some keys, asking every 10 ms at first and every 500 ms later.
-
-    Returns:
-        The payloads, in the order of the keys, and their bytes in all; None after `timeout`
-        seconds, which one `get` that is under way may exceed.
-
-    Raises:
-        ValueError: what came is no whole payload.
-    """
-    from_stage, to_stage = stages
-    found: dict[str, tuple[dict[str, Any], int]] = {}
-    deadline = clock() + timeout
-    interval = FIRST_POLL_S
-    while True:
-        for key, rank in keys:
-            if key not in found:
-                result = _get(link, from_stage, to_stage, key, rank)
-                if result is not None:
-                    found[key] = read_payload(result[0]), int(result[1])
-        if all(key in found for key, _ in keys):
-            break
-        left = deadline - clock()
-        if left <= 0:
-            logger.error(
-                "%d of %d parts came from stage %s to %s in %.1f s; missing is %r",
-                *(len(found), len(keys), from_stage, to_stage, timeout),
-                next(key for key, _ in keys if key not in found),
-            )
-            return None
-        sleep(min(interval, left))
-        interval = min(2 * interval, LAST_POLL_S)
-    return [found[key][0] for key, _ in keys], sum(size for _, size in found.values())
-
-
-def _get(link: ConnectorLink, from_stage: str, to_stage: str, key: str, rank: int | None) -> Any:
-    connector = link.connector
-    if connector is None:
-        return None
-    try:
-        return connector.get(
-            from_stage=from_stage, to_stage=to_stage, get_key=key, metadata=link.source(rank)
-        )
-    except Exception:
-        # A connector may be anybody's; the next poll may do better.
-        logger.warning("get of %r failed", key, exc_info=True)
-        return None
 
 
 def read_payload(received: object) -> dict[str, Any]:
     """The payload in what `get` of a connector returned.
 
     Args:
-        received: packed bytes, in any buffer, array or tensor of bytes, or in the `tensor` of an
-            object that is to be told by `release` when it is done with; or a payload unpacked.
+        received: packed bytes, in any buffer, array or tensor of bytes; an object whose `tensor`
+            has them, and whose `release` is called once they are copied; or an unpacked payload.
 
     Returns:
         request_id, layer_blocks, block_ids, metadata.
@@ -125,14 +38,14 @@ def read_payload(received: object) -> dict[str, Any]:
     if not isinstance(packed, torch.Tensor) or not callable(release):
         raise ValueError(f"a {type(received).__name__} is no KV payload")
     try:
-        # Copies: the memory is another one's as soon as it is released.
+        # These are copies: once released, the memory may be used for something else.
         return KVCacheTransferData.from_bytes_device(packed)
     finally:
         release()
 
 
 def check_tokens(payload: dict[str, Any]) -> None:
-    """Refuse a payload that lacks tokens of those that it says it has.
+    """Refuse a payload with fewer tokens than it states.
 
     Raises:
         ValueError: a layer has fewer tokens than `seq_len`.
@@ -147,7 +60,7 @@ def check_tokens(payload: dict[str, Any]) -> None:
 
 
 def place(payload: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
-    """The payload with its tensors contiguous, and on a device if one is named."""
+    """The payload with contiguous tensors, moved to the device if one is named."""
 
     def placed(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None:
@@ -165,7 +78,7 @@ def _check_fields(payload: dict[str, Any]) -> dict[str, Any]:
     missing = [name for name in _FIELDS if name not in payload]
     if missing:
         raise ValueError(f"a KV payload without {', '.join(missing)}")
-    # Packing checks names and types, and copies nothing.
+    # `to_pieces` checks names and types; tensors in host memory are not copied.
     try:
         data = KVCacheTransferData(**{name: payload[name] for name in _FIELDS})
         data.to_pieces()

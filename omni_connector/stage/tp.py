@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel sides of a transfer: who sends to whom, which heads, under which keys."""
+"""Tensor-parallel ranks on both sides: who sends to whom, which heads, under which keys."""
 
 import logging
 import os
@@ -11,22 +11,24 @@ from typing import Any, Final
 import torch
 
 from omni_connector.errors import ConfigError
-from omni_connector.stage.payload import KVCacheTransferData
 
 logger = logging.getLogger(__name__)
 
 # Rank r of a sender answers at the port of its rank 0 + 16 r.
 PORT_STRIDE: Final = 16
 
+# A key, and the sender's rank where there are several senders.
+ReceiveKey = tuple[str, int | None]
+
 _PARALLEL_STATE: Final = "vllm.distributed.parallel_state"
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How many tensor-parallel ranks send and receive, and which of its side's this one is.
+    """How many tensor-parallel ranks send and receive, and this process's rank on its side.
 
     Raises:
-        ConfigError: a size below one, sizes of which neither divides the other, or a negative rank.
+        ConfigError: a size is below one, neither size divides the other, or the rank is negative.
     """
 
     from_tp: int
@@ -41,7 +43,7 @@ class Topology:
                 f"{self.to_tp} receive"
             )
         if self.rank < 0:
-            raise ConfigError(f"tensor-parallel rank {self.rank}")
+            raise ConfigError(f"the tensor-parallel rank must not be negative: rank {self.rank}")
 
     @property
     def single(self) -> bool:
@@ -50,12 +52,12 @@ class Topology:
 
     @property
     def fan_in(self) -> int:
-        """Senders whose heads make up those of one receiver."""
+        """How many senders' heads make up those of one receiver."""
         return max(1, self.from_tp // self.to_tp)
 
     @property
     def fan_out(self) -> int:
-        """Receivers that share the heads of one sender."""
+        """How many receivers share the heads of one sender."""
         return max(1, self.to_tp // self.from_tp)
 
     def target_ranks(self) -> list[int]:
@@ -84,9 +86,7 @@ class Topology:
             return [_single_key(request_id, from_stage, to_stage)]
         return [_rank_key(request_id, from_stage, self.rank, to) for to in self.target_ranks()]
 
-    def receive_keys(
-        self, request_id: str, from_stage: str, to_stage: str
-    ) -> list[tuple[str, int | None]]:
+    def receive_keys(self, request_id: str, from_stage: str, to_stage: str) -> list[ReceiveKey]:
         """The keys of a request and the ranks that put them; no rank where both sides have one."""
         if self.single:
             return [(_single_key(request_id, from_stage, to_stage), None)]
@@ -110,46 +110,47 @@ def _rank_key(request_id: str, from_stage: str, from_rank: int, to_rank: int) ->
 
 def local_rank() -> int:
     """This process's tensor-parallel rank: vLLM's where that runs here, else of LOCAL_RANK."""
-    rank = _ask_vllm("get_tensor_model_parallel_rank")
+    rank = ask_loaded(_PARALLEL_STATE, "get_tensor_model_parallel_rank")
     if rank is None:
         text = os.environ.get("LOCAL_RANK", "0")
-        rank = int(text) if text.isascii() and text.isdigit() else 0
-    return rank
+        rank = text if text.isascii() and text.isdigit() else 0
+    return int(rank)
 
 
 def local_size() -> int:
     """Tensor-parallel ranks of this stage: vLLM's where that runs here, else 1."""
-    return _ask_vllm("get_tensor_model_parallel_world_size") or 1
+    return int(ask_loaded(_PARALLEL_STATE, "get_tensor_model_parallel_world_size") or 1)
 
 
-def _ask_vllm(question: str) -> int | None:
-    # This room does not import vLLM; where it runs in this process it is there already.
-    ask = getattr(sys.modules.get(_PARALLEL_STATE), question, None)
-    if not callable(ask):
-        return None
+def ask_loaded(module: str, function: str) -> Any:
+    """What a function of a module returns, if this process has loaded that module.
+
+    This room imports neither vLLM nor vLLM-Omni. None where the module is not loaded, or has not
+    made its groups yet.
+    """
+    ask = getattr(sys.modules.get(module), function, None)
     try:
-        return int(ask())
+        return ask() if callable(ask) else None
     except AssertionError:
-        # Its groups are not made (yet).
         return None
 
 
 def slice_heads(data: dict[str, Any], topology: Topology, target: int, side: str) -> dict[str, Any]:
-    """What one of several receivers gets of its sender's heads.
+    """Slice out the heads that one of a sender's receivers needs.
 
-    With fewer heads than receivers, those that share a head get the same one.
+    If there are fewer heads than receivers, several receivers get the same head.
 
     Args:
         data: a payload with the heads of one sender.
-        topology: with more receivers than senders.
+        topology: has more receivers than senders.
         target: the receiver's rank.
-        side: who slices, `sender` or `receiver`.
+        side: the side that slices, `sender` or `receiver`.
 
     Returns:
         Views of the tensors, and `tp_head_slice` in the metadata.
 
     Raises:
-        ValueError: the heads cannot be shared out evenly.
+        ValueError: the heads cannot be divided evenly.
     """
     ratio = topology.fan_out
     widest = 1
@@ -181,20 +182,13 @@ def slice_heads(data: dict[str, Any], topology: Topology, target: int, side: str
     return {**data, "layer_blocks": blocks, "metadata": metadata}
 
 
-def slice_for_receiver(
-    data: KVCacheTransferData, topology: Topology, target: int
-) -> KVCacheTransferData:
-    """`slice_heads` at the sender."""
-    return KVCacheTransferData(**slice_heads(data.to_dict(), topology, target, "sender"))
-
-
 def own_heads(
     data: dict[str, Any], topology: Topology, slicer: Callable[[Any], Any] | None
 ) -> dict[str, Any]:
-    """What this receiver uses of a payload: its slice, unless the sender has cut it already.
+    """What this receiver uses of a payload: its heads, unless the sender has sliced already.
 
     Raises:
-        ValueError: it is cut for another rank, or other sizes.
+        ValueError: the payload was sliced for another rank, or for other sizes.
     """
     if slicer is not None:
         sliced: dict[str, Any] = slicer(data)
@@ -204,7 +198,7 @@ def own_heads(
         ours = {"target_rank": topology.rank, "from_tp": topology.from_tp, "to_tp": topology.to_tp}
         for name, value in ours.items():
             if mark.get(name, value) != value:
-                raise ValueError(f"heads cut for {name} {mark[name]}, here it is {value}")
+                raise ValueError(f"the heads were cut for {name} {mark[name]}, not for {value}")
         return data
     if topology.fan_out == 1:
         return data
@@ -216,13 +210,13 @@ def merge_shards(
 ) -> dict[str, Any]:
     """Join the heads of several senders, in the order of their ranks, each head once.
 
-    vLLM gives ranks that outnumber the KV heads one head each, the same one to several. Which do
-    is told by the number of heads in the model: `num_kv_heads`, or what the senders say of it.
-    Where nobody does, shards of one head that are equal in every bit of all layers are one head.
+    If vLLM has more ranks than KV heads, several ranks hold the same head. Which ones do follows
+    from the number of heads in the model: `num_kv_heads`, or what the senders say it is. If nobody
+    says it, shards that are equal in every bit of all layers are taken to be the same head.
 
     Args:
-        shards: payloads, whole.
-        topology: with more senders than receivers.
+        shards: whole payloads.
+        topology: has more senders than receivers.
         num_kv_heads: KV heads of the model, if known.
 
     Raises:
@@ -262,7 +256,7 @@ def merge_shards(
 
 
 class _Copies:
-    """Which of the shards hold a head that the one before does not."""
+    """Tells which shards hold a head that the shard before does not hold."""
 
     def __init__(
         self,
@@ -278,7 +272,7 @@ class _Copies:
             for cache in (keys, values)
             for layer in zip(*cache, strict=True)
         ]
-        # Those of one head and some bytes, which can be compared.
+        # Shards that hold one head can be compared.
         self._single_heads = [
             layer
             for layer in layers
@@ -326,8 +320,8 @@ class _Copies:
         if count % step or new != [(i % step) == 0 for i in range(1, count)]:
             raise ValueError("some shards are copies of others, in no order that vLLM makes")
         if step > 1:
-            logger.info("%d senders each hold the same KV head: it is taken once", step)
-        # All alike: one head, whatever ranks of other receivers hold.
+            logger.info("%d senders each hold the same KV head; it is taken once", step)
+        # If all are alike there is one head, whatever the senders of other receivers hold.
         return step if step < count else self._topology.from_tp
 
 

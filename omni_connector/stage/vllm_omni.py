@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our shared memory under vLLM-Omni's own factory, so that its pipelines pick it by name.
+"""Registers our shared-memory connector with vLLM-Omni, so that its pipelines can name it.
 
 vLLM-Omni loads this through its entry-point group `vllm_omni.general_plugins`, in each of its
-processes; a pipeline then says `{"name": "OmniSharedMemoryConnector", "extra": {...}}`.
+processes. A pipeline then configures `{"name": "OmniSharedMemoryConnector", "extra": {...}}`.
 """
 
 import logging
@@ -13,6 +13,7 @@ from typing import Any, Final
 from vllm_omni.distributed.omni_connectors.connectors.base import OmniConnectorBase
 from vllm_omni.distributed.omni_connectors.factory import OmniConnectorFactory
 
+from omni_connector.objects.base import OmniConnector
 from omni_connector.objects.factory import SHARED_MEMORY, ConnectorSpec, settings_of
 from omni_connector.objects.factory import OmniConnectorFactory as OurFactory
 from omni_connector.objects.shm import SharedMemoryConnector
@@ -30,22 +31,23 @@ _LAST_PAUSE_S: Final = 0.05
 class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
     """`SharedMemoryConnector` of this package behind vLLM-Omni's interface.
 
-    Bytes travel as they are; every other object through vLLM-Omni's serializer, which knows its
-    types, and without pickle. What a stage outside vLLM-Omni has put arrives as that put it, but
-    for packed KV, which arrives as the bytes that vLLM-Omni's manager reads.
+    Bytes travel as they are. Every other object passes through vLLM-Omni's serializer, which knows
+    vLLM-Omni's types and does not pickle. What a stage outside vLLM-Omni has put arrives as it was
+    put; packed KV arrives as bytes, which vLLM-Omni's manager reads.
 
     Args:
         config: `extra` of the pipeline's configuration. The settings of `SharedMemoryConnector`
-            are taken from it; vLLM-Omni adds others, which are left alone.
+            are taken from it; the others, which vLLM-Omni adds, are ignored.
 
     Raises:
-        ConfigError: a setting of ours is ill-typed.
+        ConfigError: a setting of `SharedMemoryConnector` is ill-typed.
     """
 
     supports_raw_data = False
+    # The base's `__del__` closes this, even if `__init__` has failed.
+    _inner: OmniConnector = None  # type: ignore[assignment]
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self._inner = None  # `__del__` closes it even where this fails
         own = {key: value for key, value in config.items() if key in _OURS}
         self._inner = OurFactory.create_connector(ConnectorSpec(SHARED_MEMORY, own))
 
@@ -53,7 +55,6 @@ class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
         self, from_stage: str, to_stage: str, put_key: str, data: Any
     ) -> tuple[bool, int, dict[str, Any] | None]:
         """See `OmniConnector.put`."""
-        assert self._inner is not None
         if not isinstance(data, bytes | bytearray | memoryview):
             data = {_SERIALIZED: self.serialize_obj(data)}
         return self._inner.put(from_stage, to_stage, put_key, data)
@@ -62,7 +63,6 @@ class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
         self, from_stage: str, to_stage: str, get_key: str, metadata: dict[str, Any] | None = None
     ) -> tuple[Any, int] | None:
         """See `OmniConnector.get`."""
-        assert self._inner is not None
         found = self._inner.get(from_stage, to_stage, get_key, metadata)
         if found is None:
             return None
@@ -74,8 +74,8 @@ class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
         try:
             return self.deserialize_obj(data[_SERIALIZED]), size
         except Exception:
-            # The serializer is vLLM-Omni's, and the bytes anybody's.
-            logger.warning("what was put under %r cannot be deserialized", get_key, exc_info=True)
+            # vLLM-Omni's serializer may raise anything on bytes that it has not made.
+            logger.warning("The object under %r cannot be deserialized", get_key, exc_info=True)
             return None
 
     def get_with_deadline(
@@ -87,7 +87,7 @@ class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
         *,
         deadline: float,
     ) -> tuple[Any, int] | None:
-        """`get`, again and again until `time.monotonic()` reaches `deadline`."""
+        """Call `get` until it finds the object, or `time.monotonic()` reaches `deadline`."""
         pause = _FIRST_PAUSE_S
         while True:
             found = self.get(from_stage, to_stage, get_key, metadata)
@@ -99,12 +99,10 @@ class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
 
     def cleanup(self, request_id: str) -> None:
         """See `OmniConnector.cleanup`."""
-        assert self._inner is not None
         self._inner.cleanup(request_id)
 
     def health(self) -> dict[str, Any]:
         """See `OmniConnector.health`."""
-        assert self._inner is not None
         return self._inner.health()
 
     def close(self) -> None:

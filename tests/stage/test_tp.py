@@ -292,10 +292,10 @@ def test_shards_that_do_not_belong_together_are_refused(says: str) -> None:
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:
     data = KVCacheTransferData("r", {"key_cache": [torch.zeros(TOKENS, 3, 2)]}, [], {})
     with pytest.raises(ValueError, match="3 KV heads cannot be shared out to 2 ranks"):
-        tp.slice_for_receiver(data, Topology(1, 2, 0), 0)
+        tp.slice_heads(data.to_dict(), Topology(1, 2, 0), 0, "sender")
     flat = KVCacheTransferData("r", {"key_cache": [torch.zeros(TOKENS)]}, [], {})
     with pytest.raises(ValueError, match="no dimension of heads"):
-        tp.slice_for_receiver(flat, Topology(1, 2, 0), 0)
+        tp.slice_heads(flat.to_dict(), Topology(1, 2, 0), 0, "sender")
     with pytest.raises(ValueError, match="3 KV heads cannot be shared out over 4 ranks"):
         tp.merge_shards(_shards(4, 4), Topology(4, 1, 0), 3)
 
