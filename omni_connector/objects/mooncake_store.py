@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final, Literal
 
@@ -124,8 +124,7 @@ class MooncakeStoreConnector(OmniConnector):
         except BaseException:
             self._client.close()
             raise
-        self._pieces = Staging(self._client, PIECE_BYTES, int(buffer_mib * (1 << 20)))
-        self._heads = Staging(self._client, HEAD_BYTES, 4 * HEAD_BYTES)
+        self._staging = Staging(self._client, int(buffer_mib * (1 << 20)) + 4 * HEAD_BYTES)
         self._buffers = Buffers()
         self._lock = threading.Lock()
         self._closed = False
@@ -230,8 +229,7 @@ class MooncakeStoreConnector(OmniConnector):
             closed, self._closed = self._closed, True
         if closed:
             return
-        self._pieces.close()
-        self._heads.close()
+        self._staging.keep_spare(0)
         self._buffers.close()
         self._client.close()
 
@@ -254,7 +252,7 @@ class MooncakeStoreConnector(OmniConnector):
         before: tuple[str, Future[list[int]]] | None = None
         pieces = codec.cut(parts, version.piece_bytes)
         for index, (name, size, piece) in enumerate(zip(names, sizes, pieces, strict=True)):
-            memory = self._pieces.take()
+            memory = self._staging.take(PIECE_BYTES)
             checksums[index] = _fill(memory[:size], piece)
             place = int(memory.ctypes.data)
             # A piece is copied while the one before is on its way; two on their way are slower.
@@ -262,13 +260,13 @@ class MooncakeStoreConnector(OmniConnector):
                 try:
                     self._check(self._client.codes(before[1], deadline), [before[0]])
                 except BaseException:
-                    self._pieces.give_back(memory)
+                    self._staging.give_back(memory)
                     raise
 
             def call(store: Any, name: str = name, place: int = place, size: int = size) -> Any:
                 return store.batch_put_from([name], [place], [size], self._pinned)
 
-            before = name, self._start(self._pieces, memory, call)
+            before = name, self._start(memory, call)
         if before is not None:
             self._check(self._client.codes(before[1], deadline), [before[0]])
         return codec.checksum_of(version.length, checksums)
@@ -276,7 +274,7 @@ class MooncakeStoreConnector(OmniConnector):
     def _start_head(
         self, version: Version, parts: Sequence[memoryview], deadline: float
     ) -> "tuple[Version, Future[list[int]]]":
-        memory = self._heads.take()
+        memory = self._staging.take(HEAD_BYTES)
         end = CONTENT_AT
         if version.inline:
             end += version.length
@@ -288,33 +286,23 @@ class MooncakeStoreConnector(OmniConnector):
         place = addresses(memory, [0])
 
         def call(store: Any) -> list[int]:
-            codes: list[int] = store.batch_upsert_from(name, place, size, self._pinned)
-            while codes[0] in PASSING and time.monotonic() < deadline:
-                time.sleep(_RETRY_S)
-                codes = store.batch_upsert_from(name, place, size, self._pinned)
-            return codes
+            return _until(
+                deadline, lambda: store.batch_upsert_from(name, place, size, self._pinned)
+            )
 
-        return version, self._start(self._heads, memory, call)
+        return version, self._start(memory, call)
 
     def _load_head(
         self, digest: bytes, deadline: float
     ) -> tuple[Version, NDArray[np.uint8] | None] | None:
-        memory = self._heads.take()
+        memory = self._staging.take(HEAD_BYTES)
         name, place = [head_name(self._prefix, digest)], addresses(memory, [0])
         ready = min(deadline, time.monotonic() + _NOT_READY_S)
 
         def call(store: Any) -> list[int]:
-            codes: list[int] = store.batch_get_into(name, place, [HEAD_BYTES])
-            while codes[0] in PASSING and time.monotonic() < ready:
-                time.sleep(_RETRY_S)
-                codes = store.batch_get_into(name, place, [HEAD_BYTES])
-            return codes
+            return _until(ready, lambda: store.batch_get_into(name, place, [HEAD_BYTES]))
 
-        try:
-            future = self._client.start(call)
-        except OmniError:
-            self._heads.give_back(memory)
-            raise
+        future = self._staging.start(memory, call)
         try:
             (size,) = self._client.codes(future, deadline)
             if size == MISSING or size in PASSING:
@@ -326,7 +314,7 @@ class MooncakeStoreConnector(OmniConnector):
                 return version, None
             return version, self._content(version, memory[CONTENT_AT:size])
         finally:
-            self._heads.settle(memory, future)
+            self._staging.settle(memory, future)
 
     def _content(self, version: Version, following: NDArray[np.uint8]) -> NDArray[np.uint8]:
         content = self._buffers.take(version.length)
@@ -337,7 +325,7 @@ class MooncakeStoreConnector(OmniConnector):
 
     def _load_pieces(self, version: Version, deadline: float) -> NDArray[np.uint8] | None:
         names, sizes = version.piece_names(self._prefix), version.pieces
-        self._pieces.sweep()
+        self._staging.check()
         content = self._buffers.take(version.length)
         self._client.register(content)
         checksums = np.zeros(len(sizes), np.uint64)
@@ -379,15 +367,11 @@ class MooncakeStoreConnector(OmniConnector):
                 raise ChecksumError("an object has other bytes than were put")
             return content
         finally:
-            self._pieces.retire(content, started)
+            self._staging.retire(content, started)
 
-    def _start(self, staging: Staging, memory: NDArray[np.uint8], call: Any) -> "Future[list[int]]":
-        try:
-            future = self._client.start(call)
-        except OmniError:
-            staging.give_back(memory)
-            raise
-        staging.settle(memory, future)
+    def _start(self, memory: NDArray[np.uint8], call: Any) -> "Future[list[int]]":
+        future = self._staging.start(memory, call)
+        self._staging.settle(memory, future)
         return future
 
     def _check(self, codes: list[int], names: Sequence[object]) -> None:
@@ -425,6 +409,13 @@ class MooncakeStoreConnector(OmniConnector):
     def _check_open(self) -> None:
         if self._closed:
             raise TransportError("the connector is closed")
+
+
+def _until(deadline: float, call: Callable[[], list[int]]) -> list[int]:
+    """The codes of a call for one name, made again until it ends otherwise than in passing."""
+    while (codes := call())[0] in PASSING and time.monotonic() < deadline:
+        time.sleep(_RETRY_S)
+    return codes
 
 
 def _fill(room: NDArray[np.uint8], pieces: Sequence[NDArray[np.uint8]]) -> int:

@@ -5,13 +5,12 @@ What the network does is never an exception here: what cannot be had in time is 
 is under a key is not checked either: entries must carry a check of their own, over key and bytes.
 """
 
+import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -20,8 +19,9 @@ from numpy.typing import NDArray
 from omni_connector.config import StoreSettings
 from omni_connector.errors import OmniError, PeerUnreachableError
 from omni_connector.memory.arena_format import PAGE_BYTES
+from omni_connector.memory.pool import pages
 from omni_connector.transports.mooncake_client import OK, ClientSettings, StoreClient, name_of
-from omni_connector.transports.mooncake_memory import Staging, addresses, pages
+from omni_connector.transports.mooncake_memory import Staging, addresses
 
 # Larger calls, and several at once, are no faster.
 _CALL_BYTES: Final = 16 << 20
@@ -114,7 +114,8 @@ class MooncakeBlockStore(BlockStore):
         self._lock = threading.Lock()
         self._failures: Counter[str] = Counter()
         self._closed = False
-        self._staging: Staging | None = None
+        self._staging = Staging(self._client, _SPARE_BYTES)
+        self._piece_bytes = _CALL_BYTES + _CALL_KEYS * PAGE_BYTES
         self._buffers: list[NDArray[np.uint8]] = []
 
     def wait(self, timeout: float) -> None:
@@ -177,11 +178,9 @@ class MooncakeBlockStore(BlockStore):
     def close(self) -> None:
         with self._lock:
             closed, self._closed = self._closed, True
-            staging = self._staging
         if closed:
             return
-        if staging is not None:
-            staging.close()
+        self._staging.keep_spare(0)
         for memory in self._buffers:
             self._client.unregister(memory)
         self._client.close()
@@ -229,61 +228,36 @@ class MooncakeBlockStore(BlockStore):
         lengths: Sequence[int],
         deadline: float,
     ) -> list[bool]:
-        arrival = self._fetch(keys, lengths)
+        asked, sizes = list(keys), list(lengths)
+        *offsets, total = itertools.accumulate(map(_in_pages, sizes), initial=0)
+        memory = self._staging.take(self._piece_for(total))
+        places = addresses(memory, offsets)
+        # The bytes arrive in memory of the store's own: a call that was given up may still write.
+        future = self._staging.start(
+            memory, lambda store: store.batch_get_into(asked, places, sizes)
+        )
         try:
-            return self._collect(arrival, rows, deadline)
+            codes = self._client.codes(future, deadline)
+            for row, code, offset, size in zip(rows, codes, offsets, sizes, strict=True):
+                if code == size:
+                    np.copyto(row[:size], memory[offset : offset + size])
+                else:
+                    self._count(name_of(code) if code < 0 else "other length", 1)
+            return [code == size for code, size in zip(codes, sizes, strict=True)]
         finally:
-            arrival.staging.settle(arrival.memory, arrival.future)
+            self._staging.settle(memory, future)
 
-    def _fetch(self, keys: Sequence[str], lengths: Sequence[int]) -> "_Arrival":
-        offsets, total = [], 0
-        for length in lengths:
-            offsets.append(total)
-            total += _in_pages(length)
-        staging = self._staging_for(total)
-        memory = staging.take()
-        asked, sizes, places = list(keys), list(lengths), addresses(memory, offsets)
-        try:
-            future = self._client.start(lambda store: store.batch_get_into(asked, places, sizes))
-        except OmniError:
-            staging.give_back(memory)
-            raise
-        return _Arrival(future, staging, memory, offsets, sizes)
-
-    def _collect(self, arrival: "_Arrival", rows: NDArray[np.uint8], deadline: float) -> list[bool]:
-        codes = self._client.codes(arrival.future, deadline)
-        done = [code == size for code, size in zip(codes, arrival.sizes, strict=True)]
-        for i, (offset, size) in enumerate(zip(arrival.offsets, arrival.sizes, strict=True)):
-            if done[i]:
-                np.copyto(rows[i, :size], arrival.memory[offset : offset + size])
-            else:
-                self._count(name_of(codes[i]) if codes[i] < 0 else "other length", 1)
-        return done
-
-    def _staging_for(self, nbytes: int) -> Staging:
-        # Pieces of one size serve all calls; a row larger than that has them made anew, larger.
+    def _piece_for(self, nbytes: int) -> int:
+        # Pieces of one size serve all calls. A row that is larger makes them larger for good.
         with self._lock:
-            if self._staging is None or self._staging.size < nbytes:
-                if self._staging is not None:
-                    self._staging.close()
-                size = max(nbytes, _CALL_BYTES + _CALL_KEYS * PAGE_BYTES)
-                self._staging = Staging(self._client, size, max(_SPARE_BYTES, 2 * size))
-            return self._staging
+            if nbytes > self._piece_bytes:
+                self._piece_bytes = nbytes
+                self._staging.keep_spare(max(_SPARE_BYTES, 2 * nbytes))
+            return self._piece_bytes
 
     def _count(self, kind: str, number: int) -> None:
         with self._lock:
             self._failures[kind] += number
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """Entries on their way into memory of the store's own."""
-
-    future: "Future[list[int]]"
-    staging: Staging
-    memory: NDArray[np.uint8]
-    offsets: list[int]
-    sizes: list[int]
 
 
 def _parts(lengths: Sequence[int]) -> Iterator[slice]:

@@ -147,7 +147,7 @@ class MooncakeTransport(ArenaTransport):
         self._engine.close()
 
     def details(self) -> dict[str, Any]:
-        self._engine.tidy()
+        self._engine.pool.tidy()
         with self._lock:
             found: dict[str, Any] = {
                 "protocol": self._engine.protocol,
@@ -155,9 +155,9 @@ class MooncakeTransport(ArenaTransport):
             }
             if self._closed:
                 found["status"] = "closed"
-            elif set_aside := self._engine.quarantine.set_aside():
+            elif set_aside := self._engine.pool.set_aside():
                 found["status"] = f"degraded: not reading from {', '.join(set_aside[:8])}"
-        found["quarantined_bytes"] = self._engine.quarantine.nbytes
+        found["quarantined_bytes"] = self._engine.pool.quarantined_bytes
         return found
 
     def _check_open(self) -> None:
@@ -245,10 +245,10 @@ class MooncakeArena(RemoteArena):
         try:
             headers = self._verify_all(slot_ids, generations, deadline)
         except BaseException:
-            self._engine.give_back(buffer)
+            self._engine.pool.give_back(buffer)
             raise
         rows = buffer[: len(slot_ids) * length].reshape(len(slot_ids), length)
-        return Fetched(rows, headers, functools.partial(self._engine.give_back, buffer))
+        return Fetched(rows, headers, functools.partial(self._engine.pool.give_back, buffer))
 
     def take(self, slot_ids: Sequence[int], length: int, *, timeout: float) -> NDArray[np.uint8]:
         spans = self._spans(slot_ids, self._geometry.slot_bytes)
@@ -257,7 +257,7 @@ class MooncakeArena(RemoteArena):
         buffer = self._fetch(spans, time.monotonic() + timeout)
         # The last array or memoryview of it gives it back.
         content = buffer[:length]
-        weakref.finalize(content, self._engine.give_back_later, buffer).atexit = False
+        weakref.finalize(content, self._engine.pool.give_back_later, buffer).atexit = False
         return content
 
     def close(self) -> None:
@@ -304,7 +304,7 @@ class MooncakeArena(RemoteArena):
         try:
             return buffer[: sum(span.size for span in spans)].copy()
         finally:
-            self._engine.give_back(buffer)
+            self._engine.pool.give_back(buffer)
 
     def _fetch(self, spans: Sequence[Span], deadline: float) -> NDArray[np.uint8]:
         if not self._alive:

@@ -6,7 +6,6 @@ one is tried again, every transfer has a deadline, and memory that a failed tran
 is given to nobody else.
 """
 
-import contextlib
 import itertools
 import logging
 import math
@@ -15,7 +14,6 @@ import os
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -24,7 +22,7 @@ from numpy.typing import NDArray
 
 from omni_connector.config import MooncakeSettings
 from omni_connector.errors import PeerUnreachableError, TransportError
-from omni_connector.memory.quarantine import Quarantine
+from omni_connector.memory.pool import Pool
 from omni_connector.net.peers import HostPort, parse_host_port
 from omni_connector.transports.mooncake_lib import engine_module
 
@@ -68,11 +66,11 @@ class Engine:
         self._engine: Any = None
         self._closed = False
         self._registered: set[int] = set()
-        self._spare: dict[int, list[NDArray[np.uint8]]] = {}
-        self._spare_bytes = 0
-        # From finalizers, which run in the middle of anything: they take no lock.
-        self._returned: deque[NDArray[np.uint8]] = deque()
-        self.quarantine: Final = Quarantine()
+        self.pool: Final = Pool(
+            self._register_buffer,
+            lambda buffer: self.unregister(int(buffer.ctypes.data)),
+            _MAX_SPARE_BYTES,
+        )
 
     @property
     def protocol(self) -> str:
@@ -133,28 +131,33 @@ class Engine:
             deadline: `time.monotonic()` by which to stop trying.
 
         Returns:
-            A buffer that begins with the bytes; `give_back` it, whole.
+            A buffer of `pool` that begins with the bytes; give it back there, whole.
 
         Raises:
             PeerUnreachableError: not in time, not after several tries, or too many failed before.
             MissingDependencyError, TransportError: as `address`.
         """
         engine = self._started(peer)
-        self.tidy()
-        self.quarantine.check(peer)
+        self.pool.tidy()
+        if peer in self.pool.set_aside():
+            raise PeerUnreachableError(
+                f"reads from {peer} have failed, and may still write to memory here; it is not "
+                "read from until that is over"
+            )
         size = sum(span.size for span in spans)
+        rounded = max(_MIN_BUFFER_BYTES, 1 << (size - 1).bit_length())
         code = 0
         for attempt in range(_ATTEMPTS):
             if attempt:
                 logger.debug("Read from %s failed (code %d), once more", peer, code)
                 time.sleep(min(_BACKOFF_S * 4**attempt, max(0.0, deadline - time.monotonic())))
-            buffer = self._take(size)
+            buffer = self.pool.take(rounded)
             at = int(buffer.ctypes.data)
             # A queue that was full takes fewer.
             for batch in _batches(cut(join(spans)), max(1, _MAX_PIECES // 4**attempt)):
                 started = time.monotonic()
                 if started >= deadline:
-                    self.give_back(buffer)
+                    self.pool.give_back(buffer)
                     raise PeerUnreachableError(f"{peer} did not send everything in time")
                 failed = at
                 places = list(itertools.accumulate((each.size for each in batch), initial=at))
@@ -177,42 +180,12 @@ class Engine:
         tries = "1 try" if not attempt else f"{attempt + 1} tries"
         raise PeerUnreachableError(f"Mooncake cannot read from {peer} (code {code}, {tries})")
 
-    def _take(self, size: int) -> NDArray[np.uint8]:
-        """A buffer of at least `size` bytes that nobody else has, and no transfer writes."""
-        rounded = max(_MIN_BUFFER_BYTES, 1 << (size - 1).bit_length())
-        with self._lock:
-            spare = self._spare.get(rounded)
-            if spare:
-                self._spare_bytes -= rounded
-                return spare.pop()
-        try:
-            buffer: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, rounded), np.uint8)
-        except (OSError, ValueError, OverflowError) as error:
-            raise TransportError(f"no memory for a read of {size} bytes: {error}") from error
-        if self.protocol != "tcp":  # which reads into any memory, and so leaves ours unregistered
-            self.register(int(buffer.ctypes.data), rounded)
-        return buffer
-
-    def give_back(self, buffer: NDArray[np.uint8]) -> None:
-        """Let the next `fetch` have this buffer."""
-        with self._lock:
-            if not self._closed and self._spare_bytes + buffer.nbytes <= _MAX_SPARE_BYTES:
-                self._spare_bytes += buffer.nbytes
-                self._spare.setdefault(buffer.nbytes, []).append(buffer)
-                return
-        self.unregister(int(buffer.ctypes.data))
-
-    def give_back_later(self, buffer: NDArray[np.uint8]) -> None:
-        """The same where nothing may be waited for, as in a finalizer."""
-        if not self._closed:
-            self._returned.append(buffer)
-
     def close(self) -> None:
         """Withdraw everything and end it. A read that is running ends by itself. Idempotent."""
         with self._lock:
             self._closed = True
-            self._returned.clear()
             addresses = list(self._registered)
+        self.pool.keep_spare(0)
         for address in addresses:
             self.unregister(address)
         with self._lock:
@@ -244,18 +217,14 @@ class Engine:
             )
         return engine
 
-    def tidy(self) -> None:
-        """Take up what was given back later, and what no failed read writes any more."""
-        with contextlib.suppress(IndexError):
-            while True:
-                self.give_back(self._returned.popleft())
-        for buffer in self.quarantine.release():
-            self.unregister(int(buffer.ctypes.data))
+    def _register_buffer(self, buffer: NDArray[np.uint8]) -> None:
+        if self.protocol != "tcp":  # Over TCP it reads into any memory: ours stays unregistered.
+            self.register(int(buffer.ctypes.data), buffer.nbytes)
 
     def _keep(self, peer: str, buffer: NDArray[np.uint8], start: int, end: int) -> None:
         """Of a buffer whose bytes at these addresses a failed read may still write."""
         if self.protocol != "tcp":  # what is registered is held whole
-            self.quarantine.keep(peer, buffer, buffer.nbytes)
+            self.pool.quarantine(peer, buffer, buffer.nbytes)
             return
         at = int(buffer.ctypes.data)
         first = (start - at) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -264,7 +233,7 @@ class Engine:
         for lower, upper in ((0, first), (last, buffer.nbytes)):
             if upper > lower:
                 pages.madvise(mmap.MADV_DONTNEED, lower, upper - lower)
-        self.quarantine.keep(peer, buffer, last - first)
+        self.pool.quarantine(peer, buffer, last - first)
 
 
 def address_towards(peer: HostPort) -> str:

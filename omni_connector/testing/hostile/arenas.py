@@ -26,6 +26,7 @@ from omni_connector.memory.arena_format import (
     ArenaGeometry,
 )
 from omni_connector.memory.buffers import Buffers
+from omni_connector.memory.pool import Pool
 from omni_connector.net import unix
 from omni_connector.net.unix import Refusal
 from omni_connector.objects import mooncake as object_server
@@ -131,6 +132,7 @@ class _Reach:
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
         self._memory = memory
+        self.pool = Pool(lambda buffer: None, lambda buffer: None, 0)
 
     def fetch(self, peer: str, spans: Sequence[Span], deadline: float) -> NDArray[np.uint8]:
         """As `Engine.fetch`."""
@@ -140,12 +142,6 @@ class _Reach:
                 raise PeerUnreachableError("no such memory")
             parts.append(self._memory[span.address : span.address + span.size])
         return np.concatenate(parts) if parts else np.empty(0, np.uint8)
-
-    def give_back(self, buffer: NDArray[np.uint8]) -> None:
-        """As `Engine.give_back`."""
-
-    def give_back_later(self, buffer: NDArray[np.uint8]) -> None:
-        """As `Engine.give_back_later`."""
 
 
 def _hostile_header(owner: _Owner, rng: random.Random) -> tuple[int, bytes, int, int]:
