@@ -8,11 +8,7 @@ peer's slots, which the reader checks.
 from omni_connector.memory.arena import Arena, ArenaView
 from omni_connector.memory.arena_format import SlotHeader, SlotState
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena, Site
-from omni_connector.transports.registry import (
-    register_transport,
-    transport_class,
-    transport_names,
-)
+from omni_connector.transports.choice import register_transport, transport_class, transport_names
 
 __all__ = [
     "Arena",

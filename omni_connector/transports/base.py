@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.errors import TransportError
+from omni_connector.errors import ProtocolError, TransportError
 from omni_connector.memory.arena import Arena
 from omni_connector.memory.arena_format import EPOCH_BYTES, PAGE_BYTES, SlotHeader
 from omni_connector.net.peers import is_loopback
@@ -131,15 +131,23 @@ class RemoteArena(ABC):
             TransportError: it cannot be read.
         """
 
-    @abstractmethod
     def read_into(self, slot_ids: Sequence[int], dst: NDArray[np.uint8]) -> None:
         """Copy the first bytes of slots, unverified: `dst` is (len(slot_ids), width) uint8.
+
+        A transport that does not map overrides this.
 
         Raises:
             ValueError: `dst` has another shape or type, or is wider than a slot.
             ProtocolError: the arena has no such slot.
             TransportError: the bytes cannot be read.
         """
+        slots = self.slots
+        check_destination(dst, len(slot_ids), slots.shape[1])
+        for slot in slot_ids:
+            if not 0 <= slot < len(slots):
+                raise ProtocolError(f"{self.endpoint.address} has no slot {slot}")
+        for row, slot in zip(dst, slot_ids, strict=True):
+            np.copyto(row, slots[slot, : dst.shape[1]])
 
     @abstractmethod
     def close(self) -> None:

@@ -1,21 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which transport reads which peer: an engine exports by each it has, and reads by the nearest."""
+"""Transports: which ones there are, which of them an engine has, and which one reads which peer.
 
+A package offers a transport through the entry-point group `omni_connector.transports`. The class
+is imported when its name is first asked for, so that one that is broken, or lacks a dependency,
+is in nobody's way. An engine exports its arena by each transport that it has, and reads a peer's
+arena by the nearest one that can.
+"""
+
+import importlib
 import logging
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, NamedTuple
 
 from omni_connector.config import OmniConfig, read_settings
-from omni_connector.errors import ConfigError, OmniError, PeerRefusedError, unknown
+from omni_connector.errors import (
+    ConfigError,
+    MissingDependencyError,
+    OmniError,
+    PeerRefusedError,
+    unknown,
+)
 from omni_connector.memory.arena import Arena
 from omni_connector.net.peers import Peers, is_loopback, parse_listen
 from omni_connector.transports.base import ArenaTransport, Endpoint, Site
-from omni_connector.transports.registry import AUTO, transport_class, transport_names
 
 logger = logging.getLogger(__name__)
 
 _MAX_CHOSEN: Final = 4096
+
+ENTRY_POINT_GROUP: Final = "omni_connector.transports"
+AUTO: Final = "auto"
+
+_BUILT_IN: Final = {
+    "shm": "omni_connector.transports.shm:SharedMemoryTransport",
+    "mooncake": "omni_connector.transports.mooncake:MooncakeTransport",
+}
+_NONE: Final = {
+    "mooncake_store": "a Mooncake Store keeps blocks and objects, but is no transport; configure "
+    "it as `store`, or for objects as the connector MooncakeStoreConnector"
+}
+
+_lock = threading.Lock()
+_registered: dict[str, type[ArenaTransport]] = {}
+
+
+def register_transport(name: str, transport: type[ArenaTransport]) -> None:
+    """Make a transport known in this process. The same class may be registered again.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    with _lock:
+        taken = name == AUTO or name in _BUILT_IN or name in _NONE or name in _entry_points()
+        if taken or _registered.get(name, transport) is not transport:
+            raise ConfigError(f"a transport named {name!r} exists already")
+        _registered[name] = transport
+
+
+def transport_names() -> list[str]:
+    """The names that `transport_class` knows, sorted; whether each can be loaded is not tried."""
+    return sorted({*_BUILT_IN, *_registered, *_entry_points()})
+
+
+def transport_class(name: str) -> type[ArenaTransport]:
+    """The class of a transport.
+
+    Raises:
+        ConfigError: the name is unknown, or what it stands for is no transport.
+        MissingDependencyError: the transport needs a package that is not installed.
+    """
+    found: object = _registered.get(name)
+    if found is None:
+        found = _load(name)
+    if not (isinstance(found, type) and issubclass(found, ArenaTransport)):
+        raise ConfigError(f"transport {name!r} is {found!r}, which is no ArenaTransport class")
+    return found
+
+
+def _load(name: str) -> object:
+    target, package = _BUILT_IN.get(name), "omni-connector"
+    if target is None:
+        entry_point = _entry_points().get(name)
+        if entry_point is None:
+            raise ConfigError(_NONE.get(name) or unknown("transport", name, transport_names()))
+        target = entry_point.value
+        package = entry_point.dist.name if entry_point.dist is not None else "its package"
+    module, _, attribute = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        raise MissingDependencyError(
+            f"transport {name!r} of {package} needs the module {missing!r}, which is not "
+            f"installed; install it with the extras of {package}"
+        ) from error
+    except (ImportError, AttributeError) as error:
+        # Also a compiled module whose system library is missing; its message names it.
+        raise MissingDependencyError(
+            f"transport {name!r} of {package} cannot be loaded: {error}"
+        ) from error
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    found = entry_points(group=ENTRY_POINT_GROUP)
+    return {each.name: each for each in found if each.name not in {*_BUILT_IN, *_NONE}}
 
 
 class Choice(NamedTuple):

@@ -18,16 +18,47 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from omni_connector.errors import OmniError, PeerRefusedError, PeerUnreachableError, TransportError
-from omni_connector.memory.arena import Arena
+from omni_connector.errors import (
+    IncompatiblePeerError,
+    OmniError,
+    PeerRefusedError,
+    PeerUnreachableError,
+    ProtocolError,
+    TransportError,
+)
+from omni_connector.memory.arena import Arena, ArenaView
+from omni_connector.memory.arena_format import SlotHeader
 from omni_connector.net import runtime
 from omni_connector.net.forks import forget_in_child
-from omni_connector.net.unix import Connection, Listener, Refusal
+from omni_connector.net.unix import PROTOCOL, Connection, Listener, Refusal, require_protocol
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
-from omni_connector.transports.mapped import Attach, Grant, MappedArena, map_arena
 
 logger = logging.getLogger(__name__)
+
+
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    """Asks for the arena of this epoch; answered with `Grant` and its memfd."""
+
+    epoch: bytes
+    protocol: int = PROTOCOL
+
+    def __post_init__(self) -> None:
+        require_protocol(self.protocol)
+
+
+class Grant(msgspec.Struct, frozen=True, tag="grant"):
+    """The memfd beside this message is the arena of this epoch."""
+
+    epoch: bytes
+    n_slots: int
+    slot_bytes: int
+
+
+ANSWERS: Final[msgspec.msgpack.Decoder[Grant | Refusal]] = msgspec.msgpack.Decoder(Grant | Refusal)
+"""What `Attach` may be answered with."""
 
 
 Answers = Mapping[type[msgspec.Struct], Callable[[Any], msgspec.Struct | None]]
@@ -229,3 +260,56 @@ class _Export:
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+def map_arena(connection: Connection, endpoint: Endpoint, deadline: float) -> ArenaView:
+    """Ask for an arena's memfd, check it and map it.
+
+    Args:
+        connection: to its owner.
+        endpoint: what the arena must agree with.
+        deadline: `time.monotonic()` by which the answer must be there.
+
+    Raises:
+        PeerUnreachableError, PeerRefusedError, ProtocolError: as `Connection.ask`.
+        PeerRefusedError, ProtocolError, IncompatiblePeerError: as `ArenaView.open`.
+    """
+    grant, descriptor = connection.ask(Attach(endpoint.epoch), ANSWERS, deadline, with_fd=True)
+    assert descriptor is not None
+    try:
+        granted = grant.epoch, grant.n_slots, grant.slot_bytes
+        wanted = endpoint.epoch, endpoint.n_slots, endpoint.slot_bytes
+        if granted != wanted:
+            raise IncompatiblePeerError("arena", wanted, granted)
+        return ArenaView.open(
+            descriptor, epoch=grant.epoch, n_slots=grant.n_slots, slot_bytes=grant.slot_bytes
+        )
+    finally:
+        os.close(descriptor)
+
+
+class MappedArena(RemoteArena):
+    """A peer's arena in our address space. It outlives its owner until it is closed."""
+
+    def __init__(self, endpoint: Endpoint, view: ArenaView, connection: Connection) -> None:
+        self.endpoint = endpoint
+        self._view = view
+        self._connection = connection
+
+    @property
+    def slots(self) -> NDArray[np.uint8]:
+        return self._view.slots
+
+    @property
+    def alive(self) -> bool:
+        return self._connection.alive
+
+    def verify(self, slot: int, generation: int) -> SlotHeader:
+        try:
+            return self._view.verify(slot, generation)
+        except IndexError as error:
+            raise ProtocolError(f"{self.endpoint.address}: {error}") from error
+
+    def close(self) -> None:
+        self._connection.close()
+        self._view.close()

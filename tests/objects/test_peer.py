@@ -24,7 +24,7 @@ from omni_connector.objects.object_store import ObjectStore, StoredObject
 from omni_connector.objects.peer import Peer
 from omni_connector.objects.shm import _ANSWERS, SharedMemoryConnector
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.mapped import Attach, Grant
+from omni_connector.transports.shm import Attach, Grant
 
 SOON_S = 20.0
 KEY = ObjectKey("0", "1", "key")

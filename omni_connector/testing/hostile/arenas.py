@@ -39,9 +39,9 @@ from omni_connector.testing.hostile.mutation import damage, distort_msgpack
 from omni_connector.testing.hostile.trial import Parser
 from omni_connector.testing.slots import read
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.mapped import Attach, Grant, MappedArena
 from omni_connector.transports.mooncake import MooncakeArena
 from omni_connector.transports.mooncake_engine import Span
+from omni_connector.transports.shm import Attach, Grant, MappedArena
 
 N_SLOTS: Final = 8
 SLOT_BYTES: Final = 2 * PAGE_BYTES
