@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.errors import IntegrityError
-from omni_connector.objects.reading import host_bytes
+from omni_connector.objects.object_store import host_bytes
 
 PIECE_BYTES: Final = 8 << 20
 HEAD_BYTES: Final = 2 << 20

@@ -28,8 +28,8 @@ from omni_connector.net.resolver import Resolver
 from omni_connector.net.runtime import loopback_key
 from omni_connector.net.zeromq import Link, make_context
 from omni_connector.objects.exchange import Exchange
-from omni_connector.objects.messages import ENCODER, QUESTIONS, Find, Found, Missing, Read
 from omni_connector.objects.object_store import DEFAULT_TTL_S, object_geometry
+from omni_connector.objects.peer import ENCODER, QUESTIONS, Find, Found, Missing, Read
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.mooncake import MooncakeTransport
 from omni_connector.transports.mooncake_engine import address_towards

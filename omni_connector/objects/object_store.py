@@ -10,6 +10,7 @@ An object that was read whole may be evicted when another needs its room. One th
 until its time to live is over, as its reader may have died or never come.
 """
 
+import functools
 import itertools
 import math
 import threading
@@ -24,7 +25,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.config import memory_limit_bytes
-from omni_connector.errors import ArenaFullError, ConfigError, TransportError
+from omni_connector.errors import ArenaFullError, ConfigError, ProtocolError, TransportError
 from omni_connector.memory.arena import Arena
 from omni_connector.memory.buffers import share_out
 from omni_connector.objects import codec
@@ -77,6 +78,28 @@ class StoredObject:
     generation: int
     length: int
     stamp: int
+
+    def slots_in(self, n_slots: int, slot_bytes: int) -> list[int]:
+        """The slots of the object, in the order of its bytes, in an arena of this geometry.
+
+        Raises:
+            ProtocolError: this makes no sense of such an arena.
+        """
+        count = count_of(self.runs)
+        capacity = count * slot_bytes
+        impossible = self.length < 0 or any(
+            start < 0 or count < 1 or start + count > n_slots for start, count in self.runs
+        )
+        # No slot counts twice. What is allocated is bounded by the arena, and by what this host has
+        # where the arena is only announced.
+        impossible = impossible or count > min(n_slots, MAX_OBJECT_SLOTS)
+        impossible = impossible or self.length > host_bytes()
+        if impossible or not capacity - slot_bytes < max(self.length, 1) <= capacity:
+            raise ProtocolError(
+                f"{self.length} bytes in slots {self.runs[:8]} do not describe an object in "
+                f"{n_slots} slots of {slot_bytes} bytes"
+            )
+        return ids_of(self.runs)
 
 
 class ObjectStore:
@@ -310,6 +333,12 @@ class ObjectStore:
         share_out(fill, zip(range(len(ids)), ids, pieces, strict=True), length)
         first = min(length, self.arena.slot_bytes)
         self.arena.publish(ids[0], generation, digest, first, codec.checksum_of(length, checksums))
+
+
+@functools.cache
+def host_bytes() -> int:
+    """`memory_limit_bytes`, which reads files, read once."""
+    return memory_limit_bytes()
 
 
 def count_of(runs: Runs) -> int:

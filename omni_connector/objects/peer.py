@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Peer`: another connector that may have objects, asked over a line that its carrier makes."""
+"""`Peer`: another connector that may have objects, over a line that its carrier makes.
+
+It is asked where an object is (the messages are the same over every carrier), its arena is
+attached, and the object is read out of the slots, with every byte checked.
+"""
 
 import functools
 import threading
@@ -8,11 +12,26 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from omni_connector.errors import PeerUnreachableError, ProtocolError, TransportError
-from omni_connector.memory.buffers import Buffers
-from omni_connector.objects.messages import Find, Found, Missing, Read
-from omni_connector.objects.reading import Fetch, read_object
-from omni_connector.transports.base import ArenaTransport, RemoteArena
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from omni_connector.errors import (
+    ChecksumError,
+    PeerUnreachableError,
+    ProtocolError,
+    StaleSlotError,
+    TransportError,
+)
+from omni_connector.memory.arena import Arena
+from omni_connector.memory.buffers import Buffers, share_out
+from omni_connector.net.unix import require_protocol
+from omni_connector.objects import codec
+from omni_connector.objects.object_store import StoredObject
+from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
+
+PROTOCOL: Final = 2
 
 # A peer that nobody has asked for so long is hung up on.
 IDLE_S: Final = 60.0
@@ -22,6 +41,49 @@ _READ_S: Final = 10.0
 _READ_BYTES_PER_S: Final = 20e6
 # Notes kept for a peer that takes none at the moment; beyond it the oldest are lost.
 _MAX_UNSENT: Final = 1024
+
+Fetch = Callable[[list[int], int], NDArray[np.uint8]]
+"""Gets so many bytes of slots, in memory of their own; see `RemoteArena.take`."""
+
+
+class Find(msgspec.Struct, frozen=True, tag="find"):
+    """Asks for the object whose key has this digest; answered with `Found` or `Missing`."""
+
+    digest: bytes
+    protocol: int = PROTOCOL
+
+    def __post_init__(self) -> None:
+        require_protocol(self.protocol, PROTOCOL)
+
+
+class Read(msgspec.Struct, frozen=True, tag="read"):
+    """Says that its sender has a verified copy of this object of the arena `epoch`; no answer."""
+
+    epoch: bytes
+    digest: bytes
+    generation: int
+    protocol: int = PROTOCOL
+
+    def __post_init__(self) -> None:
+        require_protocol(self.protocol, PROTOCOL)
+
+
+class Found(msgspec.Struct, frozen=True, tag="found"):
+    """The object of this digest is in the arena at this endpoint."""
+
+    digest: bytes
+    endpoint: Endpoint
+    stored: StoredObject
+
+
+class Missing(msgspec.Struct, frozen=True, tag="missing"):
+    """There is no object of this digest."""
+
+    digest: bytes
+
+
+ENCODER: Final = msgspec.msgpack.Encoder()
+QUESTIONS: Final[msgspec.msgpack.Decoder[Find | Read]] = msgspec.msgpack.Decoder(Find | Read)
 
 
 class Line(Protocol):
@@ -181,3 +243,43 @@ class Peer:
         line, self._line = self._line, None
         if line is not None:
             line.close()
+
+
+def read_object(
+    arena: Arena | RemoteArena, found: Found, buffers: Buffers, fetch: Fetch | None = None
+) -> memoryview:
+    """A verified copy of an object.
+
+    Args:
+        arena: the one that it is in, of the geometry that its owner has named.
+        found: what its owner says of it; checked.
+        buffers: where the memory for the copy comes from.
+        fetch: gets the bytes of an arena that is not mapped.
+
+    Raises:
+        StaleSlotError: it was replaced or dropped meanwhile.
+        ChecksumError: the bytes are not those that were stored.
+        ProtocolError: the description makes no sense.
+        TransportError: the arena is closed or cannot be read, or there is no memory for the copy.
+    """
+    stored, slot_bytes = found.stored, found.endpoint.slot_bytes
+    ids = stored.slots_in(found.endpoint.n_slots, slot_bytes)
+    slots = arena.slots if fetch is None else None
+    arena.verify(ids[0], stored.generation)
+    content = buffers.take(stored.length) if fetch is None else fetch(ids, stored.length)
+    checksums = np.empty(len(ids), np.uint64)
+
+    def take_up(job: tuple[int, int]) -> None:
+        index, slot = job
+        piece = content[index * slot_bytes : (index + 1) * slot_bytes]
+        if slots is not None:
+            np.copyto(piece, slots[slot, : piece.size])
+        checksums[index] = xxhash.xxh3_64_intdigest(piece.data)
+
+    share_out(take_up, enumerate(ids), stored.length)
+    header = arena.verify(ids[0], stored.generation)
+    if header.key != found.digest or header.length != min(stored.length, slot_bytes):
+        raise StaleSlotError(f"the slot holds {header.length} bytes of another object")
+    if header.checksum != codec.checksum_of(stored.length, checksums):
+        raise ChecksumError(f"generation {header.generation} of an object: wrong checksum")
+    return content.data

@@ -12,8 +12,8 @@ import msgspec
 from omni_connector.memory.arena import Arena
 from omni_connector.net.unix import Connection, Refusal
 from omni_connector.objects.exchange import Exchange
-from omni_connector.objects.messages import Find, Found, Missing, Read
 from omni_connector.objects.object_store import DEFAULT_TTL_S, object_geometry
+from omni_connector.objects.peer import Find, Found, Missing, Read
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.shm import SharedMemoryTransport
 

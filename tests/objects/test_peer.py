@@ -19,9 +19,8 @@ from omni_connector.net.unix import MAX_MESSAGE_BYTES, Connection, Listener, Ref
 from omni_connector.objects import exchange
 from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.codec import encode
-from omni_connector.objects.messages import Find, Found, Missing, Read
 from omni_connector.objects.object_store import ObjectStore, StoredObject
-from omni_connector.objects.peer import Peer
+from omni_connector.objects.peer import Find, Found, Missing, Peer, Read
 from omni_connector.objects.shm import _ANSWERS, SharedMemoryConnector
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.shm import Attach, Grant

@@ -15,7 +15,7 @@ import pytest
 
 from omni_connector.objects import exchange
 from omni_connector.objects.base import ObjectKey
-from omni_connector.objects.messages import Find, Read
+from omni_connector.objects.peer import Find, Read
 from omni_connector.objects.shm import SharedMemoryConnector
 from omni_connector.testing import FakeClock
 from omni_connector.testing.conformance import ObjectConformance

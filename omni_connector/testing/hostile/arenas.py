@@ -32,9 +32,8 @@ from omni_connector.net.unix import Refusal
 from omni_connector.objects import mooncake as object_server
 from omni_connector.objects import shm as object_sockets
 from omni_connector.objects.base import ObjectKey
-from omni_connector.objects.messages import Find, Found, Missing, Read
 from omni_connector.objects.object_store import ObjectStore
-from omni_connector.objects.reading import read_object
+from omni_connector.objects.peer import Find, Found, Missing, Read, read_object
 from omni_connector.testing.hostile.mutation import damage, distort_msgpack
 from omni_connector.testing.hostile.trial import Parser
 from omni_connector.testing.slots import read

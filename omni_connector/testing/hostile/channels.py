@@ -23,8 +23,8 @@ from omni_connector.handoff.server import ControlServer
 from omni_connector.net.keys import ClusterKey
 from omni_connector.net.peers import HostPort
 from omni_connector.net.zeromq import MAX_MESSAGE_BYTES, make_context, prepare_tcp
-from omni_connector.objects.messages import Find, Missing, Read
 from omni_connector.objects.mooncake import ObjectServer, _answers
+from omni_connector.objects.peer import Find, Missing, Read
 from omni_connector.testing.hostile.control import (
     EPOCH,
     PROMPT,
