@@ -40,7 +40,8 @@ class ObjectKey:
     @property
     def digest(self) -> bytes:
         """32 bytes that stand for the key, whatever its length and characters."""
-        parts = (part.encode("utf-8", "surrogatepass") for part in self._parts())
+        names = self.from_stage, self.to_stage, self.key
+        parts = (name.encode("utf-8", "surrogatepass") for name in names)
         return hashlib.sha256(b"".join(b"%d:%b" % (len(part), part) for part in parts)).digest()
 
     def mentions(self, request_id: str) -> bool:
@@ -62,9 +63,6 @@ class ObjectKey:
         before = rf"(?<!{inner})" if re.match(inner, request_id[0]) else ""
         after = rf"(?!{inner})" if re.match(inner, request_id[-1]) else ""
         return re.search(before + re.escape(request_id) + after, own) is not None
-
-    def _parts(self) -> tuple[str, str, str]:
-        return self.from_stage, self.to_stage, self.key
 
     def __str__(self) -> str:
         key = self.key if len(self.key) <= 80 else f"{self.key[:77]}..."

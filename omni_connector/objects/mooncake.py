@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 import zmq
@@ -26,10 +26,11 @@ from omni_connector.net.peers import HostPort, Peers, is_loopback, parse_host
 from omni_connector.net.resolver import Found as Resolved
 from omni_connector.net.resolver import Resolver
 from omni_connector.net.runtime import loopback_key
+from omni_connector.net.unix import Refusal
 from omni_connector.net.zeromq import Link, make_context
 from omni_connector.objects.exchange import Exchange
 from omni_connector.objects.object_store import DEFAULT_TTL_S, object_geometry
-from omni_connector.objects.peer import ENCODER, QUESTIONS, Find, Found, Missing, Read
+from omni_connector.objects.peer import ENCODER, QUESTIONS, Answer, Find, Found, Missing, Read
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.mooncake import MooncakeTransport
 from omni_connector.transports.mooncake_engine import address_towards
@@ -45,7 +46,7 @@ _CATCH_UP_S: Final = 0.3
 _ANY_HOST: Final = frozenset({"auto", "", "*", "0.0.0.0", "::"})
 _ELSEWHERE: Final = "192.0.2.1"  # in no network: the way there is the default route
 
-_answers: msgspec.msgpack.Decoder[Found | Missing] = msgspec.msgpack.Decoder(Found | Missing)
+_Message = TypeVar("_Message")
 
 
 class MooncakeTransferEngineConnector(Exchange[HostPort]):
@@ -252,7 +253,9 @@ class _TcpLine:
     def alive(self) -> bool:
         return self._link.why_lost() is None
 
-    def ask(self, question: Find, deadline: float) -> Found | Missing:
+    def ask(
+        self, question: Find, answers: msgspec.msgpack.Decoder[Answer], deadline: float
+    ) -> tuple[Answer, None]:
         link = self._link
         if not self.tell(question):
             raise PeerUnreachableError(f"{self._address} takes no question")
@@ -262,9 +265,10 @@ class _TcpLine:
         while (left := deadline - time.monotonic()) > 0:
             ready = dict(poller.poll(int(left * 1000) + 1))
             if link.socket in ready:
-                answer = _read_answer(link.socket.recv_multipart(zmq.NOBLOCK))
-                if answer.digest == question.digest:  # not that to a question that was given up
-                    return answer
+                answer = _decode(link.socket.recv_multipart(zmq.NOBLOCK), answers)
+                # The answer may still be that to a question that was given up.
+                if isinstance(answer, Refusal) or answer.digest == question.digest:
+                    return answer, None
             elif link.monitor in ready and (why := link.why_lost()) is not None:
                 raise PeerUnreachableError(f"{self._address} {why}")
         raise PeerUnreachableError(f"no answer from {self._address} before the deadline")
@@ -358,11 +362,9 @@ class ObjectServer:
             except zmq.Again:
                 return
             try:
-                if len(frames) != 1:
-                    raise ProtocolError(f"{len(frames)} frames")
-                question = QUESTIONS.decode(frames[0])
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ProtocolError) as e:
-                logger.debug("a question for an object is malformed: %s", e)
+                question = _decode(frames, QUESTIONS)
+            except ProtocolError as error:
+                logger.debug("%s", error)
                 continue
             if isinstance(question, Read):
                 self._note(question)
@@ -373,13 +375,18 @@ class ObjectServer:
                 logger.debug("an answer about an object was not sent: %s", error)
 
 
-def _read_answer(frames: list[bytes]) -> Found | Missing:
+def _decode(frames: list[bytes], decoder: msgspec.msgpack.Decoder[_Message]) -> _Message:
+    """The message in these frames.
+
+    Raises:
+        ProtocolError: it is malformed.
+    """
     try:
         if len(frames) != 1:
-            raise ProtocolError(f"an answer of {len(frames)} frames")
-        return _answers.decode(frames[0])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"the answer about an object is malformed: {error}") from error
+            raise ValueError(f"it has {len(frames)} frames")
+        return decoder.decode(frames[0])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"a message about an object is malformed: {error}") from error
 
 
 def _parse_host(host: str) -> str:

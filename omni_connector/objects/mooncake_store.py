@@ -14,9 +14,10 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -143,27 +144,20 @@ class MooncakeStoreConnector(OmniConnector):
         deadline = time.monotonic() + self._object_timeout
         length = sum(part.nbytes for part in parts)
         digest = key.digest
+        version = Version.new(digest, length)
         self._client.turns.take(digest, deadline)
-        try:
-            version = Version.new(digest, length)
-            try:
-                if not version.inline:
-                    checksum = self._store_pieces(version, parts, deadline)
-                    version = dataclasses.replace(version, checksum=checksum)
-                version, head = self._start_head(version, parts, deadline)
-            except BaseException:
-                self._remove(version.piece_names(self._prefix))
-                raise
-        except BaseException:
-            self._client.turns.end(digest)
-            raise
-        # A head that comes late must not replace that of a later put.
-        head.add_done_callback(lambda _: self._client.turns.end(digest))
-        try:
+        with ExitStack() as undo, ExitStack() as turn:
+            turn.callback(self._client.turns.end, digest)
+            undo.callback(self._remove, version.piece_names(self._prefix))
+            if not version.inline:
+                checksum = self._store_pieces(version, parts, deadline)
+                version = dataclasses.replace(version, checksum=checksum)
+            version, head = self._start_head(version, parts, deadline)
+            # A head that comes late must not replace that of a later put.
+            head.add_done_callback(lambda _: self._client.turns.end(digest))
+            turn.pop_all()
             self._check(self._client.codes(head, deadline), [key])
-        except BaseException:
-            self._remove(version.piece_names(self._prefix))
-            raise
+            undo.pop_all()
         self._remember(key, version)
         return {"transport": self.transport, "length": length}
 
@@ -329,30 +323,24 @@ class MooncakeStoreConnector(OmniConnector):
         content = self._buffers.take(version.length)
         self._client.register(content)
         checksums = np.zeros(len(sizes), np.uint64)
-        under_way: deque[tuple[range, Future[list[int]]]] = deque()
-        groups = deque(
+        groups = [
             range(start, min(start + _GROUP_PIECES, len(sizes)))
             for start in range(0, len(sizes), _GROUP_PIECES)
-        )
+        ]
         started: list[Future[list[int]]] = []
+
+        def start(group: range) -> None:
+            asked, wanted = [names[i] for i in group], [sizes[i] for i in group]
+            places = addresses(content, [i * version.piece_bytes for i in group])
+            started.append(
+                self._client.start(lambda store: store.batch_get_into(asked, places, wanted))
+            )
+
         try:
-            while groups or under_way:
-                while groups and len(under_way) < _WINDOW:
-                    group = groups.popleft()
-                    asked = [names[i] for i in group]
-                    wanted = [sizes[i] for i in group]
-                    places = addresses(content, [i * version.piece_bytes for i in group])
-
-                    def call(
-                        store: Any, asked: Any = asked, places: Any = places, wanted: Any = wanted
-                    ) -> Any:
-                        return store.batch_get_into(asked, places, wanted)
-
-                    started.append(self._client.start(call))
-                    under_way.append((group, started[-1]))
-                group, future = under_way[0]
-                codes = self._client.codes(future, deadline)
-                under_way.popleft()
+            for at, group in enumerate(groups):
+                for following in groups[len(started) : at + _WINDOW]:
+                    start(following)
+                codes = self._client.codes(started[at], deadline)
                 for i, code in zip(group, codes, strict=True):
                     if code == MISSING:
                         return None
@@ -360,8 +348,7 @@ class MooncakeStoreConnector(OmniConnector):
                         raise TransportError(f"Mooncake cannot read {names[i]}: {name_of(code)}")
                     if code != sizes[i]:
                         raise IntegrityError(f"piece {i} has {code} bytes, not {sizes[i]}")
-                    start = i * version.piece_bytes
-                    piece = content[start : start + sizes[i]]
+                    piece = content[i * version.piece_bytes :][: sizes[i]]
                     checksums[i] = xxhash.xxh3_64_intdigest(piece.data)
             if codec.checksum_of(version.length, checksums) != version.checksum:
                 raise ChecksumError("an object has other bytes than were put")

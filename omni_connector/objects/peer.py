@@ -26,7 +26,7 @@ from omni_connector.errors import (
 )
 from omni_connector.memory.arena import Arena
 from omni_connector.memory.buffers import Buffers, share_out
-from omni_connector.net.unix import require_protocol
+from omni_connector.net.unix import Refusal, require_protocol
 from omni_connector.objects import codec
 from omni_connector.objects.object_store import StoredObject
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
@@ -84,6 +84,8 @@ class Missing(msgspec.Struct, frozen=True, tag="missing"):
 
 ENCODER: Final = msgspec.msgpack.Encoder()
 QUESTIONS: Final[msgspec.msgpack.Decoder[Find | Read]] = msgspec.msgpack.Decoder(Find | Read)
+Answer = Found | Missing | Refusal
+ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
 
 
 class Line(Protocol):
@@ -93,11 +95,13 @@ class Line(Protocol):
     def alive(self) -> bool:
         """Whether the peer still has its end, as far as is known. Never waits."""
 
-    def ask(self, question: Find, deadline: float) -> Found | Missing:
-        """The peer's answer, by a deadline of `time.monotonic()`.
+    def ask(
+        self, question: Find, answers: msgspec.msgpack.Decoder[Answer], deadline: float
+    ) -> tuple[Answer, object]:
+        """The peer's answer, by a deadline of `time.monotonic()`; what comes with it is ignored.
 
         Raises:
-            OmniError: there is none, or it makes no sense. The line is then of no use any more.
+            OmniError: there is none, or it makes no sense. The line is of no use after that.
         """
 
     def tell(self, read: Read) -> bool:
@@ -165,8 +169,8 @@ class Peer:
                 raise TransportError("the connector is closed")
             if self._line is None:
                 self._line = self._connect(deadline)
-            answer = self._line.ask(Find(digest), deadline)
-            if answer.digest != digest:
+            answer, _ = self._line.ask(Find(digest), ANSWERS, deadline)
+            if isinstance(answer, Refusal) or answer.digest != digest:
                 raise ProtocolError(f"{self.address} answers another question")
         except BaseException:
             self._hang_up()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SharedMemoryConnector`: objects between processes of one user on one host."""
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,18 +11,15 @@ from typing import Any, Final
 import msgspec
 
 from omni_connector.memory.arena import Arena
-from omni_connector.net.unix import Connection, Refusal
+from omni_connector.net.unix import Connection
 from omni_connector.objects.exchange import Exchange
 from omni_connector.objects.object_store import DEFAULT_TTL_S, object_geometry
-from omni_connector.objects.peer import Find, Found, Missing, Read
+from omni_connector.objects.peer import Find, Read
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.shm import SharedMemoryTransport
 
 _OBJECT_SOCKET: Final = "o-"
 _CATCH_UP_S: Final = 0.2
-_ANSWERS: Final[msgspec.msgpack.Decoder[Found | Missing | Refusal]] = msgspec.msgpack.Decoder(
-    Found | Missing | Refusal
-)
 
 
 class SharedMemoryConnector(Exchange[str]):
@@ -90,36 +88,14 @@ class SharedMemoryConnector(Exchange[str]):
     def _metadata(self, address: str) -> dict[str, Any]:
         return {"address": address}
 
-    def _way(self, address: str) -> "Callable[[float], _SocketLine]":
-        return lambda deadline: _SocketLine(Connection(Path(address), deadline))
+    def _way(self, address: str) -> Callable[[float], Connection]:
+        return functools.partial(Connection, Path(address))
 
     def _catch_up(self) -> None:
         self._sockets.catch_up(_CATCH_UP_S)
 
     def _tidy(self) -> None:
         self._sockets.sweep()
-
-
-class _SocketLine:
-    """A `Line` over a Unix socket."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    @property
-    def alive(self) -> bool:
-        return self._connection.alive
-
-    def ask(self, question: Find, deadline: float) -> Found | Missing:
-        answer: Found | Missing
-        answer, _ = self._connection.ask(question, _ANSWERS, deadline)
-        return answer
-
-    def tell(self, read: Read) -> bool:
-        return self._connection.tell(read)
-
-    def close(self) -> None:
-        self._connection.close()
 
 
 class _Hint(msgspec.Struct, frozen=True):

@@ -33,7 +33,7 @@ from omni_connector.objects import mooncake as object_server
 from omni_connector.objects import shm as object_sockets
 from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.object_store import ObjectStore
-from omni_connector.objects.peer import Find, Found, Missing, Read, read_object
+from omni_connector.objects.peer import ANSWERS, Find, Found, Missing, Read, read_object
 from omni_connector.testing.hostile.mutation import damage, distort_msgpack
 from omni_connector.testing.hostile.trial import Parser
 from omni_connector.testing.slots import read
@@ -233,9 +233,9 @@ def object_places() -> Iterator[Parser]:
     def parse(hostile: tuple[bool, bytes]) -> bool | str:
         mapped, raw = hostile
         if mapped:
-            said, _ = unix.read_answer(raw, [], object_sockets._ANSWERS)
+            said, _ = unix.read_answer(raw, [], ANSWERS)
         else:
-            said = object_server._read_answer([raw])
+            said = object_server._decode([raw], ANSWERS)
         if not isinstance(said, Found):
             return "nowhere"
         if said.digest != _DIGEST or (mapped and said.endpoint != endpoint):
