@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MooncakeStoreConnector`: whole objects in a Mooncake Store, where they outlive who put them.
+"""`MooncakeStoreConnector`: whole objects in a Mooncake Store, where they outlive their sender.
 
-An object is a *head* under a name that follows from its key, and, where it is larger than a head
-holds, *pieces* under names of their own, which no other version of the object has. The head says
-which pieces belong to it and what their checksum is. It is written last and in one go, so that a
-reader gets the version before or the one after, whole, or sees that it did not.
+An object has a *head* under a name that is derived from its key. The pieces of a larger object have
+names that no other version of it has, and the head says which pieces there are and what their
+checksum is. The head is written last and in one go. So a reader gets the old version or the new
+one, whole, or finds that it got neither.
 
-Mooncake never overwrites what is put, but replaces what is "upserted"; heads are upserted.
+Mooncake never overwrites an entry that is put, but replaces one that is "upserted", as heads are.
 """
 
 import dataclasses
@@ -61,9 +61,9 @@ _WINDOW: Final = 2
 _GROUP_PIECES: Final = 4
 _RETRY_S: Final = 0.005
 _NOT_READY_S: Final = 0.25
-# What is copied is still in the processor's cache when its checksum is taken.
+# So much is copied at a time that it is still in the processor's cache for its checksum.
 _CACHED_BYTES: Final = 256 << 10
-# What was put longer ago is left to Mooncake's eviction: a pipeline need not clean up.
+# Objects that are remembered for `cleanup`. Older ones are left to Mooncake's eviction.
 _MAX_REMEMBERED: Final = 1 << 16
 
 
@@ -75,14 +75,15 @@ class MooncakeStoreConnector(OmniConnector):
     Args:
         master: `host:port` of Mooncake's master.
         metadata_server: where Mooncake's clients find each other; by default they ask each other.
-        host: address of this machine that the others reach, by default the one towards the master.
+        host: address of this machine that other clients reach; by default the one towards the
+            master.
         protocol: `tcp` or `rdma`.
         device: RDMA devices, comma separated.
-        segment_gib: memory that this process lends to the store, for the objects of all; what is
-            kept in it goes with this process. 0 for none.
-        buffer_mib: memory that objects pass through, and that is kept for the next ones.
+        segment_gib: memory that this process lends to the store, for the objects of all clients;
+            what lies in it goes with this process. 0 for none.
+        buffer_mib: memory of the staging buffers that are kept for the next objects.
         namespace: connectors find the objects of those that share it.
-        object_timeout: seconds that a `put` or `get` takes at most, and the construction.
+        object_timeout: seconds that a `put`, a `get` or the construction takes at most.
 
     Raises:
         MissingDependencyError: Mooncake is not installed.
@@ -172,7 +173,7 @@ class MooncakeStoreConnector(OmniConnector):
             try:
                 found = self._load_head(key.digest, deadline)
             except IntegrityError as error:
-                # It may have been replaced while it was read.
+                # The head may have been replaced while it was read.
                 problem = error
                 time.sleep(_RETRY_S)
                 continue
@@ -209,7 +210,7 @@ class MooncakeStoreConnector(OmniConnector):
         try:
             for digest, version in dropped:
                 names += version.piece_names(self._prefix)
-                # Somebody else may have put a newer one, which stays.
+                # Another sender may have put a newer version, which stays.
                 found = self._load_head(digest, deadline)
                 if found is not None and found[0] == version:
                     names.append(head_name(self._prefix, version.digest))
@@ -249,7 +250,7 @@ class MooncakeStoreConnector(OmniConnector):
             memory = self._staging.take(PIECE_BYTES)
             checksums[index] = _fill(memory[:size], piece)
             place = int(memory.ctypes.data)
-            # A piece is copied while the one before is on its way; two on their way are slower.
+            # A piece is copied while the one before is sent. Sending two at a time is slower.
             if before is not None:
                 try:
                     self._check(self._client.codes(before[1], deadline), [before[0]])
@@ -380,7 +381,7 @@ class MooncakeStoreConnector(OmniConnector):
             self._remove(before[1].piece_names(self._prefix))
 
     def _remove(self, names: list[str], deadline: float | None = None) -> None:
-        # Best effort: what stays is evicted some day, and belongs to no head.
+        # Best effort: entries that stay belong to no head, and are evicted some day.
         if not names:
             return
         try:
@@ -406,7 +407,7 @@ def _until(deadline: float, call: Callable[[], list[int]]) -> list[int]:
 
 
 def _fill(room: NDArray[np.uint8], pieces: Sequence[NDArray[np.uint8]]) -> int:
-    """Copy pieces, one after the other; their checksum."""
+    """Copy pieces, one after the other; returns their checksum."""
     checksum, at = xxhash.xxh3_64(), 0
     for piece in pieces:
         for start in range(0, piece.size, _CACHED_BYTES):
@@ -418,7 +419,7 @@ def _fill(room: NDArray[np.uint8], pieces: Sequence[NDArray[np.uint8]]) -> int:
 
 
 def _pinned() -> Any:
-    """Objects go last when Mooncake evicts; how that is said differs between its versions."""
+    """The setting that lets Mooncake evict objects last; it differs between Mooncake's versions."""
     module = store_module()
     config = module.ReplicateConfig()
     if hasattr(module, "SoftPinAction"):

@@ -33,17 +33,17 @@ from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
 
 PROTOCOL: Final = 2
 
-# A peer that nobody has asked for so long is hung up on.
+# The line to a peer is closed after it was not used for so long.
 IDLE_S: Final = 60.0
-# Attaching has this much longer than the deadline for the answer, then a read as long, and more for
-# what is large.
+# Attaching may take this much longer than the answer. A read may take as long again, and longer for
+# a large object.
 _READ_S: Final = 10.0
 _READ_BYTES_PER_S: Final = 20e6
-# Notes kept for a peer that takes none at the moment; beyond it the oldest are lost.
+# Notes that are kept for a peer that takes none at the moment. Of more, the oldest are lost.
 _MAX_UNSENT: Final = 1024
 
 Fetch = Callable[[list[int], int], NDArray[np.uint8]]
-"""Gets so many bytes of slots, in memory of their own; see `RemoteArena.take`."""
+"""Copies bytes of slots into memory of their own; see `RemoteArena.take`."""
 
 
 class Find(msgspec.Struct, frozen=True, tag="find"):
@@ -57,7 +57,7 @@ class Find(msgspec.Struct, frozen=True, tag="find"):
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
-    """Says that its sender has a verified copy of this object of the arena `epoch`; no answer."""
+    """Says that its sender has read this object of the arena `epoch`, whole; has no answer."""
 
     epoch: bytes
     digest: bytes
@@ -89,7 +89,7 @@ ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer
 
 
 class Line(Protocol):
-    """A connection to a peer, by which it is asked. One thread at a time has it."""
+    """A connection to a peer. One thread at a time uses it."""
 
     @property
     def alive(self) -> bool:
@@ -105,26 +105,26 @@ class Line(Protocol):
         """
 
     def tell(self, read: Read) -> bool:
-        """Say what has no answer; whether it was sent. Never waits."""
+        """Send a message that has no answer; returns whether it was sent. Never waits."""
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close the line. Idempotent."""
 
 
 class Peer:
-    """Another connector. Callers that share it take turns at asking.
+    """Another connector. One caller at a time asks it.
 
     Args:
         address: where it is.
-        connect: makes a line to it, until a deadline of `time.monotonic()`.
+        connect: makes a line to it, by a deadline of `time.monotonic()`.
         transport: attaches the arenas that it names.
         buffers: where memory for copies of its objects comes from.
-        timeout: seconds to wait for an answer; a peer that gives none is then left alone for ten
-            times as long.
+        timeout: seconds to wait for an answer. A peer that gives none is not asked for ten times
+            as long.
 
     Attributes:
-        users: how many calls have it; the exchange counts them.
-        used_at: when the last one ended.
+        users: how many calls use it now; the exchange counts them.
+        used_at: when the last of them ended.
     """
 
     def __init__(
@@ -152,10 +152,10 @@ class Peer:
         self._arena: RemoteArena | None = None
 
     def find(self, digest: bytes, deadline: float) -> Found | None:
-        """What the peer has under a digest; None also while it is left alone for its silence.
+        """What the peer has under a digest. None also while it is not asked, as it was silent.
 
         Raises:
-            PeerUnreachableError: no answer.
+            PeerUnreachableError: it gives no answer.
             OmniError: as `Line.ask`.
         """
         now = time.monotonic()
@@ -183,11 +183,11 @@ class Peer:
         return answer if isinstance(answer, Found) else None
 
     def open(self, found: Found, deadline: float) -> Callable[[], memoryview]:
-        """Attach the arena that `find` has told of; what then reads the object, see `read_object`.
+        """Attach the arena that the object is in; returns what reads the object (`read_object`).
 
         Args:
-            found: what `find` has told.
-            deadline: what it was told by.
+            found: what `find` has returned.
+            deadline: the one that `find` had.
 
         Raises:
             OmniError: the arena cannot be attached.
@@ -206,17 +206,17 @@ class Peer:
         return functools.partial(read_object, arena, found, self._buffers, fetch)
 
     def note(self, read: Read) -> None:
-        """Tell the peer what was read; what it does not take now is kept. Never waits."""
+        """Tell the peer what was read, later if it takes no message now. Never waits."""
         self._unsent.append(read)
         self._tell()
 
     def useless(self, now: float) -> bool:
-        """Whether the peer has gone, or was not asked for a while; only of one without users."""
+        """Whether a peer without users has gone, or was not asked for a while."""
         lost = any(each is not None and not each.alive for each in (self._line, self._arena))
         return lost or now - self.used_at >= IDLE_S
 
     def close(self) -> None:
-        """Hang up, once a question that is under way is over. Idempotent."""
+        """Let go of line and arena, once a question that is under way is over. Idempotent."""
         with self._turn:
             self._closed = True
             self._hang_up()
@@ -226,13 +226,13 @@ class Peer:
             arena.close()
 
     def abandon(self) -> None:
-        """The same in a process that was forked, where whoever had the turn is not there."""
+        """As `close`, in a process that was forked: the threads that held locks are not there."""
         self._hang_up()
         if self._arena is not None:
             self._arena.close()
 
     def _tell(self) -> None:
-        # What another thread, which has the turn, leaves over, it tells when its turn is over.
+        # Where another thread has the lock, that thread sends what is left when it releases it.
         while self._unsent and self._turn.acquire(blocking=False):
             try:
                 while self._unsent:
@@ -252,18 +252,18 @@ class Peer:
 def read_object(
     arena: Arena | RemoteArena, found: Found, buffers: Buffers, fetch: Fetch | None = None
 ) -> memoryview:
-    """A verified copy of an object.
+    """Copy an object out of the slots of an arena, and verify the copy.
 
     Args:
-        arena: the one that it is in, of the geometry that its owner has named.
-        found: what its owner says of it; checked.
-        buffers: where the memory for the copy comes from.
-        fetch: gets the bytes of an arena that is not mapped.
+        arena: the arena of the object, with the geometry that its owner has named.
+        found: what the owner says of the object; not trusted.
+        buffers: where memory for the copy comes from.
+        fetch: copies the bytes where the arena is not mapped.
 
     Raises:
-        StaleSlotError: it was replaced or dropped meanwhile.
+        StaleSlotError: the object was replaced or dropped meanwhile.
         ChecksumError: the bytes are not those that were stored.
-        ProtocolError: the description makes no sense.
+        ProtocolError: the owner describes no object in such an arena.
         TransportError: the arena is closed or cannot be read, or there is no memory for the copy.
     """
     stored, slot_bytes = found.stored, found.endpoint.slot_bytes

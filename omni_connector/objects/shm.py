@@ -23,21 +23,21 @@ _CATCH_UP_S: Final = 0.2
 
 
 class SharedMemoryConnector(Exchange[str]):
-    """Objects in shared memory; peers are all connectors whose sockets are in the runtime folder.
+    """Objects in shared memory. Its peers are all connectors with a socket in the runtime folder.
 
     Args:
         namespace: connectors find the objects of those that share it.
         folder: the runtime folder, by default the one of the namespace.
-        object_gib: size of the arena, which limits what has been put and neither been got nor
-            cleaned up; by default a tenth of the machine's memory, 4 GiB at most. It is divided
-            into at most 4096 slots of 1 MiB or more, and an object takes a whole number of slots.
-        geometry: slots, and bytes of each (a multiple of the page size), instead.
-        object_timeout: seconds that a `get` waits for peers to answer.
-        peer_timeout: seconds that it waits for one of them, which is then left alone for
-            ten times as long.
-        buffer_ttl_seconds: how long an object that nobody gets keeps others from its room; zero,
-            or less, is for ever.
-        clock: seconds, monotonic, by which that is told.
+        object_gib: size of the arena, which bounds the objects that were put and neither got nor
+            cleaned up; by default a tenth of the machine's memory, 4 GiB at most. The arena has at
+            most 4096 slots of 1 MiB or more, and an object takes whole slots.
+        geometry: instead of a size, the number of slots and the bytes of each (whole pages).
+        object_timeout: seconds that a `get` waits for all peers.
+        peer_timeout: seconds that it waits for one of them. A peer that gives no answer is not
+            asked for ten times as long.
+        buffer_ttl_seconds: seconds after which an object that nobody has got may be evicted; zero
+            or less is never.
+        clock: seconds, monotonic, for `buffer_ttl_seconds`.
 
     Raises:
         ConfigError: the runtime folder cannot be had, or is not private.
@@ -99,7 +99,7 @@ class SharedMemoryConnector(Exchange[str]):
 
 
 class _Hint(msgspec.Struct, frozen=True):
-    """What of an object's metadata is of use; the rest may be anybody's."""
+    """The fields of an object's metadata that are read; others are ignored."""
 
     transport: str | None = None
     address: str | None = None
