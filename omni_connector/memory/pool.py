@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that a library transfers into: used again after a transfer that ended well, and
-quarantined after one that failed, as that one may still write to it."""
+"""Memory for the transfers of a library.
+
+Memory is used again after a transfer that ended well. A failed transfer may still write to its
+memory, which is then quarantined.
+"""
 
 import contextlib
 import mmap
@@ -19,7 +22,7 @@ from omni_connector.errors import TransportError
 QUARANTINE_S: Final = 300.0
 MAX_PEER_BYTES: Final = 512 << 20
 MAX_BYTES: Final = 2 << 30
-"""When more is quarantined, no peer is used of whose transfers one has failed."""
+"""When more is quarantined in all, every peer with quarantined memory is set aside."""
 
 Memory = NDArray[np.uint8]
 

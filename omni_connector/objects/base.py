@@ -119,7 +119,7 @@ class OmniConnector(Service):
 
     @abstractmethod
     def drop_objects(self, request_id: str) -> int:
-        """Free what was stored here for a request (`ObjectKey.mentions`); returns how many there were."""
+        """Free what was stored here for a request (`ObjectKey.mentions`); returns how many."""
 
     def put(
         self, from_stage: str | int, to_stage: str | int, put_key: str, data: object

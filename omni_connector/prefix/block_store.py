@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`BlockStore`: KV blocks under keys, shared by the engines of a cluster, best effort.
 
-What the network does is never an exception here: what cannot be had in time is not there. What
-is under a key is not checked either: entries must carry a check of their own, over key and bytes.
+A failure of the network raises no exception here: an entry that does not arrive in time counts as
+missing. What lies under a key is not checked here: entries carry a check of key and bytes.
 """
 
 import itertools
@@ -30,15 +30,15 @@ _SPARE_BYTES: Final = 64 << 20
 
 
 class BlockStore(ABC):
-    """A store of blocks. All methods may be called from any thread; none waits past its timeout."""
+    """A store of blocks. All methods may be called from any thread, and end by their timeout."""
 
     @abstractmethod
     def exists(self, keys: Sequence[str], *, timeout: float) -> list[bool]:
-        """Which keys the store holds; False also where it does not say so within `timeout` s."""
+        """Whether the store holds each key; False where it does not answer in `timeout` seconds."""
 
     @abstractmethod
     def buffer(self, rows: int, row_bytes: int) -> NDArray[np.uint8]:
-        """Memory to put from and get into: (rows, row_bytes), page aligned, until `close`."""
+        """Memory to put from and get into: (rows, row_bytes), page aligned, valid until `close`."""
 
     @abstractmethod
     def put(
@@ -49,18 +49,18 @@ class BlockStore(ABC):
         *,
         timeout: float,
     ) -> list[bool]:
-        """Store the first bytes of rows under keys; what is there already stays.
+        """Store the first bytes of rows under keys; entries that exist already stay.
 
-        A put that is not over in time may store what a row holds later on.
+        A put that does not end in time may store what a row holds later.
 
         Args:
             keys: one for each row.
-            rows: (n, width), in a buffer of `buffer`. They must not change meanwhile.
-            lengths: bytes of each, at least 1 and at most width.
+            rows: (n, width), in memory from `buffer`. They must not change meanwhile.
+            lengths: bytes of each row, at least 1 and at most width.
             timeout: seconds.
 
         Returns:
-            For each key whether the store holds it now, by this put or from before.
+            For each key whether the store holds it now, from this put or from before.
         """
 
     @abstractmethod
@@ -75,14 +75,14 @@ class BlockStore(ABC):
         """Read entries into rows; the arguments are those of `put`.
 
         Returns:
-            For each key whether exactly as many bytes arrived as asked for. Where not, the row
-            has any content; in no case does it change after this returns.
+            For each key whether exactly as many bytes arrived as asked for. If not, the row has any
+            content. No row changes after this has returned.
         """
 
     @property
     @abstractmethod
     def failures(self) -> Mapping[str, int]:
-        """How many entries could not be asked for, put or got so far, by what went wrong."""
+        """How many entries could not be asked for, put or got so far, by kind of failure."""
 
     @abstractmethod
     def close(self) -> None:
@@ -90,11 +90,11 @@ class BlockStore(ABC):
 
 
 class MooncakeBlockStore(BlockStore):
-    """Blocks in a Mooncake Store. A master that cannot be reached is tried again in the background.
+    """Blocks in a Mooncake Store, whose master is asked again in the background when it is away.
 
     Args:
         settings: where the store is.
-        lends: bytes of memory that this process lends to it.
+        lends: bytes of memory that this process lends to the store.
 
     Raises:
         MissingDependencyError: Mooncake is not installed.
@@ -232,7 +232,7 @@ class MooncakeBlockStore(BlockStore):
         *offsets, total = itertools.accumulate(map(_in_pages, sizes), initial=0)
         memory = self._staging.take(self._piece_for(total))
         places = addresses(memory, offsets)
-        # The bytes arrive in memory of the store's own: a call that was given up may still write.
+        # They arrive in a staging buffer, to which a call that was given up may still write.
         future = self._staging.start(
             memory, lambda store: store.batch_get_into(asked, places, sizes)
         )

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SharedMemoryTransport`: peers of one user on one host map each other's arenas.
 
-The memfd of an arena travels over a Unix socket in the runtime folder. Nothing has a name but
-that socket, so that of a process that is killed nothing but a dead socket is left, and the
-next one removes it.
+The memfd of an arena is sent over a Unix socket in the runtime folder. Only that socket has a
+name, so a process that is killed leaves nothing but a dead socket, which another one removes.
 """
 
 import functools
@@ -62,18 +61,17 @@ ANSWERS: Final[msgspec.msgpack.Decoder[Grant | Refusal]] = msgspec.msgpack.Decod
 
 
 Answers = Mapping[type[msgspec.Struct], Callable[[Any], msgspec.Struct | None]]
-"""What is answered to messages of these types; None where a message has no answer."""
+"""For each type of message, what returns the answer; None to a message that has no answer."""
 
 
 class SharedMemoryTransport(ArenaTransport):
     """Arenas as memfds, passed between processes of one user on one host.
 
     Args:
-        namespace: whose runtime folder it is.
+        namespace: engines that share it find each other.
         folder: the runtime folder, by default the one of the namespace.
-        kind: how the names of its sockets start, by which peers tell what is to be had there.
-        answers: what its sockets answer beside requests for arenas, on a thread that must not
-            be held up.
+        kind: how the names of its sockets start, which tells peers what the sockets are for.
+        answers: answers messages other than requests for arenas, on a thread that must not wait.
 
     Raises:
         ConfigError: the runtime folder cannot be had, or is not private.
@@ -106,7 +104,7 @@ class SharedMemoryTransport(ArenaTransport):
         self._exports: dict[bytes, _Export] = {}
 
     def _abandon(self) -> None:
-        # In a process that was forked: what there is so far is the parent's.
+        # In a process that was forked: all exports are the parent's.
         for export in self._exports.values():
             export.close()
         self._begin()
@@ -122,8 +120,8 @@ class SharedMemoryTransport(ArenaTransport):
             self._check_open()
             if arena.epoch in self._exports:
                 raise TransportError(f"the arena is exported already, not again at {address}")
-            # A descriptor of our own: the arena may be closed before it is withdrawn, and the
-            # number of its descriptor then be that of any other file.
+            # The descriptor is duplicated: if the arena were closed before it is withdrawn, the
+            # number of its descriptor could name another file.
             grant = Grant(arena.epoch, arena.n_slots, arena.slot_bytes)
             self._exports[arena.epoch] = _Export(grant, os.dup(arena.fd), address)
         try:
@@ -155,7 +153,7 @@ class SharedMemoryTransport(ArenaTransport):
         path = Path(endpoint.address)
         if path.parent != self.folder or not path.exists():
             return "another host, user or runtime folder"
-        # A folder that hosts share shows the sockets of all of them, and connects to its own.
+        # A folder may be shared by hosts: it shows the sockets of all, but connects to its own.
         return "nobody listens there on this host" if runtime.is_dead(path) else None
 
     def connect(self, address: str, deadline: float) -> Connection:
@@ -168,7 +166,7 @@ class SharedMemoryTransport(ArenaTransport):
         try:
             return Connection(path, deadline)
         except PeerUnreachableError:
-            if path.parent == self.folder:  # another one is not ours to tidy up
+            if path.parent == self.folder:  # other folders are not ours to tidy up
                 self.sweep()
             raise
 
@@ -195,7 +193,7 @@ class SharedMemoryTransport(ArenaTransport):
         try:
             runtime.sweep(self.folder, timeout=0.0)
         except TransportError as error:
-            # It only tidies up, and another engine will.
+            # This only tidies up, and another engine will do it.
             logger.debug("did not sweep %s: %s", self.folder, error)
 
     def close(self) -> None:
@@ -218,7 +216,7 @@ class SharedMemoryTransport(ArenaTransport):
         return found
 
     def _take_back(self, epoch: bytes) -> Path | None:
-        # Who takes an export out of the table closes it: its descriptor is closed once.
+        # Only the caller that removes an export from the table closes it: so it is closed once.
         with self._lock:
             export = self._exports.pop(epoch, None)
         if export is None:
@@ -237,8 +235,8 @@ class SharedMemoryTransport(ArenaTransport):
         return listener
 
     def _answer(self, question: Any) -> tuple[msgspec.Struct | None, int | None]:
-        # Runs on the listener's thread. Descriptors are duplicated under the lock, so that the
-        # one that is sent cannot be closed, and its number reused, before it is.
+        # Runs on the listener's thread. The descriptor is duplicated under the lock, so that it
+        # cannot be closed, and its number reused, before it is sent.
         if not isinstance(question, Attach):
             return self._answers[type(question)](question), None
         with self._lock:
@@ -289,7 +287,7 @@ def map_arena(connection: Connection, endpoint: Endpoint, deadline: float) -> Ar
 
 
 class MappedArena(RemoteArena):
-    """A peer's arena in our address space. It outlives its owner until it is closed."""
+    """A peer's arena, mapped. It stays readable after its owner's end, until it is closed."""
 
     def __init__(self, endpoint: Endpoint, view: ArenaView, connection: Connection) -> None:
         self.endpoint = endpoint
