@@ -307,16 +307,13 @@ class MooncakeStoreConnector(OmniConnector):
             version = Version.decode(memory[:size], digest)
             if not version.inline:
                 return version, None
-            return version, self._content(version, memory[CONTENT_AT:size])
+            content = self._buffers.take(version.length)
+            np.copyto(content, memory[CONTENT_AT:size])
+            if xxhash.xxh3_64_intdigest(content.data) != version.checksum:
+                raise ChecksumError("an object has other bytes than were put")
+            return version, content
         finally:
             self._staging.settle(memory, future)
-
-    def _content(self, version: Version, following: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        content = self._buffers.take(version.length)
-        np.copyto(content, following)
-        if xxhash.xxh3_64_intdigest(content.data) != version.checksum:
-            raise ChecksumError("an object has other bytes than were put")
-        return content
 
     def _load_pieces(self, version: Version, deadline: float) -> NDArray[np.uint8] | None:
         names, sizes = version.piece_names(self._prefix), version.pieces

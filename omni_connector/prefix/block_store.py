@@ -28,6 +28,9 @@ _CALL_BYTES: Final = 16 << 20
 _CALL_KEYS: Final = 256
 _SPARE_BYTES: Final = 64 << 20
 
+Rows = NDArray[np.uint8]
+_Move = Callable[[list[str], Rows, list[int], float], list[bool]]
+
 
 class BlockStore(ABC):
     """A store of blocks. All methods may be called from any thread, and end by their timeout."""
@@ -37,17 +40,12 @@ class BlockStore(ABC):
         """Whether the store holds each key; False where it does not answer in `timeout` seconds."""
 
     @abstractmethod
-    def buffer(self, rows: int, row_bytes: int) -> NDArray[np.uint8]:
+    def buffer(self, rows: int, row_bytes: int) -> Rows:
         """Memory to put from and get into: (rows, row_bytes), page aligned, valid until `close`."""
 
     @abstractmethod
     def put(
-        self,
-        keys: Sequence[str],
-        rows: NDArray[np.uint8],
-        lengths: Sequence[int],
-        *,
-        timeout: float,
+        self, keys: Sequence[str], rows: Rows, lengths: Sequence[int], *, timeout: float
     ) -> list[bool]:
         """Store the first bytes of rows under keys; entries that exist already stay.
 
@@ -65,12 +63,7 @@ class BlockStore(ABC):
 
     @abstractmethod
     def get(
-        self,
-        keys: Sequence[str],
-        rows: NDArray[np.uint8],
-        lengths: Sequence[int],
-        *,
-        timeout: float,
+        self, keys: Sequence[str], rows: Rows, lengths: Sequence[int], *, timeout: float
     ) -> list[bool]:
         """Read entries into rows; the arguments are those of `put`.
 
@@ -116,7 +109,7 @@ class MooncakeBlockStore(BlockStore):
         self._closed = False
         self._staging = Staging(self._client, _SPARE_BYTES)
         self._piece_bytes = _CALL_BYTES + _CALL_KEYS * PAGE_BYTES
-        self._buffers: list[NDArray[np.uint8]] = []
+        self._buffers: list[Rows] = []
 
     def wait(self, timeout: float) -> None:
         """Wait until the store can be used.
@@ -147,7 +140,7 @@ class MooncakeBlockStore(BlockStore):
                 self._count(name_of(code), 1)
         return [code == 1 for code in codes]
 
-    def buffer(self, rows: int, row_bytes: int) -> NDArray[np.uint8]:
+    def buffer(self, rows: int, row_bytes: int) -> Rows:
         stride = _in_pages(row_bytes)
         memory = pages(rows * stride)
         self._client.register(memory)
@@ -156,22 +149,12 @@ class MooncakeBlockStore(BlockStore):
         return memory.reshape(rows, stride)[:, :row_bytes]
 
     def put(
-        self,
-        keys: Sequence[str],
-        rows: NDArray[np.uint8],
-        lengths: Sequence[int],
-        *,
-        timeout: float,
+        self, keys: Sequence[str], rows: Rows, lengths: Sequence[int], *, timeout: float
     ) -> list[bool]:
         return self._in_parts(self._put, keys, rows, lengths, timeout)
 
     def get(
-        self,
-        keys: Sequence[str],
-        rows: NDArray[np.uint8],
-        lengths: Sequence[int],
-        *,
-        timeout: float,
+        self, keys: Sequence[str], rows: Rows, lengths: Sequence[int], *, timeout: float
     ) -> list[bool]:
         return self._in_parts(self._get, keys, rows, lengths, timeout)
 
@@ -186,55 +169,34 @@ class MooncakeBlockStore(BlockStore):
         self._client.close()
 
     def _in_parts(
-        self,
-        move: Callable[[Sequence[str], NDArray[np.uint8], Sequence[int], float], list[bool]],
-        keys: Sequence[str],
-        rows: NDArray[np.uint8],
-        lengths: Sequence[int],
-        timeout: float,
+        self, move: _Move, keys: Sequence[str], rows: Rows, lengths: Sequence[int], timeout: float
     ) -> list[bool]:
         _check(keys, rows, lengths)
         deadline = time.monotonic() + timeout
         done: list[bool] = []
         try:
             for part in _parts(lengths):
-                done += move(keys[part], rows[part], lengths[part], deadline)
+                done += move(list(keys[part]), rows[part], list(lengths[part]), deadline)
         except OmniError as error:
             self._count(_kind(error), len(keys) - len(done))
             done += [False] * (len(keys) - len(done))
         return done
 
-    def _put(
-        self,
-        keys: Sequence[str],
-        rows: NDArray[np.uint8],
-        lengths: Sequence[int],
-        deadline: float,
-    ) -> list[bool]:
-        asked, sizes = list(keys), list(lengths)
-        places = addresses(rows, [i * rows.strides[0] for i in range(len(asked))])
-        codes = self._client.call(
-            lambda store: store.batch_put_from(asked, places, sizes), deadline
-        )
+    def _put(self, keys: list[str], rows: Rows, sizes: list[int], deadline: float) -> list[bool]:
+        places = addresses(rows, [i * rows.strides[0] for i in range(len(keys))])
+        codes = self._client.call(lambda store: store.batch_put_from(keys, places, sizes), deadline)
         for code in codes:
             if code != OK:
                 self._count(name_of(code), 1)
         return [code == OK for code in codes]
 
-    def _get(
-        self,
-        keys: Sequence[str],
-        rows: NDArray[np.uint8],
-        lengths: Sequence[int],
-        deadline: float,
-    ) -> list[bool]:
-        asked, sizes = list(keys), list(lengths)
+    def _get(self, keys: list[str], rows: Rows, sizes: list[int], deadline: float) -> list[bool]:
         *offsets, total = itertools.accumulate(map(_in_pages, sizes), initial=0)
         memory = self._staging.take(self._piece_for(total))
         places = addresses(memory, offsets)
         # They arrive in a staging buffer, to which a call that was given up may still write.
         future = self._staging.start(
-            memory, lambda store: store.batch_get_into(asked, places, sizes)
+            memory, lambda store: store.batch_get_into(keys, places, sizes)
         )
         try:
             codes = self._client.codes(future, deadline)
@@ -271,7 +233,7 @@ def _parts(lengths: Sequence[int]) -> Iterator[slice]:
         yield slice(start, len(lengths))
 
 
-def _check(keys: Sequence[str], rows: NDArray[np.uint8], lengths: Sequence[int]) -> None:
+def _check(keys: Sequence[str], rows: Rows, lengths: Sequence[int]) -> None:
     if rows.dtype != np.uint8 or rows.ndim != 2 or not len(rows) == len(keys) == len(lengths):
         raise ValueError(
             f"{len(keys)} keys and {len(lengths)} lengths for rows of {rows.dtype}{rows.shape}"

@@ -7,11 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from omni_connector.errors import OmniError, TransportError
-from omni_connector.memory.pool import Pool
+from omni_connector.memory.pool import Memory, Pool
 from omni_connector.transports.mooncake_client import TRANSFER_FAILED, StoreClient
 
 _STORE: Final = "Mooncake Store"
@@ -31,7 +28,7 @@ class Staging(Pool):
         super().__init__(client.register, client.unregister, spare_bytes, clock)
         self._client = client
 
-    def take(self, nbytes: int) -> NDArray[np.uint8]:
+    def take(self, nbytes: int) -> Memory:
         """As `Pool.take`; `start` a call with it and `settle` it, or `give_back` it.
 
         Raises:
@@ -53,9 +50,7 @@ class Staging(Pool):
                 "Mooncake is not used until that is over"
             )
 
-    def start(
-        self, memory: NDArray[np.uint8], call: Callable[[Any], list[int]]
-    ) -> "Future[list[int]]":
+    def start(self, memory: Memory, call: Callable[[Any], list[int]]) -> "Future[list[int]]":
         """`StoreClient.start` of a call that uses this memory, which is given back if that fails.
 
         Raises:
@@ -67,19 +62,19 @@ class Staging(Pool):
             self.give_back(memory)
             raise
 
-    def settle(self, memory: NDArray[np.uint8], future: "Future[list[int]]") -> None:
+    def settle(self, memory: Memory, future: "Future[list[int]]") -> None:
         """Give memory back once this call has ended, whether or not anybody waits for that."""
         self._once_ended([future], memory, self.give_back)
 
-    def retire(self, memory: NDArray[np.uint8], futures: Sequence["Future[list[int]]"]) -> None:
+    def retire(self, memory: Memory, futures: Sequence["Future[list[int]]"]) -> None:
         """Unregister memory once these calls have ended, later if one does not end well."""
         self._once_ended(futures, memory, self._client.unregister)
 
     def _once_ended(
         self,
         futures: Sequence["Future[list[int]]"],
-        memory: NDArray[np.uint8],
-        free: Callable[[NDArray[np.uint8]], None],
+        memory: Memory,
+        free: Callable[[Memory], None],
     ) -> None:
         lock, left = threading.Lock(), len(futures)
 
@@ -103,7 +98,7 @@ def _ended_well(future: "Future[list[int]]") -> bool:
     return future.exception() is None and TRANSFER_FAILED not in future.result()
 
 
-def addresses(memory: NDArray[np.uint8], offsets: Sequence[int]) -> list[int]:
+def addresses(memory: Memory, offsets: Sequence[int]) -> list[int]:
     """Where in memory these offsets are."""
     start = int(memory.ctypes.data)
     return [start + offset for offset in offsets]
