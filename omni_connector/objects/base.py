@@ -70,22 +70,18 @@ class ObjectKey:
 
 
 class OmniConnector(Service):
-    """Passes objects. All methods may be called from any thread."""
+    """Passes objects. All methods may be called from any thread.
 
-    @property
-    def supports_raw_data(self) -> bool:
-        """Whether `put` sends a tensor straight from its device, not through the host's memory."""
-        return False
+    Attributes:
+        supports_raw_data: whether `put` sends a tensor straight from its device, not through the
+            host's memory.
+        is_store: whether objects outlive the process that put them.
+        object_timeout: seconds that one `get` waits for its peers.
+    """
 
-    @property
-    def is_store(self) -> bool:
-        """Whether objects outlive the process that put them."""
-        return False
-
-    @property
-    def object_timeout(self) -> float:
-        """Seconds that one `get` waits for its peers."""
-        return 5.0
+    supports_raw_data: bool = False
+    is_store: bool = False
+    object_timeout: float = 5.0
 
     @abstractmethod
     def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class Exchange(OmniConnector, Generic[Address]):
         self.transport = transport.transport
         self._transport = transport
         self._geometry = geometry
-        self._object_timeout = object_timeout
+        self.object_timeout = object_timeout
         self._peer_timeout = peer_timeout
         self._store = functools.partial(
             ObjectStore, clock_ns=stamp, catch_up=self._catch_up, ttl_s=ttl_s, clock=clock
@@ -162,10 +162,6 @@ class Exchange(OmniConnector, Generic[Address]):
     @abstractmethod
     def _tidy(self) -> None:
         """Start to remove what dead peers have left behind; does not wait for it."""
-
-    @property
-    def object_timeout(self) -> float:
-        return self._object_timeout
 
     def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
         own = self._started()

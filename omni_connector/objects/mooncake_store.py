@@ -92,6 +92,7 @@ class MooncakeStoreConnector(OmniConnector):
     """
 
     transport = "mooncake_store"
+    is_store = True
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class MooncakeStoreConnector(OmniConnector):
             segment_bytes=int(segment_gib * (1 << 30)),
         )
         self._prefix = f"{namespace}/objects"
-        self._object_timeout = object_timeout
+        self.object_timeout = object_timeout
         self._pinned = _pinned()
         self._client = StoreClient.open(settings)
         try:
@@ -132,17 +133,9 @@ class MooncakeStoreConnector(OmniConnector):
         self._closed = False
         self._stored: OrderedDict[bytes, tuple[ObjectKey, Version]] = OrderedDict()
 
-    @property
-    def is_store(self) -> bool:
-        return True
-
-    @property
-    def object_timeout(self) -> float:
-        return self._object_timeout
-
     def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
         self._check_open()
-        deadline = time.monotonic() + self._object_timeout
+        deadline = time.monotonic() + self.object_timeout
         length = sum(part.nbytes for part in parts)
         digest = key.digest
         version = Version.new(digest, length)
@@ -205,7 +198,7 @@ class MooncakeStoreConnector(OmniConnector):
             ]
             for digest, _ in dropped:
                 del self._stored[digest]
-        deadline = time.monotonic() + self._object_timeout
+        deadline = time.monotonic() + self.object_timeout
         names: list[str] = []
         try:
             for digest, version in dropped:
