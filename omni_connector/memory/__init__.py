@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that others read: arenas and their format, buffers, and what failed reads may still write.
+"""Memory that others read or write: arenas and their format, buffers, and pools for transfers.
 
-In come bytes with a length and a checksum; out go slots with a generation, which readers compare
-before and after a copy. Only the owner of an arena writes to it.
+Only the owner of an arena writes to it: bytes with a length and a checksum, in slots with a
+generation. Readers compare the generation before and after a copy.
 """

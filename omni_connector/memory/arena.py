@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An arena: equal slots in one memfd, written by its owner and mapped read-only by peers.
 
-The file is [superblock | one header of 64 bytes per slot | slots], each part starting on a
-page. It has no name, so nothing is left of it whoever is killed. It is sealed: its size cannot
-change, so that no reader can be made to fault, and no mapping made after the owner's can be
-written.
+The file is [superblock | one header of 64 bytes per slot | slots], each part starting on a page.
+It has no name, so nothing is left of it when processes are killed. It is sealed: its size cannot
+change, so that no reader can be made to fault, and only the owner's mapping can be written.
 
 There is no lock in the file. The owner marks a slot as being written and gives it a new
 generation *before* it touches the bytes, and marks it published *after*. A reader verifies the
@@ -64,9 +63,9 @@ _fence_lock = threading.Lock()
 
 
 def _fence() -> None:
-    # Python has no memory barrier. Two acquire/release pairs order the accesses before the
-    # first against those after the second on x86 and on ARMv8, where neither a release may
-    # pass an earlier access nor an acquire a later one, and the two keep their order.
+    # Python has no memory barrier. On x86 and ARMv8 no release passes an earlier access, no acquire
+    # a later one, and the two keep their order. So two pairs of them order the accesses before the
+    # first pair against those after the second.
     with _fence_lock:
         pass
     with _fence_lock:
@@ -74,7 +73,7 @@ def _fence() -> None:
 
 
 class _Mapping:
-    """The headers and slots of a mapped arena; what owner and reader have in common."""
+    """The headers and slots of a mapped arena, which the owner and a reader have in common."""
 
     def __init__(self, mapped: mmap.mmap, geometry: ArenaGeometry, epoch: bytes) -> None:
         self.n_slots: Final = geometry.n_slots
@@ -106,7 +105,7 @@ class _Mapping:
         Raises:
             IndexError: there is no such slot.
             SlotPendingError: the owner was changing the header.
-            IntegrityError: the header is not one that an owner writes.
+            IntegrityError: no owner writes such a header.
             TransportError: the arena is closed.
         """
         words, first = self._locate(slot)
@@ -120,12 +119,12 @@ class _Mapping:
     def verify(self, slot: int, generation: int) -> SlotHeader:
         """The header of one slot, published with exactly this generation.
 
-        Call it before the bytes are copied, to know their length, and again after, to know
-        that they were not overwritten meanwhile.
+        Call it before a copy of the bytes, for their length, and again after it, to see that they
+        were not overwritten meanwhile.
 
         Raises:
             SlotPendingError: the slot is not published with this generation yet.
-            StaleSlotError: nor will it be: it has a later generation, or was taken back.
+            StaleSlotError: it never will be: it has a later generation, or was retired.
             IndexError, IntegrityError, TransportError: as `header`.
         """
         header = self.header(slot)
@@ -140,7 +139,7 @@ class _Mapping:
         mapped, self._map = self._map, None
         self._words = self._slots = None
         if mapped is not None:
-            # A copy that is still running holds an array: the mapping then goes with that.
+            # While a copy holds an array, the mapping cannot be closed; it goes with the array.
             with contextlib.suppress(BufferError):
                 mapped.close()
 
@@ -191,7 +190,7 @@ class Arena(_Mapping):
             randbytes: where the epoch, which names this arena, comes from.
 
         Raises:
-            ValueError: the geometry is not as above.
+            ValueError: the geometry is out of range.
             TransportError: the kernel has no memory for it, or lacks a seal (before Linux 5.1).
         """
         geometry = ArenaGeometry(n_slots, slot_bytes)
@@ -221,21 +220,21 @@ class Arena(_Mapping):
 
     @property
     def fd(self) -> int:
-        """The memfd, valid until `close`; who needs it for longer duplicates it."""
+        """The memfd, valid until `close`; to keep it longer, duplicate it."""
         if self.closed:
             raise TransportError("the arena is closed")
         return self._fd
 
     def touch(self, slot: int) -> None:
-        """Say that this slot is about to be used, so that population keeps ahead. Cheap."""
+        """Say that this slot is about to be used, so that memory is allocated ahead. Cheap."""
         if self._populator is not None:
             self._populator.want(self._slots_at + (slot + 1) * self.slot_bytes + POPULATE_AHEAD)
 
     def populate(self, slot: int, nbytes: int) -> None:
-        """Allocate memory for the first bytes of a slot now, where the first touch would.
+        """Allocate memory for the first bytes of a slot now, before their first touch.
 
         Raises:
-            TransportError: there is none, or the arena is closed.
+            TransportError: there is no memory, or the arena is closed.
         """
         mapped = self._map
         if mapped is None:
@@ -248,7 +247,7 @@ class Arena(_Mapping):
             raise TransportError(f"no memory for {nbytes} bytes of slot {slot}: {error}") from error
 
     def begin_write(self, slot: int, generation: int) -> None:
-        """Give the slot a new generation; from here on no reader accepts its bytes.
+        """Give the slot a new generation; from now on no reader accepts its bytes.
 
         Raises:
             IndexError: there is no such slot.
@@ -267,18 +266,18 @@ class Arena(_Mapping):
         _fence()
 
     def publish(self, slot: int, generation: int, key: bytes, length: int, checksum: int) -> None:
-        """Let readers have the slot, whose bytes are complete.
+        """Let readers read the slot, whose bytes are complete.
 
         Args:
             slot: the slot that `begin_write` was called for.
             generation: the one given to `begin_write`.
             key: up to 32 bytes that name the content.
             length: bytes of content, from the start of the slot.
-            checksum: xxh3_64 of those bytes, or 0.
+            checksum: xxh3_64 of the content, or 0.
 
         Raises:
             IndexError: there is no such slot.
-            StaleSlotError: the slot is not being written, or by now with another generation.
+            StaleSlotError: the slot is not being written with this generation (any more).
             ValueError: `key` or `length` is too long, or `checksum` is not a u64.
             TransportError: the arena is closed.
         """
@@ -302,7 +301,7 @@ class Arena(_Mapping):
         words[first + 1] = SlotState.PUBLISHED | len(key) << KEY_LENGTH_SHIFT
 
     def retire(self, slot: int) -> None:
-        """Take the slot back: readers refuse it from here on. Idempotent.
+        """Retire the slot: readers refuse it from now on. Idempotent.
 
         Raises:
             IndexError: there is no such slot.
@@ -327,20 +326,18 @@ class ArenaView(_Mapping):
 
     @classmethod
     def open(cls, fd: int, *, epoch: bytes, n_slots: int, slot_bytes: int) -> Self:
-        """Map a received memfd, after making sure that reading it is safe.
-
-        The caller keeps, and closes, `fd`.
+        """Check that a received memfd is safe to read, and map it. The caller closes `fd`.
 
         Args:
-            fd: what came over the socket; anything at all.
-            epoch: the arena that was asked for.
-            n_slots: its number of slots, as announced.
-            slot_bytes: the bytes of each, as announced.
+            fd: a descriptor that a peer has sent; not trusted.
+            epoch: that of the arena that was asked for.
+            n_slots: the announced number of slots.
+            slot_bytes: the announced bytes of each slot.
 
         Raises:
-            PeerRefusedError: not a memfd, or not sealed against change of size and writing.
-            ProtocolError: not an arena, or its size does not fit what it says of itself.
-            IncompatiblePeerError: another format, geometry or epoch than announced.
+            PeerRefusedError: this is no memfd, or not sealed against change of size and writing.
+            ProtocolError: this is no arena, or not of the announced size.
+            IncompatiblePeerError: it has another format, geometry or epoch than announced.
         """
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of an arena: superblock, slot headers, slots; the same however they are read."""
+"""The bytes of an arena: superblock, slot headers and slots, whether mapped or fetched."""
 
 import enum
 import struct
@@ -33,7 +33,7 @@ SUPERBLOCK_BYTES: Final = _SUPERBLOCK.size + _DIGEST.size
 
 
 class SlotState(enum.IntEnum):
-    """What a slot holds: nothing, bytes that are still changing, or bytes that may be read."""
+    """Whether a slot holds nothing, bytes that are being written, or bytes that may be read."""
 
     FREE = 0
     WRITING = 1
@@ -44,14 +44,14 @@ _STATES: Final = {int(state): state for state in SlotState}
 
 
 class SlotHeader(msgspec.Struct, frozen=True, gc=False):
-    """What the owner says of one slot.
+    """The owner's description of one slot.
 
     Attributes:
-        generation: u64 that the owner changes whenever it reuses the slot.
+        generation: a u64 that the owner changes whenever it uses the slot again.
         state: only a `PUBLISHED` slot may be read.
         key: up to 32 bytes that name the content.
         length: bytes of content, from the start of the slot.
-        checksum: xxh3_64 of those bytes, 0 where the owner computes none.
+        checksum: xxh3_64 of the content, or 0 if the owner computes none.
     """
 
     generation: int
@@ -65,7 +65,7 @@ class SlotHeader(msgspec.Struct, frozen=True, gc=False):
         """The header in `HEADER_BYTES` bytes.
 
         Raises:
-            IntegrityError: it is not one that an owner writes.
+            IntegrityError: no owner writes such a header.
         """
         generation, status, key, length, checksum = _HEADER.unpack(raw)
         key_length = status >> KEY_LENGTH_SHIFT
@@ -82,7 +82,7 @@ class SlotHeader(msgspec.Struct, frozen=True, gc=False):
 
         Raises:
             SlotPendingError: it is not published with this generation yet.
-            StaleSlotError: nor will it be: it has a later generation, or was taken back.
+            StaleSlotError: it never will be: it has a later generation, or was retired.
         """
         if self.state is SlotState.PUBLISHED and self.generation == generation:
             return
@@ -96,14 +96,14 @@ class SlotHeader(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class ArenaGeometry:
-    """Where things are in an arena.
+    """The offsets in an arena.
 
     Attributes:
         n_slots: number of slots, at least one.
         slot_bytes: bytes of each, a positive multiple of the page size.
 
     Raises:
-        ValueError: they are not.
+        ValueError: one of them is out of range.
     """
 
     n_slots: int
@@ -152,8 +152,8 @@ class ArenaGeometry:
         """Raise unless these are the first `SUPERBLOCK_BYTES` bytes of an arena of this epoch.
 
         Raises:
-            ProtocolError: it is no arena, or not as announced.
-            IncompatiblePeerError: another format or epoch.
+            ProtocolError: this is no arena, or not the announced one.
+            IncompatiblePeerError: the arena has another format, epoch or size.
         """
         if len(epoch) != EPOCH_BYTES:
             raise ProtocolError(f"an epoch of {len(epoch)} bytes names no arena")
@@ -173,5 +173,5 @@ class ArenaGeometry:
 
 
 def state_of(status: int) -> int:
-    """The state in the second word of a header, beside the length of the key."""
+    """The state in the second word of a header, which also has the length of the key."""
     return status & ((1 << KEY_LENGTH_SHIFT) - 1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory there is for an arena, and how large one is unless `arena_gib` says so.
+"""How much memory there is for an arena, and the size of one where `arena_gib` is not set.
 
-An arena is a memfd: no size of /dev/shm bounds it, but the machine's memory does, and that of each
-cgroup around this process, to which its pages are charged as they are touched.
+An arena is a memfd, which the size of /dev/shm does not bound. The machine's memory bounds it, and
+the limits of all cgroups of this process, to which each page is charged when it is first touched.
 """
 
 from collections.abc import Iterator
@@ -15,16 +15,16 @@ from omni_connector.config import memory_limit_bytes
 GIB: Final = 1 << 30
 
 ORDINARY_PART: Final = 10
-"""All arenas of a deployment on one host together take this part of the available memory."""
+"""All arenas of a deployment on one host together take 1/10 of the available memory."""
 
 LARGEST_PART: Final = 4
-"""Up to this part they take where a single prompt needs more."""
+"""They take up to 1/4 of it where a single prompt needs more."""
 
 USEFUL_CACHES: Final = 2
-"""An arena holds at most as many blocks as so many KV caches: while what fills one waits for its
-decode engines, as much is computed."""
+"""An arena holds at most as many blocks as 2 KV caches: while the KV of one waits for its decode
+engines, that of the next is computed."""
 
-# (limit, use, name in memory.stat of what is given back at need), of both versions of cgroups.
+# (limit, use, name in memory.stat of memory that can be reclaimed), for both versions of cgroups.
 _V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2: Final = ("memory.max", "memory.current", "inactive_file")
 
@@ -45,11 +45,11 @@ def arena_size(
     prompt_blocks: int,
     sharers: int,
 ) -> ArenaSize:
-    """The size of one rank's arena where nobody has set it.
+    """The size of one rank's arena where none is configured.
 
     Args:
-        available: bytes of memory of the host that nobody uses.
-        slot_bytes: of one block.
+        available: bytes of unused memory of the host.
+        slot_bytes: bytes of a slot, which holds one block.
         cache_blocks: blocks of this rank's KV cache.
         prompt_blocks: blocks of the longest prompt that the engine takes.
         sharers: arenas of this deployment on this host, this one included.
@@ -73,10 +73,10 @@ def arena_size(
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process can still take: of the machine, and of its cgroups.
+    """Bytes of memory that the machine, and the cgroups of this process, have left.
 
     Args:
-        root: where /proc and /sys lie.
+        root: the folder with /proc and /sys.
     """
     available = memory_limit_bytes()
     for line in _lines(root / "proc/meminfo"):
@@ -97,7 +97,7 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
             mount, names = mount / "memory", _V1
         else:
             continue
-        # In a container the path may be the host's, of which only the mount is there.
+        # In a container the path may be that of the host, where only the mount itself is visible.
         within = Path(own.strip().lstrip("/"))
         for folder in [mount / within, *(mount / parent for parent in within.parents)]:
             yield from _left_in(folder, *names)

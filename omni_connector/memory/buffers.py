@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for objects that arrive, and threads to copy them."""
+"""Memory for objects that are received, and threads that copy them."""
 
 import collections
 import contextlib
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from omni_connector.errors import TransportError
 
-# Smaller ones are left to numpy; these lie on pages.
+# Buffers of this size and more lie on pages of their own; numpy makes the smaller ones.
 LARGE_BYTES: Final = 1 << 20
 
 ALIGNMENT: Final = 64
@@ -28,14 +28,14 @@ _Item = TypeVar("_Item")
 
 
 class Buffers:
-    """Buffers of bytes, each somebody's own until the last array of it is gone.
+    """Buffers of bytes, each in use until the last array of it is gone.
 
-    A fresh page costs more than the copy into it, so the largest buffer that came back is kept
-    for the next object of about its size. Meanwhile the kernel may take its memory (MADV_FREE).
+    A fresh page costs more than the copy into it. So the largest buffer that came back is kept for
+    the next object of about its size. Meanwhile the kernel may take its memory (MADV_FREE).
     """
 
     def __init__(self) -> None:
-        # One element at most. A deque, as buffers come back in the middle of anything.
+        # At most one. A deque needs no lock: buffers come back from finalizers, at any moment.
         self._spare: collections.deque[mmap.mmap] = collections.deque(maxlen=1)
         self._closed = False
 
@@ -56,7 +56,7 @@ class Buffers:
         return buffer
 
     def close(self) -> None:
-        """Keep nothing from here on. Buffers that are in use stay valid. Idempotent."""
+        """Keep no buffer any more. Buffers that are in use stay valid. Idempotent."""
         self._closed = True
         self._spare.clear()
 
@@ -76,7 +76,7 @@ class Buffers:
         return pages
 
     def _give_back(self, pages: mmap.mmap) -> None:
-        # Runs when and where the last array goes: it must not wait, nor fail.
+        # Runs on whatever thread lets go of the last array: it must neither wait nor fail.
         kept = 0
         with contextlib.suppress(IndexError):  # a thread may take it at any moment
             kept = len(self._spare[0])
@@ -86,33 +86,33 @@ class Buffers:
 
 
 def aligned(nbytes: int) -> NDArray[np.uint8]:
-    """A fresh array of so many bytes, of any content, that starts at a multiple of `ALIGNMENT`."""
+    """A new array of bytes, of any content, whose address is a multiple of `ALIGNMENT`."""
     room: NDArray[np.uint8] = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -int(room.ctypes.data) % ALIGNMENT  # numpy sees to 16 bytes only
+    start = -int(room.ctypes.data) % ALIGNMENT  # numpy aligns to 16 bytes only
     return room[start : start + nbytes]
 
 
 def _advise(pages: mmap.mmap, advice: int) -> None:
-    # Kernels without huge pages, and some sandboxes, know no such advice; it is only advice.
+    # Kernels without huge pages, and some sandboxes, refuse this, which does no harm.
     with contextlib.suppress(OSError):
         pages.madvise(advice)
 
 
 def share_out(work: Callable[[_Item], None], items: Iterable[_Item], nbytes: int) -> None:
-    """Do some work on each item, in several threads where that is worth it.
+    """Call `work` with each item, on several threads where that is worth it.
 
     Args:
-        work: what to do; it should spend its time without the GIL.
-        items: on what.
-        nbytes: bytes that are moved in all.
+        work: should spend its time without the GIL.
+        items: what it is called with.
+        nbytes: bytes that are copied in all.
 
     Raises:
-        Whatever the work raised first; items that nobody had begun by then are left.
+        The first error that `work` raises. Items that are not begun by then are left out.
     """
     threads = min(_MAX_THREADS, nbytes // _BYTES_PER_THREAD)
     if threads > 1:
         threads = min(threads, len(os.sched_getaffinity(0)))
-    # A list's iterator hands each item to one thread, and the quicker ones take more.
+    # The threads share a list's iterator, so that the quicker ones take more items.
     left = iter(list(items))
     errors: list[BaseException] = []
 
@@ -128,11 +128,11 @@ def share_out(work: Callable[[_Item], None], items: Iterable[_Item], nbytes: int
         threading.Thread(target=take_part, name="omni-connector-copy", daemon=True)
         for _ in range(threads - 1)
     ]
-    with contextlib.suppress(RuntimeError):  # there are no more threads: fewer do it
+    with contextlib.suppress(RuntimeError):  # the system has no more threads: fewer do the work
         for thread in others:
             thread.start()
     take_part()
-    # Whatever is raised here meanwhile: none may go on with memory that is somebody else's then.
+    # Even if something is raised here, no thread may go on: its memory could be used again.
     while working := [each for each in others if each.is_alive()]:
         try:
             for thread in working:

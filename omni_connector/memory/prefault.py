@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for an arena before it is needed: the first touch of a page costs many copies into it."""
+"""Prefault: allocates the memory of an arena before it is needed, as first touches are slow."""
 
 import ctypes
 import errno
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 
-# Of Linux; the standard library does not name it.
+# A constant of Linux that the standard library does not name.
 MADV_POPULATE_WRITE: Final = 23
 
-# Bytes that are kept allocated ahead of the slots in use.
+# How many bytes ahead of the slots in use are allocated.
 POPULATE_AHEAD: Final = 256 << 20
 
 _POPULATE_CHUNK: Final = 16 << 20
@@ -26,13 +26,13 @@ _CLOSE_S: Final = 5.0
 
 
 def overcommit_is_strict() -> bool:
-    """Whether memory must be had, or not, when an arena is made.
+    """Whether the kernel may refuse a page at its first touch, which kills with SIGBUS.
 
-    In this mode the kernel may refuse a page at its first touch, which kills with SIGBUS.
+    In this mode an arena must allocate all its memory when it is made.
     """
     try:
         return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
-    except OSError:  # hidden from this container; the mode is then hardly ever this one
+    except OSError:  # a container may hide it; the mode is then hardly ever this one
         return False
 
 
@@ -41,10 +41,10 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Populator:
-    """Allocates the pages of a mapping from its start, in a thread, up to a moving mark.
+    """Allocates the pages of a mapping from its start up to a moving mark, on a thread.
 
     Args:
-        fd: the file that is mapped; duplicated.
+        fd: the mapped file, of which this keeps a duplicate.
         mapped: the writable mapping, from the start of the file.
     """
 
@@ -62,7 +62,7 @@ class Populator:
 
     def want(self, upto: int) -> None:
         """Move the mark to this many bytes, if it is not there yet. Cheap."""
-        # Read without the lock: the mark only grows, and being late by a chunk costs nothing.
+        # This reads without the lock, as the mark only grows and a late chunk costs nothing.
         if self._wanted == self._size or upto < min(self._wanted + _POPULATE_CHUNK, self._size):
             return
         with self._changed:
@@ -70,7 +70,7 @@ class Populator:
             self._changed.notify()
 
     def stop(self) -> None:
-        """End the thread, after the chunk it is at. Idempotent; bounded."""
+        """End the thread after its current chunk, in bounded time. Idempotent."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
@@ -96,22 +96,22 @@ class Populator:
                 )
                 break
             done = upto
-        # Without this the mapping would live as long as the thread's object.
+        # Without this the thread's object would keep the mapping alive.
         del self._pages
         os.close(self._fd)
 
 
 def populate(fd: int, pages: NDArray[np.uint8], start: int, length: int) -> None:
-    """Allocate pages of a file that is mapped, faster than by touching them.
+    """Allocate pages of a mapped file, faster than by touching them.
 
     Args:
         fd: the file.
-        pages: the writable mapping, from the start of the file.
-        start: first byte, on a page.
+        pages: its writable mapping, from the start of the file.
+        start: the first byte, which starts a page.
         length: bytes.
 
     Raises:
-        OSError: there is no memory for them.
+        OSError: there is no memory for the pages.
     """
     address = pages.ctypes.data + start
     while _libc.madvise(address, length, MADV_POPULATE_WRITE) != 0:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects: whole values under keys, from one stage to another; `OmniConnector`.
+"""Objects: an `OmniConnector` passes whole values under keys from one stage to another.
 
-In come tensors, arrays and what msgpack knows; out go metadata, and on the other side the same
-values in memory of their own, verified.
+A sender puts tensors, arrays and plain values, and gets metadata back. A receiver gets the same
+values, verified, in memory of their own.
 """
 
 from omni_connector.objects.base import ObjectKey, OmniConnector

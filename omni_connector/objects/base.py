@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OmniConnector`, which passes whole objects under keys.
 
-A carrier gives three verbs (`store_object`, `load_object`, `drop_objects`) and `close`. What users
-call, `put`, `get`, `cleanup` and `health`, is written here once, on those verbs.
+A subclass implements `store_object`, `load_object`, `drop_objects` and `close`. What users call
+(`put`, `get`, `cleanup`, `health`) is implemented here, on top of those.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_times(ttl_s: float, *timeouts: float) -> None:
-    """Raise ValueError unless these can be a time to live, and seconds to wait."""
+    """Raise ValueError unless these are a time to live, and seconds to wait."""
     if math.isnan(ttl_s):
         raise ValueError("buffer_ttl_seconds must be a number, not nan")
     if not all(0 < each < math.inf for each in timeouts):
@@ -39,17 +39,18 @@ class ObjectKey:
 
     @property
     def digest(self) -> bytes:
-        """32 bytes that stand for the key, whatever its length and characters."""
-        parts = (part.encode("utf-8", "surrogatepass") for part in self._parts())
+        """A digest of 32 bytes, of any key whatever its length and characters."""
+        names = self.from_stage, self.to_stage, self.key
+        parts = (name.encode("utf-8", "surrogatepass") for name in names)
         return hashlib.sha256(b"".join(b"%d:%b" % (len(part), part) for part in parts)).digest()
 
     def mentions(self, request_id: str) -> bool:
-        """Whether the key is of this request: it is the id, or the id stands in it, whole.
+        """Whether the key belongs to this request: it is the id, or contains the id as a whole.
 
-        Ids are told apart where a character ends them that is no letter, digit, `-` or `.`:
-        `req-1` is not in `req-10`, nor in `req-1-0`. Stage and rank numbers that the key
-        formats `omni_{from}_to_{to}_kv_cache_{id}` and `{id}_{from}_0_{rank}_{rank}` put
-        around an id are no ids.
+        An id ends at any character but a letter, a digit, `-` and `.`: `req-1` is neither in
+        `req-10` nor in `req-1-0`. The stages and ranks that the key formats
+        `omni_{from}_to_{to}_kv_cache_{id}` and `{id}_{from}_0_{rank}_{rank}` put around an id are
+        not taken for ids.
         """
         if not request_id or request_id not in self.key:
             return False
@@ -63,42 +64,32 @@ class ObjectKey:
         after = rf"(?!{inner})" if re.match(inner, request_id[-1]) else ""
         return re.search(before + re.escape(request_id) + after, own) is not None
 
-    def _parts(self) -> tuple[str, str, str]:
-        return self.from_stage, self.to_stage, self.key
-
     def __str__(self) -> str:
         key = self.key if len(self.key) <= 80 else f"{self.key[:77]}..."
         return f"{key!r} from stage {self.from_stage} to {self.to_stage}"
 
 
 class OmniConnector(Service):
-    """Passes objects. Subclasses give the verbs; all methods may be called from any thread."""
+    """Passes objects. All methods may be called from any thread.
 
-    @property
-    def supports_raw_data(self) -> bool:
-        """Whether `put` sends one tensor from its device's memory, without a copy on the host.
+    Attributes:
+        supports_raw_data: whether `put` sends a tensor straight from its device, not through the
+            host's memory.
+        is_store: whether objects outlive the process that put them.
+        object_timeout: seconds that one `get` waits for its peers.
+    """
 
-        Any connector takes tensors; where this is False they pass through the host's memory.
-        """
-        return False
-
-    @property
-    def is_store(self) -> bool:
-        """Whether objects outlive the process that put them."""
-        return False
-
-    @property
-    def object_timeout(self) -> float:
-        """Seconds that one `get` waits for peers to answer."""
-        return 5.0
+    supports_raw_data: bool = False
+    is_store: bool = False
+    object_timeout: float = 5.0
 
     @abstractmethod
     def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
         """Keep the concatenated parts under a key, in place of what was there.
 
         Returns:
-            Metadata that lets `load_object` find it faster: msgpack builtins, a few hundred
-            bytes.
+            Metadata with which `load_object` finds the object faster: msgpack builtins, a few
+            hundred bytes.
 
         Raises:
             ArenaFullError: there is no room.
@@ -109,35 +100,30 @@ class OmniConnector(Service):
     def load_object(
         self, key: ObjectKey, metadata: Mapping[str, Any] | None, *, timeout: float
     ) -> memoryview | None:
-        """The bytes under a key, verified, in memory of their own, aligned to 64 bytes or more.
+        """The verified bytes under a key, in memory of their own, aligned to 64 bytes or more.
 
-        None where nobody has them (yet, or any more); the newest where several do.
+        None where nobody has the object (yet, or any more); the newest where several have one.
 
         Args:
             key: what to look for.
-            metadata: what `store_object` returned, if it came along; from a peer, so untrusted.
+            metadata: what `store_object` returned, if it is known here; not trusted.
             timeout: seconds for peers to answer.
 
         Raises:
-            TransportError, IntegrityError, ProtocolError: somebody has them, but they cannot
-                be had.
+            TransportError, IntegrityError, ProtocolError: the object exists, but reading it failed.
         """
 
     @abstractmethod
     def drop_objects(self, request_id: str) -> int:
-        """Free the objects that this connector stored for a request (`ObjectKey.mentions`).
-
-        Returns:
-            How many there were.
-        """
+        """Free what was stored here for a request (`ObjectKey.mentions`); returns how many."""
 
     def put(
         self, from_stage: str | int, to_stage: str | int, put_key: str, data: object
     ) -> tuple[bool, int, dict[str, Any] | None]:
         """Make an object available to another stage, in place of one put under the key before.
 
-        It stays until `cleanup`, `close` or the end of this process. Where room is
-        limited, a later `put` that finds none may evict what was got, never what was not.
+        It stays until `cleanup`, `close` or the end of this process. Where room is limited, a
+        later `put` that finds none evicts objects that were got, before any others.
 
         Args:
             from_stage: the stage that sends.
@@ -149,11 +135,11 @@ class OmniConnector(Service):
                 until `put` returns.
 
         Returns:
-            Whether it worked, the size in bytes, and metadata for `get` (None on failure).
-            On failure (no room, closed) the log says why.
+            Whether it worked, the size in bytes, and metadata for `get` (None on failure). The
+            log says why a `put` failed.
 
         Raises:
-            TypeError: there is something else in `data`; the message says where.
+            TypeError: `data` contains something else; the message says where.
         """
         key = ObjectKey(str(from_stage), str(to_stage), put_key)
         parts = codec.encode(data)
@@ -172,18 +158,18 @@ class OmniConnector(Service):
         get_key: str,
         metadata: Mapping[str, Any] | None = None,
     ) -> tuple[Any, int] | None:
-        """An object that another stage, or this one, has put; does not wait for it to be put.
+        """Get an object that a stage has put; does not wait until it is put.
 
         Args:
             from_stage: the stage that sent it.
             to_stage: the stage it was sent to.
             get_key: the key it was put under.
-            metadata: what `put` returned, if it came along.
+            metadata: what `put` returned, if it is known here.
 
         Returns:
-            The object and its size in bytes; None when it is not there, or not yet, or its
-            sender is gone, or it could not be had (the log then says why). Its tensors lie in
-            one buffer, which is freed with the last of them.
+            The object and its size in bytes. None where it was not put (yet), its sender is gone,
+            or reading it failed, which the log explains. Its tensors lie in one buffer, which is
+            freed with the last of them.
         """
         key = ObjectKey(str(from_stage), str(to_stage), get_key)
         try:
@@ -194,5 +180,5 @@ class OmniConnector(Service):
             return None
 
     def cleanup(self, request_id: str) -> None:
-        """Free what this connector put for a request: all keys in which its id stands whole."""
+        """Free what was put here under keys of this request (`ObjectKey.mentions`)."""
         self.drop_objects(request_id)

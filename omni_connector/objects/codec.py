@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects as bytes: plain values by msgpack, tensors and arrays as raw bytes beside it.
+"""Objects as bytes: plain values in msgpack, tensors and arrays as raw bytes beside it.
 
 The bytes of an object are
 
     tensors | leaves (msgpack) | tree (msgpack) | trailer
 
-Each tensor starts at a multiple of 64 bytes, so that it can be read in place. The leaves say of
-each whether it is a torch tensor or a numpy array, its dtype and its shape; where it lies follows
-from that. The tree is the object, with an extension value in place of each tensor. Of bytes sent
-as they are there is no tree.
+Each tensor starts at a multiple of 64 bytes, so that it can be read in place. A leaf says whether
+a tensor is one of torch or of numpy, its dtype and its shape; its place follows from those before
+it. The tree is the object, with an extension value in place of each tensor. Bytes that are sent as
+they are have no tree.
 
-Nothing is unpickled, dtypes are of a fixed list, and every size is checked against the bytes that
-are there before anything is made of it. torch is imported only where a tensor passes.
+Nothing is unpickled, dtypes are from a fixed list, and every size is checked against the bytes that
+are there before it is used. torch is imported only where an object contains a tensor of it.
 """
 
 import math
@@ -33,7 +33,7 @@ from omni_connector.memory.buffers import ALIGNMENT, aligned
 MAX_DEPTH: Final = 100
 MAX_DIMENSIONS: Final = 64
 
-# dtype -> bytes of an item. By these names torch and, but for the last ones, numpy know them.
+# dtype -> bytes of an item. torch knows all of these names, numpy all but the last ones.
 ITEM_BYTES: Final = {
     "bool": 1,
     "uint8": 1,
@@ -64,7 +64,7 @@ _BUFFERS: Final = (bytes, bytearray, memoryview)
 _PLAIN: Final = frozenset({type(None), bool, int, float, str, *_BUFFERS})
 _KEYS: Final = frozenset({type(None), bool, int, float, str, bytes})
 
-# What msgspec, numpy and torch say of what cannot be; RuntimeError is also RecursionError.
+# What msgspec, numpy and torch raise for impossible values. RecursionError is a RuntimeError.
 _DECODE_ERRORS: Final = (
     msgspec.MsgspecError,
     ValueError,
@@ -73,13 +73,13 @@ _DECODE_ERRORS: Final = (
     RuntimeError,
 )
 
-# The way to a value in an object: the way to its container, and its key or index there.
+# Where a value is in an object: where its container is, and the value's key or index there.
 _Where = tuple[Any, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Bytes given in pieces, to be joined on their way; they arrive as one memoryview.
+    """Bytes in several pieces, which arrive as one memoryview.
 
     Attributes:
         parts: contiguous buffers (bytes, numpy arrays of bytes, ...). They must not change until
@@ -106,7 +106,7 @@ class _Leaf(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unkno
 
     @property
     def nbytes(self) -> int:
-        # Dimensions of zero are left out first, so that no view of the shape can overflow either.
+        # Zeros are left out of the product, so that no view of the shape can overflow either.
         item = ITEM_BYTES.get(self.dtype)
         if item is None or (self.dtype in _TORCH_ONLY and not self.torch):
             raise ValueError(f"dtype {self.dtype[:40]!r} is not one of {', '.join(ITEM_BYTES)}")
@@ -122,9 +122,9 @@ _leaves_decoder = msgspec.msgpack.Decoder(list[_Leaf])
 
 
 def encode(data: object) -> list[memoryview]:
-    """The bytes of an object, in pieces that view its own memory where they can.
+    """The bytes of an object, in pieces that view the object's own memory where possible.
 
-    The last piece is the trailer, which is no part of the object's size (`size_of`).
+    The last piece is the trailer, which does not count for the object's size (`size_of`).
 
     Args:
         data: bytes, bytearray, memoryview, or `Pieces`; or a value made of None, bool, int,
@@ -132,7 +132,7 @@ def encode(data: object) -> list[memoryview]:
             dicts of these. Tensors of a device are copied to the host, once.
 
     Raises:
-        TypeError: there is something else in it, at the place that the message names.
+        TypeError: the object contains something else, at the place that the message names.
     """
     if isinstance(data, _BUFFERS):
         return [_flat(data), _trailer(_BYTES)]
@@ -142,12 +142,12 @@ def encode(data: object) -> list[memoryview]:
 
 
 def checksum_of(length: int, checksums: NDArray[np.uint64]) -> int:
-    """That of an object of so many bytes whose slots, or pieces, have these: uint64."""
+    """The checksum of an object of so many bytes, from those of its slots or pieces (uint64)."""
     return xxhash.xxh3_64_intdigest(length.to_bytes(8, "little") + checksums.tobytes())
 
 
 def cut(parts: Sequence[memoryview], size: int) -> Iterator[list[NDArray[np.uint8]]]:
-    """The parts, cut into what each slot of a size takes; of no bytes, one slot of nothing."""
+    """For each slot of this size, the pieces of the parts that it takes; at least one slot."""
     pieces: list[NDArray[np.uint8]] = []
     room = size
     for part in parts:
@@ -163,12 +163,12 @@ def cut(parts: Sequence[memoryview], size: int) -> Iterator[list[NDArray[np.uint
 
 
 def size_of(parts: list[memoryview]) -> int:
-    """Bytes of an encoded object, the trailer left out."""
+    """Bytes of an encoded object, without the trailer."""
     return sum(part.nbytes for part in parts) - _TRAILER.size
 
 
 def decode(content: memoryview) -> tuple[Any, int]:
-    """The object that `encode` made these bytes of, and its size.
+    """The object that `encode` turned into these bytes, and its size.
 
     Bytes arrive as bytes (a copy), `Pieces` as a memoryview, tuples as lists, numpy scalars as
     Python numbers. Tensors and arrays arrive on the CPU, contiguous and in the byte order of this
@@ -178,8 +178,8 @@ def decode(content: memoryview) -> tuple[Any, int]:
         content: contiguous bytes; nobody else may write them. Aligned to 16 bytes or more.
 
     Raises:
-        ProtocolError: `encode` has not made these bytes.
-        MissingDependencyError: there is a torch tensor in it, and torch is not installed.
+        ProtocolError: these bytes are not from `encode`.
+        MissingDependencyError: the object contains a torch tensor, and torch is not installed.
     """
     size = content.nbytes - _TRAILER.size
     if size < 0:
@@ -205,14 +205,14 @@ def decode(content: memoryview) -> tuple[Any, int]:
 
 
 class _Encoding:
-    """One object on its way to bytes."""
+    """One object that is encoded."""
 
     def __init__(self) -> None:
         self._leaves: list[_Leaf] = []
         self._data: list[memoryview] = []
-        # By identity: what stands in the tree for each value that msgpack does not know.
+        # id of each value that msgpack does not know -> what stands for it in the tree.
         self._stand_ins: dict[int, object] = {}
-        # Where it is not loaded, nobody has tensors.
+        # Where torch is not loaded, no object contains a tensor.
         self._torch: Any = sys.modules.get("torch")
 
     def parts(self, data: object) -> list[memoryview]:
@@ -295,7 +295,7 @@ def _of_tensor(tensor: Any, torch: Any) -> tuple[_Leaf, memoryview]:
     leaf = _Leaf(True, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
     if not leaf.nbytes:
         return leaf, memoryview(b"")
-    # Made contiguous where it is, so that one copy brings it to the host.
+    # It is made contiguous on its device, so that one copy brings it to the host.
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
     return leaf, memoryview(plain.reshape(-1).view(torch.uint8).numpy())
 

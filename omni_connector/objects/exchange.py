@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Exchange`: objects in an arena of who puts them, read out of it by who gets them.
+"""`Exchange`: objects lie in an arena of their sender, and receivers read them out of it.
 
-Who puts writes into an arena of its own, which peers may attach. Who gets asks the peers that it
-knows, reads the newest object that one of them has, and tells its owner. What is asked how, and
-which peers there are, is the carrier's: shared memory, or Mooncake's Transfer Engine.
+A receiver asks the peers that it knows, reads the newest object that one of them has, and tells
+the owner that it has read it. A carrier (shared memory, or Mooncake's Transfer Engine) says which
+peers there are and how they are asked.
 """
 
 import functools
@@ -29,29 +29,26 @@ from omni_connector.memory.buffers import Buffers
 from omni_connector.net.forks import forget_in_child
 from omni_connector.net.watch import Watch
 from omni_connector.objects.base import ObjectKey, OmniConnector, check_times
-from omni_connector.objects.messages import Find, Found, Missing, Read
 from omni_connector.objects.object_store import ObjectStore
-from omni_connector.objects.peer import Line, Peer
-from omni_connector.objects.reading import read_object
+from omni_connector.objects.peer import Find, Found, Line, Missing, Peer, Read, read_object
 from omni_connector.transports.base import ArenaTransport, Endpoint
 
 logger = logging.getLogger(__name__)
 
 _READ_ATTEMPTS: Final = 8
-# Above this, peers that are not asked now are forgotten: metadata may name any number.
+# Metadata may name any number of peers. Above this, those that are not being asked are forgotten.
 _MAX_PEERS: Final = 256
 
 Address = TypeVar("Address", bound=Hashable)
 
 
 class _Own(NamedTuple):
-    """What this process has put.
+    """The objects of this process, which are found and read as those of a `Peer`.
 
     Attributes:
-        objects: the objects.
-        endpoint: of their arena.
+        endpoint: of the arena that the objects lie in.
         address: where peers ask for them.
-        buffers: where memory for copies of them comes from.
+        buffers: where memory for copies comes from.
     """
 
     objects: ObjectStore
@@ -75,19 +72,18 @@ class _Own(NamedTuple):
 
 
 class Exchange(OmniConnector, Generic[Address]):
-    """What all carriers have in common.
+    """The part that all carriers share.
 
-    The arena for what is put is made at the first `put`; its memory is taken as it is used, used
-    again, and kept until `close`. Who has got an object tells its owner, whose next `put` may then
-    take its room if there is no other; so it may that of one that nobody has got in time.
+    The first `put` makes the arena. Its memory is allocated as it is used, and kept until `close`.
+    A `put` that finds no room evicts objects that were read, or that nobody has read in time.
 
     Args:
-        transport: by which peers attach that arena, and we theirs; closed with this.
-        geometry: slots, and bytes of each, of the arena.
-        object_timeout: seconds that a `get` waits for peers to answer.
+        transport: attaches the arenas of peers, and exports ours; closed with this.
+        geometry: slots of our arena, and bytes of each.
+        object_timeout: seconds that a `get` waits for all peers.
         peer_timeout: seconds that it waits for one of them.
-        ttl_s, clock: of what is put; see `ObjectStore`.
-        stamp: a clock in ns that all who put have; the newest object is told by it.
+        ttl_s, clock: see `ObjectStore`.
+        stamp: a clock in ns that all senders share; it tells which object is the newest.
 
     Raises:
         ValueError: a time is out of range.
@@ -108,7 +104,7 @@ class Exchange(OmniConnector, Generic[Address]):
         self.transport = transport.transport
         self._transport = transport
         self._geometry = geometry
-        self._object_timeout = object_timeout
+        self.object_timeout = object_timeout
         self._peer_timeout = peer_timeout
         self._store = functools.partial(
             ObjectStore, clock_ns=stamp, catch_up=self._catch_up, ttl_s=ttl_s, clock=clock
@@ -128,7 +124,7 @@ class Exchange(OmniConnector, Generic[Address]):
         self._making = threading.Lock()
 
     def _abandon(self) -> None:
-        # In a process that was forked: what there is so far is the parent's, which writes it.
+        # In a process that was forked: all objects and connections are the parent's.
         if self._own is not None:
             self._own.objects.arena.close()
         for peer in self._peers.values():
@@ -137,36 +133,35 @@ class Exchange(OmniConnector, Generic[Address]):
 
     @abstractmethod
     def _announce(self, arena: Arena, undo: ExitStack) -> tuple[Endpoint, Address]:
-        """Let peers attach this arena, and ask for what is in it; where each. `undo` takes back."""
+        """Let peers attach this arena and ask for objects; return where they do each.
+
+        What takes this back is pushed onto `undo`.
+        """
 
     @abstractmethod
     def _known(self) -> Sequence[Address]:
-        """Whom to ask where metadata names nobody; may name ourselves."""
+        """The peers to ask where metadata names none; we may be among them."""
 
     @classmethod
     @abstractmethod
     def _hint(cls, metadata: Mapping[str, Any]) -> Address | None:
-        """Whom an object's metadata names; a ValueError or TypeError where it is malformed."""
+        """The peer that metadata names; raises ValueError or TypeError if it is malformed."""
 
     @abstractmethod
     def _metadata(self, address: Address) -> dict[str, Any]:
-        """What `_hint` reads."""
+        """The part of an object's metadata that `_hint` reads."""
 
     @abstractmethod
     def _way(self, address: Address) -> Callable[[float], Line]:
-        """What connects to a peer, until a deadline; an OmniError where that is not allowed."""
+        """What connects to a peer, by a deadline; raises OmniError where that is not allowed."""
 
     @abstractmethod
     def _catch_up(self) -> None:
-        """Wait a moment for what peers have said that they read."""
+        """Wait a moment until what peers have told us so far is noted."""
 
     @abstractmethod
     def _tidy(self) -> None:
-        """Remove what peers that are gone have left, without waiting for it."""
-
-    @property
-    def object_timeout(self) -> float:
-        return self._object_timeout
+        """Start to remove what dead peers have left behind; does not wait for it."""
 
     def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
         own = self._started()
@@ -186,7 +181,7 @@ class Exchange(OmniConnector, Generic[Address]):
                 try:
                     return _read(found, deadline)
                 except StaleSlotError as error:
-                    # It was replaced while we read: the next one is what the caller wants.
+                    # It was replaced while we read it, and the caller wants the newer one.
                     stale = error
         raise stale
 
@@ -234,7 +229,7 @@ class Exchange(OmniConnector, Generic[Address]):
             return own
 
     def _answer(self, question: Find) -> Found | Missing:
-        # On the thread that answers peers, as `_note`.
+        # Called on the thread that answers peers, as `_note` is.
         own = self._own
         found = None if own is None else own.find(question.digest, 0.0)
         return Missing(question.digest) if found is None else found
@@ -246,10 +241,10 @@ class Exchange(OmniConnector, Generic[Address]):
 
     @classmethod
     def read_hint(cls, metadata: object) -> Address | None:
-        """Whom an object's metadata names, if anybody; it came along with the key, from anywhere.
+        """The peer that an object's metadata names; None if it names none.
 
         Raises:
-            ProtocolError: it makes no sense.
+            ProtocolError: the metadata, which is not trusted, is malformed.
         """
         if not isinstance(metadata, Mapping):
             return None
@@ -260,7 +255,7 @@ class Exchange(OmniConnector, Generic[Address]):
 
     @contextmanager
     def _holders(self, hint: Address | None) -> Iterator[list[_Own | Peer]]:
-        """Who may have an object: this process, and peers, which are not let go of meanwhile."""
+        """All who may have an object: this process and peers, which are kept until the end."""
         wanted = self._known() if hint is None else [hint]
         forgotten: list[Peer] = []
         with self._lock:
@@ -298,12 +293,12 @@ class Exchange(OmniConnector, Generic[Address]):
         return peer
 
     def _forget(self, useless: Callable[[Address, Peer], bool]) -> list[Peer]:
-        # Holds the lock. Those that it returns nobody can get any more, and are to be closed.
+        # Holds the lock. The caller closes the peers that this returns; nobody else has them.
         found = [a for a, peer in self._peers.items() if not peer.users and useless(a, peer)]
         return [self._peers.pop(address) for address in found]
 
     def _let_go(self) -> bool:
-        # On the watch's thread: of peers that have gone, or that nobody asks any more.
+        # On the watch's thread: drops peers that have gone, or that nobody has asked for a while.
         now = time.monotonic()
         with self._lock:
             gone = self._forget(lambda address, peer: peer.useless(now))
@@ -315,14 +310,14 @@ class Exchange(OmniConnector, Generic[Address]):
     def _find(
         self, digest: bytes, holders: Sequence["_Own | Peer"], deadline: float
     ) -> list[tuple[Found, "_Own | Peer"]]:
-        """Who has the object, the newest first."""
+        """What each holder says of the object, the newest one first."""
         found: list[tuple[Found, _Own | Peer]] = []
         unreachable = False
         for holder in holders:
             try:
                 held = holder.find(digest, deadline)
             except OmniError as error:
-                # One peer that is gone, or not well, must not hide what the others have.
+                # One peer that fails must not hide what the others have.
                 logger.debug("asked %s for an object: %s", holder.address, error)
                 unreachable |= isinstance(error, PeerUnreachableError)
                 continue
@@ -338,12 +333,12 @@ class Exchange(OmniConnector, Generic[Address]):
 
 
 def _read(found: Sequence[tuple[Found, "_Own | Peer"]], deadline: float) -> memoryview:
-    """The first of these whose arena can be had; its owner is told."""
+    """Read the first of these whose arena can be attached, and tell its owner."""
     problem: OmniError | None = None
     for held, holder in found:
         try:
             read = holder.open(held, deadline)
-        except OmniError as error:  # as of one that does not answer
+        except OmniError as error:
             logger.debug("the objects of %s: %s", holder.address, error)
             problem = problem or error
             continue

@@ -19,7 +19,7 @@ SHARED_MEMORY: Final = "SharedMemoryConnector"
 MOONCAKE_STORE: Final = "MooncakeStoreConnector"
 MOONCAKE_ENGINE: Final = "MooncakeTransferEngineConnector"
 
-# Settings that pipelines give every connector, and those of other connectors of the same name.
+# Settings that pipelines give to every connector. One that does not know them ignores them.
 _FOREIGN_SETTINGS: Final = frozenset(
     ("stage_id", "role", "from_stage", "to_stage", "type", "shm_threshold_bytes", "wakeup_scope")
 ) | {"buffer_ttl_seconds"}
@@ -29,13 +29,13 @@ Constructor = Callable[[dict[str, Any]], OmniConnector]
 
 @dataclass
 class ConnectorSpec:
-    """What connector to make: a registered name, and the settings of that connector."""
+    """A connector to make: its registered name, and its settings."""
 
     name: str
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-# vLLM-Omni's names of settings: what they are here, and how many of theirs are one of ours.
+# vLLM-Omni's name of a setting -> our name, and how many of its units are one of ours.
 _STORE_ALIASES: Final = {
     "segment": ("segment_gib", 1 << 30),
     "localbuf": ("buffer_mib", 1 << 20),
@@ -43,8 +43,7 @@ _STORE_ALIASES: Final = {
     "rdma": ("device", None),
 }
 
-
-# What a program may give a connector's constructor, and a configuration may not.
+# Arguments of constructors that only programs may give, not configurations.
 _NO_SETTINGS: Final = frozenset({"self", "folder", "geometry", "clock"})
 
 
@@ -58,28 +57,22 @@ def settings_of(connector: type[OmniConnector]) -> type[msgspec.Struct]:
     return msgspec.defstruct(connector.__name__, fields, frozen=True)
 
 
-def _make(name: str, connector: type[OmniConnector], extra: dict[str, Any]) -> OmniConnector:
+def _ours(name: str, module: str, extra: dict[str, Any]) -> OmniConnector:
+    """A connector of this package; its module is imported when one is first made."""
+    connector = getattr(importlib.import_module(f"omni_connector.objects.{module}"), name)
     settings = settings_of(connector)
     foreign = _FOREIGN_SETTINGS.difference(settings.__struct_fields__)
     own = {key: value for key, value in extra.items() if key not in foreign}
+    if name == MOONCAKE_STORE:
+        _rename(own)
     arguments = msgspec.structs.asdict(read_settings(name, settings, own))
     try:
-        return connector(**arguments)
+        return connector(**arguments)  # type: ignore[no-any-return]
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from error
 
 
-def _lazily(name: str, module: str) -> Constructor:
-    """Makes a connector of ours, whose class is imported when it is first asked for."""
-
-    def construct(extra: dict[str, Any]) -> OmniConnector:
-        loaded = importlib.import_module(f"omni_connector.objects.{module}")
-        return _make(name, getattr(loaded, name), extra)
-
-    return construct
-
-
-def _mooncake_store(extra: dict[str, Any]) -> OmniConnector:
+def _rename(extra: dict[str, Any]) -> None:
     for alias, (name, unit) in _STORE_ALIASES.items():
         if alias in extra:
             if name in extra:
@@ -88,7 +81,14 @@ def _mooncake_store(extra: dict[str, Any]) -> OmniConnector:
                 )
             value = extra.pop(alias)
             extra[name] = value / unit if unit and isinstance(value, int | float) else value
-    return _lazily(MOONCAKE_STORE, "mooncake_store")(extra)
+
+
+_OURS: Final = {
+    SHARED_MEMORY: (SHARED_MEMORY, "shm"),
+    MOONCAKE_STORE: (MOONCAKE_STORE, "mooncake_store"),
+    "MooncakeConnector": (MOONCAKE_STORE, "mooncake_store"),
+    MOONCAKE_ENGINE: (MOONCAKE_ENGINE, "mooncake"),
+}
 
 
 class OmniConnectorFactory:
@@ -96,10 +96,7 @@ class OmniConnectorFactory:
 
     _lock: ClassVar = threading.Lock()
     _constructors: ClassVar[dict[str, Constructor]] = {
-        SHARED_MEMORY: _lazily(SHARED_MEMORY, "shm"),
-        MOONCAKE_STORE: _mooncake_store,
-        "MooncakeConnector": _mooncake_store,
-        MOONCAKE_ENGINE: _lazily(MOONCAKE_ENGINE, "mooncake"),
+        name: functools.partial(_ours, *ours) for name, ours in _OURS.items()
     }
 
     @classmethod
@@ -107,8 +104,8 @@ class OmniConnectorFactory:
         """Make a connector known in this process.
 
         Args:
-            name: what `ConnectorSpec.name` will say.
-            constructor: called with the settings, `ConnectorSpec.extra`; may import what it
+            name: the name for `ConnectorSpec.name`.
+            constructor: called with the settings (`ConnectorSpec.extra`); it may import what it
                 needs only then.
 
         Raises:
@@ -124,9 +121,9 @@ class OmniConnectorFactory:
         """A new connector, which the caller closes.
 
         Raises:
-            ConfigError (a ValueError): the name is unknown, or a setting is.
-            MissingDependencyError: the connector needs what is not installed.
-            TransportError: what it connects to cannot be reached.
+            ConfigError (a ValueError): the name is unknown, or a setting is unknown or wrong.
+            MissingDependencyError: a package that the connector needs is not installed.
+            TransportError: the store or network that it needs cannot be reached.
         """
         constructor = cls._constructors.get(spec.name)
         if constructor is None:
@@ -135,5 +132,5 @@ class OmniConnectorFactory:
 
     @classmethod
     def list_registered_connectors(cls) -> list[str]:
-        """All names that `create_connector` knows, sorted; whether each works is not tried."""
+        """The names that `create_connector` knows, sorted; not all of them need to work here."""
         return sorted(cls._constructors)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The head of an object in a Mooncake Store: what says which bytes belong to it.
+"""The head of an object in a Mooncake Store, which says which bytes belong to the object.
 
-A head is 128 bytes: magic, bytes of the object, bytes of a piece, version, digest of the key, and
-checksum of the content, all little-endian; then the checksum of these; then zeros. The content
-follows where it is short, else it is in pieces.
+A head has 128 bytes: magic, bytes of the object, bytes of a piece, version, digest of the key, and
+checksum of the content, all little-endian; then the checksum of these fields; then zeros. A short
+content follows the head, a longer one lies in pieces.
 """
 
 import os
@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.errors import IntegrityError
-from omni_connector.objects.reading import host_bytes
+from omni_connector.objects.object_store import host_bytes
 
 PIECE_BYTES: Final = 8 << 20
 HEAD_BYTES: Final = 2 << 20
@@ -35,8 +35,8 @@ class Version:
     Attributes:
         length: bytes of the object.
         piece_bytes: bytes of each of its pieces but the last.
-        version: 16 random bytes; no other version of any object has them.
-        digest: 32 bytes that stand for the key.
+        version: 16 random bytes, which no other version of any object has.
+        digest: that of the key, 32 bytes.
         checksum: of the content where that is `inline`, else as `codec.checksum_of` says.
     """
 
@@ -48,7 +48,7 @@ class Version:
 
     @classmethod
     def new(cls, digest: bytes, length: int) -> Self:
-        """A version of its own, whose checksum is still to come."""
+        """A new version, whose checksum is not known yet."""
         return cls(length, PIECE_BYTES, os.urandom(16), digest, 0)
 
     @classmethod
@@ -56,11 +56,11 @@ class Version:
         """The version that a head describes.
 
         Args:
-            head: what was found under the name of the key, with the content that follows.
+            head: the bytes under the name of the key, the content that follows the head included.
             digest: that of the key.
 
         Raises:
-            IntegrityError: it is no head of this key, or not as long as it should be.
+            IntegrityError: this is no head of the key's object, or has another length.
         """
         if head.size < CONTENT_AT:
             raise IntegrityError(f"{head.size} bytes are no head of an object")
@@ -93,18 +93,18 @@ class Version:
 
     @property
     def pieces(self) -> list[int]:
-        """Bytes of each piece."""
+        """How many bytes each piece has."""
         if self.inline:
             return []
         starts = range(0, self.length, self.piece_bytes)
         return [min(self.piece_bytes, self.length - start) for start in starts]
 
     def piece_names(self, prefix: str) -> list[str]:
-        """What the pieces are stored under."""
+        """The names that the pieces are stored under."""
         base = f"{head_name(prefix, self.digest)}/{self.version.hex()}"
         return [f"{base}/{index}" for index in range(len(self.pieces))]
 
 
 def head_name(prefix: str, digest: bytes) -> str:
-    """What the head of a key's object is stored under."""
+    """The name that the head of a key's object is stored under."""
     return f"{prefix}/{digest.hex()}"

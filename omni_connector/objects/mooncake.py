@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MooncakeTransferEngineConnector`: objects from host to host, which Mooncake's engine reads.
+"""`MooncakeTransferEngineConnector`: objects between hosts, read by Mooncake's Transfer Engine.
 
-A sender listens at a TCP port; a receiver that knows it, from the metadata of a `put` or from its
-settings, asks there where an object is.
+A sender listens at a TCP port. A receiver knows that port from the metadata of a `put` or from its
+settings, and asks there where an object is.
 """
 
 import logging
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 import zmq
@@ -26,10 +26,11 @@ from omni_connector.net.peers import HostPort, Peers, is_loopback, parse_host
 from omni_connector.net.resolver import Found as Resolved
 from omni_connector.net.resolver import Resolver
 from omni_connector.net.runtime import loopback_key
+from omni_connector.net.unix import Refusal
 from omni_connector.net.zeromq import Link, make_context
 from omni_connector.objects.exchange import Exchange
-from omni_connector.objects.messages import ENCODER, QUESTIONS, Find, Found, Missing, Read
 from omni_connector.objects.object_store import DEFAULT_TTL_S, object_geometry
+from omni_connector.objects.peer import ENCODER, QUESTIONS, Answer, Find, Found, Missing, Read
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.mooncake import MooncakeTransport
 from omni_connector.transports.mooncake_engine import address_towards
@@ -41,11 +42,12 @@ _AT_ONCE: Final = 64
 _CLOSE_S: Final = 5.0
 _CATCH_UP_S: Final = 0.3
 
-# What vLLM-Omni takes for "the address that others reach"; the port of no matter is "discard".
+# Names that vLLM-Omni's configurations use for "the address that others reach".
 _ANY_HOST: Final = frozenset({"auto", "", "*", "0.0.0.0", "::"})
-_ELSEWHERE: Final = "192.0.2.1"  # in no network: the way there is the default route
+_ELSEWHERE: Final = "192.0.2.1"  # it is in no network, so the way there is the default route
+_DISCARD_PORT: Final = 9  # nothing is sent there
 
-_answers: msgspec.msgpack.Decoder[Found | Missing] = msgspec.msgpack.Decoder(Found | Missing)
+_Message = TypeVar("_Message")
 
 
 class MooncakeTransferEngineConnector(Exchange[HostPort]):
@@ -53,24 +55,24 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
 
     Args:
         host: address of this machine that others reach; `auto` looks it up.
-        zmq_port: where peers ask for objects that were put here; 0 lets the system choose.
+        zmq_port: port at which peers ask for objects; 0 lets the system choose.
         protocol: what carries the bytes.
         device_name: RDMA devices, comma separated; "" lets Mooncake choose.
-        memory_pool_size: bytes of the arena, which limits what has been put and neither been got
-            nor cleaned up; None takes what `object_geometry` does.
-        memory_pool_device: where that is.
-        role: a `receiver` listens only once it puts something.
+        memory_pool_size: bytes of the arena, which bounds the objects that were put and neither
+            got nor cleaned up; None: see `object_geometry`.
+        memory_pool_device: where the arena lies.
+        role: a `receiver` listens only after its first `put`.
         sender_host, sender_zmq_port: see `update_sender_info`.
-        key_file: what `omni-connector keygen` made, which askers must have, and be shown; objects
-            pass beyond loopback with one only.
+        key_file: a key made by `omni-connector keygen`, which both sides must have. Objects pass
+            beyond loopback only with one.
         peers: further hosts that may be asked.
         object_timeout: seconds that a `get` waits for peers to answer.
-        transfer_timeout: seconds after which Mooncake gives a transfer up.
+        transfer_timeout: seconds after which Mooncake gives up a transfer.
         buffer_ttl_seconds, clock: as of `SharedMemoryConnector`.
 
     Raises:
-        ConfigError: the key file is none; it cannot listen, or needs a key.
-        MissingDependencyError, TransportError: Mooncake is not there, or does not start.
+        ConfigError: the key file has no key or is missing, or the port cannot be listened at.
+        MissingDependencyError, TransportError: Mooncake is not installed, or does not start.
         ValueError: an argument is out of range.
     """
 
@@ -94,12 +96,12 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if host in _ANY_HOST:
-            host = address_towards(HostPort(sender_host or _ELSEWHERE, 9))
+            host = address_towards(HostPort(sender_host or _ELSEWHERE, _DISCARD_PORT))
         self._process = os.getpid()
         self._host = _parse_host(host)
         self._port = zmq_port
         self._allowed = Peers(peers)
-        # By rank; that of None is asked where metadata names none.
+        # By rank. The sender of rank None is asked where metadata names nobody.
         self._senders: dict[int | None, HostPort] = {}
         self._key = None if key_file is None else load_key(key_file)
         self._context = make_context()
@@ -132,14 +134,15 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
     def update_sender_info(
         self, sender_host: str, sender_zmq_port: int, sender_rank: int | None = None
     ) -> None:
-        """Where `get` asks for objects from here on, unless its metadata says it.
+        """Set where `get` asks for objects from now on, unless its metadata names a sender.
 
         Args:
-            sender_host, sender_zmq_port: what to connect to; the host is allowed by this.
-            sender_rank: which of several ranks it is; those are asked only where metadata says so.
+            sender_host, sender_zmq_port: what to connect to; this also allows the host.
+            sender_rank: the sender's rank, if it has several. Ranks are asked only where metadata
+                names them.
 
         Raises:
-            ValueError: it is no host, or no port.
+            ValueError: this is no host, or no port.
         """
         port = int(sender_zmq_port)
         if not 0 < port < 1 << 16:
@@ -147,10 +150,10 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
         self._senders[sender_rank] = HostPort(_parse_host(sender_host), port)
 
     def listen(self) -> HostPort:
-        """Let peers ask for objects, which the first `put` does else; where.
+        """Start to listen, which else the first `put` does; returns where.
 
         Raises:
-            ConfigError, TransportError, MissingDependencyError: it cannot.
+            ConfigError, TransportError, MissingDependencyError: it cannot listen.
         """
         address: HostPort = self._started().address
         return address
@@ -206,7 +209,7 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
             self._server.catch_up()
 
     def _tidy(self) -> None:
-        """Nothing has a name but the port, which goes with its owner."""
+        """A dead sender leaves nothing behind: its port goes with its process."""
 
     def _check_open(self) -> None:
         super()._check_open()
@@ -229,7 +232,7 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
         return _TcpLine(address, link)
 
     def _may_ask(self, host: str) -> bool:
-        # Whom the caller named as its sender is as good as a peer of the configuration.
+        # A host that the caller named as its sender is allowed as one of `peers` is.
         named = any(sender.host == host for sender in list(self._senders.values()))
         return named or is_loopback(host) or self._allowed.allows(host)
 
@@ -252,7 +255,9 @@ class _TcpLine:
     def alive(self) -> bool:
         return self._link.why_lost() is None
 
-    def ask(self, question: Find, deadline: float) -> Found | Missing:
+    def ask(
+        self, question: Find, answers: msgspec.msgpack.Decoder[Answer], deadline: float
+    ) -> tuple[Answer, None]:
         link = self._link
         if not self.tell(question):
             raise PeerUnreachableError(f"{self._address} takes no question")
@@ -262,9 +267,10 @@ class _TcpLine:
         while (left := deadline - time.monotonic()) > 0:
             ready = dict(poller.poll(int(left * 1000) + 1))
             if link.socket in ready:
-                answer = _read_answer(link.socket.recv_multipart(zmq.NOBLOCK))
-                if answer.digest == question.digest:  # not that to a question that was given up
-                    return answer
+                answer = _decode(link.socket.recv_multipart(zmq.NOBLOCK), answers)
+                # The answer may still be that to a question that was given up.
+                if isinstance(answer, Refusal) or answer.digest == question.digest:
+                    return answer, None
             elif link.monitor in ready and (why := link.why_lost()) is not None:
                 raise PeerUnreachableError(f"{self._address} {why}")
         raise PeerUnreachableError(f"no answer from {self._address} before the deadline")
@@ -287,11 +293,11 @@ class ObjectServer:
     Args:
         address: where to listen; with port 0 the system chooses one.
         key: what askers must show.
-        answer: tells where an object is; must not block.
-        note: is told what was read; must not block.
+        answer: says where an object is; must not block.
+        note: takes note of what was read; must not block.
 
     Attributes:
-        address: where it listens, with the port that it has.
+        address: where it listens, with the port that was chosen.
 
     Raises:
         ConfigError: it cannot listen there.
@@ -320,11 +326,11 @@ class ObjectServer:
 
     @property
     def alive(self) -> bool:
-        """Whether it answers."""
+        """Whether its thread is there to answer."""
         return self._thread.is_alive()
 
     def catch_up(self) -> None:
-        """Wait, a moment at most, until what had arrived by now is dealt with."""
+        """Wait a moment until the messages that have arrived so far are handled."""
         wanted, deadline = self._passes + 2, time.monotonic() + _CATCH_UP_S
         while self._passes < wanted and time.monotonic() < deadline and self.alive:
             time.sleep(_POLL_MS / 10000)
@@ -345,8 +351,8 @@ class ObjectServer:
                 if self._listener.router in ready:
                     self._answer_some()
                 self._passes += 1
-        except Exception:  # `health` tells that the thread has ended
-            logger.exception("the thread that answers who asks for objects has ended")
+        except Exception:  # `health` reports that the thread has ended
+            logger.exception("The thread that says where objects are has ended")
         finally:
             self._context.destroy(0)
 
@@ -358,28 +364,31 @@ class ObjectServer:
             except zmq.Again:
                 return
             try:
-                if len(frames) != 1:
-                    raise ProtocolError(f"{len(frames)} frames")
-                question = QUESTIONS.decode(frames[0])
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ProtocolError) as e:
-                logger.debug("a question for an object is malformed: %s", e)
+                question = _decode(frames, QUESTIONS)
+            except ProtocolError as error:
+                logger.debug("%s", error)
                 continue
             if isinstance(question, Read):
                 self._note(question)
                 continue
             try:
                 router.send_multipart([sender, ENCODER.encode(self._answer(question))], zmq.NOBLOCK)
-            except zmq.ZMQError as error:  # it has gone, or takes nothing
-                logger.debug("an answer about an object was not sent: %s", error)
+            except zmq.ZMQError as error:  # the asker has gone, or takes no message
+                logger.debug("An answer about an object was not sent: %s", error)
 
 
-def _read_answer(frames: list[bytes]) -> Found | Missing:
+def _decode(frames: list[bytes], decoder: msgspec.msgpack.Decoder[_Message]) -> _Message:
+    """The message in these frames.
+
+    Raises:
+        ProtocolError: it is malformed.
+    """
     try:
         if len(frames) != 1:
-            raise ProtocolError(f"an answer of {len(frames)} frames")
-        return _answers.decode(frames[0])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"the answer about an object is malformed: {error}") from error
+            raise ValueError(f"it has {len(frames)} frames")
+        return decoder.decode(frames[0])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"a message about an object is malformed: {error}") from error
 
 
 def _parse_host(host: str) -> str:
@@ -387,7 +396,7 @@ def _parse_host(host: str) -> str:
 
 
 class _Hint(msgspec.Struct, frozen=True):
-    """What of an object's metadata is of use; the rest may be anybody's."""
+    """The fields of an object's metadata that are read; others are ignored."""
 
     source_host: str | None = None
     source_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None

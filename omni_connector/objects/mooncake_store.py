@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MooncakeStoreConnector`: whole objects in a Mooncake Store, where they outlive who put them.
+"""`MooncakeStoreConnector`: whole objects in a Mooncake Store, where they outlive their sender.
 
-An object is a *head* under a name that follows from its key, and, where it is larger than a head
-holds, *pieces* under names of their own, which no other version of the object has. The head says
-which pieces belong to it and what their checksum is. It is written last and in one go, so that a
-reader gets the version before or the one after, whole, or sees that it did not.
+An object has a *head* under a name that is derived from its key. The pieces of a larger object have
+names that no other version of it has, and the head says which pieces there are and what their
+checksum is. The head is written last and in one go. So a reader gets the old version or the new
+one, whole, or finds that it got neither.
 
-Mooncake never overwrites what is put, but replaces what is "upserted"; heads are upserted.
+Mooncake never overwrites an entry that is put, but replaces one that is "upserted", as heads are.
 """
 
 import dataclasses
@@ -14,9 +14,10 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -60,9 +61,9 @@ _WINDOW: Final = 2
 _GROUP_PIECES: Final = 4
 _RETRY_S: Final = 0.005
 _NOT_READY_S: Final = 0.25
-# What is copied is still in the processor's cache when its checksum is taken.
+# So much is copied at a time that it is still in the processor's cache for its checksum.
 _CACHED_BYTES: Final = 256 << 10
-# What was put longer ago is left to Mooncake's eviction: a pipeline need not clean up.
+# Objects that are remembered for `cleanup`. Older ones are left to Mooncake's eviction.
 _MAX_REMEMBERED: Final = 1 << 16
 
 
@@ -74,14 +75,15 @@ class MooncakeStoreConnector(OmniConnector):
     Args:
         master: `host:port` of Mooncake's master.
         metadata_server: where Mooncake's clients find each other; by default they ask each other.
-        host: address of this machine that the others reach, by default the one towards the master.
+        host: address of this machine that other clients reach; by default the one towards the
+            master.
         protocol: `tcp` or `rdma`.
         device: RDMA devices, comma separated.
-        segment_gib: memory that this process lends to the store, for the objects of all; what is
-            kept in it goes with this process. 0 for none.
-        buffer_mib: memory that objects pass through, and that is kept for the next ones.
+        segment_gib: memory that this process lends to the store, for the objects of all clients;
+            what lies in it goes with this process. 0 for none.
+        buffer_mib: memory of the staging buffers that are kept for the next objects.
         namespace: connectors find the objects of those that share it.
-        object_timeout: seconds that a `put` or `get` takes at most, and the construction.
+        object_timeout: seconds that a `put`, a `get` or the construction takes at most.
 
     Raises:
         MissingDependencyError: Mooncake is not installed.
@@ -90,6 +92,7 @@ class MooncakeStoreConnector(OmniConnector):
     """
 
     transport = "mooncake_store"
+    is_store = True
 
     def __init__(
         self,
@@ -116,7 +119,7 @@ class MooncakeStoreConnector(OmniConnector):
             segment_bytes=int(segment_gib * (1 << 30)),
         )
         self._prefix = f"{namespace}/objects"
-        self._object_timeout = object_timeout
+        self.object_timeout = object_timeout
         self._pinned = _pinned()
         self._client = StoreClient.open(settings)
         try:
@@ -124,47 +127,31 @@ class MooncakeStoreConnector(OmniConnector):
         except BaseException:
             self._client.close()
             raise
-        self._pieces = Staging(self._client, PIECE_BYTES, int(buffer_mib * (1 << 20)))
-        self._heads = Staging(self._client, HEAD_BYTES, 4 * HEAD_BYTES)
+        self._staging = Staging(self._client, int(buffer_mib * (1 << 20)) + 4 * HEAD_BYTES)
         self._buffers = Buffers()
         self._lock = threading.Lock()
         self._closed = False
         self._stored: OrderedDict[bytes, tuple[ObjectKey, Version]] = OrderedDict()
 
-    @property
-    def is_store(self) -> bool:
-        return True
-
-    @property
-    def object_timeout(self) -> float:
-        return self._object_timeout
-
     def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
         self._check_open()
-        deadline = time.monotonic() + self._object_timeout
+        deadline = time.monotonic() + self.object_timeout
         length = sum(part.nbytes for part in parts)
         digest = key.digest
+        version = Version.new(digest, length)
         self._client.turns.take(digest, deadline)
-        try:
-            version = Version.new(digest, length)
-            try:
-                if not version.inline:
-                    checksum = self._store_pieces(version, parts, deadline)
-                    version = dataclasses.replace(version, checksum=checksum)
-                version, head = self._start_head(version, parts, deadline)
-            except BaseException:
-                self._remove(version.piece_names(self._prefix))
-                raise
-        except BaseException:
-            self._client.turns.end(digest)
-            raise
-        # A head that comes late must not replace that of a later put.
-        head.add_done_callback(lambda _: self._client.turns.end(digest))
-        try:
+        with ExitStack() as undo, ExitStack() as turn:
+            turn.callback(self._client.turns.end, digest)
+            undo.callback(self._remove, version.piece_names(self._prefix))
+            if not version.inline:
+                checksum = self._store_pieces(version, parts, deadline)
+                version = dataclasses.replace(version, checksum=checksum)
+            version, head = self._start_head(version, parts, deadline)
+            # A head that comes late must not replace that of a later put.
+            head.add_done_callback(lambda _: self._client.turns.end(digest))
+            turn.pop_all()
             self._check(self._client.codes(head, deadline), [key])
-        except BaseException:
-            self._remove(version.piece_names(self._prefix))
-            raise
+            undo.pop_all()
         self._remember(key, version)
         return {"transport": self.transport, "length": length}
 
@@ -179,7 +166,7 @@ class MooncakeStoreConnector(OmniConnector):
             try:
                 found = self._load_head(key.digest, deadline)
             except IntegrityError as error:
-                # It may have been replaced while it was read.
+                # The head may have been replaced while it was read.
                 problem = error
                 time.sleep(_RETRY_S)
                 continue
@@ -211,12 +198,12 @@ class MooncakeStoreConnector(OmniConnector):
             ]
             for digest, _ in dropped:
                 del self._stored[digest]
-        deadline = time.monotonic() + self._object_timeout
+        deadline = time.monotonic() + self.object_timeout
         names: list[str] = []
         try:
             for digest, version in dropped:
                 names += version.piece_names(self._prefix)
-                # Somebody else may have put a newer one, which stays.
+                # Another sender may have put a newer version, which stays.
                 found = self._load_head(digest, deadline)
                 if found is not None and found[0] == version:
                     names.append(head_name(self._prefix, version.digest))
@@ -230,8 +217,7 @@ class MooncakeStoreConnector(OmniConnector):
             closed, self._closed = self._closed, True
         if closed:
             return
-        self._pieces.close()
-        self._heads.close()
+        self._staging.keep_spare(0)
         self._buffers.close()
         self._client.close()
 
@@ -254,21 +240,21 @@ class MooncakeStoreConnector(OmniConnector):
         before: tuple[str, Future[list[int]]] | None = None
         pieces = codec.cut(parts, version.piece_bytes)
         for index, (name, size, piece) in enumerate(zip(names, sizes, pieces, strict=True)):
-            memory = self._pieces.take()
+            memory = self._staging.take(PIECE_BYTES)
             checksums[index] = _fill(memory[:size], piece)
             place = int(memory.ctypes.data)
-            # A piece is copied while the one before is on its way; two on their way are slower.
+            # A piece is copied while the one before is sent. Sending two at a time is slower.
             if before is not None:
                 try:
                     self._check(self._client.codes(before[1], deadline), [before[0]])
                 except BaseException:
-                    self._pieces.give_back(memory)
+                    self._staging.give_back(memory)
                     raise
 
             def call(store: Any, name: str = name, place: int = place, size: int = size) -> Any:
                 return store.batch_put_from([name], [place], [size], self._pinned)
 
-            before = name, self._start(self._pieces, memory, call)
+            before = name, self._start(memory, call)
         if before is not None:
             self._check(self._client.codes(before[1], deadline), [before[0]])
         return codec.checksum_of(version.length, checksums)
@@ -276,7 +262,7 @@ class MooncakeStoreConnector(OmniConnector):
     def _start_head(
         self, version: Version, parts: Sequence[memoryview], deadline: float
     ) -> "tuple[Version, Future[list[int]]]":
-        memory = self._heads.take()
+        memory = self._staging.take(HEAD_BYTES)
         end = CONTENT_AT
         if version.inline:
             end += version.length
@@ -288,33 +274,23 @@ class MooncakeStoreConnector(OmniConnector):
         place = addresses(memory, [0])
 
         def call(store: Any) -> list[int]:
-            codes: list[int] = store.batch_upsert_from(name, place, size, self._pinned)
-            while codes[0] in PASSING and time.monotonic() < deadline:
-                time.sleep(_RETRY_S)
-                codes = store.batch_upsert_from(name, place, size, self._pinned)
-            return codes
+            return _until(
+                deadline, lambda: store.batch_upsert_from(name, place, size, self._pinned)
+            )
 
-        return version, self._start(self._heads, memory, call)
+        return version, self._start(memory, call)
 
     def _load_head(
         self, digest: bytes, deadline: float
     ) -> tuple[Version, NDArray[np.uint8] | None] | None:
-        memory = self._heads.take()
+        memory = self._staging.take(HEAD_BYTES)
         name, place = [head_name(self._prefix, digest)], addresses(memory, [0])
         ready = min(deadline, time.monotonic() + _NOT_READY_S)
 
         def call(store: Any) -> list[int]:
-            codes: list[int] = store.batch_get_into(name, place, [HEAD_BYTES])
-            while codes[0] in PASSING and time.monotonic() < ready:
-                time.sleep(_RETRY_S)
-                codes = store.batch_get_into(name, place, [HEAD_BYTES])
-            return codes
+            return _until(ready, lambda: store.batch_get_into(name, place, [HEAD_BYTES]))
 
-        try:
-            future = self._client.start(call)
-        except OmniError:
-            self._heads.give_back(memory)
-            raise
+        future = self._staging.start(memory, call)
         try:
             (size,) = self._client.codes(future, deadline)
             if size == MISSING or size in PASSING:
@@ -324,47 +300,38 @@ class MooncakeStoreConnector(OmniConnector):
             version = Version.decode(memory[:size], digest)
             if not version.inline:
                 return version, None
-            return version, self._content(version, memory[CONTENT_AT:size])
+            content = self._buffers.take(version.length)
+            np.copyto(content, memory[CONTENT_AT:size])
+            if xxhash.xxh3_64_intdigest(content.data) != version.checksum:
+                raise ChecksumError("an object has other bytes than were put")
+            return version, content
         finally:
-            self._heads.settle(memory, future)
-
-    def _content(self, version: Version, following: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        content = self._buffers.take(version.length)
-        np.copyto(content, following)
-        if xxhash.xxh3_64_intdigest(content.data) != version.checksum:
-            raise ChecksumError("an object has other bytes than were put")
-        return content
+            self._staging.settle(memory, future)
 
     def _load_pieces(self, version: Version, deadline: float) -> NDArray[np.uint8] | None:
         names, sizes = version.piece_names(self._prefix), version.pieces
-        self._pieces.sweep()
+        self._staging.check()
         content = self._buffers.take(version.length)
         self._client.register(content)
         checksums = np.zeros(len(sizes), np.uint64)
-        under_way: deque[tuple[range, Future[list[int]]]] = deque()
-        groups = deque(
+        groups = [
             range(start, min(start + _GROUP_PIECES, len(sizes)))
             for start in range(0, len(sizes), _GROUP_PIECES)
-        )
+        ]
         started: list[Future[list[int]]] = []
+
+        def start(group: range) -> None:
+            asked, wanted = [names[i] for i in group], [sizes[i] for i in group]
+            places = addresses(content, [i * version.piece_bytes for i in group])
+            started.append(
+                self._client.start(lambda store: store.batch_get_into(asked, places, wanted))
+            )
+
         try:
-            while groups or under_way:
-                while groups and len(under_way) < _WINDOW:
-                    group = groups.popleft()
-                    asked = [names[i] for i in group]
-                    wanted = [sizes[i] for i in group]
-                    places = addresses(content, [i * version.piece_bytes for i in group])
-
-                    def call(
-                        store: Any, asked: Any = asked, places: Any = places, wanted: Any = wanted
-                    ) -> Any:
-                        return store.batch_get_into(asked, places, wanted)
-
-                    started.append(self._client.start(call))
-                    under_way.append((group, started[-1]))
-                group, future = under_way[0]
-                codes = self._client.codes(future, deadline)
-                under_way.popleft()
+            for at, group in enumerate(groups):
+                for following in groups[len(started) : at + _WINDOW]:
+                    start(following)
+                codes = self._client.codes(started[at], deadline)
                 for i, code in zip(group, codes, strict=True):
                     if code == MISSING:
                         return None
@@ -372,22 +339,17 @@ class MooncakeStoreConnector(OmniConnector):
                         raise TransportError(f"Mooncake cannot read {names[i]}: {name_of(code)}")
                     if code != sizes[i]:
                         raise IntegrityError(f"piece {i} has {code} bytes, not {sizes[i]}")
-                    start = i * version.piece_bytes
-                    piece = content[start : start + sizes[i]]
+                    piece = content[i * version.piece_bytes :][: sizes[i]]
                     checksums[i] = xxhash.xxh3_64_intdigest(piece.data)
             if codec.checksum_of(version.length, checksums) != version.checksum:
                 raise ChecksumError("an object has other bytes than were put")
             return content
         finally:
-            self._pieces.retire(content, started)
+            self._staging.retire(content, started)
 
-    def _start(self, staging: Staging, memory: NDArray[np.uint8], call: Any) -> "Future[list[int]]":
-        try:
-            future = self._client.start(call)
-        except OmniError:
-            staging.give_back(memory)
-            raise
-        staging.settle(memory, future)
+    def _start(self, memory: NDArray[np.uint8], call: Any) -> "Future[list[int]]":
+        future = self._staging.start(memory, call)
+        self._staging.settle(memory, future)
         return future
 
     def _check(self, codes: list[int], names: Sequence[object]) -> None:
@@ -409,7 +371,7 @@ class MooncakeStoreConnector(OmniConnector):
             self._remove(before[1].piece_names(self._prefix))
 
     def _remove(self, names: list[str], deadline: float | None = None) -> None:
-        # Best effort: what stays is evicted some day, and belongs to no head.
+        # Best effort: entries that stay belong to no head, and are evicted some day.
         if not names:
             return
         try:
@@ -427,8 +389,15 @@ class MooncakeStoreConnector(OmniConnector):
             raise TransportError("the connector is closed")
 
 
+def _until(deadline: float, call: Callable[[], list[int]]) -> list[int]:
+    """The codes of a call for one name, made again until it ends otherwise than in passing."""
+    while (codes := call())[0] in PASSING and time.monotonic() < deadline:
+        time.sleep(_RETRY_S)
+    return codes
+
+
 def _fill(room: NDArray[np.uint8], pieces: Sequence[NDArray[np.uint8]]) -> int:
-    """Copy pieces, one after the other; their checksum."""
+    """Copy pieces, one after the other; returns their checksum."""
     checksum, at = xxhash.xxh3_64(), 0
     for piece in pieces:
         for start in range(0, piece.size, _CACHED_BYTES):
@@ -440,7 +409,7 @@ def _fill(room: NDArray[np.uint8], pieces: Sequence[NDArray[np.uint8]]) -> int:
 
 
 def _pinned() -> Any:
-    """Objects go last when Mooncake evicts; how that is said differs between its versions."""
+    """The setting that lets Mooncake evict objects last; it differs between Mooncake's versions."""
     module = store_module()
     config = module.ReplicateConfig()
     if hasattr(module, "SoftPinAction"):

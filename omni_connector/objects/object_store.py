@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole objects in the slots of an arena: who holds which slots, and when they may go.
+"""Whole objects in the slots of an arena: which slots each has, and when it may be evicted.
 
-An object has one header, that of its first slot. Its owner changes that before it lets any slot of
-the object be written again, so that a reader who finds the first slot published with the object's
-generation, before the copy and after it, has copied all of the object. The header's checksum is
-that of the checksums of the slots' contents, which can so be had by several threads.
+An object has one header, that of its first slot. The owner changes this header before any slot of
+the object is written again. So a reader that finds the first slot published with the object's
+generation, both before and after its copy, has copied the whole object. The header's checksum
+covers the checksums of all slots, which several threads compute.
 
-An object that was read whole may be evicted when another needs its room. One that was not is kept
-until its time to live is over, as its reader may have died or never come.
+An object that was read may be evicted when another needs its room. One that was not read is kept
+until its time to live is over.
 """
 
+import functools
 import itertools
 import math
 import threading
@@ -24,13 +25,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.config import memory_limit_bytes
-from omni_connector.errors import ArenaFullError, ConfigError, TransportError
+from omni_connector.errors import ArenaFullError, ConfigError, ProtocolError, TransportError
 from omni_connector.memory.arena import Arena
 from omni_connector.memory.buffers import share_out
 from omni_connector.objects import codec
 from omni_connector.objects.base import ObjectKey, check_times
 
-# An object in as many pieces as can be must still be described by one bounded message.
+# One message, of bounded size, describes an object even if none of its slots are consecutive.
 MAX_OBJECT_SLOTS: Final = 4096
 
 _SLOT_BYTES: Final = 1 << 20
@@ -42,13 +43,13 @@ Runs = tuple[tuple[int, int], ...]
 
 
 def object_geometry(gib: float | None) -> tuple[int, int]:
-    """Slots, and bytes of each, of an arena for objects.
+    """The number of slots, and the bytes of each, of an arena for objects.
 
     Args:
-        gib: its size in GiB; None takes a tenth of the machine's memory, 4 GiB at most.
+        gib: size in GiB; None takes a tenth of the machine's memory, 4 GiB at most.
 
     Raises:
-        ConfigError: it is not a positive number.
+        ConfigError: `gib` is not a positive number.
     """
     if gib is None:
         total = min(memory_limit_bytes() // 10, _MAX_DEFAULT_BYTES)
@@ -78,17 +79,39 @@ class StoredObject:
     length: int
     stamp: int
 
+    def slots_in(self, n_slots: int, slot_bytes: int) -> list[int]:
+        """The slots of the object, in the order of its bytes, in an arena of this geometry.
+
+        Raises:
+            ProtocolError: there is no such object in an arena of this geometry.
+        """
+        count = count_of(self.runs)
+        capacity = count * slot_bytes
+        impossible = self.length < 0 or any(
+            start < 0 or count < 1 or start + count > n_slots for start, count in self.runs
+        )
+        # No slot counts twice. A copy is no larger than the arena, nor, as the arena may be only
+        # announced, than this host's memory.
+        impossible = impossible or count > min(n_slots, MAX_OBJECT_SLOTS)
+        impossible = impossible or self.length > host_bytes()
+        if impossible or not capacity - slot_bytes < max(self.length, 1) <= capacity:
+            raise ProtocolError(
+                f"{self.length} bytes in slots {self.runs[:8]} do not describe an object in "
+                f"{n_slots} slots of {slot_bytes} bytes"
+            )
+        return ids_of(self.runs)
+
 
 class ObjectStore:
     """The objects of this process, in an arena that it owns and closes.
 
     Args:
         arena: an arena that nobody else writes.
-        clock_ns: a clock that all processes of the host share.
-        catch_up: called without a lock when there is no room, before that is final: marks what
-            peers have said that they read.
-        ttl_s: seconds after which an object may be evicted though nobody has read it; zero, or
-            less, is never.
+        clock_ns: a clock that all senders share.
+        catch_up: called without a lock where a `store` finds no room: marks the objects that peers
+            say they have read. After that the store tries once more.
+        ttl_s: seconds after which an object may be evicted though nobody has read it; zero or less
+            is never.
         clock: seconds, monotonic, for `ttl_s`.
 
     Raises:
@@ -114,13 +137,13 @@ class ObjectStore:
         self._clock = clock
         self._lock = threading.Lock()
         self._objects: dict[bytes, tuple[ObjectKey, StoredObject]] = {}
-        # Digests of those that nobody has read, with the time when they may go: the earliest first.
+        # Objects that nobody has read, and when each may be evicted; the earliest first.
         self._unread: OrderedDict[bytes, float] = OrderedDict()
-        # Of the others, in the order in which they go, and their slots in all.
+        # The others, in the order in which they are evicted, and the number of their slots.
         self._evictable: OrderedDict[bytes, None] = OrderedDict()
         self._evictable_slots = 0
         self._free = np.ones(arena.n_slots, np.bool_)
-        # Bytes of each slot that have memory: it comes with the first use and stays.
+        # How many bytes of each slot have memory, which comes with the first use and stays.
         self._populated = np.zeros(arena.n_slots, np.int64)
         self._generations = itertools.count(1)
 
@@ -129,12 +152,12 @@ class ObjectStore:
 
     @property
     def free_slots(self) -> int:
-        """Slots that hold nothing."""
+        """How many slots hold nothing."""
         return int(np.count_nonzero(self._free))
 
     @property
     def evictable_slots(self) -> int:
-        """Slots of objects that were read, or whose time is over, which others may take."""
+        """How many slots hold objects that may be evicted: read, or past their time to live."""
         with self._lock:
             self._expire()
             return self._evictable_slots
@@ -142,12 +165,12 @@ class ObjectStore:
     def store(self, key: ObjectKey, parts: Sequence[memoryview]) -> StoredObject:
         """Keep the concatenated parts under a key, in place of what was there.
 
-        What was there stays until the new object is complete, unless there is only room for
-        one of them. Where room is short, objects go that were read, or whose time to live is over:
-        those first of which this is so for longest.
+        What was there stays until the new object is complete, unless there is room for only one
+        of them. Where room is short, objects are evicted that were read or are past their time to
+        live; the ones of which this has been so for longest go first.
 
         Raises:
-            ArenaFullError: there is no room; what was there is still there.
+            ArenaFullError: there is no room; what was under the key is still there.
             TransportError: the arena is closed.
         """
         length = sum(part.nbytes for part in parts)
@@ -177,7 +200,7 @@ class ObjectStore:
         return stored
 
     def mark_read(self, digest: bytes, generation: int) -> None:
-        """Say that this object was read whole just now; one that is not here (any more) is not."""
+        """Note that this object was read just now. Ignored if it is not here (any more)."""
         with self._lock:
             entry = self._objects.get(digest)
             if entry is None or entry[1].generation != generation:
@@ -224,7 +247,7 @@ class ObjectStore:
             free = self.free_slots
             if needed > free + own + others:
                 return None
-            # What is replaced goes early only where the room of all the others is too little.
+            # The object that is replaced goes early only where evicting all others is too little.
             if needed > free + others:
                 self._remove(digest)
                 free += own
@@ -237,7 +260,7 @@ class ObjectStore:
         return runs
 
     def _replaceable(self, digest: bytes) -> tuple[int, int]:
-        # Holds the lock. Slots of the object under this key, and of all others that may go.
+        # Holds the lock. Slots of the object under this key, and of all others that may be evicted.
         entry = self._objects.get(digest)
         own = 0 if entry is None else count_of(entry[1].runs)
         return own, self._evictable_slots - (own if digest in self._evictable else 0)
@@ -278,8 +301,8 @@ class ObjectStore:
         return count
 
     def _release(self, runs: Runs) -> None:
-        # Holds the lock. A closed arena has no slots to retire. Retired before any of its slots
-        # can be chosen again: a reader of any of them checks the first.
+        # Holds the lock. A reader checks the first slot, so that is retired before any slot of the
+        # object can be chosen again. A closed arena has no slots to retire.
         if not self.arena.closed:
             self.arena.retire(runs[0][0])
         for start, count in runs:
@@ -312,6 +335,12 @@ class ObjectStore:
         self.arena.publish(ids[0], generation, digest, first, codec.checksum_of(length, checksums))
 
 
+@functools.cache
+def host_bytes() -> int:
+    """`memory_limit_bytes`, which reads files, read once."""
+    return memory_limit_bytes()
+
+
 def count_of(runs: Runs) -> int:
     """How many slots these runs have."""
     return sum(count for _, count in runs)
@@ -323,7 +352,7 @@ def ids_of(runs: Runs) -> list[int]:
 
 
 def _choose(free: NDArray[np.bool_], needed: int) -> Runs:
-    """The smallest run of free slots that suffices, else the largest ones there are."""
+    """The smallest run of free slots that suffices; where none does, several, the largest first."""
     walled = np.zeros(free.size + 2, np.bool_)
     walled[1:-1] = free
     edges = np.flatnonzero(walled[1:] != walled[:-1])

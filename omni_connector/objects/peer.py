@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Peer`: another connector that may have objects, asked over a line that its carrier makes."""
+"""`Peer`: another connector that may have objects, over a line that its carrier makes.
+
+It is asked where an object is (the messages are the same over every carrier), its arena is
+attached, and the object is read out of the slots, with every byte checked.
+"""
 
 import functools
 import threading
@@ -8,57 +12,119 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from omni_connector.errors import PeerUnreachableError, ProtocolError, TransportError
-from omni_connector.memory.buffers import Buffers
-from omni_connector.objects.messages import Find, Found, Missing, Read
-from omni_connector.objects.reading import Fetch, read_object
-from omni_connector.transports.base import ArenaTransport, RemoteArena
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
-# A peer that nobody has asked for so long is hung up on.
+from omni_connector.errors import (
+    ChecksumError,
+    PeerUnreachableError,
+    ProtocolError,
+    StaleSlotError,
+    TransportError,
+)
+from omni_connector.memory.arena import Arena
+from omni_connector.memory.buffers import Buffers, share_out
+from omni_connector.net.unix import Refusal, require_protocol
+from omni_connector.objects import codec
+from omni_connector.objects.object_store import StoredObject
+from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
+
+PROTOCOL: Final = 2
+
+# The line to a peer is closed after it was not used for so long.
 IDLE_S: Final = 60.0
-# Attaching has this much longer than the deadline for the answer, then a read as long, and more for
-# what is large.
+# Attaching may take this much longer than the answer. A read may take as long again, and longer for
+# a large object.
 _READ_S: Final = 10.0
 _READ_BYTES_PER_S: Final = 20e6
-# Notes kept for a peer that takes none at the moment; beyond it the oldest are lost.
+# Notes that are kept for a peer that takes none at the moment. Of more, the oldest are lost.
 _MAX_UNSENT: Final = 1024
+
+Fetch = Callable[[list[int], int], NDArray[np.uint8]]
+"""Copies bytes of slots into memory of their own; see `RemoteArena.take`."""
+
+
+class Find(msgspec.Struct, frozen=True, tag="find"):
+    """Asks for the object whose key has this digest; answered with `Found` or `Missing`."""
+
+    digest: bytes
+    protocol: int = PROTOCOL
+
+    def __post_init__(self) -> None:
+        require_protocol(self.protocol, PROTOCOL)
+
+
+class Read(msgspec.Struct, frozen=True, tag="read"):
+    """Says that its sender has read this object of the arena `epoch`, whole; has no answer."""
+
+    epoch: bytes
+    digest: bytes
+    generation: int
+    protocol: int = PROTOCOL
+
+    def __post_init__(self) -> None:
+        require_protocol(self.protocol, PROTOCOL)
+
+
+class Found(msgspec.Struct, frozen=True, tag="found"):
+    """The object of this digest is in the arena at this endpoint."""
+
+    digest: bytes
+    endpoint: Endpoint
+    stored: StoredObject
+
+
+class Missing(msgspec.Struct, frozen=True, tag="missing"):
+    """There is no object of this digest."""
+
+    digest: bytes
+
+
+ENCODER: Final = msgspec.msgpack.Encoder()
+QUESTIONS: Final[msgspec.msgpack.Decoder[Find | Read]] = msgspec.msgpack.Decoder(Find | Read)
+Answer = Found | Missing | Refusal
+ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
 
 
 class Line(Protocol):
-    """A connection to a peer, by which it is asked. One thread at a time has it."""
+    """A connection to a peer. One thread at a time uses it."""
 
     @property
     def alive(self) -> bool:
         """Whether the peer still has its end, as far as is known. Never waits."""
 
-    def ask(self, question: Find, deadline: float) -> Found | Missing:
-        """The peer's answer, by a deadline of `time.monotonic()`.
+    def ask(
+        self, question: Find, answers: msgspec.msgpack.Decoder[Answer], deadline: float
+    ) -> tuple[Answer, object]:
+        """The peer's answer, by a deadline of `time.monotonic()`; what comes with it is ignored.
 
         Raises:
-            OmniError: there is none, or it makes no sense. The line is then of no use any more.
+            OmniError: there is none, or it makes no sense. The line is of no use after that.
         """
 
     def tell(self, read: Read) -> bool:
-        """Say what has no answer; whether it was sent. Never waits."""
+        """Send a message that has no answer; returns whether it was sent. Never waits."""
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close the line. Idempotent."""
 
 
 class Peer:
-    """Another connector. Callers that share it take turns at asking.
+    """Another connector. One caller at a time asks it.
 
     Args:
         address: where it is.
-        connect: makes a line to it, until a deadline of `time.monotonic()`.
+        connect: makes a line to it, by a deadline of `time.monotonic()`.
         transport: attaches the arenas that it names.
         buffers: where memory for copies of its objects comes from.
-        timeout: seconds to wait for an answer; a peer that gives none is then left alone for ten
-            times as long.
+        timeout: seconds to wait for an answer. A peer that gives none is not asked for ten times
+            as long.
 
     Attributes:
-        users: how many calls have it; the exchange counts them.
-        used_at: when the last one ended.
+        users: how many calls use it now; the exchange counts them.
+        used_at: when the last of them ended.
     """
 
     def __init__(
@@ -86,10 +152,10 @@ class Peer:
         self._arena: RemoteArena | None = None
 
     def find(self, digest: bytes, deadline: float) -> Found | None:
-        """What the peer has under a digest; None also while it is left alone for its silence.
+        """What the peer has under a digest. None also while it is not asked, as it was silent.
 
         Raises:
-            PeerUnreachableError: no answer.
+            PeerUnreachableError: it gives no answer.
             OmniError: as `Line.ask`.
         """
         now = time.monotonic()
@@ -103,8 +169,8 @@ class Peer:
                 raise TransportError("the connector is closed")
             if self._line is None:
                 self._line = self._connect(deadline)
-            answer = self._line.ask(Find(digest), deadline)
-            if answer.digest != digest:
+            answer, _ = self._line.ask(Find(digest), ANSWERS, deadline)
+            if isinstance(answer, Refusal) or answer.digest != digest:
                 raise ProtocolError(f"{self.address} answers another question")
         except BaseException:
             self._hang_up()
@@ -117,11 +183,11 @@ class Peer:
         return answer if isinstance(answer, Found) else None
 
     def open(self, found: Found, deadline: float) -> Callable[[], memoryview]:
-        """Attach the arena that `find` has told of; what then reads the object, see `read_object`.
+        """Attach the arena that the object is in; returns what reads the object (`read_object`).
 
         Args:
-            found: what `find` has told.
-            deadline: what it was told by.
+            found: what `find` has returned.
+            deadline: the one that `find` had.
 
         Raises:
             OmniError: the arena cannot be attached.
@@ -140,17 +206,17 @@ class Peer:
         return functools.partial(read_object, arena, found, self._buffers, fetch)
 
     def note(self, read: Read) -> None:
-        """Tell the peer what was read; what it does not take now is kept. Never waits."""
+        """Tell the peer what was read, later if it takes no message now. Never waits."""
         self._unsent.append(read)
         self._tell()
 
     def useless(self, now: float) -> bool:
-        """Whether the peer has gone, or was not asked for a while; only of one without users."""
+        """Whether a peer without users has gone, or was not asked for a while."""
         lost = any(each is not None and not each.alive for each in (self._line, self._arena))
         return lost or now - self.used_at >= IDLE_S
 
     def close(self) -> None:
-        """Hang up, once a question that is under way is over. Idempotent."""
+        """Let go of line and arena, once a question that is under way is over. Idempotent."""
         with self._turn:
             self._closed = True
             self._hang_up()
@@ -160,13 +226,13 @@ class Peer:
             arena.close()
 
     def abandon(self) -> None:
-        """The same in a process that was forked, where whoever had the turn is not there."""
+        """As `close`, in a process that was forked: the threads that held locks are not there."""
         self._hang_up()
         if self._arena is not None:
             self._arena.close()
 
     def _tell(self) -> None:
-        # What another thread, which has the turn, leaves over, it tells when its turn is over.
+        # Where another thread has the lock, that thread sends what is left when it releases it.
         while self._unsent and self._turn.acquire(blocking=False):
             try:
                 while self._unsent:
@@ -181,3 +247,43 @@ class Peer:
         line, self._line = self._line, None
         if line is not None:
             line.close()
+
+
+def read_object(
+    arena: Arena | RemoteArena, found: Found, buffers: Buffers, fetch: Fetch | None = None
+) -> memoryview:
+    """Copy an object out of the slots of an arena, and verify the copy.
+
+    Args:
+        arena: the arena of the object, with the geometry that its owner has named.
+        found: what the owner says of the object; not trusted.
+        buffers: where memory for the copy comes from.
+        fetch: copies the bytes where the arena is not mapped.
+
+    Raises:
+        StaleSlotError: the object was replaced or dropped meanwhile.
+        ChecksumError: the bytes are not those that were stored.
+        ProtocolError: the owner describes no object in such an arena.
+        TransportError: the arena is closed or cannot be read, or there is no memory for the copy.
+    """
+    stored, slot_bytes = found.stored, found.endpoint.slot_bytes
+    ids = stored.slots_in(found.endpoint.n_slots, slot_bytes)
+    slots = arena.slots if fetch is None else None
+    arena.verify(ids[0], stored.generation)
+    content = buffers.take(stored.length) if fetch is None else fetch(ids, stored.length)
+    checksums = np.empty(len(ids), np.uint64)
+
+    def take_up(job: tuple[int, int]) -> None:
+        index, slot = job
+        piece = content[index * slot_bytes : (index + 1) * slot_bytes]
+        if slots is not None:
+            np.copyto(piece, slots[slot, : piece.size])
+        checksums[index] = xxhash.xxh3_64_intdigest(piece.data)
+
+    share_out(take_up, enumerate(ids), stored.length)
+    header = arena.verify(ids[0], stored.generation)
+    if header.key != found.digest or header.length != min(stored.length, slot_bytes):
+        raise StaleSlotError(f"the slot holds {header.length} bytes of another object")
+    if header.checksum != codec.checksum_of(stored.length, checksums):
+        raise ChecksumError(f"generation {header.generation} of an object: wrong checksum")
+    return content.data

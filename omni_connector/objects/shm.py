@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SharedMemoryConnector`: objects between processes of one user on one host."""
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,36 +11,33 @@ from typing import Any, Final
 import msgspec
 
 from omni_connector.memory.arena import Arena
-from omni_connector.net.unix import Connection, Refusal
+from omni_connector.net.unix import Connection
 from omni_connector.objects.exchange import Exchange
-from omni_connector.objects.messages import Find, Found, Missing, Read
 from omni_connector.objects.object_store import DEFAULT_TTL_S, object_geometry
+from omni_connector.objects.peer import Find, Read
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.shm import SharedMemoryTransport
 
 _OBJECT_SOCKET: Final = "o-"
 _CATCH_UP_S: Final = 0.2
-_ANSWERS: Final[msgspec.msgpack.Decoder[Found | Missing | Refusal]] = msgspec.msgpack.Decoder(
-    Found | Missing | Refusal
-)
 
 
 class SharedMemoryConnector(Exchange[str]):
-    """Objects in shared memory; peers are all connectors whose sockets are in the runtime folder.
+    """Objects in shared memory. Its peers are all connectors with a socket in the runtime folder.
 
     Args:
         namespace: connectors find the objects of those that share it.
         folder: the runtime folder, by default the one of the namespace.
-        object_gib: size of the arena, which limits what has been put and neither been got nor
-            cleaned up; by default a tenth of the machine's memory, 4 GiB at most. It is divided
-            into at most 4096 slots of 1 MiB or more, and an object takes a whole number of slots.
-        geometry: slots, and bytes of each (a multiple of the page size), instead.
-        object_timeout: seconds that a `get` waits for peers to answer.
-        peer_timeout: seconds that it waits for one of them, which is then left alone for
-            ten times as long.
-        buffer_ttl_seconds: how long an object that nobody gets keeps others from its room; zero,
-            or less, is for ever.
-        clock: seconds, monotonic, by which that is told.
+        object_gib: size of the arena, which bounds the objects that were put and neither got nor
+            cleaned up; by default a tenth of the machine's memory, 4 GiB at most. The arena has at
+            most 4096 slots of 1 MiB or more, and an object takes whole slots.
+        geometry: instead of a size, the number of slots and the bytes of each (whole pages).
+        object_timeout: seconds that a `get` waits for all peers.
+        peer_timeout: seconds that it waits for one of them. A peer that gives no answer is not
+            asked for ten times as long.
+        buffer_ttl_seconds: seconds after which an object that nobody has got may be evicted; zero
+            or less is never.
+        clock: seconds, monotonic, for `buffer_ttl_seconds`.
 
     Raises:
         ConfigError: the runtime folder cannot be had, or is not private.
@@ -90,8 +88,8 @@ class SharedMemoryConnector(Exchange[str]):
     def _metadata(self, address: str) -> dict[str, Any]:
         return {"address": address}
 
-    def _way(self, address: str) -> "Callable[[float], _SocketLine]":
-        return lambda deadline: _SocketLine(Connection(Path(address), deadline))
+    def _way(self, address: str) -> Callable[[float], Connection]:
+        return functools.partial(Connection, Path(address))
 
     def _catch_up(self) -> None:
         self._sockets.catch_up(_CATCH_UP_S)
@@ -100,30 +98,8 @@ class SharedMemoryConnector(Exchange[str]):
         self._sockets.sweep()
 
 
-class _SocketLine:
-    """A `Line` over a Unix socket."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    @property
-    def alive(self) -> bool:
-        return self._connection.alive
-
-    def ask(self, question: Find, deadline: float) -> Found | Missing:
-        answer: Found | Missing
-        answer, _ = self._connection.ask(question, _ANSWERS, deadline)
-        return answer
-
-    def tell(self, read: Read) -> bool:
-        return self._connection.tell(read)
-
-    def close(self) -> None:
-        self._connection.close()
-
-
 class _Hint(msgspec.Struct, frozen=True):
-    """What of an object's metadata is of use; the rest may be anybody's."""
+    """The fields of an object's metadata that are read; others are ignored."""
 
     transport: str | None = None
     address: str | None = None

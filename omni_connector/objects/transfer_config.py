@@ -51,7 +51,7 @@ class _Runtime(msgspec.Struct, frozen=True):
 
 
 class _Pipeline(msgspec.Struct, frozen=True):
-    """What of a pipeline's configuration is about connectors; the rest is others'.
+    """The parts of a pipeline's configuration that are about connectors; others are ignored.
 
     `runtime` and `stage_args` are the older places of `connectors`, `edges` and `stages`.
     """
@@ -69,7 +69,7 @@ class OmniTransferConfig:
 
     Attributes:
         connectors: (sending stage, receiving stage) -> connector.
-        default_connector: that of the edges not named.
+        default_connector: the connector of all other edges, if they have one.
     """
 
     connectors: dict[Edge, ConnectorSpec] = field(default_factory=dict)
@@ -91,16 +91,16 @@ def load_omni_transfer_config(
 ) -> OmniTransferConfig | None:
     """Read the connectors of a pipeline from a file or a mapping; None where neither is given.
 
-    Edges are those that the stages' connectors name, those of `edges`, and those of the stages'
-    `engine_input_source`; one without a connector gets shared memory.
+    An edge is named by the connectors of a stage, by `edges`, or by the `engine_input_source` of a
+    stage. One without a connector gets shared memory.
 
     Args:
-        config_path: a file .json, .yaml or .yml; it goes before `config_dict`.
-        config_dict: the same, read already.
+        config_path: a file .json, .yaml or .yml; it has precedence over `config_dict`.
+        config_dict: the same as a mapping.
 
     Raises:
-        ConfigError (a ValueError): a reference to a connector that is not defined, two types of
-            connector on one edge, an ill-typed value, a file of another kind.
+        ConfigError (a ValueError): a connector is not defined, an edge has connectors of two types,
+            a value has the wrong type, or the file is of another kind.
         FileNotFoundError: there is no such file.
         MissingDependencyError: the file is YAML and PyYAML is not installed.
     """
@@ -121,7 +121,7 @@ def load_omni_transfer_config(
             _connect(connectors, edge, _resolve(edge, reference, defined))
     for edge in _plain_edges(stages, pipeline.edges or runtime.edges or []):
         if edge not in connectors:
-            logger.info("edge %s -> %s has no connector: it gets %s", *edge, SHARED_MEMORY)
+            logger.info("Edge %s -> %s names no connector and gets %s", *edge, SHARED_MEMORY)
             connectors[edge] = ConnectorSpec(SHARED_MEMORY)
     return OmniTransferConfig(connectors)
 

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`BlockStore`: KV blocks under keys, shared by the engines of a cluster, best effort.
 
-What the network does is never an exception here: what cannot be had in time is not there. What
-is under a key is not checked either: entries must carry a check of their own, over key and bytes.
+A failure of the network raises no exception here: an entry that does not arrive in time counts as
+missing. What lies under a key is not checked here: entries carry a check of key and bytes.
 """
 
+import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -20,69 +19,63 @@ from numpy.typing import NDArray
 from omni_connector.config import StoreSettings
 from omni_connector.errors import OmniError, PeerUnreachableError
 from omni_connector.memory.arena_format import PAGE_BYTES
+from omni_connector.memory.pool import pages
 from omni_connector.transports.mooncake_client import OK, ClientSettings, StoreClient, name_of
-from omni_connector.transports.mooncake_memory import Staging, addresses, pages
+from omni_connector.transports.mooncake_memory import Staging, addresses
 
 # Larger calls, and several at once, are no faster.
 _CALL_BYTES: Final = 16 << 20
 _CALL_KEYS: Final = 256
 _SPARE_BYTES: Final = 64 << 20
 
+Rows = NDArray[np.uint8]
+_Move = Callable[[list[str], Rows, list[int], float], list[bool]]
+
 
 class BlockStore(ABC):
-    """A store of blocks. All methods may be called from any thread; none waits past its timeout."""
+    """A store of blocks. All methods may be called from any thread, and end by their timeout."""
 
     @abstractmethod
     def exists(self, keys: Sequence[str], *, timeout: float) -> list[bool]:
-        """Which keys the store holds; False also where it does not say so within `timeout` s."""
+        """Whether the store holds each key; False where it does not answer in `timeout` seconds."""
 
     @abstractmethod
-    def buffer(self, rows: int, row_bytes: int) -> NDArray[np.uint8]:
-        """Memory to put from and get into: (rows, row_bytes), page aligned, until `close`."""
+    def buffer(self, rows: int, row_bytes: int) -> Rows:
+        """Memory to put from and get into: (rows, row_bytes), page aligned, valid until `close`."""
 
     @abstractmethod
     def put(
-        self,
-        keys: Sequence[str],
-        rows: NDArray[np.uint8],
-        lengths: Sequence[int],
-        *,
-        timeout: float,
+        self, keys: Sequence[str], rows: Rows, lengths: Sequence[int], *, timeout: float
     ) -> list[bool]:
-        """Store the first bytes of rows under keys; what is there already stays.
+        """Store the first bytes of rows under keys; entries that exist already stay.
 
-        A put that is not over in time may store what a row holds later on.
+        A put that does not end in time may store what a row holds later.
 
         Args:
             keys: one for each row.
-            rows: (n, width), in a buffer of `buffer`. They must not change meanwhile.
-            lengths: bytes of each, at least 1 and at most width.
+            rows: (n, width), in memory from `buffer`. They must not change meanwhile.
+            lengths: bytes of each row, at least 1 and at most width.
             timeout: seconds.
 
         Returns:
-            For each key whether the store holds it now, by this put or from before.
+            For each key whether the store holds it now, from this put or from before.
         """
 
     @abstractmethod
     def get(
-        self,
-        keys: Sequence[str],
-        rows: NDArray[np.uint8],
-        lengths: Sequence[int],
-        *,
-        timeout: float,
+        self, keys: Sequence[str], rows: Rows, lengths: Sequence[int], *, timeout: float
     ) -> list[bool]:
         """Read entries into rows; the arguments are those of `put`.
 
         Returns:
-            For each key whether exactly as many bytes arrived as asked for. Where not, the row
-            has any content; in no case does it change after this returns.
+            For each key whether exactly as many bytes arrived as asked for. If not, the row has any
+            content. No row changes after this has returned.
         """
 
     @property
     @abstractmethod
     def failures(self) -> Mapping[str, int]:
-        """How many entries could not be asked for, put or got so far, by what went wrong."""
+        """How many entries could not be asked for, put or got so far, by kind of failure."""
 
     @abstractmethod
     def close(self) -> None:
@@ -90,11 +83,11 @@ class BlockStore(ABC):
 
 
 class MooncakeBlockStore(BlockStore):
-    """Blocks in a Mooncake Store. A master that cannot be reached is tried again in the background.
+    """Blocks in a Mooncake Store, whose master is asked again in the background when it is away.
 
     Args:
         settings: where the store is.
-        lends: bytes of memory that this process lends to it.
+        lends: bytes of memory that this process lends to the store.
 
     Raises:
         MissingDependencyError: Mooncake is not installed.
@@ -114,8 +107,9 @@ class MooncakeBlockStore(BlockStore):
         self._lock = threading.Lock()
         self._failures: Counter[str] = Counter()
         self._closed = False
-        self._staging: Staging | None = None
-        self._buffers: list[NDArray[np.uint8]] = []
+        self._staging = Staging(self._client, _SPARE_BYTES)
+        self._piece_bytes = _CALL_BYTES + _CALL_KEYS * PAGE_BYTES
+        self._buffers: list[Rows] = []
 
     def wait(self, timeout: float) -> None:
         """Wait until the store can be used.
@@ -146,7 +140,7 @@ class MooncakeBlockStore(BlockStore):
                 self._count(name_of(code), 1)
         return [code == 1 for code in codes]
 
-    def buffer(self, rows: int, row_bytes: int) -> NDArray[np.uint8]:
+    def buffer(self, rows: int, row_bytes: int) -> Rows:
         stride = _in_pages(row_bytes)
         memory = pages(rows * stride)
         self._client.register(memory)
@@ -155,135 +149,77 @@ class MooncakeBlockStore(BlockStore):
         return memory.reshape(rows, stride)[:, :row_bytes]
 
     def put(
-        self,
-        keys: Sequence[str],
-        rows: NDArray[np.uint8],
-        lengths: Sequence[int],
-        *,
-        timeout: float,
+        self, keys: Sequence[str], rows: Rows, lengths: Sequence[int], *, timeout: float
     ) -> list[bool]:
         return self._in_parts(self._put, keys, rows, lengths, timeout)
 
     def get(
-        self,
-        keys: Sequence[str],
-        rows: NDArray[np.uint8],
-        lengths: Sequence[int],
-        *,
-        timeout: float,
+        self, keys: Sequence[str], rows: Rows, lengths: Sequence[int], *, timeout: float
     ) -> list[bool]:
         return self._in_parts(self._get, keys, rows, lengths, timeout)
 
     def close(self) -> None:
         with self._lock:
             closed, self._closed = self._closed, True
-            staging = self._staging
         if closed:
             return
-        if staging is not None:
-            staging.close()
+        self._staging.keep_spare(0)
         for memory in self._buffers:
             self._client.unregister(memory)
         self._client.close()
 
     def _in_parts(
-        self,
-        move: Callable[[Sequence[str], NDArray[np.uint8], Sequence[int], float], list[bool]],
-        keys: Sequence[str],
-        rows: NDArray[np.uint8],
-        lengths: Sequence[int],
-        timeout: float,
+        self, move: _Move, keys: Sequence[str], rows: Rows, lengths: Sequence[int], timeout: float
     ) -> list[bool]:
         _check(keys, rows, lengths)
         deadline = time.monotonic() + timeout
         done: list[bool] = []
         try:
             for part in _parts(lengths):
-                done += move(keys[part], rows[part], lengths[part], deadline)
+                done += move(list(keys[part]), rows[part], list(lengths[part]), deadline)
         except OmniError as error:
             self._count(_kind(error), len(keys) - len(done))
             done += [False] * (len(keys) - len(done))
         return done
 
-    def _put(
-        self,
-        keys: Sequence[str],
-        rows: NDArray[np.uint8],
-        lengths: Sequence[int],
-        deadline: float,
-    ) -> list[bool]:
-        asked, sizes = list(keys), list(lengths)
-        places = addresses(rows, [i * rows.strides[0] for i in range(len(asked))])
-        codes = self._client.call(
-            lambda store: store.batch_put_from(asked, places, sizes), deadline
-        )
+    def _put(self, keys: list[str], rows: Rows, sizes: list[int], deadline: float) -> list[bool]:
+        places = addresses(rows, [i * rows.strides[0] for i in range(len(keys))])
+        codes = self._client.call(lambda store: store.batch_put_from(keys, places, sizes), deadline)
         for code in codes:
             if code != OK:
                 self._count(name_of(code), 1)
         return [code == OK for code in codes]
 
-    def _get(
-        self,
-        keys: Sequence[str],
-        rows: NDArray[np.uint8],
-        lengths: Sequence[int],
-        deadline: float,
-    ) -> list[bool]:
-        arrival = self._fetch(keys, lengths)
+    def _get(self, keys: list[str], rows: Rows, sizes: list[int], deadline: float) -> list[bool]:
+        *offsets, total = itertools.accumulate(map(_in_pages, sizes), initial=0)
+        memory = self._staging.take(self._piece_for(total))
+        places = addresses(memory, offsets)
+        # They arrive in a staging buffer, to which a call that was given up may still write.
+        future = self._staging.start(
+            memory, lambda store: store.batch_get_into(keys, places, sizes)
+        )
         try:
-            return self._collect(arrival, rows, deadline)
+            codes = self._client.codes(future, deadline)
+            for row, code, offset, size in zip(rows, codes, offsets, sizes, strict=True):
+                if code == size:
+                    np.copyto(row[:size], memory[offset : offset + size])
+                else:
+                    self._count(name_of(code) if code < 0 else "other length", 1)
+            return [code == size for code, size in zip(codes, sizes, strict=True)]
         finally:
-            arrival.staging.settle(arrival.memory, arrival.future)
+            self._staging.settle(memory, future)
 
-    def _fetch(self, keys: Sequence[str], lengths: Sequence[int]) -> "_Arrival":
-        offsets, total = [], 0
-        for length in lengths:
-            offsets.append(total)
-            total += _in_pages(length)
-        staging = self._staging_for(total)
-        memory = staging.take()
-        asked, sizes, places = list(keys), list(lengths), addresses(memory, offsets)
-        try:
-            future = self._client.start(lambda store: store.batch_get_into(asked, places, sizes))
-        except OmniError:
-            staging.give_back(memory)
-            raise
-        return _Arrival(future, staging, memory, offsets, sizes)
-
-    def _collect(self, arrival: "_Arrival", rows: NDArray[np.uint8], deadline: float) -> list[bool]:
-        codes = self._client.codes(arrival.future, deadline)
-        done = [code == size for code, size in zip(codes, arrival.sizes, strict=True)]
-        for i, (offset, size) in enumerate(zip(arrival.offsets, arrival.sizes, strict=True)):
-            if done[i]:
-                np.copyto(rows[i, :size], arrival.memory[offset : offset + size])
-            else:
-                self._count(name_of(codes[i]) if codes[i] < 0 else "other length", 1)
-        return done
-
-    def _staging_for(self, nbytes: int) -> Staging:
-        # Pieces of one size serve all calls; a row larger than that has them made anew, larger.
+    def _piece_for(self, nbytes: int) -> int:
+        # Pieces of one size serve all calls. A row that is larger makes them larger for good.
         with self._lock:
-            if self._staging is None or self._staging.size < nbytes:
-                if self._staging is not None:
-                    self._staging.close()
-                size = max(nbytes, _CALL_BYTES + _CALL_KEYS * PAGE_BYTES)
-                self._staging = Staging(self._client, size, max(_SPARE_BYTES, 2 * size))
-            return self._staging
+            if nbytes > self._piece_bytes:
+                self._piece_bytes = nbytes
+                self._staging.keep_spare(max(_SPARE_BYTES, 2 * nbytes))
+            return self._piece_bytes
 
     def _count(self, kind: str, number: int) -> None:
         with self._lock:
             self._failures[kind] += number
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """Entries on their way into memory of the store's own."""
-
-    future: "Future[list[int]]"
-    staging: Staging
-    memory: NDArray[np.uint8]
-    offsets: list[int]
-    sizes: list[int]
 
 
 def _parts(lengths: Sequence[int]) -> Iterator[slice]:
@@ -297,7 +233,7 @@ def _parts(lengths: Sequence[int]) -> Iterator[slice]:
         yield slice(start, len(lengths))
 
 
-def _check(keys: Sequence[str], rows: NDArray[np.uint8], lengths: Sequence[int]) -> None:
+def _check(keys: Sequence[str], rows: Rows, lengths: Sequence[int]) -> None:
     if rows.dtype != np.uint8 or rows.ndim != 2 or not len(rows) == len(keys) == len(lengths):
         raise ValueError(
             f"{len(keys)} keys and {len(lengths)} lengths for rows of {rows.dtype}{rows.shape}"

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ArenaTransport`, by which peers read the arenas of one another.
+"""`ArenaTransport`: a way for peers to read each other's arenas.
 
-Three verbs: `export` and `withdraw` of an arena that this process owns, `attach` to that of a peer.
-`close` ends them.
+`export` and `withdraw` are for an arena that this process owns, `attach` is for that of a peer.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.errors import TransportError
+from omni_connector.errors import ProtocolError, TransportError
 from omni_connector.memory.arena import Arena
 from omni_connector.memory.arena_format import EPOCH_BYTES, PAGE_BYTES, SlotHeader
 from omni_connector.net.peers import is_loopback
@@ -28,8 +27,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         transport: registered name of the transport that exported it.
         address: what that transport needs to reach it.
         epoch: the 16 bytes that name this arena; another arena at the address is refused.
-        n_slots: its number of slots.
-        slot_bytes: bytes of each, a multiple of the page size.
+        n_slots: the arena's number of slots.
+        slot_bytes: bytes of each slot, a multiple of the page size.
 
     Raises:
         ValueError: a field is out of range (msgspec.ValidationError while decoding).
@@ -50,12 +49,12 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"slot_bytes must be pages of {PAGE_BYTES}, not {self.slot_bytes}")
         if len(self.address) > MAX_ADDRESS_BYTES:
             raise ValueError(f"an address of {len(self.address)} characters is too long")
-        if not self.address.isprintable():  # it stands in system calls, and in logs
+        if not self.address.isprintable():  # it is passed to system calls, and logged
             raise ValueError(f"{self.address!r} is no address")
 
     @classmethod
     def of(cls, arena: Arena, transport: str, address: str) -> Self:
-        """That of an arena, which this transport exports at this address."""
+        """The endpoint of an arena that this transport exports at this address."""
         return cls(
             transport=transport,
             address=address,
@@ -74,11 +73,11 @@ def check_destination(dst: NDArray[np.uint8], n_slots: int, slot_bytes: int) -> 
 
 
 class Fetched:
-    """Slots of a peer that were copied here, and are what was published.
+    """Copies of a peer's slots, which are as they were published.
 
     Attributes:
-        rows: (n, length) uint8, contiguous; until `release`.
-        headers: of each slot, as found after the copy.
+        rows: (n, length) uint8, contiguous; valid until `release`.
+        headers: the header of each slot, read after the copy.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class RemoteArena(ABC):
         """The peer's bytes, mapped read-only: (n_slots, slot_bytes).
 
         Raises:
-            TransportError: it is closed, or the transport does not map (`supports_mapping`).
+            TransportError: the arena is closed, or not mapped (`supports_mapping`).
         """
         raise TransportError(f"transport {self.endpoint.transport!r} does not map a peer's arena")
 
@@ -117,7 +116,7 @@ class RemoteArena(ABC):
     def alive(self) -> bool:
         """Whether the owner is still there. Cheap; False never becomes True again.
 
-        Where nothing but the network connects the two, its end shows with the next read.
+        Over the network, the owner's end may show only with the next read.
         """
 
     @abstractmethod
@@ -125,21 +124,29 @@ class RemoteArena(ABC):
         """The header of a slot that is published with exactly this generation.
 
         Raises:
-            StaleSlotError: it is not, or not any more.
+            StaleSlotError: it is not published so, or not any more.
             ProtocolError: the arena has no such slot.
             IntegrityError: the header makes no sense.
             TransportError: it cannot be read.
         """
 
-    @abstractmethod
     def read_into(self, slot_ids: Sequence[int], dst: NDArray[np.uint8]) -> None:
         """Copy the first bytes of slots, unverified: `dst` is (len(slot_ids), width) uint8.
+
+        A transport that does not map overrides this.
 
         Raises:
             ValueError: `dst` has another shape or type, or is wider than a slot.
             ProtocolError: the arena has no such slot.
             TransportError: the bytes cannot be read.
         """
+        slots = self.slots
+        check_destination(dst, len(slot_ids), slots.shape[1])
+        for slot in slot_ids:
+            if not 0 <= slot < len(slots):
+                raise ProtocolError(f"{self.endpoint.address} has no slot {slot}")
+        for row, slot in zip(dst, slot_ids, strict=True):
+            np.copyto(row, slots[slot, : dst.shape[1]])
 
     @abstractmethod
     def close(self) -> None:
@@ -150,7 +157,7 @@ class RemoteArena(ABC):
     ) -> Fetched:
         """Copies of several slots, each published with its generation before and after.
 
-        Their checksums are in the headers and not compared: who copies the bytes on does that.
+        The checksums in the headers are not compared here: the caller does so as it copies on.
 
         Args:
             slot_ids: which slots.
@@ -159,7 +166,7 @@ class RemoteArena(ABC):
             timeout: seconds.
 
         Raises:
-            SlotPendingError: one is not published yet.
+            SlotPendingError: a slot is not published yet.
             StaleSlotError, ProtocolError, IntegrityError, TransportError: as `verify`.
             ValueError: `length` is more than a slot has.
         """
@@ -171,11 +178,11 @@ class RemoteArena(ABC):
         return Fetched(rows, [self.verify(slot, generation) for slot, generation in refs])
 
     def take(self, slot_ids: Sequence[int], length: int, *, timeout: float) -> NDArray[np.uint8]:
-        """Bytes of several slots as one, unverified: (length,) uint8, in memory of their own.
+        """The bytes of several slots in one array of its own, unverified: (length,) uint8.
 
         Args:
-            slot_ids: all but the last are taken whole.
-            length: bytes in all.
+            slot_ids: which slots; all but the last are copied whole.
+            length: bytes of all.
             timeout: seconds.
 
         Raises:
@@ -193,7 +200,7 @@ class RemoteArena(ABC):
 
 
 class Site(NamedTuple):
-    """What a transport is told of the engine that it is for.
+    """What a transport is told about its engine.
 
     Attributes:
         namespace: engines that share it find each other.
@@ -207,14 +214,14 @@ class Site(NamedTuple):
 
 
 class NoSettings(msgspec.Struct, frozen=True):
-    """Of a transport that has nothing to configure."""
+    """The settings of a transport that has none."""
 
 
 class Service(ABC):
-    """What is opened to reach peers, says how it is, and is closed.
+    """A transport or connector: it reports its health, and is closed.
 
     Attributes:
-        transport: by which peers are reached: its registered name.
+        transport: the registered name of the transport, or the name of the carrier.
     """
 
     transport: str
@@ -224,11 +231,11 @@ class Service(ABC):
         """Withdraw everything and free it, in bounded time. Idempotent."""
 
     def health(self) -> dict[str, Any]:
-        """`status` ("healthy", or what is wrong), `transport`, and the transport's details."""
+        """`status` ("healthy", or what is wrong), `transport`, and `details`."""
         return {"status": "healthy", "transport": self.transport, **self.details()}
 
     def details(self) -> dict[str, Any]:
-        """What `health` adds for this transport; a `status` in it wins."""
+        """What `health` reports beyond that; a `status` in it takes precedence."""
         return {}
 
     def __enter__(self) -> Self:
@@ -242,13 +249,13 @@ class ArenaTransport(Service):
     """A way for peers to read an arena. All methods may be called from any thread.
 
     Attributes:
-        transport: as it stands in endpoints and in the configuration.
-        Settings: a struct of what `transport_config` may say to it; typed, with defaults.
+        transport: its name in endpoints and in the configuration.
+        Settings: a struct of the settings that `transport_config` may have, typed, with defaults.
         nearness: its place among the candidates of `auto`, the nearest first: shared memory has 0,
-            the Transfer Engine 100. None: it is taken only where its name is configured.
-        beyond_host: whether it reaches peers on other hosts. `auto` takes such a one only where
-            the engine listens to other hosts or may connect to them.
-        why_near: what it tells operators of a peer that it reads as the nearest.
+            the Transfer Engine 100. One with None is used only where its name is configured.
+        beyond_host: whether it reaches peers on other hosts. `auto` uses such a transport only
+            where the engine listens to other hosts or may connect to them.
+        why_near: why it is the nearest to a peer, for operators.
     """
 
     Settings: ClassVar[type[msgspec.Struct]] = NoSettings
@@ -258,14 +265,14 @@ class ArenaTransport(Service):
 
     @classmethod
     def create(cls, settings: Any, site: Site) -> "ArenaTransport":
-        """One for an engine: called with its namespace and its settings, each by its name.
+        """Make a transport for an engine; passes the namespace and the settings by their names.
 
         Args:
             settings: an instance of `Settings`.
-            site: of the engine.
+            site: the engine.
 
         Raises:
-            ConfigError, MissingDependencyError: a setting is out of range, or something is missing.
+            ConfigError, MissingDependencyError: a setting is out of range, or a package is missing.
         """
         return cls(namespace=site.namespace, **msgspec.structs.asdict(settings))  # type: ignore[call-arg]
 
@@ -276,12 +283,12 @@ class ArenaTransport(Service):
 
     @abstractmethod
     def export(self, arena: Arena, name: str) -> Endpoint:
-        """Let peers read an arena. It stays the caller's, who withdraws before closing it.
+        """Let peers read an arena. The caller withdraws it before closing it.
 
         Args:
             arena: an arena of this process.
-            name: unique in this transport, and stable, for operators to see; where the transport
-                finds arenas by name, unique among the exporters of a namespace.
+            name: a stable name that operators see. It is unique in this transport; where the
+                transport finds arenas by name, among all exporters of the namespace.
 
         Raises:
             TransportError: the name is taken, or the transport is closed.
@@ -293,15 +300,15 @@ class ArenaTransport(Service):
 
     @abstractmethod
     def attach(self, endpoint: Endpoint, *, timeout: float) -> RemoteArena:
-        """Get at a peer's arena, within `timeout` seconds.
+        """Attach a peer's arena, within `timeout` seconds.
 
         Raises:
             PeerUnreachableError: nobody is there, or no answer came in time.
-            PeerRefusedError: it is not a peer to talk to, or it refuses us, or it has another
+            PeerRefusedError: we may not talk to this peer, or it refuses us, or it has another
                 arena by now (another epoch).
-            ProtocolError: what it says makes no sense.
+            ProtocolError: the peer's answer is malformed.
         """
 
     def obstacle(self, endpoint: Endpoint) -> str | None:
-        """Why this transport cannot read an arena, as far as that shows without trying."""
+        """Why this transport cannot read an arena, as far as can be said without trying."""
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls into libraries that know no deadlines, made on threads that nobody has to wait for."""
+"""Calls into libraries without deadlines, on threads that nobody has to wait for."""
 
 import queue
 import threading
@@ -13,14 +13,14 @@ _Result = TypeVar("_Result")
 
 
 class CallThreads:
-    """Threads for calls that may take long to return, or may not return at all.
+    """Threads for calls that may take long to return, or may never return.
 
-    Who waits for a call may give it up; it keeps its thread until it ends. The threads are
-    daemons: a call that never ends does not keep the process.
+    A caller may stop waiting for a call, which keeps its thread until it ends. The threads are
+    daemons: a call that never ends does not keep the process alive.
 
     Args:
         name: of the threads.
-        limit: calls that may be under way at once, those that were given up among them.
+        limit: how many calls may be under way, those that nobody waits for any more included.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -78,7 +78,7 @@ class CallThreads:
             else:
                 self._rest()
                 future.set_result(result)
-            # The arguments go with the call, not with the next one.
+            # Let go of the arguments now, not when the next call comes.
             del item, future, call
 
     def _rest(self) -> None:

@@ -1,30 +1,121 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which transport reads which peer: an engine exports by each it has, and reads by the nearest."""
+"""Transports: which ones there are, which of them an engine has, and which one reads which peer.
 
+A package offers a transport through the entry-point group `omni_connector.transports`. The class
+is imported when its name is first asked for, so that one that is broken, or lacks a dependency,
+is in nobody's way. An engine exports its arena by each transport that it has, and reads a peer's
+arena by the nearest one that can.
+"""
+
+import importlib
 import logging
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, NamedTuple
 
 from omni_connector.config import OmniConfig, read_settings
-from omni_connector.errors import ConfigError, OmniError, PeerRefusedError, unknown
+from omni_connector.errors import (
+    ConfigError,
+    MissingDependencyError,
+    OmniError,
+    PeerRefusedError,
+    unknown,
+)
 from omni_connector.memory.arena import Arena
 from omni_connector.net.peers import Peers, is_loopback, parse_listen
 from omni_connector.transports.base import ArenaTransport, Endpoint, Site
-from omni_connector.transports.registry import AUTO, transport_class, transport_names
 
 logger = logging.getLogger(__name__)
 
 _MAX_CHOSEN: Final = 4096
+
+ENTRY_POINT_GROUP: Final = "omni_connector.transports"
+AUTO: Final = "auto"
+
+_BUILT_IN: Final = {
+    "shm": "omni_connector.transports.shm:SharedMemoryTransport",
+    "mooncake": "omni_connector.transports.mooncake:MooncakeTransport",
+}
+_NONE: Final = {
+    "mooncake_store": "a Mooncake Store keeps blocks and objects, but is no transport; configure "
+    "it as `store`, or for objects as the connector MooncakeStoreConnector"
+}
+
+_lock = threading.Lock()
+_registered: dict[str, type[ArenaTransport]] = {}
+
+
+def register_transport(name: str, transport: type[ArenaTransport]) -> None:
+    """Make a transport known in this process. Registering a class twice is no error.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    with _lock:
+        taken = name == AUTO or name in _BUILT_IN or name in _NONE or name in _entry_points()
+        if taken or _registered.get(name, transport) is not transport:
+            raise ConfigError(f"a transport named {name!r} exists already")
+        _registered[name] = transport
+
+
+def transport_names() -> list[str]:
+    """The names that `transport_class` knows, sorted; not all of them need to load."""
+    return sorted({*_BUILT_IN, *_registered, *_entry_points()})
+
+
+def transport_class(name: str) -> type[ArenaTransport]:
+    """The class of a transport.
+
+    Raises:
+        ConfigError: the name is unknown, or is not that of a transport.
+        MissingDependencyError: the transport needs a package that is not installed.
+    """
+    found: object = _registered.get(name)
+    if found is None:
+        found = _load(name)
+    if not (isinstance(found, type) and issubclass(found, ArenaTransport)):
+        raise ConfigError(f"transport {name!r} is {found!r}, which is no ArenaTransport class")
+    return found
+
+
+def _load(name: str) -> object:
+    target, package = _BUILT_IN.get(name), "omni-connector"
+    if target is None:
+        entry_point = _entry_points().get(name)
+        if entry_point is None:
+            raise ConfigError(_NONE.get(name) or unknown("transport", name, transport_names()))
+        target = entry_point.value
+        package = entry_point.dist.name if entry_point.dist is not None else "its package"
+    module, _, attribute = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        raise MissingDependencyError(
+            f"transport {name!r} of {package} needs the module {missing!r}, which is not "
+            f"installed; install it with the extras of {package}"
+        ) from error
+    except (ImportError, AttributeError) as error:
+        # A compiled module may lack a system library, which this message names.
+        raise MissingDependencyError(
+            f"transport {name!r} of {package} cannot be loaded: {error}"
+        ) from error
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    found = entry_points(group=ENTRY_POINT_GROUP)
+    return {each.name: each for each in found if each.name not in {*_BUILT_IN, *_NONE}}
 
 
 class Choice(NamedTuple):
     """By which transport an arena is read, and why.
 
     Attributes:
-        transport, address: of its endpoint.
+        transport, address: of the arena's endpoint.
         reason: `configured`, `nearest`, or `nearer_ones_cannot`.
-        why: the same in words.
+        why: the reason in words.
     """
 
     transport: str
@@ -37,7 +128,7 @@ class Transports:
     """The transports of one engine's worker, nearest first.
 
     Args:
-        readers: all of them.
+        readers: all transports.
         exporters: those of them by which peers may read our arena.
     """
 
@@ -67,15 +158,16 @@ class Transports:
 
     @property
     def needs_checksums(self) -> bool:
-        """Whether our arena is read otherwise than in place: what says then that bytes are those
-        of their slot is nothing but their checksum."""
+        """Whether some peers read copies of our slots, which only checksums tell from others."""
         return not all(transport.supports_mapping for transport in self._exporters)
 
     def choose(self, endpoints: tuple[Endpoint, ...]) -> tuple[ArenaTransport, Endpoint]:
-        """How to read an arena that its owner exports in these ways; stays as it is once chosen.
+        """The transport and endpoint by which to read an arena with these endpoints.
+
+        The choice for an arena never changes.
 
         Raises:
-            PeerRefusedError: in none of them; the message says why.
+            PeerRefusedError: no transport can; the message says why.
         """
         chosen = self._chosen.get(endpoints)
         if chosen is None:
@@ -91,7 +183,7 @@ class Transports:
         obstacles: list[str] = []
         for transport, endpoint in ways:
             obstacle = transport.obstacle(endpoint)
-            if obstacle is None or len(ways) == 1:  # then trying tells more
+            if obstacle is None or len(ways) == 1:  # the only way is tried: its error says more
                 self._note(endpoint, obstacles)
                 return transport, endpoint
             obstacles.append(f"{transport.transport}: {obstacle}")
@@ -102,7 +194,7 @@ class Transports:
         raise PeerRefusedError(f"no transport reaches the peer: {'; '.join(obstacles)}")
 
     def take_choices(self) -> list[Choice]:
-        """What was chosen since the last call, once an arena."""
+        """The choices since the last call, one for each arena."""
         return [self._untold.popleft() for _ in range(len(self._untold))]
 
     def close(self) -> None:
@@ -125,9 +217,9 @@ class Transports:
 def make_transports(config: OmniConfig) -> Transports:
     """The transports that a configuration asks for.
 
-    `auto` takes all that are candidates by what they say of themselves, the nearest first; those
-    that reach other hosts only where the engine listens to some or may connect to them. Nothing of
-    Mooncake starts before it is used.
+    `auto` takes all transports with a `nearness`, the nearest first. Those that reach other hosts
+    are taken only where the engine listens to other hosts or may connect to them. Mooncake does not
+    start before its first use.
 
     Raises:
         ConfigError, MissingDependencyError: a transport is unknown, or lacks what it needs, or a
@@ -143,7 +235,7 @@ def make_transports(config: OmniConfig) -> Transports:
         classes = {config.transport: transport_class(config.transport)}
         given = {config.transport: config.transport_config}
     transports = [_make(name, kind, given.get(name, {}), config) for name, kind in classes.items()]
-    # An arena on the network is of use to those only who can ask for its slots from there.
+    # Peers on other hosts ask for slots at the TCP port: without one nobody needs such an export.
     exporters = [
         each
         for each in transports
@@ -153,13 +245,13 @@ def make_transports(config: OmniConfig) -> Transports:
 
 
 def _candidates(*, beyond_host: bool) -> dict[str, type[ArenaTransport]]:
-    """Those of `auto` by name, the nearest first."""
+    """The candidates of `auto` by name, the nearest first."""
     found: dict[str, type[ArenaTransport]] = {}
     for name in transport_names():
         try:
             kind = transport_class(name)
         except Exception as error:
-            # Another package's, which nobody has asked for by name.
+            # A broken transport of another package, which nobody has configured, is no error.
             logger.warning("Transport %r is left out: %s", name, error, exc_info=True)
             continue
         if kind.nearness is not None and (beyond_host or not kind.beyond_host):
@@ -178,7 +270,7 @@ def _make(name: str, kind: type[ArenaTransport], given: Any, config: OmniConfig)
         allows=lambda host: is_loopback(host) or allowed.allows(host),
     )
     settings = read_settings(where, kind.Settings, given)
-    own = getattr(config, name, None)  # `mooncake` is a key of its own as well
+    own = getattr(config, name, None)  # `mooncake` is also a key of the configuration
     if isinstance(own, kind.Settings):
         if given and own != kind.Settings():
             raise ConfigError(f"{name} and {where} say the same; give one")

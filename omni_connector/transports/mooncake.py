@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MooncakeTransport`: peers read each other's arenas through Mooncake's Transfer Engine.
 
-The arena is the one that shared memory exports. Its owner registers it with the engine, readers
-fetch superblock, headers and slots by address, and check them as they would a mapping: nothing
-that Mooncake says is trusted but that the bytes came.
+The owner registers its arena with the engine. Readers fetch superblock, headers and slots by
+address, and check them as they would those of a mapping. Of Mooncake they trust only its word that
+bytes have arrived.
 """
 
 import functools
@@ -47,7 +47,7 @@ from omni_connector.transports.mooncake_engine import Engine, Span
 _ADDRESS: Final = re.compile(
     r"(?P<protocol>tcp|rdma)://(?P<engine>[][A-Za-z0-9.:_-]+)/(?P<base>[0-9a-f]{1,16})\Z"
 )
-# Headers this close together are read in one piece, with what is between them.
+# Headers that are this close to each other are read together with the headers between them.
 _HEADER_GAP: Final = 64
 _READ_TIMEOUT_S: Final = 30.0
 
@@ -56,7 +56,7 @@ class MooncakeTransport(ArenaTransport):
     """Arenas read over the network, by Mooncake's Transfer Engine.
 
     Args:
-        settings: how the engine is started, which happens at the first use.
+        settings: how the engine is started, at the first use.
         host: address of this machine that peers reach; None takes the one towards the first peer.
         allows: whether a peer's host may be connected to.
     """
@@ -147,7 +147,7 @@ class MooncakeTransport(ArenaTransport):
         self._engine.close()
 
     def details(self) -> dict[str, Any]:
-        self._engine.tidy()
+        self._engine.pool.tidy()
         with self._lock:
             found: dict[str, Any] = {
                 "protocol": self._engine.protocol,
@@ -155,9 +155,9 @@ class MooncakeTransport(ArenaTransport):
             }
             if self._closed:
                 found["status"] = "closed"
-            elif set_aside := self._engine.quarantine.set_aside():
+            elif set_aside := self._engine.pool.set_aside():
                 found["status"] = f"degraded: not reading from {', '.join(set_aside[:8])}"
-        found["quarantined_bytes"] = self._engine.quarantine.nbytes
+        found["quarantined_bytes"] = self._engine.pool.quarantined_bytes
         return found
 
     def _check_open(self) -> None:
@@ -175,9 +175,9 @@ class MooncakeTransport(ArenaTransport):
 class _Export:
     """The mapping of an arena that is registered.
 
-    Mooncake over TCP lets any peer write what it may read. It is given a mapping that cannot be
-    written: such a write ends with EFAULT, and the connection with it. RDMA registers memory for
-    writing or not at all.
+    Mooncake over TCP lets any peer write to what it may read. So it gets a mapping that cannot be
+    written: such a write fails with EFAULT and ends the connection. RDMA can register only memory
+    that may be written.
     """
 
     def __init__(self, arena: Arena, name: str, *, writable: bool) -> None:
@@ -195,7 +195,7 @@ class _Export:
         self.base = int(self._slots.ctypes.data) - geometry.slots_at
 
     def close(self) -> None:
-        """Let go of the mapping; after it was unregistered."""
+        """Let go of the mapping, after it was unregistered."""
         del self._slots
         if self._view is not None:
             self._view.close()
@@ -217,7 +217,7 @@ class MooncakeArena(RemoteArena):
         return self._alive
 
     def check(self, deadline: float) -> None:
-        """Raise unless the arena that was announced is there.
+        """Raise unless the announced arena is at the address.
 
         Raises:
             PeerUnreachableError: nobody answers.
@@ -245,19 +245,19 @@ class MooncakeArena(RemoteArena):
         try:
             headers = self._verify_all(slot_ids, generations, deadline)
         except BaseException:
-            self._engine.give_back(buffer)
+            self._engine.pool.give_back(buffer)
             raise
         rows = buffer[: len(slot_ids) * length].reshape(len(slot_ids), length)
-        return Fetched(rows, headers, functools.partial(self._engine.give_back, buffer))
+        return Fetched(rows, headers, functools.partial(self._engine.pool.give_back, buffer))
 
     def take(self, slot_ids: Sequence[int], length: int, *, timeout: float) -> NDArray[np.uint8]:
         spans = self._spans(slot_ids, self._geometry.slot_bytes)
         left = length - (len(slot_ids) - 1) * self._geometry.slot_bytes
         spans[-1] = Span(spans[-1].address, left)
         buffer = self._fetch(spans, time.monotonic() + timeout)
-        # The last array or memoryview of it gives it back.
+        # It is given back when its last array or memoryview is gone.
         content = buffer[:length]
-        weakref.finalize(content, self._engine.give_back_later, buffer).atexit = False
+        weakref.finalize(content, self._engine.pool.give_back_later, buffer).atexit = False
         return content
 
     def close(self) -> None:
@@ -268,7 +268,7 @@ class MooncakeArena(RemoteArena):
     ) -> list[SlotHeader]:
         wanted = sorted(set(slot_ids))
         self._check_slots(wanted)
-        # Few reads of a little too much: each costs a round trip's worth of work at both ends.
+        # A few larger reads cost less than many small ones, each of which costs a round trip.
         breaks = [i for i in range(1, len(wanted)) if wanted[i] - wanted[i - 1] > _HEADER_GAP]
         runs = [range(wanted[a], wanted[b - 1] + 1) for a, b in pairwise([0, *breaks, len(wanted)])]
         at = self._base + self._geometry.headers_at
@@ -304,7 +304,7 @@ class MooncakeArena(RemoteArena):
         try:
             return buffer[: sum(span.size for span in spans)].copy()
         finally:
-            self._engine.give_back(buffer)
+            self._engine.pool.give_back(buffer)
 
     def _fetch(self, spans: Sequence[Span], deadline: float) -> NDArray[np.uint8]:
         if not self._alive:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client of Mooncake Store whose calls end by a deadline, whatever Mooncake does.
 
-Mooncake waits for its master up to 30 s, and while a client is set up it does so holding the GIL.
-So the master is asked for a connection first, Mooncake's own limits are lowered, every call runs on
-a thread that may be left behind, and a master that does not answer is set aside: calls fail at once
-until it answers a question that is asked in the background.
+Mooncake waits up to 30 s for its master, and holds the GIL for that while a client is set up. So we
+connect to the master first, and lower Mooncake's own limits. Every call runs on a thread that may
+be left behind. When the master does not answer, calls fail at once until it answers a question that
+is asked in the background.
 """
 
 import atexit
@@ -33,7 +33,7 @@ NOT_READY: Final = -703
 MISSING: Final = -704
 TRANSFER_FAILED: Final = -800
 
-# What another try may end otherwise: somebody else writes or moves the object just now.
+# Codes for what passes: somebody else is writing or moving the object. Another try may succeed.
 PASSING: Final = frozenset({-601, NOT_READY, -706, -707, -708, -714})
 
 _CODES: Final = {
@@ -69,7 +69,7 @@ _LIMITS: Final = {
 
 
 def name_of(code: int) -> str:
-    """How Mooncake calls a return code."""
+    """Mooncake's name of a return code."""
     return f"{_CODES.get(code, 'unknown code')} ({code})"
 
 
@@ -81,8 +81,8 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
         metadata_server: where clients find each other; by default they ask each other.
         protocol: `tcp` or `rdma`.
         device: RDMA devices, comma separated.
-        host: address of this machine that other clients reach; None takes the one that it has
-            towards the master.
+        host: address of this machine that other clients reach; None takes the one towards the
+            master.
         segment_bytes: memory that this process lends to the store.
     """
 
@@ -106,7 +106,7 @@ class StoreClient:
 
     @classmethod
     def open(cls, settings: ClientSettings) -> "StoreClient":
-        """The client of this process with these settings; each `open` takes a `close`.
+        """The client of this process with these settings; each `open` needs a `close`.
 
         Raises:
             MissingDependencyError: Mooncake is not installed.
@@ -133,7 +133,7 @@ class StoreClient:
         self._running = 0
         self._closed = False
         self._ended = threading.Event()
-        # Since when the master does not answer; None while it does.
+        # When the master stopped answering; None while it answers.
         self._away_since: float | None = clock()
         self._told = False
         self._retry_at = 0.0
@@ -157,10 +157,10 @@ class StoreClient:
                 raise PeerUnreachableError(self._away())
 
     def check(self) -> None:
-        """Make sure that the master answered lately; never waits.
+        """Raise if the master does not answer at present; never waits.
 
         Raises:
-            PeerUnreachableError: it did not. From time to time it is asked, in the background.
+            PeerUnreachableError: it does not. It is asked again in the background.
             TransportError: the client is closed.
         """
         with self._lock:
@@ -175,10 +175,10 @@ class StoreClient:
         raise PeerUnreachableError(message)
 
     def start(self, call: Callable[[Any], list[int]]) -> "Future[list[int]]":
-        """Give a call to Mooncake, whose codes `codes` waits for.
+        """Start a call of Mooncake on a thread; `codes` waits for its end.
 
         Args:
-            call: gets Mooncake's store, and returns a code for each key; runs to its end.
+            call: is given Mooncake's store, and returns a code for each key.
 
         Raises:
             PeerUnreachableError, TransportError: as `check`; or too many calls are under way.
@@ -194,10 +194,10 @@ class StoreClient:
             raise
 
     def codes(self, future: "Future[list[int]]", deadline: float) -> list[int]:
-        """What a call answered.
+        """The codes that a call has returned.
 
         Raises:
-            PeerUnreachableError: nothing before the deadline, by the client's clock.
+            PeerUnreachableError: it did not end before the deadline, by the client's clock.
         """
         try:
             codes = future.result(max(0.0, deadline - self._clock()))
@@ -216,7 +216,7 @@ class StoreClient:
         return self.codes(self.start(call), deadline)
 
     def register(self, memory: NDArray[np.uint8]) -> None:
-        """Let Mooncake reach this memory, now or once it is set up; until `unregister`."""
+        """Let Mooncake use this memory, as soon as the client is set up, until `unregister`."""
         with self._lock:
             self._registered[int(memory.ctypes.data)] = memory
             store = self._store
@@ -224,7 +224,7 @@ class StoreClient:
             _register(store, memory)
 
     def unregister(self, memory: NDArray[np.uint8]) -> None:
-        """Take it back. Idempotent."""
+        """Undo `register`. Idempotent."""
         address = int(memory.ctypes.data)
         with self._lock:
             known = self._registered.pop(address, None)
@@ -235,9 +235,9 @@ class StoreClient:
                 logger.warning("Mooncake does not unregister memory: %s", name_of(code))
 
     def close(self, timeout: float = _CLOSE_S) -> None:
-        """Undo one `open`. The last one leaves the store, within `timeout` seconds.
+        """Undo one `open`. The last `close` leaves the store, and waits for it `timeout` seconds.
 
-        Calls that are running end first, also where that takes longer.
+        Calls that are running end before the store is left, even if that takes longer.
         """
         with self._shared_lock:
             self._users -= 1
@@ -272,7 +272,7 @@ class StoreClient:
             self._end()
 
     def _end(self) -> None:
-        # Once, by whoever is last: a store must not go while a call is in it.
+        # Called once, by whatever ends last: a store must not be closed while a call uses it.
         with self._lock:
             store, self._store = self._store, None
         if store is not None:
@@ -285,7 +285,7 @@ class StoreClient:
     def _away(self) -> str:
         since = self._clock() - (self._away_since or 0.0)
         return (
-            f"Mooncake's master at {self.settings.master} does not answer since {since:.1f} s: "
+            f"Mooncake's master at {self.settings.master} does not answer ({since:.1f} s so far): "
             f"{self._reason}"
         )
 
@@ -300,7 +300,7 @@ class StoreClient:
         self._ask_master()
 
     def _tell(self) -> None:
-        # Holds the lock. Once an outage.
+        # Holds the lock. Logs each outage once.
         if not self._told:
             self._told = True
             logger.warning("%s; it is asked again in the background", self._away())
@@ -377,7 +377,7 @@ class StoreClient:
 
 
 class Turns:
-    """One at a time, for each name."""
+    """Lets one thread at a time work on each name."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -385,10 +385,10 @@ class Turns:
         self._changed = threading.Condition()
 
     def take(self, name: bytes, deadline: float) -> None:
-        """Wait until nobody has the turn of this name, and have it until `end`.
+        """Wait until nobody works on this name; then nobody else does until `end`.
 
         Raises:
-            TransportError: somebody has it until the deadline.
+            TransportError: the deadline came first.
         """
         with self._changed:
             while name in self._taken:
@@ -399,7 +399,7 @@ class Turns:
             self._taken.add(name)
 
     def end(self, name: bytes) -> None:
-        """Let the next one have it. Idempotent."""
+        """Let the next thread work on this name. Idempotent."""
         with self._changed:
             self._taken.discard(name)
             self._changed.notify_all()
@@ -407,7 +407,7 @@ class Turns:
 
 @atexit.register
 def _leave_stores() -> None:
-    # A thread that comes back from Mooncake when the interpreter is gone takes the process down.
+    # A thread that returns from Mooncake after the interpreter's end would crash the process.
     for client in list(StoreClient._shared.values()):
         client._leave_store(_CLOSE_S)
 
@@ -419,7 +419,7 @@ def _register(store: Any, memory: NDArray[np.uint8]) -> None:
 
 
 def _reach(master: str) -> str:
-    """Our address towards the master, which accepts connections."""
+    """Connect to the master; returns the address that we have towards it."""
     host, _, port = master.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S) as connection:

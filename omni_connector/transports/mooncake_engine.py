@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mooncake's Transfer Engine, as far as we need it: reads from a peer's registered memory.
 
-What it does not do by itself, and this does: batches are bounded and coalesced, a refused or failed
-one is tried again, every transfer has a deadline, and memory that a failed transfer may still write
-is given to nobody else.
+This adds what Mooncake's engine lacks. Batches are bounded and coalesced, a batch that was refused
+or failed is tried again, every read has a deadline, and memory that a failed read may still write
+to is quarantined.
 """
 
-import contextlib
 import itertools
 import logging
 import math
@@ -15,7 +14,6 @@ import os
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -24,23 +22,23 @@ from numpy.typing import NDArray
 
 from omni_connector.config import MooncakeSettings
 from omni_connector.errors import PeerUnreachableError, TransportError
-from omni_connector.memory.quarantine import Quarantine
+from omni_connector.memory.pool import Pool
 from omni_connector.net.peers import HostPort, parse_host_port
 from omni_connector.transports.mooncake_lib import engine_module
 
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 1 << 20
-"""Larger reads are cut into these: several at a time use several connections."""
+"""Larger reads are cut into pieces of this size, as several pieces use several connections."""
 
 _LOOPBACK: Final = "127.0.0.1"
 _MAX_PIECES: Final = 64
 _ATTEMPTS: Final = 4
 _BACKOFF_S: Final = 0.005
-# What failed sooner was refused, or lost its connection. What took longer is stuck, and stays so.
+# A read that fails sooner was refused, or lost its connection. One that takes longer is stuck.
 _QUICK_S: Final = 1.0
 _MIN_BUFFER_BYTES: Final = 64 << 10
-# A fresh page costs as much as reading it over loopback.
+# Memory is used again, as a fresh page costs as much as reading it over loopback.
 _MAX_SPARE_BYTES: Final = 256 << 20
 
 
@@ -68,11 +66,11 @@ class Engine:
         self._engine: Any = None
         self._closed = False
         self._registered: set[int] = set()
-        self._spare: dict[int, list[NDArray[np.uint8]]] = {}
-        self._spare_bytes = 0
-        # From finalizers, which run in the middle of anything: they take no lock.
-        self._returned: deque[NDArray[np.uint8]] = deque()
-        self.quarantine: Final = Quarantine()
+        self.pool: Final = Pool(
+            self._register_buffer,
+            lambda buffer: self.unregister(int(buffer.ctypes.data)),
+            _MAX_SPARE_BYTES,
+        )
 
     @property
     def protocol(self) -> str:
@@ -100,10 +98,10 @@ class Engine:
         return str(HostPort(self._host or _LOOPBACK, engine.get_rpc_port()))
 
     def register(self, address: int, size: int) -> None:
-        """Let peers read memory of ours; with `rdma`, also let reads arrive in it.
+        """Let peers read memory of ours; with `rdma`, our reads can also arrive only in such.
 
         Raises:
-            MissingDependencyError, TransportError: as `address`; or Mooncake refuses it.
+            MissingDependencyError, TransportError: as `address`; or Mooncake refuses the memory.
         """
         code = self._started().register_memory(address, size)
         if code != 0:
@@ -112,7 +110,7 @@ class Engine:
             self._registered.add(address)
 
     def unregister(self, address: int) -> None:
-        """Take it back: no peer reads it from here on. Idempotent."""
+        """Let no peer read this memory any more. Idempotent."""
         with self._lock:
             engine = self._engine
             known = address in self._registered
@@ -123,38 +121,44 @@ class Engine:
                 logger.warning("Mooncake does not unregister memory (code %d)", code)
 
     def fetch(self, peer: str, spans: Sequence[Span], deadline: float) -> NDArray[np.uint8]:
-        """Bytes of a peer's registered memory, one span after the other.
+        """Read spans of a peer's registered memory.
 
-        One transfer that hangs ends after `timeout_s`, also where that is after the deadline.
+        A transfer that hangs ends after `timeout_s`, even if that is after the deadline.
 
         Args:
             peer: `host:port` of its engine.
             spans: what to read; consecutive ones are joined, large ones are cut.
-            deadline: `time.monotonic()` by which to stop trying.
+            deadline: `time.monotonic()` after which no transfer starts.
 
         Returns:
-            A buffer that begins with the bytes; `give_back` it, whole.
+            A buffer of `pool` that begins with the bytes; give it back there, whole.
 
         Raises:
-            PeerUnreachableError: not in time, not after several tries, or too many failed before.
+            PeerUnreachableError: the deadline passed, several tries failed, or too much memory is
+                quarantined because of earlier ones.
             MissingDependencyError, TransportError: as `address`.
         """
         engine = self._started(peer)
-        self.tidy()
-        self.quarantine.check(peer)
+        self.pool.tidy()
+        if peer in self.pool.set_aside():
+            raise PeerUnreachableError(
+                f"reads from {peer} have failed, and may still write to memory here; it is not "
+                "read from until that is over"
+            )
         size = sum(span.size for span in spans)
+        rounded = max(_MIN_BUFFER_BYTES, 1 << (size - 1).bit_length())
         code = 0
         for attempt in range(_ATTEMPTS):
             if attempt:
                 logger.debug("Read from %s failed (code %d), once more", peer, code)
                 time.sleep(min(_BACKOFF_S * 4**attempt, max(0.0, deadline - time.monotonic())))
-            buffer = self._take(size)
+            buffer = self.pool.take(rounded)
             at = int(buffer.ctypes.data)
-            # A queue that was full takes fewer.
+            # If the queue was full, smaller batches may fit.
             for batch in _batches(cut(join(spans)), max(1, _MAX_PIECES // 4**attempt)):
                 started = time.monotonic()
                 if started >= deadline:
-                    self.give_back(buffer)
+                    self.pool.give_back(buffer)
                     raise PeerUnreachableError(f"{peer} did not send everything in time")
                 failed = at
                 places = list(itertools.accumulate((each.size for each in batch), initial=at))
@@ -169,50 +173,20 @@ class Engine:
                 at = places[-1]
             else:
                 return buffer
-            # A queue that is full, the first transfer after a while, or a peer that is gone. Parts
-            # of the batch may still be on their way, so the next try has memory of its own.
+            # The queue is full, this was the first transfer after a pause, or the peer is gone.
+            # Parts of the batch may still arrive, so the next try gets other memory.
             self._keep(peer, buffer, failed, places[-1])
             if time.monotonic() - started > _QUICK_S:
                 break
         tries = "1 try" if not attempt else f"{attempt + 1} tries"
         raise PeerUnreachableError(f"Mooncake cannot read from {peer} (code {code}, {tries})")
 
-    def _take(self, size: int) -> NDArray[np.uint8]:
-        """A buffer of at least `size` bytes that nobody else has, and no transfer writes."""
-        rounded = max(_MIN_BUFFER_BYTES, 1 << (size - 1).bit_length())
-        with self._lock:
-            spare = self._spare.get(rounded)
-            if spare:
-                self._spare_bytes -= rounded
-                return spare.pop()
-        try:
-            buffer: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, rounded), np.uint8)
-        except (OSError, ValueError, OverflowError) as error:
-            raise TransportError(f"no memory for a read of {size} bytes: {error}") from error
-        if self.protocol != "tcp":  # which reads into any memory, and so leaves ours unregistered
-            self.register(int(buffer.ctypes.data), rounded)
-        return buffer
-
-    def give_back(self, buffer: NDArray[np.uint8]) -> None:
-        """Let the next `fetch` have this buffer."""
-        with self._lock:
-            if not self._closed and self._spare_bytes + buffer.nbytes <= _MAX_SPARE_BYTES:
-                self._spare_bytes += buffer.nbytes
-                self._spare.setdefault(buffer.nbytes, []).append(buffer)
-                return
-        self.unregister(int(buffer.ctypes.data))
-
-    def give_back_later(self, buffer: NDArray[np.uint8]) -> None:
-        """The same where nothing may be waited for, as in a finalizer."""
-        if not self._closed:
-            self._returned.append(buffer)
-
     def close(self) -> None:
-        """Withdraw everything and end it. A read that is running ends by itself. Idempotent."""
+        """Unregister everything and end the engine. Idempotent; waits for no running read."""
         with self._lock:
             self._closed = True
-            self._returned.clear()
             addresses = list(self._registered)
+        self.pool.keep_spare(0)
         for address in addresses:
             self.unregister(address)
         with self._lock:
@@ -230,8 +204,8 @@ class Engine:
             return self._engine
 
     def _start(self, host: str) -> Any:
-        # Read by Mooncake when an engine starts; the first of a process decides, and the user's
-        # own environment before it.
+        # Mooncake reads these when the first engine of a process starts. What the user has set
+        # takes precedence.
         os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(math.ceil(self._settings.timeout_s)))
         os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)
         engine = engine_module().TransferEngine()
@@ -244,18 +218,14 @@ class Engine:
             )
         return engine
 
-    def tidy(self) -> None:
-        """Take up what was given back later, and what no failed read writes any more."""
-        with contextlib.suppress(IndexError):
-            while True:
-                self.give_back(self._returned.popleft())
-        for buffer in self.quarantine.release():
-            self.unregister(int(buffer.ctypes.data))
+    def _register_buffer(self, buffer: NDArray[np.uint8]) -> None:
+        if self.protocol != "tcp":  # Over TCP it reads into any memory: ours stays unregistered.
+            self.register(int(buffer.ctypes.data), buffer.nbytes)
 
     def _keep(self, peer: str, buffer: NDArray[np.uint8], start: int, end: int) -> None:
-        """Of a buffer whose bytes at these addresses a failed read may still write."""
-        if self.protocol != "tcp":  # what is registered is held whole
-            self.quarantine.keep(peer, buffer, buffer.nbytes)
+        """Quarantine a buffer of which a failed read may still write these addresses."""
+        if self.protocol != "tcp":  # registered memory cannot be given back in part
+            self.pool.quarantine(peer, buffer, buffer.nbytes)
             return
         at = int(buffer.ctypes.data)
         first = (start - at) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -264,14 +234,14 @@ class Engine:
         for lower, upper in ((0, first), (last, buffer.nbytes)):
             if upper > lower:
                 pages.madvise(mmap.MADV_DONTNEED, lower, upper - lower)
-        self.quarantine.keep(peer, buffer, last - first)
+        self.pool.quarantine(peer, buffer, last - first)
 
 
 def address_towards(peer: HostPort) -> str:
-    """The address from which this machine speaks to a peer; nothing is sent.
+    """The address that this machine has towards a peer; nothing is sent.
 
     Raises:
-        PeerUnreachableError: there is no way to it.
+        PeerUnreachableError: there is no route to the peer.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(*peer, type=socket.SOCK_DGRAM)[0]
@@ -283,7 +253,7 @@ def address_towards(peer: HostPort) -> str:
 
 
 def join(spans: Iterable[Span]) -> Iterator[Span]:
-    """The same bytes in as few spans as their order allows."""
+    """The same bytes in the same order, in as few spans as possible."""
     joined: Span | None = None
     for span in spans:
         if joined is not None and joined.address + joined.size == span.address:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mooncake's modules, imported when first used; what is missing is named with its remedy."""
+"""Mooncake's modules, imported at their first use; errors say what is missing and how to get it."""
 
 import ctypes.util
 import importlib
@@ -16,7 +16,7 @@ def engine_module() -> Any:
     """`mooncake.engine`.
 
     Raises:
-        MissingDependencyError: the wheel, or a system library that it needs, is not there.
+        MissingDependencyError: the package, or a system library that it needs, is not installed.
     """
     return _module("mooncake.engine")
 

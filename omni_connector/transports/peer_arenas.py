@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peers' arenas that one rank reads: attached once for all its loads, and let go of in time.
+"""The peers' arenas that one rank reads: each is attached once, for all loads, and let go in time.
 
-Nobody waits for a peer but threads that are there for it: a load asks for an arena until it is
-there. One is let go of when its owner has gone and no load reads it any more; one that is not
-mapped, whose owner's end nothing tells, when it was idle for a while.
+Threads of their own wait for peers; a load asks for an arena again until it is attached. A mapped
+arena is let go when its owner has gone and no load reads it. Nothing tells of the end of the owner
+of a fetched arena, which is let go when it was idle for a while.
 """
 
 import threading
@@ -39,7 +39,7 @@ class _Attached:
         return self.arena.done() and self.arena.exception() is not None
 
     def useless(self, now: float) -> bool:
-        """Whether nobody reads it, nor is likely to."""
+        """Whether no load reads it, and none is expected to."""
         if self.users or not self.arena.done():
             return False
         if self.failed:
@@ -52,10 +52,10 @@ class PeerArenas:
 
     Args:
         transports: attach them.
-        threads: where that is waited for.
+        threads: wait for peers.
         clock: seconds, monotonic.
-        period: seconds between two looks at who has gone.
-        start: starts the thread that looks.
+        period: seconds between two searches for owners that have gone.
+        start: starts the thread that searches.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class PeerArenas:
         self._watch = Watch(self.let_go, period, start)
 
     def open(self) -> "OpenArenas":
-        """What one load needs of them."""
+        """The arenas that one load reads."""
         return OpenArenas(self)
 
     def let_go(self) -> bool:
-        """Close those that are of no use any more; whether there are others."""
+        """Close the arenas that nobody needs any more; returns whether there are others."""
         now = self._clock()
         with self._lock:
             for each in [each for each in self._known.values() if each.useless(now)]:
@@ -86,7 +86,7 @@ class PeerArenas:
             return bool(self._known)
 
     def close(self) -> None:
-        """Let go of all. No load may be under way."""
+        """Let go of all arenas. No load may be under way."""
         self._watch.close()
         with self._lock:
             for each in list(self._known.values()):
@@ -95,7 +95,7 @@ class PeerArenas:
     def take(
         self, endpoint: Endpoint, mapped: bool, attach: Callable[[], RemoteArena]
     ) -> _Attached:
-        """The one at an address, for a load that will `leave` it."""
+        """The arena at an address, for a load that will `leave` it."""
         with self._lock:
             known = self._known.get(endpoint.address)
             if known is None or known.endpoint != endpoint or known.failed:
@@ -108,7 +108,7 @@ class PeerArenas:
         return known
 
     def leave(self, attached: _Attached, *, failed: bool) -> None:
-        """A load is done with it. After one that failed, the next load attaches it anew."""
+        """End a load's use of an arena. After a failed load the next one attaches it anew."""
         with self._lock:
             attached.users -= 1
             attached.used_at = self._clock()
@@ -118,7 +118,7 @@ class PeerArenas:
                 attached.arena.add_done_callback(_close)
 
     def _drop(self, attached: _Attached) -> None:
-        # Holds the lock. Who reads it goes on; the last one closes it.
+        # Holds the lock. Loads that read the arena go on, and the last of them closes it.
         if self._known.get(attached.endpoint.address) is attached:
             del self._known[attached.endpoint.address]
         attached.dropped = True
@@ -127,7 +127,7 @@ class PeerArenas:
 
 
 class OpenArenas:
-    """Those that one load reads; one thread at a time has it."""
+    """The arenas that one load reads. One thread at a time uses this."""
 
     def __init__(self, arenas: PeerArenas) -> None:
         self._arenas = arenas
@@ -135,7 +135,7 @@ class OpenArenas:
 
     @property
     def addresses(self) -> list[str]:
-        """Those that were asked for."""
+        """The addresses of the arenas that were asked for."""
         return [attached.endpoint.address for attached in self._taken.values()]
 
     @property
@@ -144,16 +144,16 @@ class OpenArenas:
         return all(attached.mapped for attached in self._taken.values())
 
     def get(self, endpoints: tuple[Endpoint, ...]) -> RemoteArena | None:
-        """One that its owner exports in these ways; None: not there yet.
+        """The arena with these endpoints; None while it is being attached.
 
         Raises:
-            OmniError: it cannot be had.
+            OmniError: it cannot be attached.
         """
         arena = self._take(endpoints).arena
         return arena.result() if arena.done() else None
 
     def close(self, *, failed: bool) -> None:
-        """The load is over. Idempotent."""
+        """End the load's use of its arenas. Idempotent."""
         taken, self._taken = self._taken, {}
         for attached in taken.values():
             self._arenas.leave(attached, failed=failed)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots of peers, in place or fetched, for the copies into KV blocks.
+"""Slots of peers, read in place or fetched, for the copies into KV blocks.
 
-An arena that is mapped is read in place. One that is not is fetched: on threads of their own, a few
-steps ahead of the copies, so that network and copies work at the same time, and nobody else waits
-for a peer that does not answer.
+Slots of a mapped arena are read in place. Others are fetched by threads that run a few steps ahead
+of the copies. So the network and the copies work at the same time, and a peer that does not answer
+delays only what needs it.
 """
 
 import math
@@ -37,11 +37,11 @@ class MappedSlots:
     Attributes:
         rows: (slots of the arena, bytes) uint8.
         index: the row of each slot.
-        in_place: the bytes are read where the owner has checked in their generation; of a copy
-            that travelled, only the checksum tells that they are these slots'.
+        in_place: whether the bytes are read in the arena itself. Of a copy that was sent, only the
+            checksum tells that it is a copy of these slots.
 
     Raises:
-        SlotPendingError, StaleSlotError, PeerRefusedError: one is not published, or not with
+        SlotPendingError, StaleSlotError, PeerRefusedError: a slot is not published, or not with
             `length` bytes.
     """
 
@@ -58,10 +58,10 @@ class MappedSlots:
         self.index: NDArray[np.int64] = np.asarray(slots, dtype=np.int64)
 
     def published(self) -> list[int]:
-        """Their checksums; called when the bytes have been copied, it tells that they were right.
+        """The checksums of the slots. Called after the copy, it shows that no slot has changed.
 
         Raises:
-            StaleSlotError: one was reused meanwhile, so that the copy is a mixture.
+            StaleSlotError: a slot was reused meanwhile, so that the copy is a mixture.
         """
         return [
             _checksum(self._remote.verify(slot, generation), slot, self._length)
@@ -69,11 +69,11 @@ class MappedSlots:
         ]
 
     def release(self) -> None:
-        """Nothing to let go of."""
+        """Nothing is held."""
 
 
 class FetchedSlots:
-    """The same of a peer whose arena is not mapped: copies, which nobody changes any more."""
+    """Copies of published slots, where the arena is not mapped; attributes as `MappedSlots`."""
 
     in_place: Final = False
 
@@ -93,7 +93,7 @@ class FetchedSlots:
         self.index: NDArray[np.int64] = np.arange(len(self._slots), dtype=np.int64)
 
     def published(self) -> list[int]:
-        """Their checksums."""
+        """The checksums of the slots."""
         return [
             _checksum(header, slot, self._length)
             for slot, header in zip(self._slots, self._fetched.headers, strict=True)
@@ -108,10 +108,10 @@ Slots = MappedSlots | FetchedSlots
 
 
 class PeerThreads:
-    """Threads that wait for peers; a peer that does not answer holds up its own calls only.
+    """Threads that wait for peers. A peer that does not answer delays only its own calls.
 
     Args:
-        start: starts one.
+        start: starts a thread.
     """
 
     def __init__(self, start: StartTurns = TurnThread) -> None:
@@ -136,7 +136,7 @@ class PeerThreads:
             thread.wake()
 
     def close(self) -> None:
-        """End the threads; one that waits for a peer ends with that. Idempotent."""
+        """End the threads. A thread that waits for a peer ends after that. Idempotent."""
         with self._lock:
             self._closed = True
         for thread in self._threads:
@@ -177,14 +177,14 @@ class PeerThreads:
 
 
 class FetchAhead(Generic[_Step]):
-    """The fetches of one load, a few steps ahead of its copies, one after the other.
+    """The fetches of one load, one after the other, a few steps ahead of its copies.
 
-    Several at a time from one peer would only share its line, and cost both hosts more.
+    Several fetches from one peer at a time would only share its network, and cost both hosts more.
 
     Args:
-        threads: make them.
-        peer: whose they are.
-        fetch: slots of one step, of each rank that it reads.
+        threads: make the fetches.
+        peer: whose slots are fetched.
+        fetch: fetches the slots of one step, from each rank that it reads.
         clock: seconds, monotonic.
     """
 
@@ -206,10 +206,10 @@ class FetchAhead(Generic[_Step]):
         self._running = False
 
     def take(self, steps: Sequence[_Step]) -> list[FetchedSlots] | None:
-        """Slots of the first of these steps, the next ones to copy; None: not there yet.
+        """The slots of the first of these steps, which are to be copied; None while not fetched.
 
         Raises:
-            What `fetch` has raised, but `SlotPendingError`: the step is then fetched again.
+            Whatever `fetch` has raised; after a `SlotPendingError` the step is fetched again.
         """
         if self._clock() < self._not_before:
             return None
@@ -226,7 +226,7 @@ class FetchAhead(Generic[_Step]):
             return None
 
     def close(self) -> None:
-        """Let go of what was fetched and not taken, also of what is still to come. Idempotent."""
+        """Let go of slots that were not taken, also when they arrive later. Idempotent."""
         while self._under_way:
             future = self._under_way.popleft()
             if not future.cancel():

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SharedMemoryTransport`: peers of one user on one host map each other's arenas.
 
-The memfd of an arena travels over a Unix socket in the runtime folder. Nothing has a name but
-that socket, so that of a process that is killed nothing but a dead socket is left, and the
-next one removes it.
+The memfd of an arena is sent over a Unix socket in the runtime folder. Only that socket has a
+name, so a process that is killed leaves nothing but a dead socket, which another one removes.
 """
 
 import functools
@@ -18,31 +17,61 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from omni_connector.errors import OmniError, PeerRefusedError, PeerUnreachableError, TransportError
-from omni_connector.memory.arena import Arena
+from omni_connector.errors import (
+    IncompatiblePeerError,
+    OmniError,
+    PeerRefusedError,
+    PeerUnreachableError,
+    ProtocolError,
+    TransportError,
+)
+from omni_connector.memory.arena import Arena, ArenaView
+from omni_connector.memory.arena_format import SlotHeader
 from omni_connector.net import runtime
 from omni_connector.net.forks import forget_in_child
-from omni_connector.net.unix import Connection, Listener, Refusal
+from omni_connector.net.unix import PROTOCOL, Connection, Listener, Refusal, require_protocol
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
-from omni_connector.transports.mapped import Attach, Grant, MappedArena, map_arena
 
 logger = logging.getLogger(__name__)
 
 
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    """Asks for the arena of this epoch; answered with `Grant` and its memfd."""
+
+    epoch: bytes
+    protocol: int = PROTOCOL
+
+    def __post_init__(self) -> None:
+        require_protocol(self.protocol)
+
+
+class Grant(msgspec.Struct, frozen=True, tag="grant"):
+    """The memfd beside this message is the arena of this epoch."""
+
+    epoch: bytes
+    n_slots: int
+    slot_bytes: int
+
+
+ANSWERS: Final[msgspec.msgpack.Decoder[Grant | Refusal]] = msgspec.msgpack.Decoder(Grant | Refusal)
+"""What `Attach` may be answered with."""
+
+
 Answers = Mapping[type[msgspec.Struct], Callable[[Any], msgspec.Struct | None]]
-"""What is answered to messages of these types; None where a message has no answer."""
+"""For each type of message, what returns the answer; None to a message that has no answer."""
 
 
 class SharedMemoryTransport(ArenaTransport):
     """Arenas as memfds, passed between processes of one user on one host.
 
     Args:
-        namespace: whose runtime folder it is.
+        namespace: engines that share it find each other.
         folder: the runtime folder, by default the one of the namespace.
-        kind: how the names of its sockets start, by which peers tell what is to be had there.
-        answers: what its sockets answer beside requests for arenas, on a thread that must not
-            be held up.
+        kind: how the names of its sockets start, which tells peers what the sockets are for.
+        answers: answers messages other than requests for arenas, on a thread that must not wait.
 
     Raises:
         ConfigError: the runtime folder cannot be had, or is not private.
@@ -75,7 +104,7 @@ class SharedMemoryTransport(ArenaTransport):
         self._exports: dict[bytes, _Export] = {}
 
     def _abandon(self) -> None:
-        # In a process that was forked: what there is so far is the parent's.
+        # In a process that was forked: all exports are the parent's.
         for export in self._exports.values():
             export.close()
         self._begin()
@@ -91,8 +120,8 @@ class SharedMemoryTransport(ArenaTransport):
             self._check_open()
             if arena.epoch in self._exports:
                 raise TransportError(f"the arena is exported already, not again at {address}")
-            # A descriptor of our own: the arena may be closed before it is withdrawn, and the
-            # number of its descriptor then be that of any other file.
+            # The descriptor is duplicated: if the arena were closed before it is withdrawn, the
+            # number of its descriptor could name another file.
             grant = Grant(arena.epoch, arena.n_slots, arena.slot_bytes)
             self._exports[arena.epoch] = _Export(grant, os.dup(arena.fd), address)
         try:
@@ -124,7 +153,7 @@ class SharedMemoryTransport(ArenaTransport):
         path = Path(endpoint.address)
         if path.parent != self.folder or not path.exists():
             return "another host, user or runtime folder"
-        # A folder that hosts share shows the sockets of all of them, and connects to its own.
+        # A folder may be shared by hosts: it shows the sockets of all, but connects to its own.
         return "nobody listens there on this host" if runtime.is_dead(path) else None
 
     def connect(self, address: str, deadline: float) -> Connection:
@@ -137,7 +166,7 @@ class SharedMemoryTransport(ArenaTransport):
         try:
             return Connection(path, deadline)
         except PeerUnreachableError:
-            if path.parent == self.folder:  # another one is not ours to tidy up
+            if path.parent == self.folder:  # other folders are not ours to tidy up
                 self.sweep()
             raise
 
@@ -164,7 +193,7 @@ class SharedMemoryTransport(ArenaTransport):
         try:
             runtime.sweep(self.folder, timeout=0.0)
         except TransportError as error:
-            # It only tidies up, and another engine will.
+            # This only tidies up, and another engine will do it.
             logger.debug("did not sweep %s: %s", self.folder, error)
 
     def close(self) -> None:
@@ -187,7 +216,7 @@ class SharedMemoryTransport(ArenaTransport):
         return found
 
     def _take_back(self, epoch: bytes) -> Path | None:
-        # Who takes an export out of the table closes it: its descriptor is closed once.
+        # Only the caller that removes an export from the table closes it: so it is closed once.
         with self._lock:
             export = self._exports.pop(epoch, None)
         if export is None:
@@ -206,8 +235,8 @@ class SharedMemoryTransport(ArenaTransport):
         return listener
 
     def _answer(self, question: Any) -> tuple[msgspec.Struct | None, int | None]:
-        # Runs on the listener's thread. Descriptors are duplicated under the lock, so that the
-        # one that is sent cannot be closed, and its number reused, before it is.
+        # Runs on the listener's thread. The descriptor is duplicated under the lock, so that it
+        # cannot be closed, and its number reused, before it is sent.
         if not isinstance(question, Attach):
             return self._answers[type(question)](question), None
         with self._lock:
@@ -229,3 +258,56 @@ class _Export:
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+def map_arena(connection: Connection, endpoint: Endpoint, deadline: float) -> ArenaView:
+    """Ask for an arena's memfd, check it and map it.
+
+    Args:
+        connection: to its owner.
+        endpoint: what the arena must agree with.
+        deadline: `time.monotonic()` by which the answer must be there.
+
+    Raises:
+        PeerUnreachableError, PeerRefusedError, ProtocolError: as `Connection.ask`.
+        PeerRefusedError, ProtocolError, IncompatiblePeerError: as `ArenaView.open`.
+    """
+    grant, descriptor = connection.ask(Attach(endpoint.epoch), ANSWERS, deadline, with_fd=True)
+    assert descriptor is not None
+    try:
+        granted = grant.epoch, grant.n_slots, grant.slot_bytes
+        wanted = endpoint.epoch, endpoint.n_slots, endpoint.slot_bytes
+        if granted != wanted:
+            raise IncompatiblePeerError("arena", wanted, granted)
+        return ArenaView.open(
+            descriptor, epoch=grant.epoch, n_slots=grant.n_slots, slot_bytes=grant.slot_bytes
+        )
+    finally:
+        os.close(descriptor)
+
+
+class MappedArena(RemoteArena):
+    """A peer's arena, mapped. It stays readable after its owner's end, until it is closed."""
+
+    def __init__(self, endpoint: Endpoint, view: ArenaView, connection: Connection) -> None:
+        self.endpoint = endpoint
+        self._view = view
+        self._connection = connection
+
+    @property
+    def slots(self) -> NDArray[np.uint8]:
+        return self._view.slots
+
+    @property
+    def alive(self) -> bool:
+        return self._connection.alive
+
+    def verify(self, slot: int, generation: int) -> SlotHeader:
+        try:
+            return self._view.verify(slot, generation)
+        except IndexError as error:
+            raise ProtocolError(f"{self.endpoint.address}: {error}") from error
+
+    def close(self) -> None:
+        self._connection.close()
+        self._view.close()

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from omni_connector.errors import IntegrityError
-from omni_connector.objects import manifest, reading
+from omni_connector.objects import manifest, object_store
 from omni_connector.objects.manifest import Version
 
 DIGEST = bytes(range(32))
@@ -19,7 +19,7 @@ def test_the_hosts_memory_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> 
     """It stands in files, which would be read for each object."""
     version = Version.new(DIGEST, 5 << 20)
     assert read(version) == version
-    for module in (manifest, reading):
+    for module in (manifest, object_store):
         monkeypatch.setattr(module, "memory_limit_bytes", lambda: 1 // 0, raising=False)
     assert read(version) == version
 

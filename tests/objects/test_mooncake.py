@@ -26,10 +26,9 @@ from omni_connector.net.keys import write_new_key
 from omni_connector.net.peers import HostPort
 from omni_connector.objects import peer as objects_peer
 from omni_connector.objects.factory import ConnectorSpec, OmniConnectorFactory
-from omni_connector.objects.messages import QUESTIONS
 from omni_connector.objects.mooncake import MooncakeTransferEngineConnector
 from omni_connector.objects.object_store import StoredObject
-from omni_connector.objects.reading import slot_ids
+from omni_connector.objects.peer import QUESTIONS
 from omni_connector.testing.conformance import ObjectConformance
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
@@ -240,7 +239,7 @@ def test_an_announced_arena_of_any_size_is_not_believed(runs: Any, length: int) 
     stored = StoredObject(runs, 1, length, 0)
     slot_bytes = length // sum(count for _, count in runs)
     with pytest.raises(ProtocolError):
-        slot_ids(stored, 1 << 41, slot_bytes)
+        stored.slots_in(1 << 41, slot_bytes)
 
 
 def test_only_who_has_the_key_is_answered(make: Make, tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from omni_connector.memory.arena_format import SlotState
 from omni_connector.memory.buffers import Buffers
 from omni_connector.objects import object_store as objects
 from omni_connector.objects.base import ObjectKey
-from omni_connector.objects.messages import Found
 from omni_connector.objects.object_store import (
     MAX_OBJECT_SLOTS,
     ObjectStore,
@@ -34,7 +33,7 @@ from omni_connector.objects.object_store import (
     _choose,
     object_geometry,
 )
-from omni_connector.objects.reading import read_object
+from omni_connector.objects.peer import Found, read_object
 from omni_connector.testing import FakeClock
 from omni_connector.transports.base import Endpoint
 

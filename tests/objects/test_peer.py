@@ -19,12 +19,11 @@ from omni_connector.net.unix import MAX_MESSAGE_BYTES, Connection, Listener, Ref
 from omni_connector.objects import exchange
 from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.codec import encode
-from omni_connector.objects.messages import Find, Found, Missing, Read
 from omni_connector.objects.object_store import ObjectStore, StoredObject
-from omni_connector.objects.peer import Peer
-from omni_connector.objects.shm import _ANSWERS, SharedMemoryConnector
+from omni_connector.objects.peer import ANSWERS, Find, Found, Missing, Peer, Read
+from omni_connector.objects.shm import SharedMemoryConnector
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.mapped import Attach, Grant
+from omni_connector.transports.shm import Attach, Grant
 
 SOON_S = 20.0
 KEY = ObjectKey("0", "1", "key")
@@ -194,10 +193,10 @@ def test_notes_about_other_arenas_and_objects_are_ignored(place: Path) -> None:
             Read(epoch, KEY.digest, -1),
         ):
             assert connection.tell(read)
-            assert isinstance(connection.ask(Find(KEY.digest), _ANSWERS, deadline())[0], Found)
+            assert isinstance(connection.ask(Find(KEY.digest), ANSWERS, deadline())[0], Found)
             assert owner.health()["evictable_object_slots"] == 0
         assert connection.tell(Read(epoch, KEY.digest, stored.generation))
-        connection.ask(Find(KEY.digest), _ANSWERS, deadline())
+        connection.ask(Find(KEY.digest), ANSWERS, deadline())
         assert owner.health()["evictable_object_slots"] == 1
         connection.close()
 

@@ -15,11 +15,11 @@ import pytest
 
 from omni_connector.objects import exchange
 from omni_connector.objects.base import ObjectKey
-from omni_connector.objects.messages import Find, Read
+from omni_connector.objects.peer import Find, Read
 from omni_connector.objects.shm import SharedMemoryConnector
 from omni_connector.testing import FakeClock
 from omni_connector.testing.conformance import ObjectConformance
-from omni_connector.transports.mapped import Attach
+from omni_connector.transports.shm import Attach
 
 from ..peer_processes import EXPORT, WAIT_S, Peer
 

@@ -13,7 +13,7 @@ import pytest
 from omni_connector.config import MooncakeSettings, OmniConfig
 from omni_connector.errors import ConfigError, PeerRefusedError, TransportError
 from omni_connector.memory.arena import Arena
-from omni_connector.transports import registry
+from omni_connector.transports import choice
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.choice import Choice, Transports, make_transports
 from omni_connector.transports.mooncake import MooncakeTransport
@@ -176,9 +176,9 @@ class ShyOwl(Owl):
 @pytest.fixture
 def owls(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(place))
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(choice, "_registered", {})
     for kind in (Owl, FarOwl, ShyOwl):
-        registry.register_transport(kind.transport, kind)
+        choice.register_transport(kind.transport, kind)
 
 
 @pytest.mark.usefixtures("owls")
@@ -249,8 +249,8 @@ def test_the_engine_is_configured_by_either_key(key) -> None:
 
 def test_a_candidate_that_is_broken_is_in_nobodys_way(place, monkeypatch, caplog) -> None:
     monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(place))
-    point = EntryPoint("owl", "no_such_module:Owl", registry.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    point = EntryPoint("owl", "no_such_module:Owl", choice.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(choice, "entry_points", lambda group: [point])
     with closing(make_transports(OmniConfig.load({}))) as transports:
         assert [each.transport for each in transports._readers] == ["shm"]
     assert "'owl' is left out" in caplog.text

@@ -35,7 +35,7 @@ from omni_connector.errors import (
     StaleSlotError,
     TransportError,
 )
-from omni_connector.memory import quarantine as mooncake_quarantine
+from omni_connector.memory import pool as memory_pool
 from omni_connector.memory.arena import Arena
 from omni_connector.memory.arena_format import ArenaGeometry
 from omni_connector.testing.conformance import TransportConformance, publish, read
@@ -177,8 +177,8 @@ def test_no_more_than_four_tries(open_connector: Connect) -> None:
 def test_memory_of_failed_reads_is_bounded(
     open_connector: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mooncake_quarantine, "MAX_PEER_BYTES", 8 * 4096)
-    monkeypatch.setattr(mooncake_quarantine, "QUARANTINE_S", 1.0)
+    monkeypatch.setattr(memory_pool, "MAX_PEER_BYTES", 8 * 4096)
+    monkeypatch.setattr(memory_pool, "QUARANTINE_S", 1.0)
     owner, other, reader = open_connector(), open_connector(), open_connector()
     with Arena.create(1, 4096) as arena, Arena.create(1, 4096) as second:
         publish(arena, 0, 1, b"content")
@@ -229,11 +229,11 @@ def test_of_a_large_read_that_fails_only_the_failed_part_counts(
     spans = [Span(n << 20, 1 << 20) for n in range(256)]
     buffer = engine.fetch("127.0.0.1:1", spans, time.monotonic() + WAIT_S)
     assert np.array_equal(buffer[: 256 << 20 : 1 << 20], np.arange(256))
-    assert engine.quarantine.nbytes == 64 << 20
-    assert engine.quarantine.set_aside() == []
+    assert engine.pool.quarantined_bytes == 64 << 20
+    assert engine.pool.set_aside() == []
     # The buffer that came, and of the one that did not, the batch that failed.
     assert resident() - before < (256 + 64 + 32) << 20
-    engine.give_back(buffer)
+    engine.pool.give_back(buffer)
 
 
 def resident() -> int:
@@ -264,14 +264,14 @@ def test_memory_of_failed_reads_is_unregistered_when_it_is_free_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With RDMA, which reads into registered memory only."""
-    monkeypatch.setattr(mooncake_quarantine, "QUARANTINE_S", 0.0)
+    monkeypatch.setattr(memory_pool, "QUARANTINE_S", 0.0)
     engine = Engine(MooncakeSettings(protocol="rdma"), LOOPBACK)
     engine._engine = inner = Registering()
     for _ in range(3):
         with pytest.raises(PeerUnreachableError):
             engine.fetch("127.0.0.1:1", [Span(0, 8)], time.monotonic() + WAIT_S)
     assert len(inner.registered) == 4
-    engine.tidy()
+    engine.pool.tidy()
     assert not inner.registered
     assert not engine._registered
 
@@ -675,16 +675,16 @@ def test_what_was_taken_may_go_in_the_middle_of_anything(open_connector: Connect
         reader.attach(owner.export(arena, "a"), timeout=WAIT_S) as remote,
     ):
         found = [remote.take([0], 1 << 20, timeout=WAIT_S).data]
-    engine = reader._engine
-    spare = engine._spare_bytes
+    pool = reader._engine.pool
+    spare = pool._spare_bytes
 
     def let_go() -> None:
-        with engine._lock:
+        with pool._lock:
             found.clear()
 
     thread = threading.Thread(target=let_go, daemon=True)
     thread.start()
     thread.join(5.0)
     assert not thread.is_alive()
-    engine.tidy()
-    assert engine._spare_bytes > spare
+    pool.tidy()
+    assert pool._spare_bytes > spare

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from omni_connector.errors import TransportError
+from omni_connector.memory.pool import QUARANTINE_S, pages
 from omni_connector.testing import FakeClock
 from omni_connector.transports.mooncake_client import OK, TRANSFER_FAILED
-from omni_connector.transports.mooncake_memory import Staging, pages
+from omni_connector.transports.mooncake_memory import Staging
 
 SIZE = 8192
 
@@ -25,6 +26,9 @@ class Client:
     def unregister(self, memory: Any) -> None:
         self.registered.remove(memory.ctypes.data)
 
+    def start(self, call: Any) -> Any:
+        raise TransportError("the connector is closed")
+
 
 @pytest.fixture
 def client() -> Client:
@@ -38,7 +42,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def staging(client: Client, clock: FakeClock) -> Staging:
-    return Staging(client, SIZE, 2 * SIZE, clock)
+    return Staging(client, 2 * SIZE, clock)
 
 
 def ended(code: int) -> "Future[list[int]]":
@@ -54,21 +58,21 @@ def failed() -> "Future[list[int]]":
 
 
 def test_a_piece_is_used_again_once_its_call_has_ended(staging: Staging) -> None:
-    first = staging.take()
+    first = staging.take(SIZE)
     assert (first.dtype, first.shape) == (np.uint8, (SIZE,))
     future: Future[list[int]] = Future()
     staging.settle(first, future)
-    second = staging.take()
+    second = staging.take(SIZE)
     assert second.ctypes.data != first.ctypes.data
     future.set_result([OK])
-    assert staging.take().ctypes.data == first.ctypes.data
+    assert staging.take(SIZE).ctypes.data == first.ctypes.data
 
 
 def test_no_more_is_kept_than_was_asked_for(staging: Staging, client: Client) -> None:
-    for memory in [staging.take() for _ in range(5)]:
+    for memory in [staging.take(SIZE) for _ in range(5)]:
         staging.settle(memory, ended(OK))
     assert len(client.registered) == 2
-    staging.close()
+    staging.keep_spare(0)
     assert client.registered == set()
 
 
@@ -76,13 +80,13 @@ def test_no_more_is_kept_than_was_asked_for(staging: Staging, client: Client) ->
 def test_memory_of_a_failed_call_is_nobodys_for_a_while(
     staging: Staging, client: Client, clock: FakeClock, future: "Future[list[int]]"
 ) -> None:
-    memory = staging.take()
+    memory = staging.take(SIZE)
     staging.settle(memory, future)
-    clock.advance(staging.QUARANTINE_S - 1)
-    assert staging.take().ctypes.data != memory.ctypes.data
+    clock.advance(QUARANTINE_S - 1)
+    assert staging.take(SIZE).ctypes.data != memory.ctypes.data
     assert memory.ctypes.data in client.registered
     clock.advance(1)
-    staging.sweep()
+    staging.check()
     assert memory.ctypes.data not in client.registered
 
 
@@ -91,15 +95,15 @@ def test_too_much_memory_in_quarantine_stops_everything(staging: Staging, clock:
     staging._client.register(memory)
     staging.retire(memory, [ended(OK), ended(TRANSFER_FAILED)])
     with pytest.raises(TransportError, match="may still write"):
-        staging.take()
-    clock.advance(staging.QUARANTINE_S)
-    staging.take()
+        staging.take(SIZE)
+    clock.advance(QUARANTINE_S)
+    staging.take(SIZE)
 
 
 def test_retired_memory_goes_when_all_of_its_calls_have_ended(
     staging: Staging, client: Client
 ) -> None:
-    memory = staging.take()
+    memory = staging.take(SIZE)
     calls: list[Future[list[int]]] = [Future(), Future()]
     staging.retire(memory, calls)
     calls[1].set_result([OK])
@@ -108,6 +112,11 @@ def test_retired_memory_goes_when_all_of_its_calls_have_ended(
     assert client.registered == set()
 
 
-def test_memory_that_there_is_not_is_a_transport_error() -> None:
-    with pytest.raises(TransportError, match="no memory"):
-        pages(1 << 62)
+def test_memory_of_a_call_that_did_not_start_is_given_back(
+    staging: Staging, client: Client
+) -> None:
+    memory = staging.take(SIZE)
+    with pytest.raises(TransportError, match="closed"):
+        staging.start(memory, lambda store: [OK])
+    assert staging.take(SIZE).ctypes.data == memory.ctypes.data
+    assert client.registered == {memory.ctypes.data}

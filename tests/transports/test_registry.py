@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from omni_connector.errors import ConfigError, MissingDependencyError
-from omni_connector.transports import registry
-from omni_connector.transports.registry import (
+from omni_connector.transports import choice
+from omni_connector.transports.choice import (
     ENTRY_POINT_GROUP,
     register_transport,
     transport_class,
@@ -23,7 +23,7 @@ class Pigeon(SharedMemoryTransport):
 
 @pytest.fixture(autouse=True)
 def _no_leftovers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(choice, "_registered", {})
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def offer(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     point = EntryPoint(name, value, ENTRY_POINT_GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    monkeypatch.setattr(choice, "entry_points", lambda group: [point])
 
 
 def test_our_transports_are_there() -> None:

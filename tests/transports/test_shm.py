@@ -25,8 +25,7 @@ from omni_connector.net import runtime
 from omni_connector.net.unix import Listener
 from omni_connector.testing.conformance import TransportConformance, publish, read
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.mapped import Attach, Grant
-from omni_connector.transports.shm import SharedMemoryTransport
+from omni_connector.transports.shm import Attach, Grant, SharedMemoryTransport
 
 from ..peer_processes import EXPORT, WAIT_S, Peer
 
@@ -125,7 +124,7 @@ def test_peer_killed_while_it_sets_up_leaves_nothing_and_blocks_nobody(
         "unix.Connection.ask = die",
         "unix._receive = die",
         "os.close = die",
-        "import omni_connector.transports.mapped as m; m.ArenaView.open = die",
+        "import omni_connector.transports.shm as m; m.ArenaView.open = die",
     ],
 )
 def test_owner_outlives_readers_killed_while_they_attach(

@@ -86,7 +86,7 @@ def test_a_prefix_that_is_here_is_not_loaded_again(engine, family, shared):
 def test_many_at_once_where_blocks_are_scarce(engine, family, caching, overlap):
     options = {
         "family": family,
-        "usable_blocks": {"window": 14}.get(family, 40 if "and" in family or "all" in family else 22),
+        "usable_blocks": 14 if family == "window" else 40 if len(FAMILIES[family]) > 1 else 22,
         "max_tokens_a_step": 4 * BLOCK,
         "long_prefill": 2 * BLOCK,
         "prefix_caching": caching,

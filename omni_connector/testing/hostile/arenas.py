@@ -26,21 +26,21 @@ from omni_connector.memory.arena_format import (
     ArenaGeometry,
 )
 from omni_connector.memory.buffers import Buffers
+from omni_connector.memory.pool import Pool
 from omni_connector.net import unix
 from omni_connector.net.unix import Refusal
 from omni_connector.objects import mooncake as object_server
 from omni_connector.objects import shm as object_sockets
 from omni_connector.objects.base import ObjectKey
-from omni_connector.objects.messages import Find, Found, Missing, Read
 from omni_connector.objects.object_store import ObjectStore
-from omni_connector.objects.reading import read_object
+from omni_connector.objects.peer import ANSWERS, Find, Found, Missing, Read, read_object
 from omni_connector.testing.hostile.mutation import damage, distort_msgpack
 from omni_connector.testing.hostile.trial import Parser
 from omni_connector.testing.slots import read
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.mapped import Attach, Grant, MappedArena
 from omni_connector.transports.mooncake import MooncakeArena
 from omni_connector.transports.mooncake_engine import Span
+from omni_connector.transports.shm import Attach, Grant, MappedArena
 
 N_SLOTS: Final = 8
 SLOT_BYTES: Final = 2 * PAGE_BYTES
@@ -131,6 +131,7 @@ class _Reach:
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
         self._memory = memory
+        self.pool = Pool(lambda buffer: None, lambda buffer: None, 0)
 
     def fetch(self, peer: str, spans: Sequence[Span], deadline: float) -> NDArray[np.uint8]:
         """As `Engine.fetch`."""
@@ -140,12 +141,6 @@ class _Reach:
                 raise PeerUnreachableError("no such memory")
             parts.append(self._memory[span.address : span.address + span.size])
         return np.concatenate(parts) if parts else np.empty(0, np.uint8)
-
-    def give_back(self, buffer: NDArray[np.uint8]) -> None:
-        """As `Engine.give_back`."""
-
-    def give_back_later(self, buffer: NDArray[np.uint8]) -> None:
-        """As `Engine.give_back_later`."""
 
 
 def _hostile_header(owner: _Owner, rng: random.Random) -> tuple[int, bytes, int, int]:
@@ -238,9 +233,9 @@ def object_places() -> Iterator[Parser]:
     def parse(hostile: tuple[bool, bytes]) -> bool | str:
         mapped, raw = hostile
         if mapped:
-            said, _ = unix.read_answer(raw, [], object_sockets._ANSWERS)
+            said, _ = unix.read_answer(raw, [], ANSWERS)
         else:
-            said = object_server._read_answer([raw])
+            said = object_server._decode([raw], ANSWERS)
         if not isinstance(said, Found):
             return "nowhere"
         if said.digest != _DIGEST or (mapped and said.endpoint != endpoint):

@@ -23,8 +23,8 @@ from omni_connector.handoff.server import ControlServer
 from omni_connector.net.keys import ClusterKey
 from omni_connector.net.peers import HostPort
 from omni_connector.net.zeromq import MAX_MESSAGE_BYTES, make_context, prepare_tcp
-from omni_connector.objects.messages import Find, Missing, Read
-from omni_connector.objects.mooncake import ObjectServer, _answers
+from omni_connector.objects.mooncake import ObjectServer
+from omni_connector.objects.peer import Find, Missing, Read
 from omni_connector.testing.hostile.control import (
     EPOCH,
     PROMPT,
@@ -162,7 +162,7 @@ def object_questions() -> Iterator[Parser]:
             peer.send(encoded(Find(own)))
             said: bool | str = "nothing"
             while peer.poll(_WAIT_MS):
-                if _answers.decode(peer.recv()).digest == own:
+                if encoded(Missing(own)) == peer.recv():
                     return said
                 said = True
             raise AssertionError("who asks after it is not answered")
