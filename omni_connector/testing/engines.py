@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import IO, Any, Final, Protocol, Self
 
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE, runtime_root
+from omni_connector.testing.ports import free_port
 
 PREFILL_PARAMS: Mapping[str, Any] = {
     "do_remote_decode": True,
@@ -46,14 +47,6 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{.*\})?\s+(\S+)$")
 
 class EngineError(RuntimeError):
     """An engine did not start, died, or answered with an HTTP error; the message says which."""
-
-
-def free_port() -> int:
-    """Return a loopback TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 class Process(Protocol):

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from omni_connector.testing import reference
-from omni_connector.testing.engines import Engine, free_port
+from omni_connector.testing.engines import Engine
+from omni_connector.testing.ports import free_port
 
 from . import kv
 from .configurations import BLOCK

@@ -13,25 +13,16 @@ from omni_connector.handoff.messages import Welcome
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net.keys import ClusterKey
+from omni_connector.testing import FakeClock
 from omni_connector.transports.base import Endpoint
 
 from .engine import Asker, Engine, StartAsker, StartEngine
 from .shapes import group_shape
 
 
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    return FakeClock()
 
 
 @pytest.fixture
