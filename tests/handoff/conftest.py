@@ -16,8 +16,8 @@ from omni_connector.net.keys import ClusterKey
 from omni_connector.testing import FakeClock
 from omni_connector.transports.base import Endpoint
 
+from ..kv.shapes import compatibility_key, group_shape
 from .engine import Asker, Engine, StartAsker, StartEngine
-from .shapes import group_shape
 
 
 @pytest.fixture
@@ -27,18 +27,8 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def fingerprint() -> CompatibilityKey:
-    return CompatibilityKey(
-        model="m@1",
-        dtype="bfloat16",
-        kv_dtype="auto",
-        integrity="full",
-        kv_heads=2,
-        ranks=1,
-        groups=(
-            group_shape(),
-            group_shape(kind="sliding_window", keeps="window", span=40, layers="odd"),
-        ),
-    )
+    window = group_shape(kind="sliding_window", keeps="window", span=40, layers="odd")
+    return compatibility_key(groups=(group_shape(), window))
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from omni_connector.handoff.server import Connection, ControlServer
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.testing import FakeClock
 
-from .shapes import group_shape
+from ..kv.shapes import group_shape
 
 TTL = 100.0
 PATIENCE = 10.0
