@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs every benchmark, each in a process of its own; arguments are passed on to all of them."""
+"""Runs every benchmark, each in a process of its own; arguments are passed on to all of them.
+
+    python -m benchmarks [--quick]
+
+To compare one with that of another commit: `python benchmarks/paired.py`.
+"""
 
 import subprocess
 import sys

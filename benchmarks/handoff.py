@@ -35,8 +35,9 @@ import matplotlib as mpl
 import numpy as np
 
 from omni_connector.testing import hollow
-from omni_connector.testing.engines import Client, Engine, completion, free_port, prefill
+from omni_connector.testing.engines import Client, Engine, completion, prefill
 from omni_connector.testing.models import make_model
+from omni_connector.testing.ports import free_port
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

@@ -38,6 +38,7 @@ import numpy as np
 from omni_connector.config import StoreSettings
 from omni_connector.objects.mooncake_store import MooncakeStoreConnector
 from omni_connector.prefix.block_store import MooncakeBlockStore
+from omni_connector.testing.ports import free_port
 from omni_connector.transports.mooncake_lib import store_module
 
 mpl.use("Agg")
@@ -74,10 +75,7 @@ def master() -> Iterator[str]:
     program = shutil.which("mooncake_master", path=sysconfig.get_path("scripts"))
     if program is None:
         raise SystemExit("there is no mooncake_master; install the extra `mooncake`")
-    with socket.socket() as one, socket.socket() as two:
-        one.bind(("127.0.0.1", 0))
-        two.bind(("127.0.0.1", 0))
-        port, metrics = one.getsockname()[1], two.getsockname()[1]
+    port, metrics = free_port(), free_port()
     address = f"127.0.0.1:{port}"
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(

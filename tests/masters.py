@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from omni_connector.testing.ports import free_port
+
 _START_S = 30.0
 
 _LENDER = """
@@ -99,14 +101,6 @@ def lender(master: Master, gib: float = 0.25) -> Iterator["subprocess.Popen[str]
     finally:
         process.kill()
         process.communicate(timeout=_START_S)
-
-
-def free_port() -> int:
-    """A TCP port of the loopback that nobody has."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
-        return port
 
 
 def _program(name: str) -> str:

@@ -19,7 +19,8 @@ from types import FrameType
 from typing import Any
 
 from omni_connector.plugin import installed_vllm
-from omni_connector.testing.engines import Client, Engine, EngineError, free_port
+from omni_connector.testing.engines import Client, Engine, EngineError
+from omni_connector.testing.ports import free_port
 
 _START_S = 240.0
 _STOP_S = 20.0

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import IO, Any, Final, Protocol, Self
 
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE, runtime_root
+from omni_connector.testing.ports import free_port
 
 PREFILL_PARAMS: Mapping[str, Any] = {
     "do_remote_decode": True,
@@ -46,14 +47,6 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{.*\})?\s+(\S+)$")
 
 class EngineError(RuntimeError):
     """An engine did not start, died, or answered with an HTTP error; the message says which."""
-
-
-def free_port() -> int:
-    """Return a loopback TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 class Process(Protocol):
@@ -122,11 +115,12 @@ class Engine:
         self._temporary = Path(tempfile.mkdtemp(prefix="omni-engine-"))
         environment |= {"TMPDIR": str(self._temporary), **self.environment}
         with self.log.open("wb") as output:
-            self.process = self._launch(self.server_arguments(), environment, output)
+            self.process = self.launch(self.server_arguments(), environment, output)
 
-    def _launch(
+    def launch(
         self, arguments: list[str], environment: Mapping[str, str], output: IO[bytes]
     ) -> Process:
+        """Start the server's process, the leader of a group of its own."""
         return subprocess.Popen(
             [sys.executable, "-m", SERVER, *arguments],
             stdin=subprocess.DEVNULL,
@@ -222,7 +216,7 @@ class Engine:
             pass
         self.process.wait(timeout=_KILL_S)
         deadline = time.monotonic() + _KILL_S
-        while any(self._group()) and time.monotonic() < deadline:
+        while any(self.processes()) and time.monotonic() < deadline:
             time.sleep(0.01)
         for path in self._shared_memory:
             path.unlink(missing_ok=True)
@@ -241,11 +235,11 @@ class Engine:
         if self.alive:
             self.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + timeout
-        while any(self._group()) and time.monotonic() < deadline:
+        while any(self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
         self.kill()
 
-    def _group(self) -> Iterator[Path]:
+    def processes(self) -> Iterator[Path]:
         """Folders in /proc of the group's running processes, without the dead ones that nobody
         has reaped."""
         if self.process is None:
@@ -268,7 +262,7 @@ class Engine:
 
     def _note_shared_memory(self) -> None:
         """Remember the files in /dev/shm that the engine maps, as who is killed leaves them."""
-        for process in self._group():
+        for process in self.processes():
             try:
                 maps = (process / "maps").read_text()
             except OSError:  # it ended meanwhile

@@ -31,11 +31,11 @@ class PooledEngine(Engine):
     fork_server: ForkServer | None = None
     host: str | None = None
 
-    def _launch(
+    def launch(
         self, arguments: list[str], environment: Mapping[str, str], output: IO[bytes]
     ) -> Process:
         if self.fork_server is None:
-            return Engine._launch(self, arguments, environment, output)
+            return Engine.launch(self, arguments, environment, output)
         return self.fork_server.start(SERVER, arguments, environment, output, host=self.host)
 
     def wait_ready(self, timeout: float = 180.0) -> None:
@@ -52,7 +52,7 @@ class PooledEngine(Engine):
         except EngineError:
             if not self.alive:
                 raise
-        for process in self._group():
+        for process in self.processes():
             os.kill(int(process.name), STACKS)
         time.sleep(2.0)
         warnings.warn(f"an engine stood still and starts anew:\n{self.log_tail(200)}", stacklevel=2)

@@ -6,6 +6,7 @@ from typing import Any
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from omni_connector.prefix import store_jobs
+from omni_connector.testing import inspection
 
 from .probe import KVProbe
 
@@ -20,9 +21,7 @@ class StoreProbe(KVProbe):
 
         What is `nothing` is not verified either: it is the negative control.
         """
-        jobs = get_kv_transfer_group()._worker._store_jobs  # type: ignore[attr-defined]
-        assert jobs is not None
-        store = jobs._store
+        store: Any = inspection.store(inspection.worker_half(get_kv_transfer_group()))
         if not hasattr(self, "_store_get"):
             self._store_get, self._store_verify = store.get, store_jobs.verify
         get = self._store_get

@@ -4,21 +4,17 @@
 The answers are those of an engine that has no connector, and the KV is compared byte for byte.
 """
 
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from omni_connector.testing import reference
-from omni_connector.testing.engines import Engine, free_port
+from omni_connector.testing.engines import Engine
 
+from ..masters import Master
 from . import kv
 from .configurations import BLOCK
 from .harness import PROMPTS, Case, ask
@@ -31,44 +27,6 @@ pytestmark = pytest.mark.e2e
 
 # A lookup waits for 0.25 s and a load for 2 s. This stops a hang.
 ANSWER_S = 60.0
-
-
-class Master:
-    """`mooncake_master` of the wheel, on loopback, at one port for life."""
-
-    def __init__(self, log: Path) -> None:
-        self.port = free_port()
-        self._log = log
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start it, and wait until it accepts connections."""
-        command = [sys.executable, "-m", "mooncake.cli", "--rpc_address=127.0.0.1"]
-        command += [f"--rpc_port={self.port}", f"--metrics_port={free_port()}"]
-        with self._log.open("ab") as output:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-            )
-        deadline = time.monotonic() + 30.0
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1.0).close()
-            except OSError:
-                assert self._process.poll() is None, self._log.read_text(errors="replace")
-                assert time.monotonic() < deadline, "mooncake_master does not answer"
-                time.sleep(0.05)
-            else:
-                return
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        """SIGKILL. Idempotent."""
-        if self._process is not None:
-            self.signal(signal.SIGKILL)
-            self._process.wait(30.0)
 
 
 @dataclass
@@ -117,9 +75,9 @@ class Sharers:
 
 @pytest.fixture(scope="module")
 def sharers(engine_pool: Pool) -> Iterator[Sharers]:
-    master = Master(engine_pool.folder / "master.log")
+    master = Master(engine_pool.folder)
     master.start()
-    store = {"master": f"127.0.0.1:{master.port}", "segment_gib": 0.125}
+    store = {"master": master.address, "segment_gib": 0.125}
     engines = [engine_pool.new("store", connector={"store": store}) for _ in range(2)]
     try:
         for engine in engines:
@@ -219,12 +177,12 @@ def test_a_store_that_hangs_holds_up_nobody(sharers: Sharers, many: list[Case]) 
     salts = [new_salt() for _ in many]
     for case, salt in zip(many, salts, strict=True):
         sharers.publish(case.prompt, salt)
-    sharers.master.signal(signal.SIGSTOP)
+    sharers.master.stop()
     try:
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(require_answer, [sharers] * len(many), many, salts))
     finally:
-        sharers.master.signal(signal.SIGCONT)
+        sharers.master.go_on()
     wait_until_shared(sharers, many[0])
 
 

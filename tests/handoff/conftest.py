@@ -13,41 +13,22 @@ from omni_connector.handoff.messages import Welcome
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net.keys import ClusterKey
+from omni_connector.testing import FakeClock
 from omni_connector.transports.base import Endpoint
 
+from ..kv.shapes import compatibility_key, group_shape
 from .engine import Asker, Engine, StartAsker, StartEngine
-from .shapes import group_shape
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    return FakeClock()
 
 
 @pytest.fixture
 def fingerprint() -> CompatibilityKey:
-    return CompatibilityKey(
-        model="m@1",
-        dtype="bfloat16",
-        kv_dtype="auto",
-        integrity="full",
-        kv_heads=2,
-        ranks=1,
-        groups=(
-            group_shape(),
-            group_shape(kind="sliding_window", keeps="window", span=40, layers="odd"),
-        ),
-    )
+    window = group_shape(kind="sliding_window", keeps="window", span=40, layers="odd")
+    return compatibility_key(groups=(group_shape(), window))
 
 
 @pytest.fixture

@@ -33,24 +33,17 @@ from omni_connector.handoff.messages import (
 )
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.testing import FakeClock
 
 ADDRESS = "ipc:///nowhere"
 GROUPS = (((0, 1), (1, 1)), ((2, 1),))
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Asking:
     """A session and what it does with claims."""
 
     def __init__(
-        self, clock: Clock, fingerprint: CompatibilityKey, welcome: Welcome, prompt: Prompt
+        self, clock: FakeClock, fingerprint: CompatibilityKey, welcome: Welcome, prompt: Prompt
     ) -> None:
         self.clock = clock
         self.prompt = prompt
@@ -73,7 +66,7 @@ class Asking:
             self.prompt,
             epoch=self.welcome.epoch if epoch is None else epoch,
             hash_id=self.welcome.hash_id if hash_id is None else hash_id,
-            deadline=self.clock.now + timeout,
+            deadline=self.clock() + timeout,
             future=future,
         )
         return future, sent
@@ -87,7 +80,7 @@ class Asking:
 
 @pytest.fixture
 def asking(
-    clock: Clock,
+    clock: FakeClock,
     fingerprint: CompatibilityKey,
     welcome: Welcome,
     make_prompt: Callable[..., Prompt],
@@ -126,10 +119,12 @@ def test_claims_before_the_welcome_follow_it_in_order(asking: Asking, welcome: W
     assert not any(future.done() for future in futures)
 
 
-def test_a_grant_says_where_the_slots_are_and_until_when(welcomed: Asking, clock: Clock) -> None:
+def test_a_grant_says_where_the_slots_are_and_until_when(
+    welcomed: Asking, clock: FakeClock
+) -> None:
     future, (claim,) = welcomed.claim()
     assert isinstance(claim, Claim)
-    clock.now += 2
+    clock.advance(2)
     granted = welcomed.granted(claim.sequence, lease_s=60.0)
     assert welcomed.hear(granted) == []
     assert future.result(0) == Grant(
@@ -138,8 +133,8 @@ def test_a_grant_says_where_the_slots_are_and_until_when(welcomed: Asking, clock
         sequence=claim.sequence,
         welcome=welcomed.welcome,
         granted=granted,
-        received=clock.now,
-        expires=clock.now + 60.0,
+        received=clock(),
+        expires=clock() + 60.0,
     )
 
 
@@ -241,19 +236,21 @@ def test_a_cancelled_claim_may_end_in_any_way(end: str, asking: Asking, welcome:
     if end == "denied":
         asking.hear(Denied(1, "x"))
     elif end == "late":
-        asking.clock.now += 1
+        asking.clock.advance(1)
         asking.session.tick()
     asking.session.fail(PeerUnreachableError("gone"))
     assert future.cancelled()
 
 
-def test_a_claim_past_its_deadline_fails_and_is_released(welcomed: Asking, clock: Clock) -> None:
+def test_a_claim_past_its_deadline_fails_and_is_released(
+    welcomed: Asking, clock: FakeClock
+) -> None:
     (early, (claim,)), (later, _) = welcomed.claim(timeout=1.0), welcomed.claim(timeout=2.0)
     assert isinstance(claim, Claim)
-    assert welcomed.session.deadline() == clock.now + 1.0
-    clock.now += 0.9
+    assert welcomed.session.deadline() == clock() + 1.0
+    clock.advance(0.9)
     assert welcomed.session.tick() == []
-    clock.now += 0.1
+    clock.advance(0.1)
     assert welcomed.session.tick() == [Release(claim.token, claim.sequence)]
     error = error_of(early)
     assert isinstance(error, PeerUnreachableError)
@@ -266,8 +263,8 @@ def test_a_claim_past_its_deadline_fails_and_is_released(welcomed: Asking, clock
 def test_a_deadline_before_the_welcome_is_kept_too(asking: Asking, welcome: Welcome) -> None:
     short, _ = asking.claim(timeout=1.0)
     patient, _ = asking.claim(timeout=4.0)
-    assert asking.session.deadline() == asking.clock.now + 1.0
-    asking.clock.now += 1.0
+    assert asking.session.deadline() == asking.clock() + 1.0
+    asking.clock.advance(1.0)
     assert asking.session.tick() == []
     assert isinstance(error_of(short), PeerUnreachableError)
     (sent,) = asking.hear(welcome)
@@ -278,17 +275,17 @@ def test_a_deadline_before_the_welcome_is_kept_too(asking: Asking, welcome: Welc
 
 def test_an_introduction_that_does_not_come_fails_the_session(asking: Asking) -> None:
     future, _ = asking.claim()
-    assert asking.session.deadline() == asking.clock.now + INTRODUCTION_S
-    asking.clock.now += INTRODUCTION_S
+    assert asking.session.deadline() == asking.clock() + INTRODUCTION_S
+    asking.clock.advance(INTRODUCTION_S)
     assert asking.session.tick() == []
     assert isinstance(error_of(future), PeerUnreachableError)
     assert isinstance(asking.session.failure, PeerUnreachableError)
     assert asking.session.deadline() == float("inf")
 
 
-def test_an_idle_welcomed_session_has_nothing_to_do(welcomed: Asking, clock: Clock) -> None:
+def test_an_idle_welcomed_session_has_nothing_to_do(welcomed: Asking, clock: FakeClock) -> None:
     assert welcomed.session.deadline() == float("inf")
-    clock.now += 10 * INTRODUCTION_S
+    clock.advance(10 * INTRODUCTION_S)
     assert welcomed.session.tick() == []
     assert welcomed.session.failure is None
 
@@ -375,7 +372,7 @@ def test_a_peer_that_has_forgotten_us_is_introduced_to_again(
     assert isinstance(error_of(two), ClaimDeniedError)
 
 
-def test_a_session_is_idle_without_claims_and_leases(welcomed: Asking, clock: Clock) -> None:
+def test_a_session_is_idle_without_claims_and_leases(welcomed: Asking, clock: FakeClock) -> None:
     assert welcomed.session.idle
     claims = [welcomed.claim(), welcomed.claim()]
     assert not welcomed.session.idle
@@ -386,8 +383,11 @@ def test_a_session_is_idle_without_claims_and_leases(welcomed: Asking, clock: Cl
     assert not welcomed.session.idle
     assert welcomed.session.release(first) == Release(first.token, first.sequence)
     assert not welcomed.session.idle
-    clock.now += 60.0
-    assert welcomed.session.idle  # there is nothing left to be released
-    clock.now -= 60.0
     assert welcomed.session.release(second) == Release(second.token, second.sequence)
     assert welcomed.session.idle
+    _, (claim,) = welcomed.claim()
+    assert isinstance(claim, Claim)
+    welcomed.hear(welcomed.granted(claim.sequence, lease_s=60.0))
+    assert not welcomed.session.idle
+    clock.advance(60.0)
+    assert welcomed.session.idle  # there is nothing left to be released

@@ -24,17 +24,10 @@ from omni_connector.handoff.handoff import Block, Handoff
 from omni_connector.handoff.messages import DIGEST_BYTES, TOKEN_BYTES
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.slot_index import SlotKey
+from omni_connector.testing import FakeClock
 
 TTL = 120.0
 Keys = Sequence[SlotKey | None]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def key(n: int) -> SlotKey:
@@ -94,7 +87,7 @@ def cached(directory: SlotDirectory, *keys: SlotKey) -> list[int]:
 
 
 @pytest.fixture
-def directory(clock: Clock) -> SlotDirectory:
+def directory(clock: FakeClock) -> SlotDirectory:
     return SlotDirectory(8, clock, TTL)
 
 
@@ -238,21 +231,21 @@ def test_blocks_without_a_key_go_back_at_once(directory: SlotDirectory) -> None:
     assert directory.usage() == (0, 1, 0)
 
 
-def test_cached_blocks_make_room_oldest_first(clock: Clock) -> None:
+def test_cached_blocks_make_room_oldest_first(clock: FakeClock) -> None:
     directory = SlotDirectory(3, clock, TTL)
     one, two, three = (cached(directory, key(n))[0] for n in (1, 2, 3))
     cached(directory, key(1))  # used again: now 2 is the oldest
     assert [slots(opened(directory, [None]))[0][0] for _ in range(3)] == [two, three, one]
 
 
-def test_free_slots_go_before_cached_ones_and_low_ones_first(clock: Clock) -> None:
+def test_free_slots_go_before_cached_ones_and_low_ones_first(clock: FakeClock) -> None:
     directory = SlotDirectory(4, clock, TTL)
     assert cached(directory, key(1)) == [0]
     assert slots(opened(directory, [None] * 4)) == [[1, 2, 3, 0]]
     assert directory.usage() == (4, 0, 0)
 
 
-def test_an_evicted_block_is_copied_anew_into_a_new_generation(clock: Clock) -> None:
+def test_an_evicted_block_is_copied_anew_into_a_new_generation(clock: FakeClock) -> None:
     directory = SlotDirectory(1, clock, TTL)
     cached(directory, key(1))
     first = opened(directory, [key(2)])
@@ -263,7 +256,7 @@ def test_an_evicted_block_is_copied_anew_into_a_new_generation(clock: Clock) -> 
     assert second.generations[0][0] == first.generations[0][0] + 1
 
 
-def test_an_open_does_not_evict_the_blocks_that_it_shares(clock: Clock) -> None:
+def test_an_open_does_not_evict_the_blocks_that_it_shares(clock: FakeClock) -> None:
     directory = SlotDirectory(3, clock, TTL)
     (one,) = cached(directory, key(1))
     cached(directory, key(2), key(3))
@@ -320,15 +313,15 @@ def test_each_claim_is_a_lease_and_the_slots_go_with_the_last(directory: SlotDir
 
 
 def test_a_lease_ends_by_itself_and_the_others_go_on(
-    directory: SlotDirectory, clock: Clock
+    directory: SlotDirectory, clock: FakeClock
 ) -> None:
     handoff = opened(directory, [None])
     fill(directory, handoff)
     directory.seal(handoff)
     claim(directory, handoff, 1)
-    clock.now += TTL / 2
+    clock.advance(TTL / 2)
     claim(directory, handoff, 2)
-    clock.now += TTL / 2
+    clock.advance(TTL / 2)
     assert directory.expire() == 0
     assert directory.usage() == (1, 0, 1)
     directory.release(handoff.token, 2)
@@ -375,26 +368,26 @@ def test_a_token_that_is_unknown_or_closed_gets_nothing(directory: SlotDirectory
 
 
 def test_a_handoff_lives_from_its_seal_and_again_from_its_claim(
-    directory: SlotDirectory, clock: Clock
+    directory: SlotDirectory, clock: FakeClock
 ) -> None:
     handoff = opened(directory, [None])
     fill(directory, handoff)
-    clock.now += 10 * TTL
+    clock.advance(10 * TTL)
     assert directory.expire() == 0
     directory.seal(handoff)
-    clock.now += TTL - 1
+    clock.advance(TTL - 1)
     assert directory.expire() == 0
     assert claim(directory, handoff) is ClaimState.GRANTED
-    clock.now += TTL - 1
+    clock.advance(TTL - 1)
     assert directory.expire() == 0
-    clock.now += 1
+    clock.advance(1)
     assert directory.expire() == 1
     assert directory.expire() == 0
     assert claim(directory, handoff) is ClaimState.UNKNOWN
     assert directory.usage() == (0, 0, 0)
 
 
-def test_a_slot_with_a_copy_in_flight_is_not_handed_out(clock: Clock) -> None:
+def test_a_slot_with_a_copy_in_flight_is_not_handed_out(clock: FakeClock) -> None:
     directory = SlotDirectory(2, clock, TTL)
     handoff = opened(directory, [key(1), None])
     directory.copying(handoff, [(0, 0), (0, 1)])
@@ -406,7 +399,7 @@ def test_a_slot_with_a_copy_in_flight_is_not_handed_out(clock: Clock) -> None:
     assert directory.usage() == (0, 0, 0)
 
 
-def test_no_copy_may_start_into_the_slots_of_a_closed_handoff(clock: Clock) -> None:
+def test_no_copy_may_start_into_the_slots_of_a_closed_handoff(clock: FakeClock) -> None:
     directory = SlotDirectory(1, clock, TTL)
     closed = opened(directory, [key(1)])
     directory.seal(closed)
@@ -468,7 +461,7 @@ def test_void_reaches_the_blocks_that_are_filling(directory: SlotDirectory) -> N
     assert missing(directory, opened(directory, [key(1), key(2)])) == {(0, 0), (0, 1)}
 
 
-def test_keys_that_were_evicted_are_not_kept_for_ever(clock: Clock) -> None:
+def test_keys_that_were_evicted_are_not_kept_for_ever(clock: FakeClock) -> None:
     directory = SlotDirectory(4, clock, TTL)
     for n in range(100):
         cached(directory, key(n))
@@ -495,7 +488,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @initialize(num_slots=st.integers(1, 8))
     def start(self, num_slots: int) -> None:
-        self.clock = Clock()
+        self.clock = FakeClock()
         self.directory = SlotDirectory(num_slots, self.clock, TTL)
         self.content: dict[int, _Taken] = {}
         self.generation = dict.fromkeys(range(num_slots), 0)
@@ -641,7 +634,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         if handoff.token in self.live and handoff.token not in self.sealed:
             self.directory.seal(handoff)
             self.sealed.add(handoff.token)
-            self.deadlines[handoff.token] = self.clock.now + TTL
+            self.deadlines[handoff.token] = self.clock() + TTL
 
     @rule(
         handoff=handoffs,
@@ -665,8 +658,8 @@ class DirectoryMachine(RuleBasedStateMachine):
             expected = ClaimState.OTHER_PROMPT
         elif self.claimable(handoff):
             expected = ClaimState.GRANTED
-            self.deadlines[handoff.token] = self.clock.now + TTL
-            self.leases.setdefault(handoff.token, {})[lease] = self.clock.now + TTL
+            self.deadlines[handoff.token] = self.clock() + TTL
+            self.leases.setdefault(handoff.token, {})[lease] = self.clock() + TTL
         else:
             expected = ClaimState.PENDING
         assert state is expected
@@ -695,14 +688,14 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1.0, TTL / 2, TTL]))
     def wait_and_expire(self, seconds: float) -> None:
-        self.clock.now += seconds
-        late = [t for t in self.live if self.deadlines.get(t, float("inf")) <= self.clock.now]
+        self.clock.advance(seconds)
+        late = [t for t in self.live if self.deadlines.get(t, float("inf")) <= self.clock()]
         assert self.directory.expire() == len(late)
         for token in late:
             self.end(token)
         for leases in self.leases.values():
             for lease, until in list(leases.items()):
-                if until <= self.clock.now:
+                if until <= self.clock():
                     del leases[lease]
 
     @rule()

@@ -28,20 +28,12 @@ from omni_connector.handoff.messages import (
     decode_request,
     encode,
 )
-from omni_connector.kv.compatibility import MAX_RANKS, CompatibilityKey
+from omni_connector.kv.compatibility import MAX_RANKS
 from omni_connector.transports.base import Endpoint
 
-from .shapes import group_shape
+from ..kv.shapes import compatibility_key, group_shape
 
-PRINT = CompatibilityKey(
-    model="m@1",
-    dtype="bfloat16",
-    kv_dtype="auto",
-    integrity="full",
-    kv_heads=2,
-    ranks=1,
-    groups=(group_shape(),),
-)
+PRINT = compatibility_key()
 OF_TWO = msgspec.structs.replace(PRINT, ranks=2)
 ENDPOINT = Endpoint(transport="shm", address="x", epoch=b"a" * 16, n_slots=8, slot_bytes=4096)
 TOKEN = b"t" * TOKEN_BYTES

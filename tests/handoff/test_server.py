@@ -28,27 +28,20 @@ from omni_connector.handoff.messages import (
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.server import Connection, ControlServer
 from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.testing import FakeClock
 
-from .shapes import group_shape
+from ..kv.shapes import group_shape
 
 TTL = 100.0
 PATIENCE = 10.0
 ALICE, BOB, CAROL = (Connection(0, name) for name in (b"alice", b"bob", b"carol"))
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Served:
     """A server, its directory, and what it counted."""
 
     def __init__(
-        self, clock: Clock, fingerprint: CompatibilityKey, welcome: Welcome, prompt: Prompt
+        self, clock: FakeClock, fingerprint: CompatibilityKey, welcome: Welcome, prompt: Prompt
     ) -> None:
         self.prompt = prompt
         self.counts: Counter[str] = Counter()
@@ -88,7 +81,7 @@ class Served:
 
 @pytest.fixture
 def served(
-    clock: Clock,
+    clock: FakeClock,
     fingerprint: CompatibilityKey,
     welcome: Welcome,
     make_prompt: Callable[..., Prompt],
@@ -143,10 +136,10 @@ def test_a_stranger_gets_no_slots(introduced: Served) -> None:
 
 
 def test_a_complete_handoff_is_granted_with_slots_and_generations(
-    introduced: Served, clock: Clock
+    introduced: Served, clock: FakeClock
 ) -> None:
     handoff = introduced.handoff()
-    clock.now += 30
+    clock.advance(30)
     assert introduced.say(ALICE, introduced.claim_of(handoff, 5)) == [
         Granted(
             5,
@@ -221,12 +214,12 @@ def test_a_parked_claim_is_not_digested_again_until_it_can_be_granted(
     assert len(introduced.server.recheck()) == 1
 
 
-def test_a_claim_parked_past_its_patience_is_denied(introduced: Served, clock: Clock) -> None:
+def test_a_claim_parked_past_its_patience_is_denied(introduced: Served, clock: FakeClock) -> None:
     handoff = introduced.handoff(filled=False)
     introduced.say(ALICE, introduced.claim_of(handoff, 4))
-    clock.now += PATIENCE - 0.1
+    clock.advance(PATIENCE - 0.1)
     assert introduced.server.recheck() == []
-    clock.now += 0.1
+    clock.advance(0.1)
     assert introduced.server.recheck() == [(ALICE, Denied(4, "not_ready"))]
     assert not introduced.server.has_parked
 

@@ -39,6 +39,7 @@ from omni_connector.net.listener import (
 )
 from omni_connector.net.peers import HostPort, parse_host_port
 from omni_connector.net.zeromq import make_context
+from omni_connector.testing.ports import free_port
 
 from . import curve
 from .engine import LONG, PROMPT, Asker, Engine, StartAsker, StartEngine, ask, failure, start_peer
@@ -546,7 +547,7 @@ def test_peers_that_are_asked_are_bounded(
     for name in ("first.sock", "second.sock"):  # which are not idle while they lease slots
         engine = start_engine(name, listen_tcp=LOOPBACK, key=KEY)
         assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
-    third = failure(ask(friend.channel, f"tcp://127.0.0.1:{unused_port()}", b"t" * 16, b"e" * 16))
+    third = failure(ask(friend.channel, f"tcp://127.0.0.1:{free_port()}", b"t" * 16, b"e" * 16))
     assert "2 engines" in str(third)
     assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
 
@@ -607,11 +608,6 @@ class Proxy:
             thread.join(LONG)
         for each in self._sockets:
             each.close()
-
-
-def unused_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_a_cut_link_fails_the_claims_on_it_and_the_server_forgets_it(
@@ -686,7 +682,7 @@ def test_a_peer_that_is_not_there_is_not_looked_for_with_every_request(
     links = []
     link = control_sockets.Link
     monkeypatch.setattr(control_sockets, "Link", lambda *args: links.append(args) or link(*args))
-    port = unused_port()
+    port = free_port()
     address = f"tcp://127.0.0.1:{port}"
     for _ in range(3):
         error = failure(ask(friend.channel, address, b"t" * 16, b"e" * 16))
@@ -700,7 +696,7 @@ def test_a_peer_that_is_not_there_is_not_looked_for_with_every_request(
 
 def test_failed_peers_are_forgotten(monkeypatch: pytest.MonkeyPatch, friend: Asker) -> None:
     monkeypatch.setattr(channel_module, "FORGET_REFUSAL_S", 0.1)
-    failure(ask(friend.channel, f"tcp://127.0.0.1:{unused_port()}", b"t" * 16, b"e" * 16))
+    failure(ask(friend.channel, f"tcp://127.0.0.1:{free_port()}", b"t" * 16, b"e" * 16))
     eventually(lambda: not friend.channel._peers)
 
 

@@ -30,6 +30,7 @@ from omni_connector.objects.mooncake import MooncakeTransferEngineConnector
 from omni_connector.objects.object_store import StoredObject
 from omni_connector.objects.peer import QUESTIONS
 from omni_connector.testing.conformance import ObjectConformance
+from omni_connector.testing.ports import free_port
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 
@@ -79,12 +80,6 @@ def make() -> Iterator[Make]:
             return stack.enter_context(connector)
 
         yield create
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def test_a_sender_at_the_port_of_its_settings(make: Make) -> None:

@@ -29,9 +29,10 @@ from omni_connector.objects.manifest import (
 )
 from omni_connector.objects.mooncake_store import MooncakeStoreConnector
 from omni_connector.testing.conformance import StoreConformance
+from omni_connector.testing.ports import free_port
 from omni_connector.transports.mooncake_lib import store_module
 
-from ..masters import Master, free_port, lender
+from ..masters import Master, lender
 
 EDGE = ("0", "1")
 TIMEOUT_S = 1.5

@@ -11,8 +11,9 @@ import pytest
 from omni_connector.config import StoreSettings
 from omni_connector.errors import PeerUnreachableError
 from omni_connector.prefix.block_store import MooncakeBlockStore
+from omni_connector.testing.ports import free_port
 
-from ..masters import Master, free_port
+from ..masters import Master
 
 TIMEOUT_S = 10.0
 SHORT_S = 0.5

@@ -8,6 +8,7 @@ from typing import Any
 from omni_connector.objects.factory import OmniConnectorFactory
 from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.manager import OmniKVTransferManager
+from omni_connector.testing import FakeClock
 
 _names = itertools.count()
 
@@ -61,20 +62,17 @@ class DictConnector:
         self.closed += 1
 
 
-class Time:
-    """A clock that only sleeping moves."""
+class Time(FakeClock):
+    """A clock that only sleeping moves, and that remembers how long."""
 
     def __init__(self) -> None:
-        self.now = 100.0
+        super().__init__(100.0)
         self.slept: list[float] = []
         self.on_sleep: Callable[[], None] | None = None
 
-    def clock(self) -> float:
-        return self.now
-
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
-        self.now += seconds
+        super().sleep(seconds)
         if self.on_sleep is not None:
             self.on_sleep()
 
@@ -106,7 +104,7 @@ def manager(connector: Any = None, **config: Any) -> OmniKVTransferManager:
     made = OmniKVTransferManager(
         OmniKVCacheConfig(**settings),
         parallel_groups=groups,
-        clock=time.clock,
+        clock=time,
         sleep=time.sleep,
     )
     made.time = time  # type: ignore[attr-defined]

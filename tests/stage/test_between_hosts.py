@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV from stage to stage through Mooncake's Transfer Engine."""
 
-import socket
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,16 +10,11 @@ import torch
 from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.extract import KVLayout
 from omni_connector.stage.manager import OmniKVTransferManager
+from omni_connector.testing.ports import free_port
 
 from .caches import cache_of, sequence
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def manager(**config: Any) -> OmniKVTransferManager:

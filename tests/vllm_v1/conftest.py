@@ -15,7 +15,8 @@ from omni_connector.testing.toy import write_model
 from omni_connector.vllm_v1 import connector
 from omni_connector.vllm_v1.surroundings import SURROUNDINGS
 
-from .harness import InProcessEngine, connector_threads, sockets, wait
+from .harness import InProcessEngine, Lifecycle, connector_threads, sockets, wait
+from .runners import OLD, RUNNERS
 from .stores import MASTER, Shelf
 
 MakeEngine = Callable[..., InProcessEngine]
@@ -103,3 +104,19 @@ def sharer(engine: MakeEngine, shelf: Shelf) -> MakeEngine:
         return engine(role, extra={**MASTER, **(extra or {})}, **options)
 
     return make
+
+
+@pytest.fixture(params=RUNNERS, ids=lambda runner: runner.__name__)
+def runner(request) -> type[Lifecycle]:
+    return request.param
+
+
+@pytest.fixture(params=OLD, ids=lambda runner: runner.__name__)
+def old_runner(request) -> type[Lifecycle]:
+    return request.param
+
+
+@pytest.fixture(params=["full", "window", "all three"])
+def family(request) -> str:
+    """A failed load is reported by its blocks for the first, as a whole for the others."""
+    return request.param

@@ -7,13 +7,15 @@ same order; everything on vLLM's side of the connector but the model is vLLM's o
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 import random
 import threading
 import time
+import unittest.mock
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,31 +47,27 @@ from vllm.v1.request import FinishReason, Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from omni_connector.kv.copy_threads import CopyThread
+from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.handoff import Handoff
+from omni_connector.memory.arena import Arena
 from omni_connector.plugin import CONNECTOR_NAME, register
-from omni_connector.testing import hollow
+from omni_connector.testing import hollow, inspection
+from omni_connector.testing.simulation import check
 from omni_connector.testing.toy import BLOCK, SLOT, kv_cache_config
 from omni_connector.testing.toy_runner import ToyRunner
+from omni_connector.vllm_v1 import connector as connector_module
 from omni_connector.vllm_v1.connector import OmniKVConnector
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.scheduler import OmniScheduler
 from omni_connector.vllm_v1.worker import OmniWorker
 
-from .held import HeldCopier
+from .held import Exchangeable, HeldCopier
 
 GIB = 1 << 30
-DEADLINE = 60.0  # stops a hang, and is waited for by no test that passes
+DEADLINE = 6.0  # stops a hang, and is waited for by no test that passes
 
 HANDOFF = {"do_remote_decode": True, "do_remote_prefill": False}
 _numbers = itertools.count()
-
-_OF_WORKERS = (
-    "_loading",
-    "_store_saves",
-    "_finished_loads",
-    "_failed_loads",
-    "_bad_block_ids",
-)
 
 
 @dataclass
@@ -81,7 +79,7 @@ class Answer:
     params: dict[str, Any] | None = None
 
 
-class Mixin:
+class Lifecycle:
     """What a model runner does with a connector: here as `KVConnectorModelRunnerMixin` does it."""
 
     def register(self, engine: "InProcessEngine", kv_caches: list[dict[str, torch.Tensor]]) -> None:
@@ -136,7 +134,7 @@ class InProcessEngine:
         instant_copies: every copy ends in the step that starts it; else in some later one, mostly.
         family: of `toy.FAMILIES`.
         ranks: tensor-parallel size; each rank has caches and a worker half of its own.
-        mixin: what the model runner does with the connector.
+        lifecycle: what the model runner does with the connector.
         hash_algorithm: `--prefix-caching-hash-algo`.
         data_parallel_index: of this engine among those of one deployment.
     """
@@ -158,14 +156,14 @@ class InProcessEngine:
         prefix_caching: bool = True,
         async_scheduling: bool = False,
         instant_copies: bool = False,
-        mixin: "Mixin | None" = None,
+        lifecycle: "Lifecycle | None" = None,
         family: str = "full",
         ranks: int = 1,
         hash_algorithm: str = "sha256",
         data_parallel_index: int = 0,
     ) -> None:
         _register()
-        self._mixin = mixin or Mixin()
+        self._lifecycle = lifecycle or Lifecycle()
         self.engine_id = engine_id or f"engine-{next(_numbers)}"
         transfer = None
         if role is not None:
@@ -224,7 +222,9 @@ class InProcessEngine:
         self.runner = ToyRunner(kv_caches, self.kv_config)
         self.runner.spoil(list(range(usable_blocks + 1)), next(_numbers))
         self.workers: list[KVConnectorBase_V1] = []
+        self._copiers: list[Exchangeable] = []
         with contextlib.ExitStack() as failed:  # where vLLM's processes would end
+            failed.enter_context(self._surroundings())
             if transfer is not None:
                 for rank in range(ranks):
                     self.config.parallel_config.rank = rank
@@ -235,7 +235,7 @@ class InProcessEngine:
                     )
                     self.workers.append(worker)
                     failed.callback(worker.shutdown)
-                self._mixin.register(self, kv_caches)
+                self._lifecycle.register(self, kv_caches)
             self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
                 vllm_config=self.config,
                 kv_cache_config=self.kv_config,
@@ -259,12 +259,26 @@ class InProcessEngine:
         self._hasher = get_request_block_hasher(hash_block_size, hash_fn)
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._overlap = self.config.max_concurrent_batches
-        self._all_free = self.free_blocks
+        self.all_free = self.free_blocks
         self.instant_copies = instant_copies
         self.answers: dict[str, Answer] = {}
         self.stats = OmniStats()
         self.preempted: list[str] = []
         self._held: list[HeldCopier] = []
+        self._before = check.sizes(self)
+
+    @contextlib.contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """Connectors that are made meanwhile have copiers that a test can exchange."""
+        make = connector_module.SURROUNDINGS.copier
+
+        def copier(*args: Any) -> Exchangeable:
+            self._copiers.append(Exchangeable(make(*args)))
+            return self._copiers[-1]
+
+        ours = dataclasses.replace(connector_module.SURROUNDINGS, copier=copier)
+        with unittest.mock.patch.object(connector_module, "SURROUNDINGS", ours):
+            yield
 
     # What a client does
 
@@ -357,7 +371,7 @@ class InProcessEngine:
         self.preempted += step.preempted_req_ids or ()
         if self.worker is None:
             return model_output(*self.runner.execute(step))
-        return self._mixin.execute(self, self.worker, step)
+        return self._lifecycle.execute(self, self.worker, step)
 
     def joined(self, outputs: list[ModelRunnerOutput]) -> ModelRunnerOutput:
         """What the ranks report, as vLLM's executor adds it up."""
@@ -370,9 +384,7 @@ class InProcessEngine:
     def wait_for_copies(self) -> None:
         """With `instant_copies`, let those of this step end."""
         if self.instant_copies:
-            threads = [t for half in self.worker_halves for t in (half._saves, half._loads)]
-            threads += [h._store_jobs.loads for h in self.worker_halves if h._store_jobs]
-            wait(lambda: all(map(has_no_job, threads)))
+            wait(lambda: all(map(inspection.copies_ended, self.worker_halves)))
 
     def shutdown(self) -> None:
         """Stop both halves, in vLLM's order."""
@@ -386,20 +398,22 @@ class InProcessEngine:
 
     def hold(self, *, saves: bool = False, loads: bool = False, deaf: bool = False) -> "HeldCopier":
         """Hold back every copy that starts from now on."""
-        held = HeldCopier(self.worker_half._copier, saves=saves, loads=loads, deaf=deaf)
-        half = self.worker_half
-        half._copier = half._loader._copier = held
-        if half._store_jobs is not None:
-            half._store_jobs._copier = held
+        copier = self._copiers[0]
+        held = HeldCopier(copier.inner, saves=saves, loads=loads, deaf=deaf)
+        copier.inner = held
         self._held.append(held)
         return held
 
     @property
+    def halves(self) -> list[Any]:
+        """The scheduler half and the worker halves; none of another connector."""
+        return inspection.halves(self.scheduler.connector, self.workers)
+
+    @property
     def half(self) -> OmniScheduler:
         """The scheduler half."""
-        connector = self.scheduler.connector
-        assert isinstance(connector, OmniKVConnector)
-        return connector._scheduler
+        half: OmniScheduler = self.halves[0]
+        return half
 
     @property
     def worker(self) -> KVConnectorBase_V1 | None:
@@ -409,7 +423,7 @@ class InProcessEngine:
     @property
     def worker_halves(self) -> list[OmniWorker]:
         """The worker half of each rank."""
-        return [each._worker for each in self.workers if isinstance(each, OmniKVConnector)]
+        return self.halves[1:]
 
     @property
     def worker_half(self) -> OmniWorker:
@@ -424,8 +438,33 @@ class InProcessEngine:
     @property
     def usage(self) -> tuple[int, int, int]:
         """(slots held, slots cached, leases); zeros on an engine that hands nothing off."""
-        directory = self.half._directory
+        directory = inspection.directory(self.half)
         return (0, 0, 0) if directory is None else directory.usage()
+
+    @property
+    def directory(self) -> SlotDirectory:
+        """What the engine keeps of its slots."""
+        directory = inspection.directory(self.half)
+        assert directory is not None, "this engine hands nothing off"
+        return directory
+
+    @property
+    def handoffs(self) -> list[Handoff]:
+        """Those that are open, oldest first."""
+        return inspection.handoffs(self.half)
+
+    def arena(self, rank: int = 0) -> Arena:
+        """The arena of a rank."""
+        return inspection.arena(self.worker_halves[rank])
+
+    def lease_answer(self, request_id: str) -> object:
+        """Wait for the peer's answer to a request's lease request, without a step."""
+        return inspection.lease_answer(self.half, request_id, DEADLINE)
+
+    @property
+    def loads_under_way(self) -> int:
+        """Of how many requests the first rank loads KV."""
+        return inspection.loads_under_way(self.worker_half)
 
     def count(self, name: str) -> int:
         """What the engine has counted so far under a name of `metrics`."""
@@ -446,29 +485,9 @@ class InProcessEngine:
         data = data.get(CONNECTOR_NAME, data)  # as MultiConnector has them
         self.stats.aggregate(OmniKVConnector.build_kv_connector_stats(data))
 
-    def leftovers(self) -> dict[str, Any]:
+    def leftovers(self) -> list[str]:
         """Whatever an engine without requests should not have any more; empty when all is well."""
-        found: dict[str, Any] = {
-            "requests": list(self.scheduler.requests),
-            "kv blocks": self._all_free - self.free_blocks,
-        }
-        if self.worker is not None and isinstance(self.worker, OmniKVConnector):
-            held, _, leases = self.usage
-            found |= {"slots held": held, "leases": leases}
-            parts = [
-                (self.half._ledger, ("_jobs", "_revoked")),
-                (self.half._sender, ("_sends",)),
-                (self.half._receiver, ("_loads", "_queued", "_failed")),
-                (self.half._directory, ("_handoffs",)),
-                (self.half._shared, ("_prompts", "_queued", "_failed")),
-            ]
-            for half in self.worker_halves:
-                parts.append((half, _OF_WORKERS))
-            for part, names in parts:
-                for name in names if part is not None else ():
-                    value = getattr(part, name)
-                    found[f"{type(part).__name__}.{name}"] = len(value) and repr(value)
-        return {name: value for name, value in found.items() if value}
+        return check.leftovers(self, self._before)
 
 
 def run(engines: Sequence[InProcessEngine], until: Callable[[], bool]) -> None:
@@ -484,12 +503,6 @@ def run(engines: Sequence[InProcessEngine], until: Callable[[], bool]) -> None:
 def wait(until: Callable[[], bool]) -> None:
     """Wait for another thread, without a step of any engine."""
     run([], until)
-
-
-def has_no_job(thread: CopyThread) -> bool:
-    """Whether all that was submitted has ended."""
-    with thread._changed:  # a job is moved from the queue in two steps
-        return not (thread._queue or thread._running)
 
 
 def assert_clean(*engines: InProcessEngine) -> None:

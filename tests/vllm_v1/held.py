@@ -4,10 +4,23 @@
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, Final
 
 PATIENCE: Final = 60.0  # seconds; stops a hang
+
+
+class Exchangeable:
+    """A copier that others can take the place of while an engine runs.
+
+    Attributes:
+        inner: the copier that copies now.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 class HeldCopier:
@@ -61,13 +74,3 @@ class HeldCopier:
             if give_up() or time.monotonic() > end:
                 return False
         return True
-
-
-def without_references(ledger: Any) -> None:
-    """Have copies hold no block any more, as a negative control of what their references do."""
-    block = SimpleNamespace(ref_cnt=2)
-    ledger._pool = SimpleNamespace(
-        blocks=[block] * len(ledger._pool.blocks),
-        touch=lambda blocks: None,
-        free_blocks=lambda blocks: None,
-    )

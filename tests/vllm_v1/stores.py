@@ -4,13 +4,20 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.prefix.block_store import BlockStore
+from omni_connector.testing import inspection
+from omni_connector.testing.toy import BLOCK
 
+from .harness import InProcessEngine, prompt, wait
+
+PREFIX = prompt(6 * BLOCK)
+QUESTION = PREFIX + prompt(10, seed=1)
 MASTER = {"store": {"master": "127.0.0.1:50051"}}
 
 
@@ -134,3 +141,20 @@ class ShelfStore(BlockStore):
     def close(self) -> None:
         self._shelf.open -= not self._closed
         self._closed = True
+
+
+def landed(*engines: InProcessEngine) -> None:
+    """Wait until nothing is on its way to the store."""
+    for engine in engines:
+        for half in engine.worker_halves:
+            wait(partial(inspection.stored, half))
+            half.collect()  # what became of it is counted with the next step
+
+
+def publish(engine: InProcessEngine, shelf: Shelf, tokens: list[int] = PREFIX, **options):
+    """Have an engine compute a prompt, and wait until its full blocks are in the store."""
+    before = len(shelf.entries)
+    answer = engine.generate(tokens, **options)
+    landed(engine)
+    assert len(shelf.entries) > before
+    return answer

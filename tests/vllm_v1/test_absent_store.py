@@ -9,7 +9,7 @@ from omni_connector.prefix import shared_prefix, store_jobs
 from omni_connector.testing.toy import BLOCK
 
 from .harness import assert_clean, prompt
-from .test_shared_prefix import PREFIX, QUESTION, landed, publish
+from .stores import PREFIX, QUESTION, landed, publish
 
 pytestmark = pytest.mark.vllm
 

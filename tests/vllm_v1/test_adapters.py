@@ -6,6 +6,7 @@ import os
 import pytest
 from vllm.lora.request import LoRARequest
 
+from omni_connector.testing import FakeClock
 from omni_connector.testing.toy import BLOCK
 from omni_connector.vllm_v1 import adapters
 from omni_connector.vllm_v1.adapters import AdapterContents
@@ -101,11 +102,11 @@ class Asked:
 @pytest.fixture
 def content():
     """Asks for an adapter's content, with a clock that goes on by itself."""
-    now = [0.0]
-    contents = AdapterContents(lambda: now[0])
+    clock = FakeClock()
+    contents = AdapterContents(clock)
 
     def ask(lora: LoRARequest, epoch: int = 0) -> str | None:
-        now[0] += 2 * adapters.FRESH_S
+        clock.advance(2 * adapters.FRESH_S)
         asked = Asked(lora)
         if contents.arrives(asked):
             wait(lambda: contents._fresh(lora))

@@ -32,7 +32,7 @@ def test_memory_and_kv_cache_say_how_large_it_is(engine, memory, ranks, tokens):
         engine("kv_producer", extra=DERIVED, ranks=ranks),
         engine("kv_consumer", ranks=ranks),
     )
-    assert prefill.half._directory.num_slots == 2 * 65
+    assert prefill.directory.num_slots == 2 * 65
     text = prompt(6 * BLOCK - 3)
     answer = prefill.generate(text, params=HANDOFF).params
     assert decode.generate(text, 6, params=answer).tokens == tokens(text, 6)
@@ -47,7 +47,7 @@ def test_ranks_share_what_there_is(engine, memory, log, ranks):
     caches = ranks * sum(tensor.size for tensor in given.kv_config.kv_cache_tensors)
     memory(caches + 4 * ranks * 50 * slot_bytes)  # a quarter: 50 blocks for each
     assert not log
-    assert engine("kv_producer", extra=DERIVED, ranks=ranks).half._directory.num_slots == 50
+    assert engine("kv_producer", extra=DERIVED, ranks=ranks).directory.num_slots == 50
     assert sum(f"take {LONGEST} slots, the arena has 50" in line for line in log) == ranks
 
 

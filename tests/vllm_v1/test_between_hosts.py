@@ -4,7 +4,6 @@
 Namespaces of their own keep two engines of one host as far apart as two hosts do.
 """
 
-import contextlib
 import os
 import socket
 
@@ -14,6 +13,7 @@ from omni_connector.errors import ConfigError
 from omni_connector.net import links as control_sockets
 from omni_connector.net import resolver as resolver_module
 from omni_connector.net.keys import write_new_key
+from omni_connector.testing.ports import free_ports
 from omni_connector.testing.toy import BLOCK
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, prompt
@@ -154,19 +154,6 @@ def test_data_parallel_ranks_listen_at_ports_of_their_own(engine, tokens, key_fi
         assert decode.generate(PROMPT, 6, params=params).tokens == tokens(PROMPT, 6)
     assert decode.count("handoffs_received") == 3
     assert_clean(decode, *ranks)
-
-
-def free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody listens at."""
-    for first in range(20000, 30000, count):
-        try:
-            with contextlib.ExitStack() as stack:
-                for port in range(first, first + count):
-                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
-                return first
-        except OSError:
-            continue
-    raise AssertionError("no free ports")
 
 
 def test_a_rank_whose_port_there_is_not_stops_the_engine(engine):

@@ -146,8 +146,8 @@ def test_a_save_that_outlives_the_arena_raises_nothing(engine, monkeypatch):
 def test_blocks_before_the_first_bad_one_are_kept(engine, tokens, monkeypatch, first_bad, how):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     answer = prefill.generate(PROMPT, params=HANDOFF).params
-    handoff = next(iter(prefill.half._directory._handoffs.values()))
-    arena, slot = prefill.worker_half._arena, int(handoff.slots[0][first_bad])
+    handoff = prefill.handoffs[0]
+    arena, slot = prefill.arena(), int(handoff.slots[0][first_bad])
     if how == "changed":
         arena.slots[slot][9] ^= 1
     else:
@@ -168,8 +168,8 @@ def test_blocks_before_the_first_bad_one_are_kept(engine, tokens, monkeypatch, f
 def test_so_are_those_that_are_made_of_smaller_ones(engine, first_bad):
     prefill, decode = engine("kv_producer"), engine("kv_consumer", block_size=2 * BLOCK)
     answer = prefill.generate(PROMPT, params=HANDOFF).params
-    handoff = next(iter(prefill.half._directory._handoffs.values()))
-    prefill.worker_half._arena.slots[int(handoff.slots[0][first_bad])][9] ^= 1
+    handoff = prefill.handoffs[0]
+    prefill.arena().slots[int(handoff.slots[0][first_bad])][9] ^= 1
     computed = count_computed(decode)
     right = engine(block_size=2 * BLOCK).generate(PROMPT, 6).tokens
     assert decode.generate(PROMPT, 6, params=answer).tokens == right

@@ -73,7 +73,7 @@ def test_an_idle_engine_frees_its_slots_soon_after_a_reset(engine, after):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
-    decode.half._receiver._loads[request_id].future.result(10)
+    decode.lease_answer(request_id)
     prefill.generate(prompt(6 * BLOCK, seed=2), params=HANDOFF)
     assert prefill.usage[0] > 0
     new_weights(prefill, decode)
@@ -91,7 +91,7 @@ def test_a_grant_from_before_is_not_used(engine, after):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
-    decode.half._receiver._loads[request_id].future.result(10)
+    decode.lease_answer(request_id)
     for each in (decode, prefill):
         new_weights(each)
         assert each.scheduler.reset_prefix_cache()
@@ -108,7 +108,7 @@ def test_what_was_granted_before_the_peer_was_reset_is_not_used(engine, after):
     new_weights(decode)
     assert decode.scheduler.reset_prefix_cache()
     request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
-    decode.half._receiver._loads[request_id].future.result(10)
+    decode.lease_answer(request_id)
     new_weights(prefill)
     assert prefill.scheduler.reset_prefix_cache()
     time.sleep(1.0)  # as operators wait
@@ -122,7 +122,7 @@ def test_what_was_granted_a_while_ago_is_asked_for_again_and_leaves_one_lease(en
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
-    decode.half._receiver._loads[request_id].future.result(10)
+    decode.lease_answer(request_id)
     time.sleep(1.0)
     decode.settle()
     assert decode.answers[request_id].tokens == tokens(PROMPT, 6)
@@ -182,7 +182,7 @@ def test_who_reads_slots_of_before_learns_that_they_are_void(engine, after):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
-    decode.half._receiver._loads[request_id].future.result(10)
+    decode.lease_answer(request_id)
     new_weights(prefill, decode)
     assert prefill.scheduler.reset_prefix_cache()
     prefill.generate(prompt(20, seed=3))  # a step tells the workers

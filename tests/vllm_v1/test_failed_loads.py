@@ -18,18 +18,18 @@ Spoil = Callable[[InProcessEngine, InProcessEngine], None]
 
 
 def slot_bytes_change(prefill: InProcessEngine, decode: InProcessEngine) -> None:
-    slot = next(iter(prefill.half._directory._handoffs.values())).slots[0][2]
-    prefill.worker_half._arena.slots[slot][5] ^= 0x10
+    slot = prefill.handoffs[0].slots[0][2]
+    prefill.arena().slots[slot][5] ^= 0x10
 
 
 def last_slot_changes(prefill: InProcessEngine, decode: InProcessEngine) -> None:
-    slot = next(iter(prefill.half._directory._handoffs.values())).slots[0][-1]
-    prefill.worker_half._arena.slots[slot][0] ^= 0x01
+    slot = prefill.handoffs[0].slots[0][-1]
+    prefill.arena().slots[slot][0] ^= 0x01
 
 
 def slot_is_reused(prefill: InProcessEngine, decode: InProcessEngine) -> None:
-    handoff = next(iter(prefill.half._directory._handoffs.values()))
-    arena = prefill.worker_half._arena
+    handoff = prefill.handoffs[0]
+    arena = prefill.arena()
     arena.begin_write(handoff.slots[0][1], handoff.generations[0][1] + 1)
 
 
@@ -62,7 +62,7 @@ def granted(prefill: InProcessEngine, decode: InProcessEngine, **options) -> str
     """A decode request whose claim is granted, and whose load the next step starts."""
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     request_id = decode.submit(PROMPT, max_tokens=6, params=answer, **options)
-    assert decode.half._receiver._loads[request_id].future.result(10) is not None
+    assert decode.lease_answer(request_id) is not None
     return request_id
 
 
@@ -184,7 +184,7 @@ def test_a_peer_that_goes_while_its_copies_are_awaited(engine, tokens):
     prefill.run(lambda: prefill.done(request_id))
     answer = prefill.answers[request_id].params
     claim = decode.submit(PROMPT, max_tokens=6, params=answer)
-    decode.run(lambda: bool(decode.worker_half._loading))
+    decode.run(lambda: bool(decode.loads_under_way))
     decode.step()
     prefill.worker_half._transports.close()  # as the kernel does when it is killed
     decode.settle()

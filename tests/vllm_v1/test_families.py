@@ -120,8 +120,8 @@ def test_a_failed_load_ends_no_engine_and_serves_no_wrong_token(engine, family, 
     asked = prompt(7 * BLOCK + 3)
     for group in range(len(FAMILIES[family])):
         answer = prefill.generate(asked, params=HANDOFF).params
-        handoff = next(iter(prefill.half._directory._handoffs.values()))
-        prefill.worker_half._arena.slots[handoff.slots[group][-1]][3] ^= 1
+        handoff = prefill.handoffs[0]
+        prefill.arena().slots[handoff.slots[group][-1]][3] ^= 1
         request_id = decode.submit(asked, max_tokens=6, params=answer)
         other = decode.submit(prompt(50, seed=1), max_tokens=4)
         decode.settle()
@@ -143,10 +143,10 @@ def test_a_failed_load_ends_no_engine_and_serves_no_wrong_token(engine, family, 
 def test_blocks_of_a_failed_load_hold_nothing_of_it(engine, family):
     prefill, decode = engine("kv_producer", family=family), engine("kv_consumer", family=family)
     answer = prefill.generate(prompt(7 * BLOCK), params=HANDOFF).params
-    handoff = next(iter(prefill.half._directory._handoffs.values()))
+    handoff = prefill.handoffs[0]
     for slots in handoff.slots:
         for slot in slots:
-            prefill.worker_half._arena.slots[slot][3] ^= 1
+            prefill.arena().slots[slot][3] ^= 1
     zeroed = []
     loader = decode.worker_half._loader
     zero = loader._zero
@@ -243,8 +243,8 @@ def test_other_ranks_and_other_blocks_and_a_failure_at_once(engine):
     decode = engine("kv_consumer", family="window and full")
     asked = prompt(7 * BLOCK + 3)
     answer = prefill.generate(asked, params=HANDOFF).params
-    handoff = next(iter(prefill.half._directory._handoffs.values()))
-    prefill.worker_halves[1]._arena.slots[handoff.slots[1][2]][3] ^= 1
+    handoff = prefill.handoffs[0]
+    prefill.arena(1).slots[handoff.slots[1][2]][3] ^= 1
     expected = engine(family="window and full").generate(asked, 6).tokens
     assert decode.generate(asked, 6, params=answer).tokens == expected
     assert decode.failures() == {"checksum_mismatch": 1}

@@ -26,7 +26,7 @@ def test_siblings_load_from_one_hand_off_each_under_its_own_lease(engine, family
     held = decode.hold(loads=True)
     first, *others = [decode.submit(PROMPT, max_tokens=6, params=answer) for _ in range(3)]
     for each in (first, *others):
-        decode.half._receiver._loads[each].future.result(10)
+        decode.lease_answer(each)
     assert prefill.usage[2] == 3
     decode.run(held.waiting.is_set)
     decode.abort(first)  # its lease ends, and theirs do not
@@ -140,7 +140,7 @@ def test_a_large_prompt_is_not_overtaken_for_ever_by_small_ones(engine, tokens):
 def test_waiters_try_only_when_there_is_new_room(engine, monkeypatch):
     prefill = engine("kv_producer", extra=slots(8))
     prefill.generate(prompt(8 * BLOCK), params=HANDOFF)
-    directory = prefill.half._directory
+    directory = prefill.directory
     tries = []
     open_ = directory.open
     monkeypatch.setattr(directory, "open", lambda *args: tries.append(1) or open_(*args))

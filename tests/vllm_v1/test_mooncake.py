@@ -138,9 +138,9 @@ def test_wrong_bytes_are_found_out(engine, tokens, monkeypatch):
     decode = engine("kv_consumer", extra=MOONCAKE)
     monkeypatch.setattr(Loader, "_compare", lambda *_: None)
     request_id = granted(prefill, decode)
-    for handoff in prefill.half._directory._handoffs.values():
+    for handoff in prefill.handoffs:
         for slot in handoff.slots[0]:
-            np.bitwise_xor(arena := prefill.worker_half._arena.slots[slot], 0x55, out=arena)
+            np.bitwise_xor(arena := prefill.arena().slots[slot], 0x55, out=arena)
     decode.settle()
     assert decode.answers[request_id].tokens != tokens(PROMPT, 6)
 
@@ -153,8 +153,8 @@ def test_bytes_that_travel_are_checked_whatever_the_integrity(engine, tokens, bl
     decode = engine("kv_consumer", extra=extra, block_size=block_size)
     assert hand_off(prefill, decode, prompt(90)) == tokens(prompt(90), 6)
     request_id = granted(prefill, decode)
-    handoff = next(iter(prefill.half._directory._handoffs.values()))
-    arena, (one, two, *_) = prefill.worker_half._arena, handoff.slots[0]
+    handoff = prefill.handoffs[0]
+    arena, (one, two, *_) = prefill.arena(), handoff.slots[0]
     arena.slots[[one, two]] = arena.slots[[two, one]]
     decode.settle()
     assert decode.answers[request_id].tokens == tokens(PROMPT, 6)

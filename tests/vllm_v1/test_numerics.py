@@ -115,7 +115,7 @@ def test_engines_of_other_scales_hand_nothing_off(engine, tokens, monkeypatch, l
     assert decode.generate(TEXT, 6, params=answer).tokens == tokens(TEXT, 6)
     assert decode.failures() == {"incompatible_peer": 1}
     assert any("scales" in line for line in log)
-    prefill.half._directory.close(bytes.fromhex(answer["omni_token"]))
+    prefill.directory.close(bytes.fromhex(answer["omni_token"]))
 
 
 def test_engines_of_other_scales_share_nothing(sharer, shelf, tokens, monkeypatch):

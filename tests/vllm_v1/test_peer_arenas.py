@@ -10,6 +10,7 @@ import pytest
 
 from omni_connector.errors import PeerUnreachableError
 from omni_connector.handoff.jobs import CopyRun, LoadJob
+from omni_connector.testing import FakeClock
 from omni_connector.transports import Endpoint
 from omni_connector.transports import peer_arenas as arenas_module
 from omni_connector.transports.peer_arenas import PeerArenas
@@ -158,10 +159,10 @@ class Kept:
     """`PeerArenas` of which nothing happens by itself."""
 
     def __init__(self, supports_mapping: bool = True) -> None:
-        self.now = 100.0
+        self.clock = FakeClock()
         self.transports = Transports(supports_mapping)
         self.threads = Here()
-        self.arenas = PeerArenas(self.transports, self.threads, lambda: self.now, 1e9)
+        self.arenas = PeerArenas(self.transports, self.threads, self.clock, 1e9)
 
 
 @pytest.fixture
@@ -220,7 +221,7 @@ def test_an_idle_arena_is_kept_where_its_owners_end_will_tell(keep, mapped):
     load = kept.arenas.open()
     arena = load.get(endpoint())
     load.close(failed=False)
-    kept.now += arenas_module.IDLE_S
+    kept.clock.advance(arenas_module.IDLE_S)
     assert kept.arenas.let_go() is mapped
     assert bool(arena.closed) is not mapped
 

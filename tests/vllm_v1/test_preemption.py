@@ -3,10 +3,10 @@
 
 import pytest
 
+from omni_connector.testing.inspection import hold_no_blocks
 from omni_connector.testing.toy import BLOCK
 
-from .harness import HANDOFF, InProcessEngine, Mixin, assert_clean, prompt, wait
-from .held import without_references
+from .harness import HANDOFF, InProcessEngine, Lifecycle, assert_clean, prompt, wait
 
 pytestmark = pytest.mark.vllm
 
@@ -75,7 +75,7 @@ def test_copies_of_lost_blocks_go_on_and_are_made_once(engine, tight, tokens, ov
     assert_clean(prefill, decode)
 
 
-class ZeroesFirst(Mixin):
+class ZeroesFirst(Lifecycle):
     """The V2 runner's order: new blocks are zeroed before the connector hears of the step."""
 
     def execute(self, engine, worker, step):
@@ -89,7 +89,7 @@ class ZeroesFirst(Mixin):
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 def test_blocks_that_are_zeroed_first_are_not_those_under_a_copy(engine, tight, tokens, overlap):
-    prefill = tight(async_scheduling=overlap, mixin=ZeroesFirst())
+    prefill = tight(async_scheduling=overlap, lifecycle=ZeroesFirst())
     decode = engine("kv_consumer")
     held = prefill.hold(saves=True)
     long, handed = preempt(prefill)
@@ -105,8 +105,8 @@ def test_blocks_that_are_zeroed_first_are_not_those_under_a_copy(engine, tight, 
 
 
 def test_without_the_references_the_race_is_lost(engine, tight, tokens):
-    prefill, decode = tight(mixin=ZeroesFirst()), engine("kv_consumer")
-    without_references(prefill.half._ledger)
+    prefill, decode = tight(lifecycle=ZeroesFirst()), engine("kv_consumer")
+    hold_no_blocks(prefill.half)
     held = prefill.hold(saves=True)
     long, handed = preempt(prefill)
     prefill.run(lambda: prefill.done(long))

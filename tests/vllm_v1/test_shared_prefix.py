@@ -5,36 +5,15 @@ import pytest
 from vllm.v1.request import FinishReason
 
 from omni_connector.prefix import store_jobs
+from omni_connector.testing.inspection import hold_no_blocks
 from omni_connector.testing.toy import BLOCK, WINDOW
 
-from .harness import HANDOFF, InProcessEngine, assert_clean, has_no_job, prompt, run, wait
-from .held import without_references
-from .stores import Shelf
+from .harness import HANDOFF, assert_clean, prompt, run
+from .stores import PREFIX, QUESTION, Shelf, landed, publish
 
 pytestmark = pytest.mark.vllm
 
-PREFIX = prompt(6 * BLOCK)
-QUESTION = PREFIX + prompt(10, seed=1)
 FAMILIES = ["full", "window", "window and full", "latent"]
-
-
-def landed(*engines: InProcessEngine) -> None:
-    """Wait until nothing is on its way to the store."""
-    for engine in engines:
-        for half in engine.worker_halves:
-            # A save that waits has yet to take its tray.
-            wait(lambda saves=half._saves: has_no_job(saves))
-            wait(lambda trays=half._store_jobs._trays: trays.qsize() == store_jobs._TRAYS)
-            half.collect()  # what became of it is counted with the next step
-
-
-def publish(engine: InProcessEngine, shelf: Shelf, tokens: list[int] = PREFIX, **options):
-    """Have an engine compute a prompt, and wait until its full blocks are in the store."""
-    before = len(shelf.entries)
-    answer = engine.generate(tokens, **options)
-    landed(engine)
-    assert len(shelf.entries) > before
-    return answer
 
 
 def blocks(shelf: Shelf, group: int = 0, rank: int = 0) -> int:
@@ -240,7 +219,7 @@ def test_blocks_that_are_being_copied_go_to_nobody_else(sharer, shelf, tokens, o
 
 def test_without_their_reference_the_race_is_lost(sharer, shelf, tokens):
     first, second = sharer(usable_blocks=28), sharer()
-    without_references(first.half._ledger)
+    hold_no_blocks(first.half)
     held = first.hold(saves=True)
     request_id = first.submit(PREFIX)
     first.run(lambda: first.done(request_id))
@@ -314,7 +293,7 @@ def test_a_load_that_is_aborted_before_it_starts(sharer, shelf):
     blocking = second.submit(QUESTION)
     second.run(held.waiting.is_set)
     request_id = second.submit(PREFIX + prompt(8, seed=6))
-    second.run(lambda: len(second.worker_half._loading) == 2)
+    second.run(lambda: second.loads_under_way == 2)
     second.abort(request_id)
     held.open()
     second.run(lambda: second.done(blocking))
@@ -417,7 +396,7 @@ def test_a_prompt_that_was_shortened_is_stored_as_it_was_computed(sharer, shelf,
 def test_a_hand_off_that_is_refused_is_made_up_for_by_the_store(sharer, shelf, tokens):
     prefill, decode = sharer("kv_producer"), sharer("kv_consumer")
     answer = publish(prefill, shelf, QUESTION, params=HANDOFF)
-    prefill.half._directory.close(bytes.fromhex(answer.params["omni_token"]))
+    prefill.directory.close(bytes.fromhex(answer.params["omni_token"]))
     assert decode.generate(QUESTION, 6, params=answer.params).tokens == tokens(QUESTION, 6)
     assert decode.failures() == {"unknown_token": 1}
     assert decode.count("tokens_shared") == 6 * BLOCK
@@ -534,7 +513,7 @@ def test_requests_whose_hand_offs_failed_are_not_offered_another_load(sharer, sh
     decode = sharer("kv_consumer", usable_blocks=10)
     params = [answer.params for answer in _handed_off(prefill, text, 4)]
     landed(prefill)
-    prefill.worker_half._arena.slots[:, 7] ^= 0x10
+    prefill.arena().slots[:, 7] ^= 0x10
     claims = [decode.submit(text, max_tokens=2, params=each) for each in params]
     decode.run(lambda: decode.done(*claims))
     assert [decode.answers[claim].tokens for claim in claims] == [tokens(text, 2)] * 4

@@ -11,7 +11,7 @@ from omni_connector.errors import ConfigError
 from omni_connector.testing.toy import BLOCK
 
 from .harness import InProcessEngine, assert_clean, prompt
-from .test_shared_prefix import PREFIX, QUESTION, landed, publish
+from .stores import PREFIX, QUESTION, landed, publish
 
 pytestmark = pytest.mark.vllm
 

@@ -2,16 +2,17 @@
 """What must be left of an engine when all is quiet: nothing that it did not have at its start.
 
 The walk goes through every object of the package that both halves reach, and counts the entries of
-each dict, list, set and queue, whatever its name.
+each dict, list, set and queue, whatever its name. Engines that tests drive
+themselves are looked at in the same way.
 """
 
 import functools
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from omni_connector.testing.simulation.engine import SimulatedEngine
+from omni_connector.testing import inspection
 
 _CONTAINERS: Final = (dict, list, set, deque, frozenset)
 
@@ -20,13 +21,34 @@ _KEPT: Final = re.compile(
     r"\._slots\b|\._free\b|\._cached\b|\._by_key\b|\._batches\b|\._plans\b|\._chosen\b"
     r"|\._stats\b|_stats\b|\._introduced\b|\._peers\b|\._arenas\._known\b|\._untold\b"
     r"|\._sent\b|\._distrusted\b|\._failures\b|\._events\b|\._report\.|\._gauges\b"
+    r"|\._connections\b|\._spare\b|\.quarantine\b"
     r"|\._copier\b|\._layout\b|\._commands\b|\._told\b|\._threads\b|\._void\b"
     r"|\._manager\b|\._config\b|\._vllm_config\b|\._kv_cache_config\b"
 )
 _DEPTH: Final = 12
 
 
-def sizes(engine: SimulatedEngine) -> dict[str, int]:
+class Engine(Protocol):
+    """What is looked at.
+
+    Attributes:
+        scheduler: vLLM's.
+        all_free: KV blocks that nobody held at its start.
+    """
+
+    scheduler: Any
+    all_free: int
+
+    @property
+    def halves(self) -> list[Any]:
+        """The scheduler half and the worker halves."""
+
+    @property
+    def free_blocks(self) -> int:
+        """KV blocks that nobody holds."""
+
+
+def sizes(engine: Engine) -> dict[str, int]:
     """Entries of each container that the halves of an engine reach, by where it is."""
     found: dict[str, int] = {}
     for number, half in enumerate(engine.halves):
@@ -36,16 +58,16 @@ def sizes(engine: SimulatedEngine) -> dict[str, int]:
     return found
 
 
-def held_by(engine: SimulatedEngine) -> tuple[int, int]:
+def held_by(engine: Engine) -> tuple[int, int]:
     """Slots of an engine that are held, and how many peers may read some."""
-    directory = engine.halves[0]._directory if engine.halves else None
+    directory = inspection.directory(engine.halves[0]) if engine.halves else None
     if directory is None:
         return 0, 0
     held, _, leases = directory.usage()
     return int(held), int(leases)
 
 
-def leftovers(engine: SimulatedEngine, before: Mapping[str, int]) -> list[str]:
+def leftovers(engine: Engine, before: Mapping[str, int]) -> list[str]:
     """What an engine has that it had not at its start, in words."""
     left = []
     scheduler = engine.scheduler
@@ -54,7 +76,7 @@ def leftovers(engine: SimulatedEngine, before: Mapping[str, int]) -> list[str]:
     if engine.free_blocks != engine.all_free:
         left.append(f"{engine.all_free - engine.free_blocks} KV blocks")
     if scheduler.connector is not None and engine.halves:
-        directory = engine.halves[0]._directory
+        directory = inspection.directory(engine.halves[0])
         if directory is not None:
             held, _, leases = directory.usage()[:3]
             if held or leases:

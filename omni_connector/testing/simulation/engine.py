@@ -26,6 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from omni_connector.testing import inspection
 from omni_connector.testing.simulation.lifecycles import LIFECYCLES, alone
 from omni_connector.testing.simulation.settings import (
     EngineShape,
@@ -36,7 +37,6 @@ from omni_connector.testing.simulation.settings import (
 from omni_connector.testing.simulation.world import NEVER, Actor, Killed, Violation, World
 from omni_connector.testing.toy import reference
 from omni_connector.testing.toy_runner import ToyRunner, WrongBytes
-from omni_connector.vllm_v1.connector import OmniKVConnector
 
 _IDLE_S = 1.0
 _SLOT_BYTES = 4096
@@ -306,11 +306,7 @@ class SimulatedEngine(Actor):
     @property
     def halves(self) -> list[Any]:
         """The scheduler half and the worker halves."""
-        connector = self.scheduler.connector
-        if not isinstance(connector, OmniKVConnector):
-            return []
-        workers = [each for each in self.workers if isinstance(each, OmniKVConnector)]
-        return [connector._scheduler, *(each._worker for each in workers)]
+        return inspection.halves(self.scheduler.connector, self.workers)
 
     def turns(self, name: str) -> list[Any]:
         """Threads of the connector that have this name."""

@@ -2,23 +2,11 @@
 """What an engine does from time to time: it waits for nobody, and keeps nothing for ever."""
 
 import socket
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from omni_connector.handoff.upkeep import Upkeep
 from omni_connector.net.runtime import locked
-
-pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="oc-", dir="/tmp") as name:
-        yield Path(name)
 
 
 def test_a_locked_folder_holds_nobody_up(folder: Path) -> None:

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The picture of `docs/architecture.md` shows the imports that the code has."""
+
+import subprocess
+import sys
+from graphlib import CycleError
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "imports_picture.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = spec_from_file_location("imports_picture", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_has_the_picture_that_the_script_makes_now() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_import_that_is_new_changes_the_picture(script: Any) -> None:
+    rooms = script.read_rooms(script.PACKAGE)
+    before = script.picture(rooms)
+    assert script.picture({**rooms, "errors": rooms["errors"] | {"stats"}}) != before
+
+
+def test_imports_are_read_wherever_they_stand(script: Any, tmp_path: Path) -> None:
+    package = tmp_path / "house"
+    (package / "attic").mkdir(parents=True)
+    (package / "__init__.py").write_text("from house.attic import box\n")
+    (package / "cellar.py").write_text("import sys\n")
+    (package / "attic" / "box.py").write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from house import roof\n"
+        "else:\n    import house.attic\n"
+        "def open():\n    from house import cellar, __doc__\n"
+    )
+    (package / "roof.py").write_text("import house.cellar\nfrom house.attic.box import open\n")
+    rooms = script.read_rooms(package)
+    assert rooms == {"attic": {"cellar"}, "cellar": set(), "roof": {"attic", "cellar"}}
+    assert script.reduced(rooms) == {"attic": {"cellar"}, "cellar": set(), "roof": {"attic"}}
+
+
+def test_imports_in_a_circle_are_not_drawn(script: Any) -> None:
+    with pytest.raises(CycleError):
+        script.picture({"attic": {"cellar"}, "cellar": {"attic"}})

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model runners that drive a connector: vLLM's two, older ones, and what their tests share.
+
+`V1Runner` and `V2Runner` are vLLM's own code of the installed version. The older ones are what
+runners maintained elsewhere may still do: load first, no `wait_for_save` without a forward pass,
+`get_finished`, no announced preemption, no failed loads, no worker metadata.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.forward_context import set_forward_context
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector, get_kv_connector
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+from .harness import (
+    InProcessEngine,
+    Lifecycle,
+    model_output,
+)
+
+
+class V1Runner(Lifecycle):
+    """vLLM's `KVConnectorModelRunnerMixin` itself, called as `GPUModelRunner` calls it."""
+
+    def execute(
+        self, engine: InProcessEngine, worker: KVConnectorBase_V1, step: SchedulerOutput
+    ) -> ModelRunnerOutput:
+        with transfer_group(worker):
+            worker.handle_preemptions(step.kv_connector_metadata)
+            if not step.total_num_scheduled_tokens:
+                engine.runner.execute(step)
+                return KVConnectorModelRunnerMixin.kv_connector_no_forward(step, engine.config)
+            with (
+                set_forward_context(None, engine.config),
+                KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(step) as output,
+            ):
+                request_ids, sampled = engine.runner.execute(step)
+        return model_output(request_ids, sampled, output)
+
+
+class V2Runner(Lifecycle):
+    """vLLM's `ActiveKVConnector` itself."""
+
+    def register(self, engine: InProcessEngine, kv_caches: list[dict[str, torch.Tensor]]) -> None:
+        with transfer_group(engine.workers[0]):
+            self._active = get_kv_connector(engine.config, kv_caches[0])
+        assert isinstance(self._active, ActiveKVConnector)
+
+    def execute(
+        self, engine: InProcessEngine, worker: KVConnectorBase_V1, step: SchedulerOutput
+    ) -> ModelRunnerOutput:
+        if not step.total_num_scheduled_tokens:
+            engine.runner.execute(step)
+            return self._active.no_forward(step)
+        self._active.pre_forward(step)
+        request_ids, sampled = engine.runner.execute(step)
+        self._active.finish_forward()
+        output = self._active.post_forward(step.finished_req_ids)
+        return model_output(request_ids, sampled, output)
+
+
+class OlderRunner(Lifecycle):
+    """The lifecycle before all that; of what ended it tells only finished ids and blocks."""
+
+    def execute(
+        self, engine: InProcessEngine, worker: KVConnectorBase_V1, step: SchedulerOutput
+    ) -> ModelRunnerOutput:
+        for each in engine.workers:
+            if step.preempted_req_ids:
+                self.announce(each, step.preempted_req_ids)
+            each.bind_connector_metadata(step.kv_connector_metadata)
+            each.start_load_kv(None)
+        engine.wait_for_copies()
+        request_ids, sampled = engine.runner.execute(step)
+        outputs = []
+        for each in engine.workers:
+            output = KVConnectorOutput()
+            if step.total_num_scheduled_tokens:
+                each.wait_for_save()
+            output.finished_sending, output.finished_recving = each.get_finished(
+                step.finished_req_ids
+            )
+            output.invalid_block_ids = each.get_block_ids_with_load_errors()
+            output.kv_connector_stats = each.get_kv_connector_stats()
+            self.more(each, output)
+            each.clear_connector_metadata()
+            outputs.append(model_output(request_ids, sampled, output))
+        return engine.joined(outputs)
+
+    def announce(self, worker: KVConnectorBase_V1, preempted: set[str]) -> None:
+        """Say nothing of preempted requests."""
+
+    def more(self, worker: KVConnectorBase_V1, output: KVConnectorOutput) -> None:
+        """Ask for nothing more."""
+
+
+class OldRunner(OlderRunner):
+    """A little younger: it announces preemptions, by request ids, and carries worker metadata."""
+
+    def announce(self, worker: KVConnectorBase_V1, preempted: set[str]) -> None:
+        worker.handle_preemptions(preempted)
+
+    def more(self, worker: KVConnectorBase_V1, output: KVConnectorOutput) -> None:
+        output.kv_connector_worker_meta = worker.build_connector_worker_meta()
+
+
+@contextmanager
+def transfer_group(worker: KVConnectorBase_V1) -> Iterator[None]:
+    """Make a connector that of this process, as it is in an engine's worker."""
+    before = kv_transfer_state._KV_CONNECTOR_AGENT
+    kv_transfer_state._KV_CONNECTOR_AGENT = worker
+    try:
+        yield
+    finally:
+        kv_transfer_state._KV_CONNECTOR_AGENT = before
+
+
+OLD = [OldRunner, OlderRunner]
+RUNNERS = [V1Runner, V2Runner, *OLD]
+
+
+def trio(
+    engine, runner: type[Lifecycle], **options: Any
+) -> tuple[InProcessEngine, InProcessEngine, InProcessEngine]:
+    """A prefill and a decode engine under such runners, and one without connector."""
+    prefill, decode = (
+        engine(role, lifecycle=runner(), **options) for role in ("kv_producer", "kv_consumer")
+    )
+    return prefill, decode, engine(**options)
+
+
+def spoil_a_slot(prefill: InProcessEngine, rank: int = 0) -> None:
+    """Change a byte of what is handed off."""
+    slot = prefill.handoffs[0].slots[0][-1]
+    prefill.arena(rank).slots[slot][5] ^= 0x10
