@@ -192,7 +192,7 @@ class AdapterContents:
 
 
 def _name(lora: "LoRARequest") -> _Name:
-    return lora.lora_name, lora.lora_path, bool(getattr(lora, "is_3d_lora_weight", False))
+    return lora.lora_name, lora.lora_path, lora.is_3d_lora_weight
 
 
 def _folder(path: str) -> Path:

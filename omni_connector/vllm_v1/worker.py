@@ -24,17 +24,15 @@ from omni_connector.prefix.block_store import BlockStore
 from omni_connector.prefix.store_jobs import StoreJobs
 from omni_connector.transports import Arena, Endpoint
 from omni_connector.transports.choice import Transports
-from omni_connector.vllm_v1.arena_size import ArenaSizing
-from omni_connector.vllm_v1.kernels import attention_of, kernel_orders
+from omni_connector.vllm_v1.kernels import attention_of, kernel_orders, scales_id
 from omni_connector.vllm_v1.metadata import (
     OmniConnectorMetadata,
     OmniHandshakeMetadata,
     OmniWorkerMetadata,
 )
 from omni_connector.vllm_v1.metrics import OmniStats
-from omni_connector.vllm_v1.numerics import scales_id
 from omni_connector.vllm_v1.specs import fails_by_block, group_shapes, group_specs
-from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings
+from omni_connector.vllm_v1.surroundings import SURROUNDINGS, ArenaSizing, Surroundings
 
 if TYPE_CHECKING:
     import torch
