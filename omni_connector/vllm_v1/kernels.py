@@ -26,7 +26,7 @@ def attention_of(kv_cache_config: "KVCacheConfig", layers: Mapping[str, Any]) ->
     """The attention backends of each transferred group, with the instruction set on CPUs.
 
     Args:
-        layers: the model's layers by name; those that it lacks (in tests) are left out.
+        layers: the model's layers by name. Layers without an entry, as in tests, are left out.
     """
     return tuple(
         "+".join(
@@ -45,13 +45,13 @@ def attention_of(kv_cache_config: "KVCacheConfig", layers: Mapping[str, Any]) ->
 def kernel_orders(
     kv_cache_config: "KVCacheConfig", layers: Mapping[str, Any], orders: Sequence[Sequence[str]]
 ) -> tuple[tuple[str, ...], ...]:
-    """Page orders as the kernels use the pages; see `SlotConverter`.
+    """The byte orders of pages as the kernels use these; see `SlotConverter`.
 
-    An order that is not known in detail gets a name of its own: blocks of it are copied whole, and
-    not converted.
+    An order that is not known in detail gets a name of its own. Blocks of such an order are copied
+    whole, and never converted.
 
     Args:
-        orders: as `CanonicalKVCaches` has them, by what the views say.
+        orders: what vLLM's views say, as `CanonicalKVCaches` has it.
     """
     found = []
     for group, pages in zip(transferred_groups(kv_cache_config).values(), orders, strict=True):
@@ -101,7 +101,7 @@ def _kernel(layer: Any) -> str:
 
 
 def _cpu_order(page: str, layer: Any, item: int) -> str:
-    """How `cpu_attn_reshape_and_cache` of vLLM fills a page, found by writing through it."""
+    """How vLLM's `cpu_attn_reshape_and_cache` fills a page, found out by writing with it."""
     isa = getattr(layer, "isa", None)
     rows = _ROWS.fullmatch(page)
     if rows is None or isa not in ("vec", "vec16", "amx"):

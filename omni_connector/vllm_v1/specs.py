@@ -56,8 +56,8 @@ def require_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig
     """Refuse what would start and then answer with wrong tokens.
 
     Raises:
-        LayoutError: a cache family that is not handed off correctly yet.
-        ConfigError: a parallel layout or a decoding method that is not.
+        LayoutError: a cache family is not handed off correctly yet.
+        ConfigError: a parallel layout or a decoding method is not supported.
     """
     for group in group_specs(kv_cache_config):
         if not _SUPPORTED_KINDS.issuperset(group.kind.split("+")):
@@ -95,7 +95,7 @@ def transferred_groups(kv_cache_config: "KVCacheConfig") -> dict[int, "KVCacheGr
     Groups of encoder-only layers, which have no cache at all, are left out.
 
     Raises:
-        LayoutError: a spec that is not known.
+        LayoutError: a spec is not known.
     """
     return {
         group_id: group
@@ -108,11 +108,11 @@ def transferred_groups(kv_cache_config: "KVCacheConfig") -> dict[int, "KVCacheGr
 def group_specs(kv_cache_config: "KVCacheConfig") -> tuple[GroupSpec, ...]:
     """The transferred groups in this package's own terms, in vLLM's order.
 
-    Layers that read another layer's cache are left out: they have no bytes of their own. A
-    pipeline stage may have groups without layers.
+    Layers that read another layer's cache have no bytes of their own and are left out. A pipeline
+    stage may have groups without layers.
 
     Raises:
-        LayoutError: a spec that is not known, or a layer without one.
+        LayoutError: a spec is not known, or a layer has none.
     """
     specs = []
     for group in transferred_groups(kv_cache_config).values():
@@ -169,10 +169,10 @@ def keeps_all(kv_cache_config: "KVCacheConfig") -> bool:
 
 
 def fails_by_block(kv_cache_config: "KVCacheConfig") -> bool:
-    """Whether a failed load is reported by its blocks, so that only they are recomputed.
+    """Whether a failed load is reported by its blocks, so that vLLM recomputes only these.
 
-    vLLM can do that only where there is one group, and all blocks before them are there to
-    recompute them from; else the request is reported, and recomputed from its first token.
+    vLLM can do so only where there is one group that keeps the blocks of all tokens. Elsewhere the
+    request is reported, and recomputed from its first token.
     """
     return len(kv_cache_config.kv_cache_groups) == 1 and keeps_all(kv_cache_config)
 
@@ -250,7 +250,7 @@ def _layer_spec(name: str, spec: "KVCacheSpec") -> LayerSpec:
 def _window(group: "KVCacheGroupSpec") -> int | None:
     """Tokens whose blocks a sliding window keeps; the largest, where layers differ.
 
-    Full attention may carry a window too: its blocks are kept for all tokens nevertheless.
+    Full attention may have a window too, but its blocks are kept for all tokens.
     """
     windows: list[int] = [
         # Speculative decoding may compute the tokens just before the window again.

@@ -53,7 +53,7 @@ class OmniWorker:
         layers: the model's layers by name.
         transports: export our arena and read the peers'.
         rank, ranks: of this worker, and how many its engine has.
-        arena_name: unguessable to nobody, unique on this host: where peers find the arena.
+        arena_name: under which peers find the arena, unique on this host; it need not be secret.
         arena: how large this rank's arena is; None where the engine hands nothing off.
         store: where prefixes are shared, closed with this; None shares none.
         surroundings: clock, randomness and threads.
@@ -189,7 +189,7 @@ class OmniWorker:
             size.why,
         )
         longest = sizing.prompt_blocks(groups)
-        if longest > size.slots and sizing.given is None:  # else somebody has wanted it so
+        if longest > size.slots and sizing.given is None:  # else the user has set the size
             logger.warning(
                 "The longest prompts take %d slots, the arena has %d (%s): they are not handed "
                 "off; set arena_gib to %.1f",
