@@ -235,8 +235,8 @@ MENDED: Final = (
         "its slots are held until their time is over",
         (
             "omni_connector.vllm_v1.scheduler",
-            "                self._receiver.reject(remote)\n",
-            "                pass\n",
+            "            receiver.reject(remote)\n",
+            "            pass\n",
         ),
     ),
     mutant(
