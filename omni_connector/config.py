@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OmniConfig`: the keys of `kv_connector_extra_config`, typed and checked.
 
-Every key is optional. Each can also be given as the environment variable
-`OMNI_CONNECTOR_<KEY>`; the configuration wins over the environment. An unknown key is an
-error that names the nearest known one.
+Every key is optional. Each can also be given as the environment variable `OMNI_CONNECTOR_<KEY>`;
+the configuration wins. An unknown key is an error that names the nearest known one.
 """
 
 import math
@@ -19,8 +18,8 @@ from omni_connector.net.peers import Peers, is_loopback, parse_listen
 
 ENV_PREFIX = "OMNI_CONNECTOR_"
 
-# Environment variables of the same prefix that are not configuration keys: where the runtime
-# folder lies must be known before any configuration is read (see net/runtime.py).
+# Environment variables of this prefix that are no configuration keys. Where the runtime folder lies
+# must be known before any configuration is read (see net/runtime.py).
 _NOT_KEYS = frozenset({ENV_PREFIX + "RUNTIME_DIR"})
 
 # Keys that vLLM itself or MultiConnector puts into kv_connector_extra_config.
@@ -92,27 +91,27 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     Attributes:
         transport: how bytes reach a peer: `shm` (shared memory on one host), `mooncake`, a name
-            that another package has registered, or `auto`: shared memory where both sides share a
-            kernel, user and runtime folder, else Mooncake where `listen` or `peers` is given, and
-            what other packages offer for `auto`.
-        transport_config: settings of the transport that `transport` names, typed by it; with
-            `auto`, an object of these by the transports' names.
-        arena_gib: size of this engine's arena in GiB, over all its ranks on this host; None
+            that another package has registered, or `auto`. `auto` takes shared memory where both
+            sides share a kernel, user and runtime folder, else Mooncake where `listen` or `peers`
+            is given, or what other packages offer for `auto`.
+        transport_config: settings of the transport that `transport` names, which types them. With
+            `auto` it holds such settings by the transports' names.
+        arena_gib: size of this engine's arenas in GiB, of all its ranks on this host together; None
             takes what `omni_connector.memory.arena_size` says.
         namespace: engines that share a namespace (and a user) can find each other.
-        model_id: what peers compare to know that both run the same weights; None takes the
+        model_id: what peers compare to know whether both run the same weights; None takes the
             model's name and revision.
         weights: `fixed` declares that this engine's weights stay those of `model_id` until it ends,
             whatever is reset; `may_change` promises nothing.
-        handoff_ttl_s: seconds a finished prefill waits for its decode engine before its slots
+        handoff_ttl_s: seconds that a finished prefill waits for its decode engine before its slots
             are reused.
-        arena_wait_s: seconds a prefill request waits for room in a full arena before it is
+        arena_wait_s: seconds that a prefill request waits for room in a full arena before it is
             computed without hand-off.
-        load_timeout_s: seconds a decode engine waits for a peer's answer and for the bytes.
+        load_timeout_s: seconds that a decode engine waits for a peer's answer and for the bytes.
         integrity: `full` checks generation and checksum of each slot, `generation` only the
             generation.
-        listen: TCP address of the control channel, `host:port` with a port that the system chooses
-            where it is 0; None opens no port. Peers are told the host that stands here.
+        listen: TCP address of the control channel, as `host:port`. The system chooses the port
+            where it is 0. Peers are told the host that stands here. None opens no port.
         key_file: what `omni-connector keygen` made, the same for all engines of a cluster.
         peers: hosts that prompts may be fetched from: IP addresses, networks, host names.
         mooncake: how Mooncake is started; see `MooncakeSettings`.
@@ -204,12 +203,12 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 def memory_limit_bytes() -> int:
-    """Bytes of memory this process may use: the machine's, or its cgroup's if that is less."""
+    """Bytes of memory that this process may use: the machine's, or its cgroup's if it has less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(path).read_text().strip()
-        except OSError:  # this cgroup version is not mounted here
+        except OSError:  # this version of cgroups is not mounted here
             continue
         if text.isdigit():
             total = min(total, int(text))
@@ -217,15 +216,15 @@ def memory_limit_bytes() -> int:
 
 
 def read_settings(where: str, kind: type[_Settings], given: Mapping[Any, Any]) -> _Settings:
-    """What was given for a struct of settings, typed.
+    """Convert given values to a struct of settings.
 
     Args:
-        where: names the settings in errors.
+        where: how errors name the settings.
         kind: the struct.
-        given: its fields by name, those with defaults optional.
+        given: values of its fields by name; those with defaults may be missing.
 
     Raises:
-        ConfigError: one is unknown, or its value is ill-typed.
+        ConfigError: a field is unknown or missing, or its value is ill-typed.
     """
     for key in given:
         if key not in kind.__struct_fields__:

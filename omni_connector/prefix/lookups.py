@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asking the shared store, beside the engine's thread, which blocks of a prompt it holds."""
+"""Asks the shared store which blocks of a prompt it holds, on a thread of its own."""
 
 import logging
 import math
@@ -21,7 +21,7 @@ logger = logging.getLogger("vllm.omni_connector.lookups")
 CLOSE_S: Final = 5.0
 
 _MAX_KEYS: Final = 2048
-"""Keys of one question to the store."""
+"""The most keys that the store is asked for at once."""
 
 _DISTRUST_S: Final = 600.0
 _MAX_REMEMBERED: Final = 1 << 16
@@ -31,10 +31,11 @@ BlockName = tuple[int, bytes]
 
 
 class Recently:
-    """Names of blocks, each remembered for a while. One thread adds, any may ask.
+    """Names of blocks, each remembered for some time. One thread adds them, any thread may ask.
 
     Args:
-        seconds: how long a name is remembered; the oldest go earlier when they are too many.
+        seconds: how long a name is remembered. The oldest are forgotten earlier if there are too
+            many.
         clock: seconds, monotonic.
     """
 
@@ -44,7 +45,7 @@ class Recently:
         self._until: OrderedDict[BlockName, float] = OrderedDict()
 
     def add(self, names: Iterable[BlockName]) -> None:
-        """Remember these from now on."""
+        """Remember these names from now on."""
         until = self._clock() + self._seconds
         for name in names:
             self._until[name] = until
@@ -61,9 +62,9 @@ class Held:
     """Which blocks of one group the store holds, on all ranks.
 
     Attributes:
-        blocks: for each block from the first one on; those behind the last are not known.
-        runs: for each block how many up to and with it are held without a gap.
-        misses: the blocks that are not held, in order.
+        blocks: whether each block is held, from the first on; nothing is known of later ones.
+        runs: for each block, how many blocks that end with it are held without a gap.
+        misses: indices of the blocks that are not held, in order.
     """
 
     blocks: list[bool]
@@ -72,7 +73,7 @@ class Held:
 
     @classmethod
     def of(cls, blocks: list[bool]) -> "Held":
-        """Count runs and gaps."""
+        """Derive the rest from which blocks are held."""
         runs = accumulate(blocks, lambda run, held: run + 1 if held else 0, initial=0)
         return cls(blocks, list(runs)[1:], [i for i, held in enumerate(blocks) if not held])
 
@@ -93,9 +94,9 @@ class Lookup:
 
     Attributes:
         prefix: of the keys.
-        hashes: block hashes, one list a group.
+        hashes: block hashes, one list for each group.
         deadline: when nobody waits for the answer any more, in seconds of the clock.
-        held: the answer, one entry a group; None until it is there.
+        held: the answer, one entry for each group; None until it has come.
     """
 
     prefix: str
@@ -108,9 +109,9 @@ class StoreLookups:
     """Answers lookups one after the other, on a thread of its own.
 
     Args:
-        store: is asked, and closed with this.
+        store: the store that is asked; closed with this.
         groups: what this engine keeps.
-        ranks: a block counts as held when it is for all of them.
+        ranks: of this engine. A block counts as held when the store holds it for all of them.
         clock: seconds, monotonic.
         start: starts the thread.
     """
@@ -127,7 +128,7 @@ class StoreLookups:
         self._failures = FailuresOf(store)
         self._clock = clock
         self._distrusted = Recently(_DISTRUST_S, clock)
-        # A prefix of such a group ends at the first block that is missing.
+        # Where a group keeps all tokens, a prefix ends at the first block that is missing.
         self._whole = [shape.keeps == "all" for shape in groups]
         self._holders = [sorted({holder(shape, rank) for rank in range(ranks)}) for shape in groups]
         self._step = max(1, _MAX_KEYS // sum(map(len, self._holders)))
@@ -136,12 +137,12 @@ class StoreLookups:
         self._thread = start("omni-lookup", self._turn)
 
     def ask(self, lookup: Lookup) -> None:
-        """Have a question answered; returns at once."""
+        """Queue a lookup; returns at once."""
         self._queue.append(lookup)
         self._thread.wake()
 
     def distrust(self, names: Iterable[BlockName]) -> None:
-        """Count these blocks as missing for some minutes: an entry among them is wrong."""
+        """Count these blocks as missing for ten minutes, because an entry of theirs is wrong."""
         self._distrusted.add(names)
 
     def count_into(self, stats: Stats) -> None:
@@ -161,13 +162,13 @@ class StoreLookups:
         except IndexError:
             return None if self._closing else WOKEN
         if self._clock() >= lookup.deadline:
-            return 0.0  # of a request that went on without
+            return 0.0  # its request has gone on without an answer
         try:
             held = self._answer(lookup)
-            # A store that did not answer in time says that it holds nothing.
+            # A client of a store that did not answer in time says that it holds nothing.
             if self._clock() < lookup.deadline:
                 lookup.held = held
-        except Exception:  # the request goes on at its deadline, and so must this thread
+        except Exception:  # the request goes on at its deadline, and this thread with the next
             logger.exception("A lookup in the shared store failed; please report it")
         return 0.0
 
@@ -187,5 +188,5 @@ class StoreLookups:
                 ranks = list(islice(answers, len(self._holders[name[0]])))
                 found[name[0]].append(all(ranks) and name not in self._distrusted)
             if any(w and not all(found[g][first:]) for g, w in enumerate(self._whole)):
-                break  # no prefix goes past it
+                break  # no prefix goes beyond it
         return [Held.of(blocks) for blocks in found]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all engines that share prefixes agree on: names and form of blocks in the store.
+"""What all engines that share prefixes agree on: the names and the form of blocks in the store.
 
-A block of one cache group and one rank is one entry: the bytes of its slot, then a trailer of 16
-bytes that tells whether they are what was stored under this key. The key names all that the
-bytes depend on, so that engines which would not understand each other never meet.
+A block of one cache group and one rank is one entry: the bytes of the block's slot, then a trailer
+of 16 bytes that tells whether they are what was stored under this key. The key names all that the
+bytes depend on, so engines that would misread each other's blocks never find them.
 """
 
 import hashlib
@@ -26,23 +26,22 @@ _TRAILER: Final = struct.Struct("<8sQ")
 _MAGIC: Final = b"omnikv-1"
 
 TRAILER_BYTES: Final = _TRAILER.size
-"""Bytes of an entry behind those of the slot."""
-
+"""Bytes that an entry has beyond those of the slot."""
 
 CORRUPT: Final = "store_checksum_mismatch"
-"""How a load fails that found other bytes than were stored."""
+"""The kind of failure of a load that finds other bytes than were stored."""
 
 
 def key_prefix(namespace: str, fingerprint: CompatibilityKey, hash_id: str) -> str:
-    """The part of a key that says who can read the block.
+    """The part of a key that says which engines can read the block.
 
     Args:
-        namespace: engines share within one.
+        namespace: engines share only with those of the same one.
         fingerprint: model, dtypes, quantization, ranks, the byte order of each group's pages, and
             what else changes the numbers that a model computes.
         hash_id: how blocks are hashed.
     """
-    # Entries always carry a checksum, whatever slots do.
+    # Entries always carry a checksum, whether slots do or not.
     readers = msgspec.structs.replace(fingerprint, integrity="")
     digest = hashlib.blake2b(
         msgspec.msgpack.encode((readers, hash_id)), digest_size=16, person=_MAGIC
@@ -56,7 +55,7 @@ def block_key(prefix: str, group: int, rank: int, block_hash: bytes) -> str:
     Args:
         prefix: of `key_prefix`.
         group: position of the group among the transferred ones.
-        rank: whose shard it is; see `holder`.
+        rank: the rank that owns the shard; see `holder`.
         block_hash: vLLM's, over all tokens up to the block's end, cache salt, LoRA and
             multimodal inputs.
     """
@@ -64,14 +63,14 @@ def block_key(prefix: str, group: int, rank: int, block_hash: bytes) -> str:
 
 
 class FailuresOf:
-    """Brings what a store counts of its failures into statistics, each once."""
+    """Adds the failures that a store counts to statistics, each of them once."""
 
     def __init__(self, store: BlockStore) -> None:
         self._store = store
         self._told: Counter[str] = Counter()
 
     def count_into(self, stats: Stats) -> None:
-        """Add the entries that failed since the last call, as `store:<kind>`."""
+        """Add the failures since the last call, as `store:<kind>`."""
         failures = Counter(self._store.failures)
         for kind, number in (failures - self._told).items():
             stats.fail(f"store:{kind}", number)
@@ -79,18 +78,18 @@ class FailuresOf:
 
 
 def holder(shape: GroupShape, rank: int) -> int:
-    """The rank whose entry a rank reads: its own, or the first where all hold the same bytes."""
+    """The owning rank: the rank itself, or the first where all ranks hold the same bytes."""
     return 0 if shape.replicated else rank
 
 
 def seal(row: NDArray[np.uint8], size: int, checksum: int, key: str) -> int:
-    """Write the trailer; bytes of the entry.
+    """Write the trailer of an entry; returns how many bytes the entry has.
 
     Args:
         row: the entry, at least `size + TRAILER_BYTES` bytes.
         size: bytes of the block.
-        checksum: xxh3-64 of these.
-        key: what the entry will be found by.
+        checksum: xxh3-64 of these bytes.
+        key: the key under which the entry will be stored.
     """
     row[size : size + TRAILER_BYTES] = np.frombuffer(
         _TRAILER.pack(_MAGIC, _stamp(checksum, key)), np.uint8
@@ -99,10 +98,10 @@ def seal(row: NDArray[np.uint8], size: int, checksum: int, key: str) -> int:
 
 
 def verify(row: NDArray[np.uint8], size: int, checksum: int, key: str) -> None:
-    """Compare a block that was read with its trailer; the arguments are those of `seal`.
+    """Compare a block that was read with its trailer. The arguments are those of `seal`.
 
     Raises:
-        ChecksumError: these are not the bytes that were stored under the key.
+        ChecksumError: the bytes are not those that were stored under the key.
     """
     magic, stamp = _TRAILER.unpack(row[size : size + TRAILER_BYTES].tobytes())
     if magic != _MAGIC or stamp != _stamp(checksum, key):
@@ -110,5 +109,5 @@ def verify(row: NDArray[np.uint8], size: int, checksum: int, key: str) -> None:
 
 
 def _stamp(checksum: int, key: str) -> int:
-    # With the key, so that neither a sound block of another key is taken for this one.
+    # The key goes in, so that an intact block of another key is not taken for this one.
     return checksum ^ xxhash.xxh3_64_intdigest(key.encode())

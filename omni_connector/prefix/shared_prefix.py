@@ -1,49 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler half of the shared prefix cache: what is fetched from the store, what goes there.
+"""The scheduler half of the shared prefix cache: what is loaded from the store, and saved to it.
 
-All of it is best effort. A lookup that is late, a block that is gone when it is fetched, a copy
-for which there is no room: each means that tokens are computed here, and nothing else. So a
-failed load is never reported to vLLM, whose policy could end the request for it: the request is
-sent back to its queue before vLLM hears that the load is over.
+All of it is best effort. A lookup may be late, a block may be gone when it is fetched, or there may
+be no room for a copy: then tokens are computed here, and nothing else follows. So a failed load is
+never reported to vLLM, because its policy could end the request for it. The request is sent back to
+its queue before vLLM hears that the load is over.
 
-Blocks are copied as they fill, and held meanwhile (see `CopyLedger`).
+Blocks are copied when they have filled, and held until the copy has ended (see `CopyLedger`).
 """
 
 import itertools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from omni_connector.kv.ledger import CANCELLED, NULL_BLOCK_ID, CopyLedger
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.prefix.jobs import (
-    PrefixWork,
-    StoreLoad,
-    StoreRun,
-    StoreSave,
-)
+from omni_connector.prefix.jobs import PrefixWork, StoreLoad, StoreRun, StoreSave
 from omni_connector.prefix.lookups import BlockName, Lookup, Recently, StoreLookups
 from omni_connector.prefix.shared_blocks import CORRUPT
 from omni_connector.stats import Stats
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.omni_connector.shared_prefix")
 
-# Copies under way hold this part of all KV blocks at most; what is beyond it is not stored.
+BlockTables = tuple[list[int], ...]
+"""The block ids of one request, for each of vLLM's groups."""
+
+# Copies under way hold at most one in so many KV blocks. Blocks beyond that are not stored.
 _HELD_PART: Final = 4
 
-# For so long a block that was sent to the store is not sent again.
+# A block that was sent to the store is not sent again for so many seconds.
 _RECENT_S: Final = 30.0
 
 _NEVER: Final = 1 << 62
 
-# A copy that began this long ago is one that waits for the store.
+# A copy that began more seconds ago than this waits for the store.
 _COPY_S: Final = 0.1
 
 
@@ -51,16 +47,16 @@ _COPY_S: Final = 0.1
 class _Prompt:
     request: "Request"
     loads: bool
-    hashed_tokens: int | None  # where hashes cease to be those of its tokens
-    adapter: str  # its content
+    hashed_tokens: int | None  # where its hashes end to be those of its tokens; None: nowhere
+    adapter: str  # digest of the LoRA adapter's content; "" without one
     sent: list[int]  # for each group, the blocks already considered for the store
     lookup: Lookup | None = None
     local: int | None = None  # tokens that vLLM has itself; None until it asks
     offered: int = 0  # tokens beyond them that can be loaded
     missed: bool = False
-    admitted: bool = False  # since the lookup
+    admitted: bool = False  # vLLM has scheduled it since the lookup
     job_id: int | None = None
-    void: bool = False  # what is loaded for it is of other weights
+    void: bool = False  # what is being loaded for it belongs to other weights
 
 
 class SharedPrefix:
@@ -78,7 +74,7 @@ class SharedPrefix:
         lookup_timeout: seconds a request waits for the store's answer.
         load_timeout: seconds for the bytes.
         clock: seconds, monotonic.
-        randbytes: so many bytes that nobody can guess.
+        randbytes: makes so many bytes that nobody can guess.
         stats: where to count.
     """
 
@@ -123,12 +119,12 @@ class SharedPrefix:
         """A request has arrived: ask what the store holds of its prompt.
 
         Args:
-            stops_early: its prompt was shortened, and its hashes were not.
+            stops_early: its prompt was shortened, but not its hashes.
             adapter: digest of what its LoRA adapter contains.
         """
         prompt = _Prompt(
             request=request,
-            # As for prompt log-probabilities: every token is computed.
+            # For prompt log-probabilities, for one, every token has to be computed.
             loads=not request.skip_reading_prefix_cache,
             hashed_tokens=request.num_prompt_tokens if stops_early else None,
             adapter=adapter,
@@ -164,7 +160,7 @@ class SharedPrefix:
         prompt = self._prompts.get(request.request_id)
         if prompt is None or not prompt.loads:
             return 0
-        if prompt.admitted:  # and preempted since
+        if prompt.admitted:  # and preempted since then
             self._look_up(prompt)
         lookup = prompt.lookup
         if lookup is None:
@@ -175,16 +171,17 @@ class SharedPrefix:
             self._stats.fail("store_lookup_timeout")
             prompt.lookup = None
             return 0
-        if prompt.local == num_computed:  # asked again, as there was no room
+        if prompt.local == num_computed:  # vLLM asks again because it had no room
             return prompt.offered
         prompt.local = num_computed
-        last = (request.num_tokens - 1) // self._unit * self._unit  # one is computed for its logits
+        # The last token is computed here, for its logits.
+        last = (request.num_tokens - 1) // self._unit * self._unit
         prompt.offered = max(0, self._reach(lookup, num_computed, last) - num_computed)
         prompt.missed = not prompt.offered and num_computed < last
         return prompt.offered
 
     def _reach(self, lookup: Lookup, start: int, end: int) -> int:
-        """Where the longest prefix ends that can be had by loading from token `start` on."""
+        """The token at which the longest prefix ends that can be completed from `start` on."""
         assert lookup.held is not None
         pairs = list(zip(self._groups, lookup.held, strict=True))
         for shape, held in pairs:
@@ -200,8 +197,14 @@ class SharedPrefix:
         prompt = self._prompts.get(request_id)
         return prompt is not None and prompt.offered > 0
 
-    def allocated(self, request: "Request", blocks: "KVCacheBlocks", num_external: int) -> None:
-        """vLLM has allocated blocks for `num_external` tokens of ours, or decided against it."""
+    def allocated(
+        self, request: "Request", tables: Callable[[], BlockTables], num_external: int
+    ) -> None:
+        """vLLM has allocated blocks for `num_external` tokens of ours, or for none.
+
+        Args:
+            tables: says which blocks the request has.
+        """
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             return
@@ -214,13 +217,12 @@ class SharedPrefix:
         lookup = prompt.lookup
         assert lookup is not None, "tokens are matched only by a lookup"
         assert local is not None
-        self._queued.append(self._load(prompt, lookup, blocks, local, local + num_external))
+        self._queued.append(self._load(prompt, lookup, tables(), local, local + num_external))
 
     def _load(
-        self, prompt: _Prompt, lookup: Lookup, blocks: "KVCacheBlocks", start: int, end: int
+        self, prompt: _Prompt, lookup: Lookup, tables: BlockTables, start: int, end: int
     ) -> StoreLoad:
         request_id = prompt.request.request_id
-        tables = blocks.get_block_ids()
         names: list[BlockName] = []
         runs: list[StoreRun] = []
         zeros: list[tuple[int, list[int]]] = []
@@ -243,21 +245,28 @@ class SharedPrefix:
     def build(
         self,
         meta: PrefixWork,
-        scheduler_output: "SchedulerOutput",
-        manager: "KVCacheManager",
+        scheduled: Mapping[str, int],
+        tables_of: Callable[[str], BlockTables],
     ) -> None:
-        """Add this step's loads and saves to `meta`."""
+        """Add this step's loads and saves to `meta`.
+
+        Args:
+            scheduled: tokens that this step computes, by request.
+            tables_of: says which blocks a request has.
+        """
         meta.store_loads.extend(self._queued)
         self._queued.clear()
-        for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
+        for request_id, tokens in scheduled.items():
             prompt = self._prompts.get(request_id)
             if prompt is None:
                 continue
             computed = prompt.request.num_computed_tokens + tokens
-            if job := self._save(prompt, computed, manager):
+            if job := self._save(prompt, computed, tables_of):
                 meta.store_saves.append(job)
 
-    def _save(self, prompt: _Prompt, computed: int, manager: "KVCacheManager") -> StoreSave | None:
+    def _save(
+        self, prompt: _Prompt, computed: int, tables_of: Callable[[str], BlockTables]
+    ) -> StoreSave | None:
         runs = []
         tables = None
         for g, shape in enumerate(self._groups):
@@ -269,7 +278,7 @@ class SharedPrefix:
                 continue
             prompt.sent[g] = first + len(hashes)
             if tables is None:
-                tables = manager.get_block_ids(prompt.request.request_id)
+                tables = tables_of(prompt.request.request_id)
             run = self._run(prompt, g, first, hashes, tables[self._group_ids[g]])
             if run.block_ids:
                 runs.append(run)
@@ -318,7 +327,7 @@ class SharedPrefix:
             self._stats.count("tokens_shared", num_tokens)
             return
         prompt.loads = False
-        prompt.lookup = None  # it is not as it said: what is computed now is stored again
+        prompt.lookup = None  # its answer was wrong, so what is computed now is stored again
         if failure != CANCELLED:
             self._stats.fail(failure)
         if failure == CORRUPT:
@@ -331,7 +340,7 @@ class SharedPrefix:
         return failed
 
     def finish(self, request_id: str) -> None:
-        """The request is over; a load under way is told to stop."""
+        """The request is over. A load under way is told to stop."""
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None and prompt.job_id is not None:
             self._ledger.revoke([prompt.job_id])
@@ -339,25 +348,26 @@ class SharedPrefix:
     def load_nothing(self, request_id: str) -> None:
         """A load of this request has failed: all of it is computed here.
 
-        vLLM goes on counting the blocks that it still wanted among those that loads will need.
-        Several such requests that are offered a second load would wait for each other for ever.
+        vLLM goes on to count the blocks that the request still wanted among those that loads will
+        need. So several such requests with a second load would wait for each other for ever.
         """
         prompt = self._prompts.get(request_id)
         if prompt is not None:
             prompt.loads, prompt.offered = False, 0
 
     def void(self) -> None:
-        """The prefix cache was reset: use nothing that was asked for or loaded before.
+        """vLLM's prefix cache was reset: use nothing that was looked up or loaded before.
 
-        The model may have other weights from here on, so that nothing is shared with what is stored
-        now, nor with other engines, of which nobody knows whether they have the same ones; unless
-        the operator has declared that they stay.
+        The model may have other weights from now on. So nothing is shared with what is stored, nor
+        with other engines, because nobody knows whether they have the same weights. If the operator
+        has declared that the weights stay, sharing goes on.
         """
         if not self._weights_fixed:
             self._prefix = f"{self._engines_prefix}/{self._randbytes(8).hex()}"
         self._sent = Recently(_RECENT_S, self._clock)
         for prompt in self._prompts.values():
-            # What vLLM computes anew is stored anew; what goes on upon old blocks is not stored.
+            # What vLLM computes anew is stored anew. A request that goes on with blocks from before
+            # the reset stores nothing.
             goes_on = prompt.request.num_computed_tokens and prompt.job_id is None
             prompt.sent = [_NEVER if goes_on else 0] * len(self._groups)
             if prompt.job_id is None:
@@ -376,6 +386,6 @@ class SharedPrefix:
 
 
 def _read(shape: GroupShape, start: int, end: int) -> range:
-    """Blocks of the tokens from `start` to `end` that a later token reads."""
+    """The blocks of the tokens from `start` to `end` that later tokens read."""
     needed = shape.needed(end)
     return range(max(needed.start, start // shape.block_size), needed.stop)

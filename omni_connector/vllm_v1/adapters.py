@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What LoRA adapters contain: a name or a path says nothing of the weights that lie there.
+"""What LoRA adapters contain, because a name or a path says nothing of the weights that lie there.
 
-The files of an adapter are read beside the engine's thread, once for each version of them, and
-looked at again before each use that comes more than a moment later. Requests wait for it, before
-anything is asked or offered for them.
+A thread reads the files of an adapter, once for each version of them, and looks at them again
+before each use that comes more than a second later. A request with an adapter waits for that before
+anything is asked or offered for it.
 
 vLLM names the blocks of an adapter by its name and path. So within an epoch of the weights one name
-and path means one content here: where the files change, nothing is shared of the adapter until
-vLLM's prefix cache was reset and the adapter loaded again.
+and path stands for one content here. Where the files change, no KV of the adapter is shared until
+vLLM's prefix cache is reset and the adapter is loaded again.
 """
 
 import hashlib
@@ -54,13 +54,13 @@ class _Used:
 
 
 class AdapterContents:
-    """The contents of adapters, and the requests that wait to know them.
+    """The contents of adapters, and the requests that wait until these are known.
 
-    All methods are called by the engine's thread.
+    The engine's thread calls all methods.
 
     Args:
         clock: seconds, monotonic.
-        start: starts the thread that reads, with the first adapter.
+        start: starts the thread that reads, when the first adapter is used.
     """
 
     def __init__(self, clock: Callable[[], float], start: StartTurns = TurnThread) -> None:
@@ -75,29 +75,29 @@ class AdapterContents:
         self._waiting: dict[str, float] = {}
 
     def arrives(self, request: "Request") -> bool:
-        """Whether a new request has to wait until its adapter was read; ask `waits` then."""
+        """Whether a new request has to wait until its adapter is read. If so, ask `waits` later."""
         if request.lora_request is None or self._fresh(request.lora_request):
             return False
         self._waiting[request.request_id] = self._clock() + WAIT_S
         return True
 
     def waits(self, request: "Request") -> bool:
-        """Whether a request that had to wait has to wait on."""
+        """Whether a request that had to wait still has to."""
         until = self._waiting.get(request.request_id)
         if until is None or request.lora_request is None:
             return False
         return not self._fresh(request.lora_request) and self._clock() < until
 
     def goes_on(self, request_id: str) -> bool:
-        """A request waits no longer, or has ended; whether it has waited."""
+        """End the wait of a request, if it waits; returns whether it did."""
         return self._waiting.pop(request_id, None) is not None
 
     def content(self, request: "Request", epoch: int, stats: OmniStats) -> str | None:
-        """Digest of a request's adapter; "" where it has none, None where that cannot be said.
+        """Digest of the adapter of a request; "" where it has none, None where it is unknown.
 
         Args:
-            epoch: of the weights.
-            stats: where to count what cannot be said.
+            epoch: number of the weights' epoch.
+            stats: where adapters of unknown content are counted.
         """
         lora = request.lora_request
         if lora is None:
@@ -158,7 +158,7 @@ class AdapterContents:
         content = None
         try:
             content = self._read(name)
-        except Exception as error:  # noqa: BLE001 - its requests go without, and so must this thread
+        except Exception as error:  # noqa: BLE001 - its requests share nothing; the thread goes on
             logger.warning("The LoRA adapter %r at %r cannot be read: %s", *name[:2], error)
         self._seen[name] = _Seen(content, began)
         self._asked.pop(name, None)
@@ -192,11 +192,11 @@ class AdapterContents:
 
 
 def _name(lora: "LoRARequest") -> _Name:
-    return lora.lora_name, lora.lora_path, bool(getattr(lora, "is_3d_lora_weight", False))
+    return lora.lora_name, lora.lora_path, lora.is_3d_lora_weight
 
 
 def _folder(path: str) -> Path:
-    """Where vLLM's workers load it from."""
+    """The folder from which vLLM's workers load an adapter."""
     folder = Path(path).expanduser()
     if folder.exists():
         return folder.resolve()
@@ -207,7 +207,7 @@ def _folder(path: str) -> Path:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Configuration and weights.
+    """An adapter's configuration and weights.
 
     Raises:
         OSError: one of them is missing.

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the supported vLLM versions differ, and the model runners that drive a connector.
+"""Where vLLM's versions differ, and the model runners that drive a connector.
 
-What differs is asked for by feature, never by version number.
+`plugin.SUPPORTED_VLLM` says which versions are supported; all else that differs between them is
+decided here, by feature and never by version number. Each function says which versions need it.
 
-vLLM 0.30 to 0.32 agree on what matters most: caches come as `[B, H, N, C]` views, and a step is
-bind, forward, loads, saves, `get_transfer_results`, worker metadata, clear. Runners that others
-maintain may be older. They load before the forward pass, call `wait_for_save` only after one,
-call `get_finished` instead of `get_transfer_results`, and pass on neither loads that failed as a
-whole nor the worker's metadata; some announce preemptions late or not at all. The worker half
-serves all of them: it learns from what is called (see `OmniKVConnector`).
+vLLM 0.30 to 0.32 agree on what matters most: KV caches come as `[B, H, N, C]` views, and a step is
+bind, forward, loads, saves, `get_transfer_results`, worker metadata, clear. Model runners that
+others maintain may be older. These load before the forward pass, call `wait_for_save` only after
+one, call `get_finished` instead of `get_transfer_results`, and pass on neither loads that failed as
+a whole nor the workers' metadata. Some announce preemptions late or not at all, which does no harm:
+a block that is being copied is given to nobody. The worker half serves all of them.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.request import RequestStatus
 
 from omni_connector.errors import LayoutError
 from omni_connector.plugin import CONNECTOR_NAME
@@ -25,14 +26,16 @@ from omni_connector.vllm_v1.metrics import OmniStats
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 
 def cache_hit_source() -> Any:
-    """The tier that vLLM books our tokens under; None where it keeps no such books (0.31)."""
+    """The tier under which vLLM counts the tokens that we load.
+
+    From 0.32 on. None with 0.30 and 0.31, which do not count by tier.
+    """
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
@@ -41,21 +44,56 @@ def cache_hit_source() -> Any:
 
 
 def hash_block_size(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> int:
-    """Tokens that each of a request's block hashes stands for."""
+    """Tokens that each of a request's block hashes stands for.
+
+    From 0.32 on the configuration says so. 0.30 and 0.31 tell only the scheduler, which works it
+    out as is done here.
+    """
     resolved: int | None = getattr(kv_cache_config, "hash_block_size", None)
-    if resolved is None:  # 0.31 tells only the scheduler, which works it out like this
+    if resolved is None:
         _, resolved = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     return resolved
 
 
-def cross_layer_dims(attn_backend: Any) -> str:
-    """The dimensions of the tensor of all layers that an older runner allocates for a backend.
+def tell_hash_block_size(kv_cache_config: "KVCacheConfig", tokens: int) -> None:
+    """Set it as vLLM's `EngineCore` does from 0.32 on; for tests that take its place."""
+    if hasattr(kv_cache_config, "hash_block_size"):
+        kv_cache_config.hash_block_size = tokens
 
-    A letter each, in the order of the tensor: L layers, B blocks, N tokens, H heads, C content,
-    to which the pair of K and V belongs; such as `BLCNHC`.
+
+def says_replicated(spec: "KVCacheSpec") -> bool:
+    """Whether a spec says that every rank keeps the same bytes.
+
+    From 0.31 on specs of attention say so. Those of 0.30 do not: go by the family there.
+    """
+    return getattr(spec, "max_tp_shards", None) == 1
+
+
+def replays_prefix(spec: "KVCacheSpec") -> bool:
+    """Whether vLLM computes the last window of a prefix again after it was found in a cache.
+
+    From 0.31 on, for some models.
+    """
+    return bool(getattr(spec, "prefix_replay_tokens", 0))
+
+
+def waiting_with_blocks(scheduler: Any) -> Iterable["Request"]:
+    """Requests that wait in vLLM's scheduler and have KV blocks nevertheless.
+
+    From 0.31 on they have a queue of their own; with 0.30 none is told apart.
+    """
+    waiting: Iterable[Request] = getattr(scheduler, "kv_holding_waiting", ())
+    return waiting
+
+
+def cross_layer_dims(attn_backend: Any) -> str:
+    """The dimensions of the one tensor of all layers that runners before 0.30 allocate.
+
+    One letter for each, in the order of the tensor: L layers, B blocks, N tokens, H heads, C
+    content, to which the pair of K and V belongs. An example is `BLCNHC`.
 
     Raises:
-        LayoutError: the backend folds what must be told apart.
+        LayoutError: the backend puts into one dimension what must be told apart.
     """
     sizes = {"B": 7, "N": 64, "H": 8, "C": 128}
 
@@ -64,7 +102,7 @@ def cross_layer_dims(attn_backend: Any) -> str:
         return tuple(attn_backend.get_kv_cache_shape(blocks, tokens, heads, content))
 
     usual = shape()
-    # The same arguments twice as large: what grows with them is theirs.
+    # A dimension belongs to the argument that it grows with.
     grown = {letter: shape(**{letter: 2 * size}) for letter, size in sizes.items()}
     names = ["L"]
     for i, size in enumerate(usual):
@@ -84,9 +122,40 @@ def cross_layer_dims(attn_backend: Any) -> str:
     return "".join(names[i] for i in order)
 
 
+class ReportPath:
+    """Learns how the workers' reports reach the scheduler half, from what the model runner calls.
+
+    Runners of 0.30 and later ask for the report in each step (`build_connector_worker_meta`).
+    Older ones do not, so the report goes with the statistics (`ReportingStats`). A load must not be
+    called finished before the report that says how it ended, so no load is called finished before
+    the end of the first step, when the path is known.
+
+    Attributes:
+        known: whether a step has ended.
+        by_stats: whether the report goes with the statistics.
+    """
+
+    def __init__(self) -> None:
+        self.known = False
+        self.by_stats = False
+        self._asked = False
+
+    def step_begins(self) -> None:
+        """The runner has bound the metadata of a step."""
+        self._asked = False
+
+    def asked(self) -> None:
+        """The runner asks for the report."""
+        self._asked = True
+
+    def step_ends(self) -> None:
+        """The runner has cleared the metadata of a step."""
+        self.known, self.by_stats = True, not self._asked
+
+
 @dataclass
 class ReportingStats(OmniStats):
-    """Statistics of a worker that carry its report too, where nothing else does."""
+    """Statistics of a worker that carry its report, for runners before 0.30; see `ReportPath`."""
 
     report: OmniWorkerMetadata | None = None
 
@@ -101,21 +170,16 @@ class ReportingStats(OmniStats):
 
 
 def carried_report(output: "KVConnectorOutput") -> OmniWorkerMetadata | None:
-    """The workers' report, if it came with the statistics."""
+    """The workers' report, if it came with the statistics, as with runners before 0.30."""
     stats = output.kv_connector_stats
     if stats is not None and not isinstance(stats, OmniStats):
         stats = stats.data.get(CONNECTOR_NAME)  # MultiConnector's: its children's by name
     return stats.report if isinstance(stats, ReportingStats) else None
 
 
-def recompute(request: "Request", manager: "KVCacheManager") -> None:
-    """Have a request computed from its first token although its load is about to be called good.
+def tells_failure(output: "KVConnectorOutput", request_id: str) -> bool:
+    """Whether vLLM hears from the runner that the load of this request has failed as a whole.
 
-    It is what vLLM itself does for `failed_recving`, where that is told. Call it from
-    `update_connector_output`, before vLLM looks at `finished_recving`. The request is
-    recomputed under `kv_load_failure_policy` "fail" too: no connector can end a request.
+    Runners before 0.30 do not pass that on.
     """
-    if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
-        return  # aborted meanwhile
-    request.num_computed_tokens = 0
-    manager.free(request)
+    return request_id in output.failed_recving

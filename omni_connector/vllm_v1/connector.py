@@ -19,9 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 )
 
 from omni_connector.config import OmniConfig  # noqa: E402
-from omni_connector.vllm_v1.arena_size import ArenaSizing  # noqa: E402
+from omni_connector.vllm_v1.assembly import make_scheduler, make_worker  # noqa: E402
 from omni_connector.vllm_v1.compat import (  # noqa: E402
     ReportingStats,
+    ReportPath,
     cache_hit_source,
     carried_report,
     cross_layer_dims,
@@ -32,8 +33,7 @@ from omni_connector.vllm_v1.metadata import (  # noqa: E402
 )
 from omni_connector.vllm_v1.metrics import OmniPromMetrics, OmniStats  # noqa: E402
 from omni_connector.vllm_v1.scheduler import OmniScheduler  # noqa: E402
-from omni_connector.vllm_v1.sharing import open_lending_store  # noqa: E402
-from omni_connector.vllm_v1.support import require_supported  # noqa: E402
+from omni_connector.vllm_v1.specs import require_supported  # noqa: E402
 from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings  # noqa: E402
 from omni_connector.vllm_v1.worker import OmniWorker  # noqa: E402
 
@@ -68,26 +68,24 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: "KVCacheConfig",
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        config = OmniConfig.load(self._kv_transfer_config.kv_connector_extra_config)
-        surroundings = self._surroundings()
+        self._config = OmniConfig.load(self._kv_transfer_config.kv_connector_extra_config)
         require_supported(vllm_config, kv_cache_config)
+        self._manager: KVCacheManager | None = None
+        # The scheduler half is made when the workers have registered their KV caches.
         self._scheduler_half: OmniScheduler | None = None
         self._worker_half: OmniWorker | None = None
-        # What the model runner was seen to do; see `compat`.
-        self._runner_known = False
-        self._report_asked_for = False
-        self._report_with_stats = False
-        if role == KVConnectorRole.SCHEDULER:
-            self._scheduler_half = OmniScheduler(config, vllm_config, kv_cache_config, surroundings)
-        else:
-            self._worker_half = _make_worker(config, vllm_config, kv_cache_config, surroundings)
+        self._reports = ReportPath()
+        if role == KVConnectorRole.WORKER:
+            self._worker_half = make_worker(
+                self._config, vllm_config, kv_cache_config, self._surroundings()
+            )
 
     def _surroundings(self) -> Surroundings:
         return SURROUNDINGS
 
     @property
     def _scheduler(self) -> OmniScheduler:
-        assert self._scheduler_half is not None, "this is the worker half"
+        assert self._scheduler_half is not None, "the workers have not registered yet"
         return self._scheduler_half
 
     @property
@@ -104,10 +102,10 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> OmniStats | None:
         """What this half has counted since the last call."""
-        if self._scheduler_half is not None:
-            return self._scheduler_half.take_stats()
+        if self.role == KVConnectorRole.SCHEDULER:
+            return self._scheduler.take_stats()
         stats = self._worker.take_stats()
-        if not self._report_with_stats:
+        if not self._reports.by_stats:
             return stats
         report = self._worker.take_report()
         if stats is None and report is None:
@@ -118,7 +116,7 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler.bind_kv_cache_manager(kv_cache_manager)
+        self._manager = kv_cache_manager
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -126,7 +124,15 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         workers = {
             key: meta for key, meta in metadata.items() if isinstance(meta, OmniHandshakeMetadata)
         }
-        self._scheduler.start(workers)
+        assert self._manager is not None, "vLLM binds it before"
+        self._scheduler_half = make_scheduler(
+            self._config,
+            self._vllm_config,
+            self._kv_cache_config,
+            workers=workers,
+            manager=self._manager,
+            surroundings=self._surroundings(),
+        )
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
         return tuple(self._kv_cache_config.transfer_group_ids)
@@ -164,7 +170,6 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.request_finished(request)
 
     def has_pending_push_work(self) -> bool:
-        # Blocks that are being copied come back with a later step.
         return self._scheduler.copying()
 
     def has_pending_block_frees(self) -> bool:
@@ -182,34 +187,18 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         self._worker.register_kv_caches(kv_caches)
 
-    @property
-    def prefer_cross_layer_blocks(self) -> bool:
-        """Older runners ask; in one tensor of all layers a block is one run of bytes, not one a
-        layer, and is copied faster."""
-        return True
-
-    def register_cross_layers_kv_cache(
-        self, kv_cache: "torch.Tensor", attn_backend: "type[AttentionBackend]"
-    ) -> None:
-        """What older runners call instead of `register_kv_caches`, with that one tensor."""
-        self._worker.register_cross_layers(kv_cache, cross_layer_dims(attn_backend))
-
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.handshake
-
-    def handle_preemptions(self, kv_connector_metadata: "KVConnectorMetadata | set[str]") -> None:
-        """Blocks under a copy are given to nobody: there is nothing to wait for."""
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(connector_metadata, OmniConnectorMetadata)
         super().bind_connector_metadata(connector_metadata)
         self._worker.bind(connector_metadata)
-        self._report_asked_for = False
+        self._reports.step_begins()
 
     def clear_connector_metadata(self) -> None:
         self._worker.clear()
-        self._report_with_stats = not self._report_asked_for
-        self._runner_known = True
+        self._reports.step_ends()
         super().clear_connector_metadata()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
@@ -230,14 +219,8 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         self._worker.start_saves()
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending or None, results.finished_recving or None
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        if not self._runner_known:
-            # A load must not be called finished before the report that says how it ended, and
-            # by which way that goes is known only at the end of the first step.
+        if not self._reports.known:
             return KVConnectorTransferResults()
         self._worker.collect()
         finished, failed = self._worker.take_finished_loads()
@@ -251,8 +234,26 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_bad_block_ids()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        self._report_asked_for = True
+        self._reports.asked()
         return self._worker.take_report()
+
+    # What only model runners call that are older than the supported versions; see `compat`
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """In one tensor of all layers a block is one segment of bytes, not one a layer, and is
+        copied faster."""
+        return True
+
+    def register_cross_layers_kv_cache(
+        self, kv_cache: "torch.Tensor", attn_backend: "type[AttentionBackend]"
+    ) -> None:
+        """Register that tensor instead of one for each layer."""
+        self._worker.register_cross_layers(kv_cache, cross_layer_dims(attn_backend))
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
 
     # For the API server
 
@@ -269,31 +270,3 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> OmniPromMetrics:
         return OmniPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def _make_worker(
-    config: OmniConfig,
-    vllm_config: "VllmConfig",
-    kv_cache_config: "KVCacheConfig",
-    surroundings: Surroundings,
-) -> OmniWorker:
-    transfer = vllm_config.kv_transfer_config
-    parallel = vllm_config.parallel_config
-    assert transfer is not None
-    rank = parallel.rank % parallel.tensor_parallel_size  # as there is one pipeline stage
-    return OmniWorker(
-        config=config,
-        kv_cache_config=kv_cache_config,
-        layers=vllm_config.compilation_config.static_forward_context,
-        transports=surroundings.transports(config),
-        rank=rank,
-        ranks=parallel.tensor_parallel_size,
-        arena_name=f"arena:{transfer.engine_id}:{rank}",
-        arena=(
-            ArenaSizing.of(config, vllm_config, kv_cache_config)
-            if transfer.is_kv_producer
-            else None
-        ),
-        store=open_lending_store(config, vllm_config, kv_cache_config, surroundings),
-        surroundings=surroundings,
-    )

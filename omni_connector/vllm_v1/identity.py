@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this engine is, in the terms that peers compare: model, layout, hashes, prompt."""
+"""What peers compare of an engine: its model, what changes the model's numbers, and its hashes."""
 
+import hashlib
+import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from omni_connector.config import OmniConfig
-from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
-from omni_connector.vllm_v1.numerics import overrides_id, quantization_id, scales_of_engine
 from omni_connector.vllm_v1.specs import group_shapes
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
+
+# What a model's configuration says of where it lies and what wrote it.
+_NOT_THE_MODEL: Final = ("_name_or_path", "transformers_version", "_commit_hash")
 
 
 def fingerprint(
@@ -22,13 +24,11 @@ def fingerprint(
     vllm_config: "VllmConfig",
     kv_cache_config: "KVCacheConfig",
     workers: Sequence[OmniHandshakeMetadata],
-    epoch: bytes,
 ) -> CompatibilityKey:
-    """What this engine keeps in its slots.
+    """The compatibility key of this engine.
 
     Args:
         workers: what each rank says of its caches.
-        epoch: what no other engine has.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     return CompatibilityKey(
@@ -37,7 +37,7 @@ def fingerprint(
         quantization=quantization_id(model),
         overrides=overrides_id(model),
         kv_dtype=str(cache.cache_dtype),
-        scales=scales_of_engine([each.scales for each in workers], cache, epoch.hex()),
+        scales=scales_of_engine([each.scales for each in workers]),
         integrity=config.integrity,
         kv_heads=model.get_total_num_kv_heads(),
         ranks=vllm_config.parallel_config.tensor_parallel_size,
@@ -46,8 +46,10 @@ def fingerprint(
 
 
 def hash_id(vllm_config: "VllmConfig", hash_block_size: int) -> str:
-    """How this engine hashes blocks. Equal ids mean equal hashes; "" where it does not hash, or
-    as nobody else does."""
+    """How this engine hashes blocks; engines of equal ids give equal tokens equal hashes.
+
+    "" where it does not hash blocks, or where no other process gets the same hashes.
+    """
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching or not hash_block_size:
         return ""
@@ -63,25 +65,32 @@ def hash_id(vllm_config: "VllmConfig", hash_block_size: int) -> str:
     return f"{algorithm}:{hash_block_size}:{seed}"
 
 
-def prompt_of(
-    request: "Request", num_tokens: int, hash_block_size: int, adapter: str = ""
-) -> Prompt | None:
-    """The first `num_tokens` tokens of a request's prompt; None where it has no token ids
-    (prompt embeddings)."""
-    tokens = request.prompt_token_ids
-    if tokens is None or request.prompt_embeds is not None:
-        return None
-    extra = [f"salt={request.cache_salt}"] if request.cache_salt is not None else []
-    if adapter:
-        extra.append(f"lora={adapter}")
-    for feature in request.mm_features:
-        place = feature.mm_position
-        extra.append(f"mm={feature.identifier}@{place.offset}+{place.length}")
-    return Prompt(
-        token_ids=tokens,
-        num_tokens=num_tokens,
-        block_hashes=request.block_hashes,
-        hash_block_size=hash_block_size if request.block_hashes else 0,
-        extra=tuple(extra),
-        by_tokens=bool(adapter),  # vLLM's hashes name it by where it lies
-    )
+def quantization_id(model: "ModelConfig") -> str:
+    """Method and settings of quantization; "" where there is none."""
+    method = model.quantization
+    settings = [
+        model.quantization_config,
+        getattr(model.hf_config, "quantization_config", None),
+    ]
+    if method is None and not any(settings):
+        return ""
+    return f"{method} {_digest(settings)}"
+
+
+def overrides_id(model: "ModelConfig") -> str:
+    """What was changed of the model's configuration; "" where nothing was."""
+    overrides = model.hf_overrides
+    if callable(overrides):  # what it does shows in what it has made
+        made = model.hf_config.to_dict()
+        overrides = {name: made[name] for name in made if name not in _NOT_THE_MODEL}
+    return _digest(overrides) if overrides else ""
+
+
+def scales_of_engine(ranks: list[str]) -> str:
+    """The scales of quantized KV on all ranks, of which `kernels.scales_id` gives each."""
+    return ranks[0] if len(set(ranks)) == 1 else _digest(ranks)
+
+
+def _digest(what: object) -> str:
+    text = json.dumps(what, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two halves tell each other, through vLLM's own channels."""
+"""What the two halves tell each other; vLLM carries it."""
 
 from dataclasses import dataclass, field
 
@@ -19,11 +19,11 @@ class OmniConnectorMetadata(KVConnectorMetadata):
     """Work for the workers, sent with each step.
 
     Attributes:
-        saves: started when the step's forward pass has written its KV.
-        loads: started at once.
+        saves: copies to slots, started when the step's forward pass has written its KV.
+        loads: copies from slots of peers, started at once.
         store_saves, store_loads: the same with the shared store.
-        cancel: jobs of whatever kind that nobody wants any more.
-        void: slots, and a generation for each, so that who reads them learns that they are void.
+        cancel: ids of jobs, of any of these kinds, that nobody wants any more.
+        void: slots, and a new generation for each, by which readers learn that they are void.
     """
 
     saves: list[SaveJob] = field(default_factory=list)
@@ -36,11 +36,11 @@ class OmniConnectorMetadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class OmniWorkerMetadata(KVConnectorWorkerMetadata):
-    """Jobs that ended since the last step.
+    """Jobs that have ended since the last step.
 
     Attributes:
-        done: ranks that have finished each job.
-        failed: why a job failed or was cancelled, on any rank.
+        done: number of ranks that have finished each job, by job id.
+        failed: why a job failed or was cancelled, on any rank, by job id.
     """
 
     done: dict[int, int] = field(default_factory=dict)
@@ -60,11 +60,11 @@ class OmniHandshakeMetadata(KVConnectorHandshakeMetadata):
     """What a worker tells its scheduler half once the KV caches are registered.
 
     Attributes:
-        endpoints: where peers find this rank's arena, for each transport; none on an engine that
-            hands nothing off.
+        endpoints: where peers find this rank's arena, one for each transport; none on an engine
+            that hands nothing off.
         page_orders: byte order of each layer's page, by transferred group.
         attention: attention backends, by transferred group.
-        scales: of the layers; see `numerics.scales_id`.
+        scales: digest of the layers' scales; see `kernels.scales_id`.
     """
 
     endpoints: tuple[Endpoint, ...]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the connector counts, for vLLM's log line and for Prometheus.
 
-Both halves fill one `OmniStats`; vLLM carries it from the workers to the API server with each
-step and adds up what the ranks and the halves report. Durations are in seconds, sizes in bytes.
+Each half counts in an `OmniStats`. vLLM carries these to the API server with each step, and adds up
+what the ranks and the halves report. Durations are in seconds, sizes in bytes.
 """
 
 from collections.abc import Callable
@@ -49,11 +49,10 @@ _SECONDS_BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0
 
 @dataclass
 class OmniStats(KVConnectorStats):
-    """Counts since the last report.
+    """What was counted since the last report.
 
-    `data` is plain: `counts` by name (failures as `failure:<kind>`, peers as
-    `peer:<transport>:<reason>`), `seconds` lists by name,
-    `gauges` by name.
+    `data` consists of plain dicts: `counts` by name (of failures as `failure:<kind>`, of peers as
+    `peer:<transport>:<reason>`), lists of `seconds` by name, and `gauges` by name.
     """
 
     def __post_init__(self) -> None:
@@ -74,7 +73,7 @@ class OmniStats(KVConnectorStats):
         self.count(_FAILURE + kind, number)
 
     def choose(self, transport: str, reason: str) -> None:
-        """Count a peer's arena that is read by this transport."""
+        """Count an arena of a peer that this transport reads."""
         self.count(f"{_PEER}{transport}:{reason}")
 
     def time(self, name: str, seconds: float) -> None:
@@ -167,7 +166,7 @@ class OmniPromMetrics(KVConnectorPromMetrics):
             documentation="Arenas of peers that are read, by transport and why it was taken.",
             labelnames=[*labelnames, "transport", "reason"],
         )
-        for values in per_engine_labelvalues.values():  # a counter nobody used yet reads 0
+        for values in per_engine_labelvalues.values():  # so that an unused counter reads 0
             for metric in (*self._counters.values(), *self._gauges.values()):
                 metric.labels(*values)
 

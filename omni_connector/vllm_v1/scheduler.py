@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler half: one authority over slots, hand-offs and loads of an engine.
+"""The scheduler half of an engine: the one that decides about slots, hand-offs and loads.
 
-It decides; the workers copy. Nothing here waits: claims are answered on the control thread,
-copies are reported by the workers with each step.
+It decides, and the workers copy. Nothing here waits: lease requests are answered on the control
+channel's thread, and the workers report copies with each step.
 """
 
 from collections.abc import Mapping
@@ -10,47 +10,38 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from omni_connector.config import OmniConfig
-from omni_connector.errors import ConfigError
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
-from omni_connector.handoff.messages import TOKEN_BYTES, Welcome
 from omni_connector.handoff.params import (
     BadParamsError,
-    RemotePrefill,
     is_usable,
     parse_remote_prefill,
-    tcp_address,
     wants_handoff,
     wants_remote_kv,
 )
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
-from omni_connector.handoff.server import ControlServer
 from omni_connector.handoff.upkeep import Upkeep
 from omni_connector.kv.ledger import CopyLedger
-from omni_connector.net.keys import ClusterKey, load_key
-from omni_connector.net.peers import Peers, parse_listen
-from omni_connector.net.runtime import loopback_key, runtime_dir, socket_path
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.vllm_v1.adapters import AdapterContents
-from omni_connector.vllm_v1.compat import hash_block_size, recompute
-from omni_connector.vllm_v1.epoch import WeightsEpoch
-from omni_connector.vllm_v1.identity import fingerprint, hash_id, prompt_of
-from omni_connector.vllm_v1.metadata import (
-    OmniConnectorMetadata,
-    OmniHandshakeMetadata,
-    OmniWorkerMetadata,
-)
+from omni_connector.vllm_v1.compat import hash_block_size, tells_failure
+from omni_connector.vllm_v1.metadata import OmniConnectorMetadata, OmniWorkerMetadata
 from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
-from omni_connector.vllm_v1.sharing import open_shared_prefix
-from omni_connector.vllm_v1.specs import fails_by_block, keeps_all, transferred_groups
-from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings
-from omni_connector.vllm_v1.truncation import TRUNCATED, truncate, truncation_refusal
+from omni_connector.vllm_v1.requests import (
+    TRUNCATED,
+    prompt_of,
+    recompute,
+    truncate,
+    truncation_refusal,
+)
+from omni_connector.vllm_v1.specs import fails_by_block, keeps_all
+from omni_connector.vllm_v1.surroundings import Surroundings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -60,168 +51,91 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.omni_connector.scheduler")
 
 
+class WeightsEpoch:
+    """The epoch of the weights: as long as it lasts, KV that was computed means what it meant.
+
+    vLLM tells a connector of new weights at most by `reset_cache`, and not even that when the
+    prefix cache alone is reset. But whatever may change what KV means has to reset vLLM's own
+    prefix cache, and each reset that succeeds gives its block pool another table of hashes. So this
+    table is the mark of an epoch.
+
+    Args:
+        pool: vLLM's blocks.
+    """
+
+    def __init__(self, pool: "BlockPool") -> None:
+        self._pool = pool
+        self._table: object = pool.cached_block_hash_to_block
+        self._number = 0
+
+    @property
+    def number(self) -> int:
+        """The number of the epoch, as far as the engine's thread has noticed."""
+        return self._number
+
+    def holds(self) -> bool:
+        """Whether vLLM has reset nothing since `begin`. Any thread may ask."""
+        return self._pool.cached_block_hash_to_block is self._table
+
+    def begin(self) -> None:
+        """A new epoch begins, and all KV that was computed before is void."""
+        self._table = self._pool.cached_block_hash_to_block
+        self._number += 1
+
+
 class OmniScheduler:
     """The part of the connector that lives beside vLLM's scheduler.
 
+    It is made when the workers have registered their KV caches; see `assembly.make_scheduler`.
+
     Args:
-        config: the connector's settings.
-        vllm_config: vLLM's.
-        kv_cache_config: what vLLM allocates.
-        surroundings: clock, randomness and threads.
+        manager: knows the block ids of running requests.
+        surroundings: clock and threads.
+        weights: their epoch.
+        ledger: the copy jobs.
+        upkeep: what is done beside the steps.
+        channel: to peers; closed with this.
+        directory, sender: slots, and what hands them off; None on an engine that hands nothing off.
+        receiver: loads hand-offs; None on an engine that loads none.
+        shared: shares prefixes through a store, closed with this; None shares none.
+        stats: where all of them count.
     """
 
     def __init__(
         self,
-        config: OmniConfig,
         vllm_config: "VllmConfig",
         kv_cache_config: "KVCacheConfig",
-        surroundings: Surroundings = SURROUNDINGS,
+        *,
+        manager: "KVCacheManager",
+        surroundings: Surroundings,
+        weights: WeightsEpoch,
+        ledger: CopyLedger,
+        upkeep: Upkeep,
+        channel: ControlChannel,
+        directory: SlotDirectory | None,
+        sender: HandoffSender | None,
+        receiver: HandoffReceiver | None,
+        shared: SharedPrefix | None,
+        stats: OmniStats,
     ) -> None:
-        transfer = vllm_config.kv_transfer_config
-        assert transfer is not None
-        assert transfer.engine_id is not None
-        self._config = config
-        self._vllm_config = vllm_config
-        self._kv_cache_config = kv_cache_config
-        self._surroundings = surroundings
         self._clock = surroundings.clock
-        self._engine_id: str = transfer.engine_id
-        self._produces = transfer.is_kv_producer
-        self._consumes = transfer.is_kv_consumer
-        groups = transferred_groups(kv_cache_config)
-        self._group_ids = tuple(groups)
+        self._manager = manager
+        self._weights = weights
+        self._ledger = ledger
+        self._upkeep = upkeep
+        self._channel = channel
+        self._directory = directory
+        self._sender = sender
+        self._receiver = receiver
+        self._shared = shared
+        self._stats = stats
+        self._adapters = AdapterContents(self._clock, surroundings.start)
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
         self._fails_by_block = fails_by_block(kv_cache_config)
-        # Of what is kept for the last tokens only, a prefill must end where the decode begins.
+        # Where a group keeps its last tokens only, a prefill must end where the decode begins.
         self._stops_early = not keeps_all(kv_cache_config)
-        self._epoch = surroundings.randbytes(TOKEN_BYTES)
-        self._stats = OmniStats()
-        self._manager: KVCacheManager | None = None
-        self._directory: SlotDirectory | None = None
-        self._channel: ControlChannel | None = None
-        self._sender: HandoffSender | None = None
-        self._receiver: HandoffReceiver | None = None
-        self._ledger: CopyLedger | None = None
-        self._weights: WeightsEpoch | None = None
         self._void: tuple[list[int], list[int]] = [], []
-        self._shared: SharedPrefix | None = None
-        self._runtime_dir = runtime_dir(config.namespace)
-        self._peers = Peers(config.peers)
-        self._key: ClusterKey | None = None
-        if config.key_file is not None:
-            self._key = load_key(config.key_file)
-        self._upkeep = Upkeep(self._runtime_dir, self._clock)
-        self._adapters = AdapterContents(self._clock, surroundings.start)
         self._gauges: tuple[int, int, int] | None = None
-
-    def bind_kv_cache_manager(self, manager: "KVCacheManager") -> None:
-        """Remember where the block ids of running requests are."""
-        self._manager = manager
-
-    def start(self, workers: Mapping[tuple[int, int], OmniHandshakeMetadata]) -> None:
-        """The workers have registered their caches: open the control channel.
-
-        Args:
-            workers: by (pipeline rank, tensor rank).
-
-        Raises:
-            ConfigError: the ranks disagree.
-        """
-        ranks = [workers[key] for key in sorted(workers)]
-        if not ranks:
-            raise ConfigError(
-                "no worker of OmniKVConnector has introduced itself; MultiConnector passes on the "
-                "word of one child only, so OmniKVConnector must be its first that has one"
-            )
-        if len({(rank.page_orders, rank.attention) for rank in ranks}) != 1:
-            raise ConfigError("the ranks of this engine have KV caches of different layouts")
-        ours = fingerprint(
-            self._config, self._vllm_config, self._kv_cache_config, ranks, self._epoch
-        )
-        hashing = hash_id(self._vllm_config, self._hash_block_size)
-        arenas = tuple(rank.endpoints for rank in ranks if rank.endpoints)
-        assert self._manager is not None
-        self._weights = weights = WeightsEpoch(self._manager.block_pool)
-        self._ledger = ledger = CopyLedger(self._manager.block_pool, ours.ranks, self._clock)
-        self._upkeep.sweep()
-        server = None
-        if self._produces:
-            if len(arenas) != ours.ranks:
-                raise ConfigError("a rank of this engine has no arena")
-            num_slots = min(endpoints[0].n_slots for endpoints in arenas)
-            self._directory = SlotDirectory(
-                num_slots, self._clock, self._config.handoff_ttl_s, self._surroundings.randbytes
-            )
-            self._upkeep.keep(self._directory, weights.holds)
-            server = ControlServer(
-                fingerprint=ours,
-                welcome=Welcome(self._epoch, hashing, ours, arenas),
-                directory=self._directory,
-                valid=weights.holds,
-                clock=self._clock,
-                patience=self._config.handoff_ttl_s,
-                count=self._upkeep.count,
-            )
-        config, rank = self._config, self._vllm_config.parallel_config.data_parallel_index
-        channel = ControlChannel(
-            fingerprint=ours,
-            server=server,
-            listen=self._control_path(self._engine_id) if server is not None else None,
-            listen_tcp=None if config.listen is None else parse_listen(config.listen, rank),
-            key=self._key or (loopback_key() if config.listen or config.peers else None),
-            on_tick=self._upkeep.tick,
-            on_peer_gone=self._upkeep.sweep,
-            clock=self._clock,
-            start=self._surroundings.start,
-            sockets=self._surroundings.sockets(),
-        )
-        self._channel = self._upkeep.channel = channel
-        if self._directory is not None:
-            self._sender = HandoffSender(
-                directory=self._directory,
-                ledger=ledger,
-                fingerprint=ours,
-                group_ids=self._group_ids,
-                engine_id=self._engine_id,
-                epoch=self._epoch,
-                address=channel.tcp_address,
-                arena_wait=self._config.arena_wait_s,
-                clock=self._clock,
-                stats=self._stats,
-                on_complete=channel.recheck,
-            )
-        if self._consumes:
-            self._receiver = HandoffReceiver(
-                channel=channel,
-                ledger=ledger,
-                address_of=self._address_of,
-                fingerprint=ours,
-                group_ids=self._group_ids,
-                hash_id=hashing,
-                load_timeout=self._config.load_timeout_s,
-                clock=self._clock,
-                stats=self._stats,
-            )
-        self._shared = open_shared_prefix(
-            self._config,
-            self._vllm_config,
-            self._kv_cache_config,
-            ledger=ledger,
-            fingerprint=ours,
-            group_ids=self._group_ids,
-            surroundings=self._surroundings,
-            stats=self._stats,
-        )
-
-    def _control_path(self, engine_id: str) -> Any:
-        return socket_path(self._runtime_dir, f"control:{engine_id}")
-
-    def _address_of(self, remote: RemotePrefill) -> str:
-        path = self._control_path(remote.remote_engine_id)
-        # Who listens in this folder is an engine of this user on this host.
-        if remote.remote_host is None or path.exists():
-            return f"ipc://{path}"
-        return f"tcp://{tcp_address(remote, self._peers, has_key=self._key is not None)}"
 
     def _take_events(self) -> None:
         for event, number in self._upkeep.take().items():
@@ -231,14 +145,13 @@ class OmniScheduler:
                 self._stats.fail(event, number)
 
     def _follow_weights(self) -> None:
-        if self._weights is not None and not self._weights.holds():
+        if not self._weights.holds():
             self._begin_epoch()
 
     def _begin_epoch(self) -> None:
-        """Whatever was computed so far is void, here and at those who are reading it."""
-        assert self._weights is not None
+        """Whatever was computed so far is void, here and at the peers that are reading it."""
         self._weights.begin()
-        if self._sender is not None and self._directory is not None:
+        if self._sender is not None:
             slots, generations = self._sender.void()
             self._void[0].extend(slots)
             self._void[1].extend(generations)
@@ -248,7 +161,7 @@ class OmniScheduler:
             self._shared.void()
 
     def on_new_request(self, request: "Request") -> None:
-        """A request was added: ask for its KV elsewhere, or prepare to hand it off."""
+        """A request has arrived: ask for its KV elsewhere, or prepare to hand it off."""
         self._follow_weights()
         self._check_params(request)
         if not (request.kv_transfer_params or self._shared is not None):
@@ -257,8 +170,7 @@ class OmniScheduler:
             self._begin(request)
 
     def _begin(self, request: "Request") -> None:
-        epoch = 0 if self._weights is None else self._weights.number
-        adapter = self._adapters.content(request, epoch, self._stats)
+        adapter = self._adapters.content(request, self._weights.number, self._stats)
         if adapter is None:
             if wants_handoff(request.kv_transfer_params or {}) and self._sender is not None:
                 self._sender.add(request, Prompt(token_ids=(), num_tokens=0), "adapter_unknown")
@@ -277,7 +189,7 @@ class OmniScheduler:
                 "their do_remote_decode is no boolean (malformed_params)",
                 request.request_id,
             )
-            # vLLM, too, takes them for an object, and would stop at anything else.
+            # vLLM itself takes them for an object, and would stop at anything else.
             request.kv_transfer_params = None
 
     def _follow_params(self, request: "Request", adapter: str) -> None:
@@ -285,36 +197,42 @@ class OmniScheduler:
         if not params:
             return
         if wants_remote_kv(params) and self._receiver is not None:
-            self._fetch(request, params, adapter)
+            try:
+                self._fetch(self._receiver, request, params, adapter)
+            except BadParamsError as error:
+                self._stats.fail(error.reason)
+                logger.warning(
+                    "Request %s computes its prompt here: kv_transfer_params not used (%s: %s)",
+                    request.request_id,
+                    error.reason,
+                    error,
+                )
         if wants_handoff(params) and self._sender is not None:
-            self._offer(request, params, adapter)
+            self._offer(self._sender, request, params, adapter)
 
-    def _fetch(self, request: "Request", params: Mapping[str, Any], adapter: str) -> None:
-        assert self._receiver is not None
-        try:
-            remote = parse_remote_prefill(params)
-            # vLLM computes the last token here in any case, for its logits.
-            num_tokens = request.num_prompt_tokens - 1
-            prompt = prompt_of(request, num_tokens, self._hash_block_size, adapter)
-            if prompt is None:
-                raise BadParamsError("prompt_embeds", "the prompt has no token ids")
-            if prompt.num_tokens > 0:
-                self._receiver.add(request, remote, prompt)
-            else:
-                # No prompt of one token is handed off: it is that which vLLM puts in the place of
-                # one that its server has refused.
-                self._receiver.reject(remote)
-        except BadParamsError as error:
-            self._stats.fail(error.reason)
-            logger.warning(
-                "Request %s computes its prompt here: kv_transfer_params not used (%s: %s)",
-                request.request_id,
-                error.reason,
-                error,
-            )
+    def _fetch(
+        self,
+        receiver: HandoffReceiver,
+        request: "Request",
+        params: Mapping[str, Any],
+        adapter: str,
+    ) -> None:
+        remote = parse_remote_prefill(params)
+        # vLLM computes the last token here in any case, for its logits.
+        num_tokens = request.num_prompt_tokens - 1
+        prompt = prompt_of(request, num_tokens, self._hash_block_size, adapter)
+        if prompt is None:
+            raise BadParamsError("prompt_embeds", "the prompt has no token ids")
+        if prompt.num_tokens > 0:
+            receiver.add(request, remote, prompt)
+        else:
+            # No prompt of one token is handed off. vLLM puts one in the place of a prompt that its
+            # server has refused.
+            receiver.reject(remote)
 
-    def _offer(self, request: "Request", params: Mapping[str, Any], adapter: str) -> None:
-        assert self._sender is not None
+    def _offer(
+        self, sender: HandoffSender, request: "Request", params: Mapping[str, Any], adapter: str
+    ) -> None:
         truncated = params.get(TRUNCATED) is True  # by another connector beside this one
         num_tokens = request.num_prompt_tokens - (not truncated)
         prompt = prompt_of(request, num_tokens, self._hash_block_size, adapter)
@@ -325,7 +243,7 @@ class OmniScheduler:
             )
             return
         if num_tokens < 1:
-            self._sender.add(request, prompt, refusal="nothing_to_hand_off")
+            sender.add(request, prompt, refusal="nothing_to_hand_off")
             return
         refusal = "control_ended" if self._upkeep.ended() else None
         if request.resumable:  # it goes on writing, and a state is overwritten in place
@@ -337,18 +255,18 @@ class OmniScheduler:
         if refusal is not None:
             self._stats.fail(refusal)
             logger.warning("Request %s is not handed off (%s)", request.request_id, refusal)
-        self._sender.add(request, prompt, refusal)
+        sender.add(request, prompt, refusal)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed: int
     ) -> tuple[int | None, bool]:
-        """vLLM's question, answered at once; see `KVConnectorBase_V1`."""
+        """How many tokens beyond these can be loaded; see `KVConnectorBase_V1`. Never waits."""
         self._follow_weights()
         if self._adapters.waits(request):
             return None, False
         if self._adapters.goes_on(request.request_id):
             self._begin(request)
-            return None, False  # it may be shorter now: vLLM looks at it anew
+            return None, False  # it may be shorter now, so vLLM has to look at it anew
         matched: int | None = 0
         if request.kv_transfer_params:
             request_id = request.request_id
@@ -373,7 +291,7 @@ class OmniScheduler:
         if self._receiver is not None and request.kv_transfer_params:
             self._receiver.allocated(request, blocks, 0 if from_store else num_external)
         if shared is not None:
-            shared.allocated(request, blocks, num_external if from_store else 0)
+            shared.allocated(request, blocks.get_block_ids, num_external if from_store else 0)
 
     def build_meta(self, scheduler_output: "SchedulerOutput") -> OmniConnectorMetadata:
         """This step's work for the workers."""
@@ -383,16 +301,14 @@ class OmniScheduler:
         if self._void[0]:
             meta.void, self._void = self._void, ([], [])
         if self._sender is not None:
-            assert self._manager is not None
             self._sender.build(meta, scheduler_output, self._manager.get_blocks)
         if self._receiver is not None:
             computes = scheduler_output.total_num_scheduled_tokens > 0
             self._receiver.build(meta, computes=computes)
         if self._shared is not None:
-            assert self._manager is not None
-            self._shared.build(meta, scheduler_output, self._manager)
-        if self._ledger is not None:
-            meta.cancel.extend(self._ledger.take_revoked())
+            scheduled = scheduler_output.num_scheduled_tokens
+            self._shared.build(meta, scheduled, self._manager.get_block_ids)
+        meta.cancel.extend(self._ledger.take_revoked())
         return meta
 
     def update_output(self, output: "KVConnectorOutput") -> None:
@@ -400,29 +316,31 @@ class OmniScheduler:
         report = output.kv_connector_worker_meta
         if not isinstance(report, OmniWorkerMetadata):
             return
-        assert self._ledger is not None
-        assert self._manager is not None
         self._follow_weights()
         self._ledger.report(report.done, report.failed)
-        for request in self._receiver.take_void() if self._receiver is not None else ():
-            # It has come, but of other weights than it will be read with.
+        if self._receiver is not None:
+            self._recompute_loaded(self._receiver, output)
+        for request in self._shared.take_failed() if self._shared is not None else ():
+            # Told to vLLM, a failed load could end the request: its policy is for hand-offs.
             recompute(request, self._manager)
-        for request in self._receiver.take_failed() if self._receiver is not None else ():
+
+    def _recompute_loaded(self, receiver: HandoffReceiver, output: "KVConnectorOutput") -> None:
+        for request in receiver.take_void():
+            # The KV has come, but of other weights than those it would be read with.
+            recompute(request, self._manager)
+        for request in receiver.take_failed():
             if self._shared is not None:
                 self._shared.load_nothing(request.request_id)
-            if not self._fails_by_block and request.request_id not in output.failed_recving:
+            if not self._fails_by_block and not tells_failure(output, request.request_id):
                 logger.warning(
                     "Request %s computes its prompt here: its load failed, and the model "
                     "runner does not pass on failed loads",
                     request.request_id,
                 )
                 recompute(request, self._manager)
-        for request in self._shared.take_failed() if self._shared is not None else ():
-            # Told to vLLM, a failed load could end the request: its policy is for hand-offs.
-            recompute(request, self._manager)
 
     def step_ended(self) -> None:
-        """vLLM has taken what a step has computed."""
+        """vLLM has taken over what a step has computed."""
         if self._receiver is not None:
             self._receiver.step_ended()
 
@@ -441,17 +359,16 @@ class OmniScheduler:
         return False, self._sender.finish(request)
 
     def copying(self) -> bool:
-        """Whether blocks are held, until a later step, that no request need hold."""
+        """Whether copies hold blocks, so that a later step has to free them."""
         return bool(self._ledger)
 
     def frees_soon(self) -> bool:
-        """Whether blocks come free so soon that nobody should be preempted for some."""
-        return self._ledger is not None and self._ledger.frees_soon()
+        """Whether blocks come free so soon that no request should be preempted for some."""
+        return self._ledger.frees_soon()
 
     def reset_cache(self) -> bool:
         """Void whatever was computed before, as after a change of weights."""
-        if self._weights is not None:
-            self._begin_epoch()
+        self._begin_epoch()
         return True
 
     def take_stats(self) -> OmniStats | None:
@@ -480,5 +397,4 @@ class OmniScheduler:
         self._adapters.close()
         if self._shared is not None:
             self._shared.close()
-        if self._channel is not None:
-            self._channel.close()
+        self._channel.close()

@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM says of its KV cache groups, in this package's own terms."""
+"""What vLLM says of its KV cache groups, in this package's own terms, and which are supported."""
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
-from omni_connector.errors import LayoutError
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+from omni_connector.errors import ConfigError, LayoutError
 from omni_connector.kv.canonical import GroupSpec, LayerSpec
 from omni_connector.kv.shapes import GroupShape
+from omni_connector.vllm_v1.compat import replays_prefix, says_replicated
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 _ENCODER_ONLY = "encoder_only_attention"
 
-# By name, so that a class that another vLLM lacks need not be imported. By its own, not that of
-# a base: vLLM 0.31 has a ring of scratch tokens that is a sliding window by its base only.
+# By the name of the class itself: its subclasses may mean other bytes, and none of these has to
+# exist in every vLLM.
 _KINDS = {
     "SlidingWindowMLASpec": "sliding_window_mla",
     "HiddenStateCacheSpec": "hidden_state",
@@ -30,6 +34,60 @@ _KINDS = {
     "MambaSpec": "mamba",
 }
 
+_SUPPORTED_KINDS: Final = frozenset(
+    {
+        "chunked_local_attention",
+        "full_attention",
+        "mamba",
+        "mla_attention",
+        "reference_sliding_window",
+        "sink_full_attention",
+        "sliding_window",
+        "sliding_window_mla",
+    }
+)
+
+_DRAFTERS_WITHOUT_KV: Final = frozenset(
+    {"mlp_speculator", "medusa", "ngram", "ngram_gpu", "suffix"}
+)
+
+
+def require_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
+    """Refuse what would start and then answer with wrong tokens.
+
+    Raises:
+        LayoutError: a cache family is not handed off correctly yet.
+        ConfigError: a parallel layout or a decoding method is not supported.
+    """
+    for group in group_specs(kv_cache_config):
+        if not _SUPPORTED_KINDS.issuperset(group.kind.split("+")):
+            raise LayoutError(
+                f"this model keeps a {group.kind} cache (layer {group.layers[0].name}), which "
+                f"OmniKVConnector does not move; supported: {', '.join(sorted(_SUPPORTED_KINDS))}"
+            )
+    parallel = vllm_config.parallel_config
+    for name in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        size = getattr(parallel, name)
+        if size > 1:
+            raise ConfigError(f"{name} is {size}; OmniKVConnector supports only 1")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in _DRAFTERS_WITHOUT_KV:
+        raise ConfigError(
+            f"speculative decoding by {speculative.method!r} keeps a KV cache of its own, which "
+            f"OmniKVConnector does not hand off; it supports "
+            f"{', '.join(sorted(_DRAFTERS_WITHOUT_KV))}"
+        )
+    for transferred in transferred_groups(kv_cache_config).values():
+        if replays_prefix(transferred.kv_cache_spec):
+            raise LayoutError(
+                f"vLLM computes the last window of layer {transferred.layer_names[0]} again after "
+                f"a prefix hit, which OmniKVConnector does not support"
+            )
+
 
 def transferred_groups(kv_cache_config: "KVCacheConfig") -> dict[int, "KVCacheGroupSpec"]:
     """The groups that vLLM lets a connector transfer, by their index among all its groups.
@@ -37,7 +95,7 @@ def transferred_groups(kv_cache_config: "KVCacheConfig") -> dict[int, "KVCacheGr
     Groups of encoder-only layers, which have no cache at all, are left out.
 
     Raises:
-        LayoutError: a spec that is not known.
+        LayoutError: a spec is not known.
     """
     return {
         group_id: group
@@ -50,11 +108,11 @@ def transferred_groups(kv_cache_config: "KVCacheConfig") -> dict[int, "KVCacheGr
 def group_specs(kv_cache_config: "KVCacheConfig") -> tuple[GroupSpec, ...]:
     """The transferred groups in this package's own terms, in vLLM's order.
 
-    Layers that read another layer's cache are left out: they have no bytes of their own. A
-    pipeline stage may have groups without layers.
+    Layers that read another layer's cache have no bytes of their own and are left out. A pipeline
+    stage may have groups without layers.
 
     Raises:
-        LayoutError: a spec that is not known, or a layer without one.
+        LayoutError: a spec is not known, or a layer has none.
     """
     specs = []
     for group in transferred_groups(kv_cache_config).values():
@@ -111,10 +169,10 @@ def keeps_all(kv_cache_config: "KVCacheConfig") -> bool:
 
 
 def fails_by_block(kv_cache_config: "KVCacheConfig") -> bool:
-    """Whether a failed load is reported by its blocks, so that only they are recomputed.
+    """Whether a failed load is reported by its blocks, so that vLLM recomputes only these.
 
-    vLLM can do that only where there is one group, and all blocks before them are there to
-    recompute them from; else the request is reported, and recomputed from its first token.
+    vLLM can do so only where there is one group that keeps the blocks of all tokens. Elsewhere the
+    request is reported, and recomputed from its first token.
     """
     return len(kv_cache_config.kv_cache_groups) == 1 and keeps_all(kv_cache_config)
 
@@ -131,8 +189,8 @@ def _group_kind(group: "KVCacheGroupSpec") -> str:
 
 
 def _is_replicated(spec: "KVCacheSpec") -> bool:
-    # vLLM before 0.31 has only the family to go by.
-    return getattr(spec, "max_tp_shards", None) == 1 or "mla" in _kind(spec)
+    """Whether every rank keeps the same bytes of a layer."""
+    return says_replicated(spec) or "mla" in _kind(spec)
 
 
 def _retention(group: "KVCacheGroupSpec") -> tuple[Literal["all", "window", "chunk", "last"], int]:
@@ -149,18 +207,19 @@ def _retention(group: "KVCacheGroupSpec") -> tuple[Literal["all", "window", "chu
 
 def _all_specs(group: "KVCacheGroupSpec") -> list["KVCacheSpec"]:
     """The specs of a group's layers: one for all of them, or one each."""
-    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    return [group.kv_cache_spec] if per_layer is None else list(per_layer.values())
+    spec = group.kv_cache_spec
+    return (
+        list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    )
 
 
 def spec_of(group: "KVCacheGroupSpec", name: str) -> "KVCacheSpec":
     """The spec of a layer of a group."""
-    per_layer: dict[str, KVCacheSpec] | None = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    if per_layer is None:
+    if not isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
         return group.kv_cache_spec
-    if name not in per_layer:
+    spec = group.kv_cache_spec.kv_cache_specs.get(name)
+    if spec is None:
         raise LayoutError(f"vLLM gives no KV cache spec for layer {name}")
-    spec = per_layer[name]
     if spec.block_size != group.kv_cache_spec.block_size:
         raise LayoutError(
             f"layer {name} has blocks of {spec.block_size} tokens in a group of blocks of "
@@ -191,11 +250,11 @@ def _layer_spec(name: str, spec: "KVCacheSpec") -> LayerSpec:
 def _window(group: "KVCacheGroupSpec") -> int | None:
     """Tokens whose blocks a sliding window keeps; the largest, where layers differ.
 
-    Full attention may carry a window too: its blocks are kept for all tokens nevertheless.
+    Full attention may have a window too, but its blocks are kept for all tokens.
     """
     windows: list[int] = [
         # Speculative decoding may compute the tokens just before the window again.
-        spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)  # type: ignore[attr-defined]
+        spec.sliding_window + spec.extra_retained_tokens  # type: ignore[attr-defined]
         for spec in _all_specs(group)
         if _kind(spec).startswith("sliding_window")
     ]

@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both halves take from the process and the host around them.
+"""What both halves take from the process and the host around them, memory for arenas included.
 
-The simulation gives its own: a clock that it moves, randomness from its seed, and turns and
-messages in the order that it draws.
+The simulation gives its own surroundings: a clock that it moves, randomness from its seed, and
+turns and messages in the order that it draws.
 """
 
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from omni_connector.config import OmniConfig, StoreSettings
+from omni_connector.errors import ConfigError
 from omni_connector.kv import BlockCopier, CanonicalKVCaches, SlotLayout, make_copier
+from omni_connector.kv.shapes import GroupShape
+from omni_connector.memory.arena_size import ArenaSize, arena_size, available_bytes
 from omni_connector.net.links import Sockets, ZmqSockets
 from omni_connector.prefix.block_store import BlockStore, MooncakeBlockStore
 from omni_connector.transports.choice import Transports, make_transports
 from omni_connector.turns import StartTurns, TurnThread
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 @dataclass(frozen=True)
@@ -25,13 +32,13 @@ class Surroundings:
 
     Attributes:
         clock: seconds, monotonic.
-        randbytes: so many bytes that nobody can guess.
+        randbytes: makes so many bytes that nobody can guess.
         start: starts a thread.
-        sockets: opens those of the control channel.
-        transports: opens those that a configuration asks for.
-        block_store: opens a client of the shared store, which lends so many bytes of memory.
+        sockets: opens the sockets of the control channel.
+        transports: opens the transports that a configuration asks for.
+        block_store: opens a client of the shared store that lends so many bytes of memory to it.
         copier: makes what copies between KV blocks and slots.
-        populate: whether the arena's memory is allocated ahead of its use, in a thread.
+        populate: whether a thread prefaults the arena's memory.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -46,3 +53,70 @@ class Surroundings:
 
 SURROUNDINGS: Final = Surroundings()
 """Those of an engine in production."""
+
+
+@dataclass(frozen=True)
+class ArenaSizing:
+    """What the size of one rank's arena depends on, beside the size of a slot.
+
+    Attributes:
+        given: bytes that the configuration sets; None takes what the memory of the host allows.
+        cache_blocks: blocks of the rank's KV cache.
+        max_tokens: tokens of the longest prompt.
+        sharers: arenas of this deployment on this host.
+        reserved: bytes of memory that are taken but perhaps not in use yet.
+    """
+
+    given: int | None
+    cache_blocks: int
+    max_tokens: int
+    sharers: int = 1
+    reserved: int = 0
+
+    @classmethod
+    def of(
+        cls, config: OmniConfig, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
+    ) -> "ArenaSizing":
+        """Read them from the configuration of an engine."""
+        parallel = vllm_config.parallel_config
+        ranks = parallel.tensor_parallel_size
+        given = config.arena_bytes()
+        sharers = ranks * max(1, parallel.data_parallel_size_local)
+        caches = 0
+        if vllm_config.device_config.device_type == "cpu":  # in the same memory, page by page
+            caches = sharers * sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+        return cls(
+            given=None if given is None else given // ranks,
+            cache_blocks=kv_cache_config.num_blocks,
+            max_tokens=vllm_config.model_config.max_model_len,
+            sharers=sharers,
+            reserved=caches,
+        )
+
+    def size(self, slot_bytes: int, groups: tuple[GroupShape, ...]) -> ArenaSize:
+        """How many slots the arena has, and why.
+
+        Raises:
+            ConfigError: there is no room for a single slot.
+        """
+        if self.given is not None:
+            size = ArenaSize(self.given // slot_bytes, "arena_gib")
+        else:
+            available = available_bytes()
+            size = arena_size(
+                available=max(available - self.reserved, available // 2),
+                slot_bytes=slot_bytes,
+                cache_blocks=self.cache_blocks,
+                prompt_blocks=self.prompt_blocks(groups),
+                sharers=self.sharers,
+            )
+        if size.slots < 1:
+            raise ConfigError(
+                f"the arena has no room for a single KV block of {slot_bytes} bytes "
+                f"({size.why}); set arena_gib"
+            )
+        return size
+
+    def prompt_blocks(self, groups: tuple[GroupShape, ...]) -> int:
+        """Slots that the longest prompt needs."""
+        return sum(len(group.needed(self.max_tokens)) for group in groups)

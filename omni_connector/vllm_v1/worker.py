@@ -24,17 +24,15 @@ from omni_connector.prefix.block_store import BlockStore
 from omni_connector.prefix.store_jobs import StoreJobs
 from omni_connector.transports import Arena, Endpoint
 from omni_connector.transports.choice import Transports
-from omni_connector.vllm_v1.arena_size import ArenaSizing
-from omni_connector.vllm_v1.kernels import attention_of, kernel_orders
+from omni_connector.vllm_v1.kernels import attention_of, kernel_orders, scales_id
 from omni_connector.vllm_v1.metadata import (
     OmniConnectorMetadata,
     OmniHandshakeMetadata,
     OmniWorkerMetadata,
 )
 from omni_connector.vllm_v1.metrics import OmniStats
-from omni_connector.vllm_v1.numerics import scales_id
 from omni_connector.vllm_v1.specs import fails_by_block, group_shapes, group_specs
-from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings
+from omni_connector.vllm_v1.surroundings import SURROUNDINGS, ArenaSizing, Surroundings
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +53,7 @@ class OmniWorker:
         layers: the model's layers by name.
         transports: export our arena and read the peers'.
         rank, ranks: of this worker, and how many its engine has.
-        arena_name: unguessable to nobody, unique on this host: where peers find the arena.
+        arena_name: under which peers find the arena, unique on this host; it need not be secret.
         arena: how large this rank's arena is; None where the engine hands nothing off.
         store: where prefixes are shared, closed with this; None shares none.
         surroundings: clock, randomness and threads.
@@ -191,7 +189,7 @@ class OmniWorker:
             size.why,
         )
         longest = sizing.prompt_blocks(groups)
-        if longest > size.slots and sizing.given is None:  # else somebody has wanted it so
+        if longest > size.slots and sizing.given is None:  # else the user has set the size
             logger.warning(
                 "The longest prompts take %d slots, the arena has %d (%s): they are not handed "
                 "off; set arena_gib to %.1f",

@@ -11,7 +11,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from omni_connector.vllm_v1.identity import prompt_of
+from omni_connector.vllm_v1.requests import prompt_of
 
 pytestmark = pytest.mark.vllm
 

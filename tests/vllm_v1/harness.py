@@ -56,6 +56,7 @@ from omni_connector.testing.simulation import check
 from omni_connector.testing.toy import BLOCK, SLOT, kv_cache_config
 from omni_connector.testing.toy_runner import ToyRunner
 from omni_connector.vllm_v1 import connector as connector_module
+from omni_connector.vllm_v1.compat import tell_hash_block_size
 from omni_connector.vllm_v1.connector import OmniKVConnector
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.scheduler import OmniScheduler
@@ -208,8 +209,7 @@ class InProcessEngine:
         scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(
             self.kv_config, self.config
         )
-        if hasattr(self.kv_config, "hash_block_size"):  # from vLLM 0.32 on
-            self.kv_config.hash_block_size = hash_block_size
+        tell_hash_block_size(self.kv_config, hash_block_size)
         kernel_block_sizes = [
             group.kv_cache_spec.block_size for group in self.kv_config.kv_cache_groups
         ]

@@ -5,7 +5,7 @@ import pytest
 
 from omni_connector.errors import ConfigError
 from omni_connector.testing.toy import BLOCK
-from omni_connector.vllm_v1 import arena_size
+from omni_connector.vllm_v1 import surroundings
 
 from .harness import HANDOFF, assert_clean, prompt
 
@@ -20,7 +20,7 @@ def memory(monkeypatch):
     """Sets how much there is."""
 
     def there_is(available: int) -> None:
-        monkeypatch.setattr(arena_size, "available_bytes", lambda: available)
+        monkeypatch.setattr(surroundings, "available_bytes", lambda: available)
 
     return there_is
 

@@ -9,12 +9,8 @@ import torch
 
 from omni_connector.testing.toy import BLOCK
 from omni_connector.vllm_v1 import worker
-from omni_connector.vllm_v1.numerics import (
-    overrides_id,
-    quantization_id,
-    scales_id,
-    scales_of_engine,
-)
+from omni_connector.vllm_v1.identity import overrides_id, quantization_id, scales_of_engine
+from omni_connector.vllm_v1.kernels import scales_id
 
 from .harness import HANDOFF, assert_clean, prompt
 
@@ -32,7 +28,13 @@ class HfConfig(SimpleNamespace):
 
 def model(**changes):
     return SimpleNamespace(
-        **{"quantization": None, "hf_overrides": {}, "hf_config": HfConfig(), **changes}
+        **{
+            "quantization": None,
+            "quantization_config": None,
+            "hf_overrides": {},
+            "hf_config": HfConfig(),
+            **changes,
+        }
     )
 
 
@@ -96,15 +98,10 @@ def test_scales_are_told_by_their_values(engine):
     assert scaled(value=0.5) == scaled(value=0.5)
 
 
-def test_scales_that_an_engine_measures_are_those_of_no_other():
-    measured = SimpleNamespace(calculate_kv_scales=True, cache_dtype="fp8")
-    given = SimpleNamespace(cache_dtype="fp8")
-    assert scales_of_engine(["", ""], given, "e") == ""
-    assert scales_of_engine(["x", "x"], given, "e") == "x"
-    assert len({scales_of_engine([*ranks], given, "e") for ranks in ("xy", "yx", "xx")}) == 3
-    assert scales_of_engine([""], measured, "e") != scales_of_engine([""], measured, "f")
-    unused = SimpleNamespace(calculate_kv_scales=True, cache_dtype="auto")
-    assert scales_of_engine([""], unused, "e") == ""
+def test_scales_of_an_engine_are_those_of_all_its_ranks():
+    assert scales_of_engine(["", ""]) == ""
+    assert scales_of_engine(["x", "x"]) == "x"
+    assert len({scales_of_engine([*ranks]) for ranks in ("xy", "yx", "xx")}) == 3
 
 
 def test_engines_of_other_scales_hand_nothing_off(engine, tokens, monkeypatch, log):

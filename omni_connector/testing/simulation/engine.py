@@ -37,6 +37,7 @@ from omni_connector.testing.simulation.settings import (
 from omni_connector.testing.simulation.world import NEVER, Actor, Killed, Violation, World
 from omni_connector.testing.toy import reference
 from omni_connector.testing.toy_runner import ToyRunner, WrongBytes
+from omni_connector.vllm_v1.compat import waiting_with_blocks
 
 _IDLE_S = 1.0
 _SLOT_BYTES = 4096
@@ -287,7 +288,7 @@ class SimulatedEngine(Actor):
     def stalled(self) -> bool:
         """Whether vLLM itself cannot go on: requests whose KV was loaded hold all blocks, none of
         them runs, and it preempts only what runs."""
-        waiting = getattr(self.scheduler, "kv_holding_waiting", ())
+        waiting = waiting_with_blocks(self.scheduler)
         return not self.scheduler.running and any(
             request.status == RequestStatus.WAITING for request in waiting
         )

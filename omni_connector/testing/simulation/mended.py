@@ -37,7 +37,7 @@ MENDED: Final = (
         "defect 2: a reset is not noticed",
         "a plain reset leaves hand-offs, leases and loads as they are",
         (
-            "omni_connector.vllm_v1.epoch",
+            "omni_connector.vllm_v1.scheduler",
             "return self._pool.cached_block_hash_to_block is self._table",
             "return True",
         ),
@@ -245,8 +245,8 @@ MENDED: Final = (
         "its slots are held until their time is over",
         (
             "omni_connector.vllm_v1.scheduler",
-            "                self._receiver.reject(remote)\n",
-            "                pass\n",
+            "            receiver.reject(remote)\n",
+            "            pass\n",
         ),
     ),
     mutant(

@@ -20,6 +20,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from omni_connector.testing.toy import kv_cache_config, write_model
+from omni_connector.vllm_v1.compat import tell_hash_block_size
 
 MODULE: Final = "omni_connector.testing.simulation.connector"
 WINDOW: Final = 10
@@ -148,8 +149,7 @@ def cache_config(shape: EngineShape, config: VllmConfig) -> tuple[KVCacheConfig,
     if kv_config.has_mamba_layers and shape.caching:
         config.cache_config.mamba_cache_mode = "align"
     block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_config, config)
-    if hasattr(kv_config, "hash_block_size"):  # from vLLM 0.32 on
-        kv_config.hash_block_size = hash_block_size
+    tell_hash_block_size(kv_config, hash_block_size)
     return kv_config, block_size, hash_block_size
 
 

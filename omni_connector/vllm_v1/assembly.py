@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes both halves of an engine's connector from the configurations: ours and vLLM's.
+
+The worker half is made with the connector of its rank. The scheduler half is made when the workers
+have registered their KV caches, because what it consists of depends on what they say.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from omni_connector.config import OmniConfig
+from omni_connector.errors import ConfigError
+from omni_connector.handoff.channel import ControlChannel
+from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.messages import TOKEN_BYTES, Welcome
+from omni_connector.handoff.params import RemotePrefill, tcp_address
+from omni_connector.handoff.receiver import HandoffReceiver
+from omni_connector.handoff.sender import HandoffSender
+from omni_connector.handoff.server import ControlServer
+from omni_connector.handoff.upkeep import Upkeep
+from omni_connector.kv.ledger import CopyLedger
+from omni_connector.net.keys import load_key
+from omni_connector.net.peers import Peers, parse_listen
+from omni_connector.net.runtime import loopback_key, runtime_dir, socket_path
+from omni_connector.prefix.block_store import BlockStore
+from omni_connector.prefix.lookups import StoreLookups
+from omni_connector.prefix.shared_blocks import key_prefix
+from omni_connector.prefix.shared_prefix import SharedPrefix
+from omni_connector.vllm_v1.compat import hash_block_size
+from omni_connector.vllm_v1.identity import fingerprint, hash_id
+from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
+from omni_connector.vllm_v1.metrics import OmniStats
+from omni_connector.vllm_v1.scheduler import OmniScheduler, WeightsEpoch
+from omni_connector.vllm_v1.specs import group_specs, transferred_groups
+from omni_connector.vllm_v1.surroundings import ArenaSizing, Surroundings
+from omni_connector.vllm_v1.worker import OmniWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger("vllm.omni_connector.sharing")
+
+
+def make_worker(
+    config: OmniConfig,
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    surroundings: Surroundings,
+) -> OmniWorker:
+    """The worker half of one rank.
+
+    Raises:
+        ConfigError: a setting of a transport is wrong.
+        MissingDependencyError: Mooncake is needed and not installed.
+    """
+    transfer = vllm_config.kv_transfer_config
+    parallel = vllm_config.parallel_config
+    assert transfer is not None
+    rank = parallel.rank % parallel.tensor_parallel_size  # there is one pipeline stage
+    sizing = ArenaSizing.of(config, vllm_config, kv_cache_config)
+    return OmniWorker(
+        config=config,
+        kv_cache_config=kv_cache_config,
+        layers=vllm_config.compilation_config.static_forward_context,
+        transports=surroundings.transports(config),
+        rank=rank,
+        ranks=parallel.tensor_parallel_size,
+        arena_name=f"arena:{transfer.engine_id}:{rank}",
+        arena=sizing if transfer.is_kv_producer else None,
+        store=_lending_store(config, vllm_config, kv_cache_config, surroundings),
+        surroundings=surroundings,
+    )
+
+
+def make_scheduler(
+    config: OmniConfig,
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    *,
+    workers: Mapping[tuple[int, int], OmniHandshakeMetadata],
+    manager: "KVCacheManager",
+    surroundings: Surroundings,
+) -> OmniScheduler:
+    """The scheduler half, with its control channel open.
+
+    Args:
+        workers: what the ranks say of their caches, by (pipeline rank, tensor rank).
+        manager: knows the block ids of running requests.
+
+    Raises:
+        ConfigError: the ranks disagree, or a setting is wrong.
+        TransportError: another engine listens at this engine's socket.
+        MissingDependencyError: Mooncake is needed and not installed.
+    """
+    return _Assembly(
+        config, vllm_config, kv_cache_config, _agreeing(workers), manager, surroundings
+    ).scheduler()
+
+
+class _Assembly:
+    """What the parts of a scheduler half have in common, and how each is made of it."""
+
+    def __init__(
+        self,
+        config: OmniConfig,
+        vllm_config: "VllmConfig",
+        kv_cache_config: "KVCacheConfig",
+        ranks: list[OmniHandshakeMetadata],
+        manager: "KVCacheManager",
+        surroundings: Surroundings,
+    ) -> None:
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        assert transfer.engine_id is not None
+        self._config = config
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._transfer = transfer
+        self._engine_id: str = transfer.engine_id
+        self._manager = manager
+        self._surroundings = surroundings
+        self._clock = surroundings.clock
+        self._stats = OmniStats()
+        self._epoch = surroundings.randbytes(TOKEN_BYTES)
+        self._arenas = tuple(rank.endpoints for rank in ranks if rank.endpoints)
+        self._ours = fingerprint(config, vllm_config, kv_cache_config, ranks)
+        self._group_ids = tuple(transferred_groups(kv_cache_config))
+        self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
+        self._hash_id = hash_id(vllm_config, self._hash_block_size)
+        self._weights = WeightsEpoch(manager.block_pool)
+        self._ledger = CopyLedger(manager.block_pool, self._ours.ranks, self._clock)
+        self._folder = runtime_dir(config.namespace)
+        self._peers = Peers(config.peers)
+        self._key = None if config.key_file is None else load_key(config.key_file)
+        self._upkeep = Upkeep(self._folder, self._clock)
+
+    def scheduler(self) -> OmniScheduler:
+        """The half. Nothing is left open where it cannot be made."""
+        self._upkeep.sweep()
+        directory = self._directory() if self._transfer.is_kv_producer else None
+        channel = self._channel(None if directory is None else self._server(directory))
+        self._upkeep.channel = channel
+        try:
+            shared = self._shared_prefix()
+        except BaseException:
+            channel.close()
+            raise
+        return OmniScheduler(
+            self._vllm_config,
+            self._kv_cache_config,
+            manager=self._manager,
+            surroundings=self._surroundings,
+            weights=self._weights,
+            ledger=self._ledger,
+            upkeep=self._upkeep,
+            channel=channel,
+            directory=directory,
+            sender=None if directory is None else self._sender(directory, channel),
+            receiver=self._receiver(channel) if self._transfer.is_kv_consumer else None,
+            shared=shared,
+            stats=self._stats,
+        )
+
+    def _directory(self) -> SlotDirectory:
+        if len(self._arenas) != self._ours.ranks:
+            raise ConfigError("a rank of this engine has no arena")
+        return SlotDirectory(
+            min(endpoints[0].n_slots for endpoints in self._arenas),
+            self._clock,
+            self._config.handoff_ttl_s,
+            self._surroundings.randbytes,
+        )
+
+    def _server(self, directory: SlotDirectory) -> ControlServer:
+        self._upkeep.keep(directory, self._weights.holds)
+        return ControlServer(
+            fingerprint=self._ours,
+            welcome=Welcome(self._epoch, self._hash_id, self._ours, self._arenas),
+            directory=directory,
+            valid=self._weights.holds,
+            clock=self._clock,
+            patience=self._config.handoff_ttl_s,
+            count=self._upkeep.count,
+        )
+
+    def _channel(self, server: ControlServer | None) -> ControlChannel:
+        listen, rank = self._config.listen, self._vllm_config.parallel_config.data_parallel_index
+        return ControlChannel(
+            fingerprint=self._ours,
+            server=server,
+            listen=None if server is None else self._control_path(self._engine_id),
+            listen_tcp=None if listen is None else parse_listen(listen, rank),
+            key=self._key or (loopback_key() if listen or self._config.peers else None),
+            on_tick=self._upkeep.tick,
+            on_peer_gone=self._upkeep.sweep,
+            clock=self._clock,
+            start=self._surroundings.start,
+            sockets=self._surroundings.sockets(),
+        )
+
+    def _sender(self, directory: SlotDirectory, channel: ControlChannel) -> HandoffSender:
+        return HandoffSender(
+            directory=directory,
+            ledger=self._ledger,
+            fingerprint=self._ours,
+            group_ids=self._group_ids,
+            engine_id=self._engine_id,
+            epoch=self._epoch,
+            address=channel.tcp_address,
+            arena_wait=self._config.arena_wait_s,
+            clock=self._clock,
+            stats=self._stats,
+            on_complete=channel.recheck,
+        )
+
+    def _receiver(self, channel: ControlChannel) -> HandoffReceiver:
+        return HandoffReceiver(
+            channel=channel,
+            ledger=self._ledger,
+            address_of=self._address_of,
+            fingerprint=self._ours,
+            group_ids=self._group_ids,
+            hash_id=self._hash_id,
+            load_timeout=self._config.load_timeout_s,
+            clock=self._clock,
+            stats=self._stats,
+        )
+
+    def _control_path(self, engine_id: str) -> Path:
+        return socket_path(self._folder, f"control:{engine_id}")
+
+    def _address_of(self, remote: RemotePrefill) -> str:
+        """Where to ask for a hand-off: at the Unix socket where there is one, else over TCP."""
+        path = self._control_path(remote.remote_engine_id)
+        # Whoever listens in this folder is an engine of this user on this host.
+        if remote.remote_host is None or path.exists():
+            return f"ipc://{path}"
+        return f"tcp://{tcp_address(remote, self._peers, has_key=self._key is not None)}"
+
+    def _shared_prefix(self) -> SharedPrefix | None:
+        """The scheduler half of sharing; None where no store is configured, or none can be used."""
+        config, surroundings = self._config, self._surroundings
+        if config.store is None:
+            return None
+        refusal = _sharing_refusal(self._vllm_config, self._kv_cache_config)
+        if refusal is not None:
+            logger.warning("No prefix is shared through the store: %s", refusal)
+            return None
+        return SharedPrefix(
+            lookups=StoreLookups(
+                surroundings.block_store(config.store, 0),
+                self._ours.groups,
+                self._ours.ranks,
+                self._clock,
+                surroundings.start,
+            ),
+            ledger=self._ledger,
+            prefix=key_prefix(config.namespace, self._ours, self._hash_id),
+            groups=self._ours.groups,
+            group_ids=self._group_ids,
+            hash_block_size=self._hash_block_size,
+            num_blocks=self._kv_cache_config.num_blocks,
+            weights_fixed=config.weights == "fixed",
+            lookup_timeout=config.store.lookup_timeout_s,
+            load_timeout=config.load_timeout_s,
+            clock=self._clock,
+            randbytes=surroundings.randbytes,
+            stats=self._stats,
+        )
+
+
+def _agreeing(
+    workers: Mapping[tuple[int, int], OmniHandshakeMetadata],
+) -> list[OmniHandshakeMetadata]:
+    ranks = [workers[key] for key in sorted(workers)]
+    if not ranks:
+        raise ConfigError(
+            "no worker of OmniKVConnector has introduced itself; MultiConnector passes on the "
+            "word of one child only, so OmniKVConnector must be its first that has one"
+        )
+    if len({(rank.page_orders, rank.attention) for rank in ranks}) != 1:
+        raise ConfigError("the ranks of this engine have KV caches of different layouts")
+    return ranks
+
+
+def _lending_store(
+    config: OmniConfig,
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    surroundings: Surroundings,
+) -> BlockStore | None:
+    """The store as one worker uses it, which lends it memory; None where nothing is shared."""
+    if config.store is None or _sharing_refusal(vllm_config, kv_cache_config) is not None:
+        return None
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return surroundings.block_store(config.store, config.store.segment_bytes() // ranks)
+
+
+def _sharing_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
+    """Why this engine cannot share prefixes; None if it can."""
+    cache = vllm_config.cache_config
+    if not cache.enable_prefix_caching:
+        return "prefix caching is off; remove --no-enable-prefix-caching"
+    for group in group_specs(kv_cache_config):
+        if "mamba" in group.kind.split("+"):
+            return (
+                f"this model keeps recurrent states (layer {group.layers[0].name}), which are not "
+                "shared yet"
+            )
+    hash_size = hash_block_size(vllm_config, kv_cache_config)
+    if not hash_id(vllm_config, hash_size):
+        return (
+            f"--prefix-caching-hash-algo {cache.prefix_caching_hash_algo} hashes differently in "
+            "each process; take sha256_cbor, or set PYTHONHASHSEED to the same number everywhere"
+        )
+    for group in group_specs(kv_cache_config):
+        if group.block_size % hash_size:
+            return f"blocks of {group.block_size} tokens are hashed by {hash_size}"
+    return None

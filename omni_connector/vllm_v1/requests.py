@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler half reads of vLLM's requests, and what it changes of them."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.v1.request import RequestStatus
+
+from omni_connector.handoff.prompt import Prompt
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
+
+TRUNCATED: Final = "_p_side_truncated"
+"""NixlConnector's mark of a prompt that it has shortened: beside NixlConnector, only one of the two
+connectors may shorten a prompt."""
+
+
+def prompt_of(
+    request: "Request", num_tokens: int, hash_block_size: int, adapter: str = ""
+) -> Prompt | None:
+    """The first `num_tokens` tokens of a request's prompt, as peers compare them.
+
+    None where the prompt consists of embeddings and has no token ids.
+
+    Args:
+        hash_block_size: tokens that each of the request's block hashes stands for.
+        adapter: digest of what the request's LoRA adapter contains; "" without one.
+    """
+    tokens = request.prompt_token_ids
+    if tokens is None or request.prompt_embeds is not None:
+        return None
+    extra = [f"salt={request.cache_salt}"] if request.cache_salt is not None else []
+    if adapter:
+        extra.append(f"lora={adapter}")
+    for feature in request.mm_features:
+        place = feature.mm_position
+        extra.append(f"mm={feature.identifier}@{place.offset}+{place.length}")
+    return Prompt(
+        token_ids=tokens,
+        num_tokens=num_tokens,
+        block_hashes=request.block_hashes,
+        hash_block_size=hash_block_size if request.block_hashes else 0,
+        extra=tuple(extra),
+        by_tokens=bool(adapter),  # vLLM's hashes name an adapter by its path, not its content
+    )
+
+
+def truncation_refusal(request: "Request", num_tokens: int) -> str | None:
+    """Why the last token of a prompt cannot be left to the decode engine; None if it can."""
+    if request.skip_reading_prefix_cache:  # prompt log-probabilities are wanted for all tokens
+        return "prompt_logprobs"
+    if any(
+        feature.mm_position.offset + feature.mm_position.length > num_tokens
+        for feature in request.mm_features
+    ):
+        return "multimodal_tail"
+    return None
+
+
+def truncate(request: "Request", params: Mapping[str, Any]) -> None:
+    """Leave the last token of the prompt to the decode engine, and end after the one before it.
+
+    A recurrent state, and the blocks of a window, belong to one token. The decode engine computes
+    the last token of the prompt, so it needs them as they are before that token.
+    """
+    assert request.prompt_token_ids is not None
+    del request.prompt_token_ids[-1:]
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1
+    if request.sampling_params is not None:
+        request.sampling_params.min_tokens = 0  # else it would outlive its only token
+    # A dict of its own, because the caller's may serve more than one request.
+    request.kv_transfer_params = {**params, TRUNCATED: True}
+
+
+def recompute(request: "Request", manager: "KVCacheManager") -> None:
+    """Have a request computed from its first token although its load is about to be called good.
+
+    vLLM does the same for a request in `failed_recving`. Call this from `update_connector_output`,
+    before vLLM looks at `finished_recving`. The request is recomputed under
+    `kv_load_failure_policy` "fail" too, because no connector can end a request.
+    """
+    if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
+        return  # aborted meanwhile
+    request.num_computed_tokens = 0
+    manager.free(request)
