@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hand-off: the KV of a prompt from the engine that computed it to the engine that decodes.
 
-In comes a prompt with `kv_transfer_params`; out go copy jobs for the workers, and the params of the
-answer. A prefill engine offers slots and leases them (`sender`, `directory`, `server`); a decode
-engine asks for a lease and loads (`receiver`, `client`, `loading`). `channel` is between them.
+A prompt comes in with `kv_transfer_params` (`params`); copy jobs for the workers (`jobs`) and the
+params of the answer go out. A prefill engine offers slots (`sender`); its `directory` grants,
+counts and expires the leases, and `server` speaks for it. A decode engine decides what to fetch
+(`receiver`), asks with a deadline (`client`), and loads, comparing checksums (`loading`).
+`channel` is the thread between engines; `upkeep` does what is due on it.
 """

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control channel: one thread that owns every control socket of an engine.
 
-The engine's thread only appends to a deque and wakes the thread; answers come back as futures
-that it looks at when it likes. ZeroMQ carries the frames, so that an address may be `ipc://`
-or `tcp://`; a peer that is gone shows as a disconnect event of its socket: at once when its
-process has ended, by missing heartbeats when its host or the link to it has.
+The engine's thread only appends to a deque and wakes this thread; it gets answers as futures.
+ZeroMQ carries the frames, over Unix sockets (`ipc://`) or TCP (`tcp://`). When a peer's process
+ends, its socket disconnects at once; when its host or the link to it does, heartbeats are missing.
 """
 
 import contextlib
@@ -14,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,12 +20,8 @@ from typing import Any, Final
 import zmq
 
 from omni_connector.errors import ConfigError, OmniError, PeerUnreachableError, ProtocolError
-from omni_connector.handoff.client import Grant, PeerSession, fail_claim
-from omni_connector.handoff.messages import Release, Reply, encode
-from omni_connector.handoff.messages import (
-    Request as ControlRequest,
-)
-from omni_connector.handoff.prompt import Prompt
+from omni_connector.handoff.client import Grant, PeerSession, PendingClaim
+from omni_connector.handoff.messages import Release, Reply, Request, encode
 from omni_connector.handoff.server import Connection, ControlServer
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net.keys import ClusterKey
@@ -51,31 +45,30 @@ _TCP: Final = "tcp://"
 @dataclass(slots=True, eq=False)
 class _Peer:
     session: PeerSession
-    link: Any = None  # none while its name is looked up, and after its end
-    failed_at: float = 0.0
+    link: Any = None  # None while its name is looked up, and after its end
     asked_at: float = 0.0
-    epoch: bytes = b""  # of the engine that was asked for last
+    epoch: bytes = b""  # of the engine that was asked last
 
 
 class ControlChannel:
     """Serves and asks on the control channel, in a thread of its own.
 
     Args:
-        fingerprint: what we tell peers that we ask.
+        fingerprint: our compatibility key, for the peers that we ask.
         server: answers peers that ask us; None where this engine hands nothing off.
         listen: path of the Unix socket to serve on; None where `server` is.
         listen_tcp: where to serve on TCP too; None opens no port.
-        key: what peers on TCP must hold, and we show them; without one there is no TCP.
-        on_tick: called about twice a second on the channel's thread.
-        on_peer_gone: called on the channel's thread when a peer turns out dead.
+        key: proves both sides to each other on TCP; needed there.
+        on_tick: called about twice a second, on the channel's thread.
+        on_peer_gone: called on the channel's thread when a connection to a peer is lost.
         clock: seconds, monotonic.
         start: starts the thread.
-        sockets: opens the sockets, and is closed with this; None: of ZeroMQ.
+        sockets: opens the sockets; the channel closes it. None: ZeroMQ's.
 
     Raises:
         zmq.ZMQError: the Unix socket cannot be bound.
         TransportError: another engine listens there, or the folder cannot be locked.
-        ConfigError: there is no listening at the TCP address.
+        ConfigError: the TCP address cannot be listened at.
     """
 
     def __init__(
@@ -132,7 +125,7 @@ class ControlChannel:
 
     @property
     def tcp_address(self) -> HostPort | None:
-        """Where it serves on TCP, with the port that it has; None where no port is open."""
+        """Where it serves on TCP, with the actual port; None where no port is open."""
         return None if self._listener is None else self._listener.address
 
     @property
@@ -140,53 +133,29 @@ class ControlChannel:
         """Whether peers are answered and asked; once False, it stays so."""
         return self._thread.is_alive() and not self._closing
 
-    def claim(
-        self,
-        address: str,
-        token: bytes,
-        prompt: Prompt,
-        *,
-        epoch: bytes,
-        hash_id: str,
-        timeout: float,
-    ) -> "Future[Grant]":
+    def claim(self, address: str, claim: PendingClaim) -> None:
         """Ask the peer at `address` for a hand-off; returns at once.
 
-        The future gets a `Grant`, or an `OmniError` before `timeout` seconds are over. Cancel
-        it to give up: a grant that comes all the same is given back.
+        The claim's future gets a `Grant`, or an `OmniError` before its deadline. Cancel it to give
+        up: the lease of a grant that comes later is ended.
         """
-        future: Future[Grant] = Future()
-        deadline = self._clock() + timeout
+        self._post(lambda: self._claim(address, claim))
 
-        def run() -> None:
-            try:
-                ask()
-            except Exception:
-                fail_claim(future, ProtocolError("the claim could not be made"))
-                raise
-
-        def ask() -> None:
-            closed = PeerUnreachableError("the control channel is closed")
-            peer = closed if self._closing else self._peer(address, epoch)
+    def _claim(self, address: str, claim: PendingClaim) -> None:
+        try:
+            peer = self._peer(address, claim.epoch)
             if isinstance(peer, OmniError):
-                fail_claim(future, peer)
-                return
-            peer.epoch = epoch
-            if future.cancelled():  # nobody else will come for these slots
-                self._send(peer, [Release(token)])
-                return
-            self._send(
-                peer,
-                peer.session.claim(
-                    token, prompt, epoch=epoch, hash_id=hash_id, deadline=deadline, future=future
-                ),
-            )
-
-        self._post(run)
-        return future
+                claim.fail(peer)
+            elif claim.future.cancelled():  # the peer keeps the slots until it is told
+                self._send(peer, [Release(claim.token)])
+            else:
+                self._send(peer, peer.session.claim(claim))
+        except Exception:
+            claim.fail(ProtocolError("the claim could not be made"))
+            raise
 
     def release(self, grant: Grant) -> None:
-        """Tell the peer that a lease is done with; returns at once, lost if it is gone."""
+        """Tell the peer to end a lease; returns at once. Lost if the peer is gone."""
 
         def run() -> None:
             peer = None if self._closing else self._peers.get(grant.address)
@@ -196,23 +165,23 @@ class ControlChannel:
         self._post(run)
 
     def drop(self, address: str, token: bytes) -> None:
-        """Tell the peer that nobody will claim a hand-off; returns at once, lost if it is gone."""
+        """Tell the peer that nobody will claim a hand-off; returns at once. Lost if it is gone."""
 
         def run() -> None:
-            peer = None if self._closing else self._peer(address)
+            peer = self._peer(address)
             if isinstance(peer, _Peer) and peer.session.failure is None:
                 self._send(peer, [Release(token)])
 
         self._post(run)
 
     def recheck(self) -> None:
-        """Have the server look at its parked claims again; returns at once."""
+        """Have the server look at its waiting claims again; returns at once."""
         if self._server is not None and self._server.has_parked:
             self._post(lambda: None)
 
     def close(self) -> None:
-        """Stop the thread and take the socket away. Idempotent, within `CLOSE_S` seconds."""
-        if os.getpid() != self._process:  # both are the parent's
+        """Stop the thread and remove the socket, within `CLOSE_S` seconds. Idempotent."""
+        if os.getpid() != self._process:  # they belong to the parent process
             return
         with self._close_lock:
             self._closing = True
@@ -227,7 +196,7 @@ class ControlChannel:
                 self._commands.append(command)
                 self._poller.wake()
                 return
-        self._guarded(command)  # without the thread all that it does is fail its future
+        self._guarded(command)  # it fails its future, as the channel is closed
 
     def _turn(self) -> float | None:
         if not self._closing:
@@ -240,14 +209,11 @@ class ControlChannel:
         self._closing = True
         with self._post_lock:
             self._ended = True
-        self._end()
-        return None
-
-    def _end(self) -> None:
         self._run_commands()
         for peer in self._peers.values():
             peer.session.fail(PeerUnreachableError("the control channel is closed"))
         self._sockets.close()
+        return None
 
     def _attend_all(self) -> float:
         ready = self._poller.ready()
@@ -259,13 +225,15 @@ class ControlChannel:
                 self._serve(door, router)
         for peer in list(self._peers.values()):
             if not self._guarded(self._attend, peer, ready):
-                self._fail(peer, ProtocolError("what the peer says cannot be handled"))
+                peer.session.fail(ProtocolError("an answer of the peer could not be handled"))
                 self._disconnect(peer)
         if self._clock() >= self._next_tick:
             self._next_tick = self._clock() + TICK_S
             self._forget_failed()
             self._guarded(self._on_tick)
-        self._recheck()
+        if self._server is not None and self._server.has_parked:
+            for answer in self._server.recheck():
+                self._guarded(self._reply, *answer)
         wake_at = min([self._next_tick, *(p.session.deadline() for p in self._peers.values())])
         return max(0.0, wake_at - self._clock())
 
@@ -274,20 +242,20 @@ class ControlChannel:
             self._guarded(self._commands.popleft())
 
     def _guarded(self, call: Callable[..., object], *args: object) -> bool:
-        """Make a call whose failure must not end the channel; whether it went well."""
+        """Make a call that must not end the channel; returns whether it succeeded."""
         try:
             call(*args)
         except Exception as error:
             known = type(error).__name__, getattr(call, "__qualname__", "")
-            if known not in self._told:  # a peer may choose how often it happens
+            if known not in self._told:  # a peer may cause it as often as it likes
                 self._told.add(known)
-                logger.exception("The control channel could not do one thing, and goes on")
+                logger.exception("The control channel had an error (logged once), and goes on")
             return False
         return True
 
     def _serve(self, door: int, router: Any) -> None:
         assert self._server is not None
-        for _ in range(256):  # then give the other sockets a turn
+        for _ in range(256):  # then it is the other sockets' turn
             try:
                 if self._listener is not None and router is self._listener.router:
                     frames = self._listener.receive()
@@ -296,48 +264,58 @@ class ControlChannel:
             except zmq.Again:
                 return
             if len(frames) == 2:
-                name, frame = frames
-                for answer in self._server.receive(Connection(door, name), frame):
-                    self._guarded(self._reply, *answer)
-
-    def _recheck(self) -> None:
-        if self._server is not None and self._server.has_parked:
-            for answer in self._server.recheck():
-                self._guarded(self._reply, *answer)
+                connection = Connection(door, frames[0])
+                reply = self._server.receive(connection, frames[1])
+                if reply is not None:
+                    self._guarded(self._reply, connection, reply)
 
     def _reply(self, connection: Connection, reply: Reply) -> None:
-        # A peer that does not read its answers loses them; it has a deadline of its own.
+        # A peer that does not read its answers loses them, and its claims time out.
         with contextlib.suppress(zmq.Again):
             self._routers[connection.door].send_multipart(
                 [connection.name, encode(reply)], zmq.NOBLOCK
             )
 
-    def _peer(self, address: str, epoch: bytes | None = None) -> "_Peer | OmniError":
+    def _peer(self, address: str, epoch: bytes | None = None) -> _Peer | OmniError:
+        """The peer at `address`, or why there is none; `epoch` is that of the engine meant."""
+        if self._closing:
+            return PeerUnreachableError("the control channel is closed")
+        peer = self._known(address, epoch) or self._connected(address)
+        if isinstance(peer, _Peer):
+            peer.asked_at = self._clock()
+            peer.epoch = epoch or peer.epoch
+        return peer
+
+    def _known(self, address: str, epoch: bytes | None) -> _Peer | OmniError | None:
         peer = self._peers.get(address)
-        if peer is not None:
-            # An engine that has taken the place of another: what failed says nothing of it, and
-            # the end of the other may still be unknown here.
-            restarted = epoch is not None and peer.epoch not in (b"", epoch)
-            failure = peer.session.failure
-            if failure is None:
-                if not (restarted and peer.session.idle):
-                    peer.asked_at = self._clock()
-                    return peer
-            elif not restarted and self._clock() - peer.failed_at < FORGET_REFUSAL_S:
-                return failure
-            self._drop(peer)
+        if peer is None:
+            return None
+        # Another engine may have taken the place of the one that we know. The failure of the
+        # former says nothing of it, and we may not have noticed yet that the former has ended.
+        restarted = epoch is not None and peer.epoch not in (b"", epoch)
+        failure = peer.session.failure
+        if failure is None and not (restarted and peer.session.idle):
+            return peer
+        if failure and not restarted and self._failed_lately(peer):
+            return failure
+        self._forget(peer)
+        return None
+
+    def _failed_lately(self, peer: _Peer) -> bool:
+        return self._clock() - peer.session.failed_at < FORGET_REFUSAL_S
+
+    def _connected(self, address: str) -> _Peer | OmniError:
         if address.startswith(_IPC) and not self._sockets.exists(address.removeprefix(_IPC)):
             return PeerUnreachableError(f"no engine listens at {address}")
         if len(self._peers) >= MAX_PEERS:
-            # One that has failed stays for a while, so that it is not asked for every request, but
-            # not where it is in the way: who names many that are not there may be anybody.
+            # Failed peers are kept, so that not every request asks them again. They make room if
+            # no other does, as anybody can name many engines that do not exist.
             idle = [p for p in self._peers.values() if p.session.idle and not p.session.failure]
             idle = idle or [p for p in self._peers.values() if p.session.failure]
             if not idle:
                 return PeerUnreachableError(f"{MAX_PEERS} engines are being talked to already")
-            self._drop(min(idle, key=lambda each: each.asked_at))
-        session = PeerSession(address, self._fingerprint, self._clock)
-        peer = _Peer(session, asked_at=self._clock())
+            self._forget(min(idle, key=lambda each: each.asked_at))
+        peer = _Peer(PeerSession(address, self._fingerprint, self._clock))
         try:
             self._reach(peer)
         except (ValueError, zmq.ZMQError) as error:
@@ -356,22 +334,20 @@ class ControlChannel:
         if not isinstance(parse_host(target.host), str):
             self._connect(peer, target)
             return
-        self._resolver.look_up(
-            target, lambda found: self._post(lambda: self._resolved(peer, found))
-        )
+        post = self._post
+        self._resolver.look_up(target, lambda found: post(lambda: self._resolved(peer, found)))
 
     def _resolved(self, peer: _Peer, found: Found) -> None:
-        if self._closing or self._peers.get(peer.session.address) is not peer:
-            return  # nobody waits for it any more
-        if peer.session.failure is not None:
-            return
+        session = peer.session
+        if self._closing or session.failure or self._peers.get(session.address) is not peer:
+            return  # nobody waits for this peer
         if isinstance(found, PeerUnreachableError):
-            self._fail(peer, found)
+            session.fail(found)
             return
         try:
             self._connect(peer, found)
         except (ValueError, zmq.ZMQError) as error:
-            self._fail(peer, PeerUnreachableError(f"cannot connect to {found}: {error}"))
+            session.fail(PeerUnreachableError(f"cannot connect to {found}: {error}"))
 
     def _connect(self, peer: _Peer, target: str | HostPort) -> None:
         peer.link = link = self._sockets.link(target, self._key)
@@ -386,19 +362,14 @@ class ControlChannel:
             peer.link.close()
             peer.link = None
 
-    def _drop(self, peer: _Peer) -> None:
+    def _forget(self, peer: _Peer) -> None:
         del self._peers[peer.session.address]
         self._disconnect(peer)
 
-    def _fail(self, peer: _Peer, error: OmniError) -> None:
-        peer.session.fail(error)
-        peer.failed_at = self._clock()
-
     def _forget_failed(self) -> None:
-        now = self._clock()
         for peer in list(self._peers.values()):
-            if peer.session.failure is not None and now - peer.failed_at >= FORGET_REFUSAL_S:
-                self._drop(peer)
+            if peer.session.failure is not None and not self._failed_lately(peer):
+                self._forget(peer)
 
     def _attend(self, peer: _Peer, ready: dict[Any, int]) -> None:
         session, link = peer.session, peer.link
@@ -414,23 +385,20 @@ class ControlChannel:
                 self._send(peer, session.tick())
             if lost is not None:
                 self._lost(peer, lost)
-                return
-        if session.failure is not None and not peer.failed_at:
-            peer.failed_at = self._clock()
 
     def _lost(self, peer: _Peer, why: str) -> None:
         address = peer.session.address
-        self._fail(peer, PeerUnreachableError(f"the engine at {address} {why}"))
+        peer.session.fail(PeerUnreachableError(f"the engine at {address} {why}"))
         if address.startswith(_TCP):
-            # To find out again may take seconds each time: it is not tried for every request.
+            # To notice it again would take seconds, so it is kept as failed for a while.
             self._disconnect(peer)
         else:
-            self._drop(peer)
+            self._forget(peer)
         self._guarded(self._on_peer_gone)
 
-    def _send(self, peer: _Peer, messages: "list[ControlRequest]") -> None:
+    def _send(self, peer: _Peer, messages: "list[Request]") -> None:
         for message in messages:
-            if peer.link is None:  # so no claim was sent that there were something to say to
+            if peer.link is None:  # so the peer has got no claim
                 return
             try:
                 peer.link.socket.send(encode(message), zmq.NOBLOCK)

@@ -1,35 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slot directory: which slots hold what, who may read them, and until when.
+"""The slot directory: what the slots hold, who may read them, and when a lease expires.
 
 One directory lives in an engine's scheduler half and decides for all its ranks: slot number n
-is slot n of every rank's arena. It is plain Python behind one lock that is never held over
-I/O, used by the engine's thread and by the control thread. What is known of the slots lies in
-arrays, as a prompt may have tens of thousands of them.
+is slot n of every rank's arena. The engine's thread and the control thread use it, under one lock
+that nobody holds during I/O. A prompt may have tens of thousands of blocks, so arrays hold what is
+known of the slots.
 
-A slot is *free*, *taken* for a block that is yet to be copied, *busy* (a worker copies into it), or
-*ready*. Hand-offs hold slots, several the same ones where their prompts begin alike or are the
-same: also slots that are not ready, whose copy is made once. A ready slot with a key that nobody
-holds is *cached*: kept as long as nobody needs the room, so that the next hand-off of the same
-prefix need not copy it.
+A slot is *free*, *taken* for a block that will be copied, *busy* while a worker copies into it, or
+*ready*. Hand-offs hold slots in any state. Those of equal prompts, or of prompts that begin alike,
+hold the same slots, and each block is copied once. A ready slot that has a key and that no hand-off
+holds is *cached*: while there is room it is kept, and later hand-offs of its prefix use it.
 
-A hand-off is leased to each peer that claims it. It ends with the last lease, or when none was
-claimed or released in time; and with a copy that failed, for all that hold the slot.
+Each peer that claims a hand-off gets a lease. A hand-off ends with its last lease; when its time to
+live passes without a claim or a release; or when a copy into one of its slots fails.
 """
 
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from itertools import compress, groupby
+from itertools import groupby
 
 import numpy as np
 
 from omni_connector.errors import ArenaFullError
-from omni_connector.handoff.handoff import Block, Handoff
 from omni_connector.handoff.messages import TOKEN_BYTES, DigestKind
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.slot_index import Ints, SlotIndex, SlotKey
+from omni_connector.kv.ledger import Block
+
+_NONE: Ints = np.empty(0, np.int64)
 
 
 class ClaimState(Enum):
@@ -41,17 +43,69 @@ class ClaimState(Enum):
     OTHER_PROMPT = "other_prompt"
 
 
+@dataclass(slots=True, eq=False)
+class Handoff:
+    """A prefill, running or finished, whose KV a peer may claim.
+
+    Attributes:
+        token: its name, which nobody can guess.
+        prompt: whose KV the slots hold.
+        keys: of each held block, one list a cache group; see `SlotDirectory.open`.
+        firsts: logical index of the first held block, one a cache group.
+        slots, generations: of each held block, one array a cache group.
+        identity: of the prompt.
+        deadline: seconds of the clock when it ends unless a claim or a release comes before.
+        sealed: whether the prefill is finished; before, no claim is granted.
+        leases: until when each claim may read the slots, in seconds of the clock.
+        closed: whether it has ended.
+    """
+
+    token: bytes
+    prompt: Prompt
+    keys: Sequence[Sequence[SlotKey | None]]
+    firsts: list[int]
+    slots: list[Ints]
+    generations: list[Ints]
+    identity: Hashable
+    deadline: float = float("inf")
+    sealed: bool = False
+    leases: dict[Hashable, float] = field(default_factory=dict)
+    closed: bool = False
+
+    def slot(self, block: Block) -> int:
+        """Slot of a block."""
+        return int(self.slots[block[0]][block[1] - self.firsts[block[0]]])
+
+    def generation(self, block: Block) -> int:
+        """Generation of the slot of a block."""
+        return int(self.generations[block[0]][block[1] - self.firsts[block[0]]])
+
+    def places(self, blocks: Sequence[Block]) -> Iterator[tuple[int, Ints]]:
+        """Where blocks are in `slots`: each group, and the positions in its array."""
+        for g, members in groupby(blocks, key=lambda block: block[0]):
+            yield g, np.array([i for _, i in members], np.int64) - self.firsts[g]
+
+    def slots_of(self, blocks: Sequence[Block]) -> Ints:
+        """Slots of several blocks."""
+        return np.concatenate([_NONE, *(self.slots[g][at] for g, at in self.places(blocks))])
+
+    @property
+    def held(self) -> Ints:
+        """All its slots."""
+        return np.concatenate([*self.slots, _NONE])
+
+
 class SlotDirectory:
-    """Allocates the slots of an arena and keeps its hand-offs.
+    """Allocates the slots of an arena, and keeps its hand-offs and their leases.
 
     Args:
         num_slots: slots of each rank's arena.
         clock: seconds, monotonic.
-        ttl: seconds a hand-off waits for its claim, and a claimed one for its release.
-        randbytes: so many bytes that nobody can guess.
+        ttl: seconds that a hand-off waits for a claim, and a lease for its release.
+        randbytes: returns so many bytes that nobody can guess.
 
     Attributes:
-        releases: changes when a slot comes free, or could be evicted.
+        releases: changes when a slot becomes free or cached.
     """
 
     def __init__(
@@ -75,8 +129,8 @@ class SlotDirectory:
         self._keyed = self._index.keyed
         self._free = np.ones(num_slots, bool)
         self._num_free = num_slots
-        # Cached slots, in batches of one stamp each, the oldest first. A slot that has another
-        # stamp by now is not cached any more, or again since.
+        # Cached slots in batches, the oldest first, each batch with a stamp. A slot whose stamp
+        # differs from its batch's is no longer cached, or was cached again later.
         self._stamp: Ints = np.zeros(num_slots, np.int64)
         self._batches: deque[tuple[int, Ints]] = deque()
         self._last_stamp = 0
@@ -84,7 +138,7 @@ class SlotDirectory:
         self._handoffs: dict[bytes, Handoff] = {}
         self._twins: dict[Hashable, dict[bytes, Handoff]] = {}
         self._num_leases = 0
-        self._void: list[Ints] = []  # slots that were voided and nobody was told of
+        self._void: list[Ints] = []  # slots whose readers have not been told that they are void
 
     def open(
         self,
@@ -95,11 +149,11 @@ class SlotDirectory:
         """Take the slots for a hand-off, all of them or none.
 
         Args:
-            prompt: what the slots will hold.
-            keys: for each cache group the key of each block to be held, which names those before
-                it too; None for one that only the same prompt can use (the last, partial one; or
-                where blocks are not hashed). They are kept, and must not change.
-            firsts: for each cache group the logical index of the first of them, else 0.
+            prompt: whose KV the slots will hold.
+            keys: for each cache group the key of each block to be held. A key names all blocks
+                before its own too. It is None where only an equal prompt can use the block: the
+                last one, which is not full, or where blocks are not hashed. They must not change.
+            firsts: for each cache group the logical index of the first of these blocks; None: 0.
 
         Returns:
             The hand-off, or None when there is no room now.
@@ -129,15 +183,8 @@ class SlotDirectory:
             if not twins:
                 for g, group in enumerate(keys):
                     self._index.remember(g, group, firsts[g], slots[g], generations[g])
-            handoff = Handoff(
-                token=self._randbytes(TOKEN_BYTES),
-                prompt=prompt,
-                keys=keys,
-                firsts=firsts,
-                slots=slots,
-                generations=generations,
-                identity=identity,
-            )
+            token = self._randbytes(TOKEN_BYTES)
+            handoff = Handoff(token, prompt, keys, firsts, slots, generations, identity)
             self._handoffs[handoff.token] = handoff
             self._twins.setdefault(identity, {})[handoff.token] = handoff
             return handoff
@@ -145,20 +192,17 @@ class SlotDirectory:
     def _allocate(
         self, keys: Sequence[Sequence[SlotKey | None]], firsts: Sequence[int], total: int
     ) -> Ints | None:
-        parts = [self._index.find(g, group, firsts[g]) for g, group in enumerate(keys)]
-        found: Ints = np.concatenate([*parts, np.empty(0, np.int64)])
+        parts = (self._index.find(g, group, firsts[g]) for g, group in enumerate(keys))
+        found: Ints = np.concatenate([_NONE, *parts])
         lacks = found < 0
         shared = found[~lacks]
         needed = total - len(shared)
-        if len(shared):
-            from_cache = shared[self._stamp[shared] > 0]
-            if needed > self._num_free + self._num_cached - len(from_cache):
-                return None
-            self._stamp[from_cache] = 0
-            self._num_cached -= len(from_cache)
-            self._holders[shared] += 1
-        elif needed > self._num_free + self._num_cached:
+        from_cache = shared[self._stamp[shared] > 0]
+        if needed > self._num_free + self._num_cached - len(from_cache):
             return None
+        self._stamp[from_cache] = 0
+        self._num_cached -= len(from_cache)
+        self._holders[shared] += 1
         if needed:
             found[lacks] = self._take(needed)
         return found
@@ -189,31 +233,24 @@ class SlotDirectory:
         return np.concatenate(evicted)
 
     def copying(self, handoff: Handoff, blocks: Sequence[Block]) -> list[Block] | None:
-        """A worker is about to write blocks of a hand-off.
-
-        Returns:
-            Those of them that it shall write, and that end with `filled` or `unfilled`: their slots
-            stay taken until then, whatever becomes of the hand-off. The others were copied for
-            another one. None when the hand-off is closed: its slots may be another's already.
-        """
+        """Choose the blocks that a worker shall copy now, and make their slots busy until
+        `filled` or `unfilled`. The others are copied for another hand-off. None when this one is
+        closed, as its slots may be in other use already."""
         with self._lock:
             if handoff.closed:
                 return None
             chosen: list[Block] = []
-            for g, members in groupby(blocks, key=lambda block: block[0]):
-                asked = list(members)
-                at = np.array([i for _, i in asked], np.int64) - handoff.firsts[g]
+            for g, at in handoff.places(blocks):
                 numbers = handoff.slots[g][at]
                 mine = ~(self._busy[numbers] | self._ready[numbers])
-                chosen += compress(asked, mine.tolist())
-                numbers = numbers[mine]
+                at, numbers = at[mine], numbers[mine]
+                chosen += [(g, i) for i in (at + handoff.firsts[g]).tolist()]
                 self._busy[numbers] = True
-                keys = handoff.keys[g]
-                self._index.name(g, [keys[i] for i in at[mine].tolist()], numbers)
+                self._index.name(g, [handoff.keys[g][i] for i in at.tolist()], numbers)
             return chosen
 
     def filled(self, handoff: Handoff, blocks: Sequence[Block]) -> None:
-        """Every rank has published these blocks."""
+        """Every rank has committed these blocks."""
         with self._lock:
             numbers = handoff.slots_of(blocks)
             self._busy[numbers] = False
@@ -221,12 +258,12 @@ class SlotDirectory:
             self._settle(numbers[self._holders[numbers] == 0])
 
     def unfilled(self, handoff: Handoff, blocks: Sequence[Block]) -> None:
-        """The copies were cancelled or failed: nothing may be read from these slots, and every
-        hand-off that holds one of them is closed."""
+        """The copies were cancelled or have failed: close every hand-off that holds one of these
+        slots, so that nobody reads them."""
         with self._lock:
             numbers = handoff.slots_of(blocks)
             self._busy[numbers] = self._keyed[numbers] = False
-            # A rank may have published it all the same: the next copy is another one.
+            # A rank may have committed the slot nevertheless; the next copy must be another one.
             self._generation[numbers] += 1
             unheld = numbers[self._holders[numbers] == 0]
             if len(unheld) < len(numbers):
@@ -236,12 +273,12 @@ class SlotDirectory:
             self._settle(unheld)
 
     def wanted(self, handoff: Handoff, blocks: Sequence[Block]) -> bool:
-        """Whether any hand-off holds the slots of these blocks of a closed one."""
+        """Whether another hand-off holds slots of these blocks of a closed one."""
         with self._lock:
             return bool(self._holders[handoff.slots_of(blocks)].any())
 
     def seal(self, handoff: Handoff) -> None:
-        """The prefill is finished; from now on the hand-off's time to live runs."""
+        """The prefill is finished; the hand-off's time to live begins."""
         with self._lock:
             handoff.sealed = True
             handoff.deadline = self._clock() + self._ttl
@@ -249,13 +286,15 @@ class SlotDirectory:
     def claim(
         self, token: bytes, num_tokens: int, digest: bytes, kind: DigestKind, lease: Hashable
     ) -> tuple[ClaimState, Handoff | None]:
-        """Lease a hand-off's slots to a peer until `ttl` seconds from now.
+        """Lease a hand-off's slots to a peer for `ttl` seconds.
 
-        The copies of its last blocks may still be under way: readers see in each slot's header
-        when it is published, or that it will not be.
+        Copies of its last blocks may still be under way: each slot's header tells readers when the
+        slot is committed, or that it will not be.
 
         Args:
-            lease: names this claim; the same one again is the same lease.
+            token: the hand-off's.
+            num_tokens, digest, kind: of the asker's prompt, which must be that of the hand-off.
+            lease: names the claim; a claim of the same name renews its lease.
         """
         with self._lock:
             handoff = self._handoffs.get(token)
@@ -277,7 +316,7 @@ class SlotDirectory:
             return ClaimState.GRANTED, handoff
 
     def pending(self, token: bytes) -> bool:
-        """Whether a claim of this hand-off has to wait; cheaper than to claim it."""
+        """Whether a claim of this hand-off has to wait; cheaper than `claim`."""
         with self._lock:
             handoff = self._handoffs.get(token)
             return handoff is not None and self._waits(handoff)
@@ -287,7 +326,7 @@ class SlotDirectory:
         return not handoff.sealed or not bool((self._ready[held] | self._busy[held]).all())
 
     def release(self, token: bytes, lease: Hashable) -> None:
-        """A lease has ended; with the last one the hand-off has. Unknown ones are ignored."""
+        """End a lease, and with the last one the hand-off. Unknown ones are ignored."""
         with self._lock:
             handoff = self._handoffs.get(token)
             if handoff is None or handoff.leases.pop(lease, None) is None:
@@ -297,14 +336,14 @@ class SlotDirectory:
                 self._close(handoff)
 
     def drop(self, token: bytes) -> None:
-        """Nobody will claim this hand-off; one that is leased, or not sealed, stays."""
+        """End a hand-off that nobody will claim, unless it is leased or its prefill still runs."""
         with self._lock:
             handoff = self._handoffs.get(token)
             if handoff is not None and handoff.sealed and not handoff.leases:
                 self._close(handoff)
 
     def close(self, token: bytes) -> bool:
-        """End a hand-off; unknown tokens are ignored. True if it was there."""
+        """End a hand-off; returns whether there was one of this token."""
         with self._lock:
             handoff = self._handoffs.get(token)
             if handoff is None:
@@ -321,13 +360,13 @@ class SlotDirectory:
         del twins[handoff.token]
         if not twins:
             del self._twins[handoff.identity]
-        held = handoff.held[::-1]  # of a prefix its end is evicted first
+        held = handoff.held[::-1]  # so that the end of a prefix is evicted before its beginning
         self._holders[held] -= 1
         self._settle(held[self._holders[held] == 0])
 
     def _settle(self, unheld: Ints) -> None:
-        """What becomes of slots that nobody holds."""
-        # A copy under way may be cancelled now: nobody joins it any more.
+        """Cache or free slots that no hand-off holds."""
+        # A copy under way may be cancelled now, so no other hand-off may find its slot.
         self._keyed[unheld[~self._ready[unheld]]] = False
         idle = unheld[~self._busy[unheld]]
         keep = self._ready[idle] & self._keyed[idle]
@@ -343,7 +382,7 @@ class SlotDirectory:
         self.releases += 1
 
     def expire(self) -> int:
-        """Close the hand-offs past their deadline; how many there were."""
+        """End the leases and the hand-offs that are past their time; returns how many hand-offs."""
         now = self._clock()
         with self._lock:
             late = [each for each in self._handoffs.values() if each.deadline <= now]
@@ -357,11 +396,11 @@ class SlotDirectory:
         return len(late)
 
     def void(self) -> tuple[list[int], list[int]]:
-        """Close every hand-off, and let no later one share a block that is here now.
+        """Close every hand-off, and share no block that is here now with later ones.
 
         Returns:
-            Slots that peers may be reading, and for each a generation that no block has: given
-            to the slot, it tells them that what they read is void.
+            Slots that peers may be reading, and for each a generation that no block has. Written to
+            the slot's header, it tells readers that the slot is void.
         """
         with self._lock:
             self._void_all()
@@ -370,13 +409,13 @@ class SlotDirectory:
             return numbers.tolist(), self._generation[numbers].tolist()
 
     def void_unless(self, valid: Callable[[], bool]) -> bool:
-        """Free early what a `void` that is due will end; whether there was anything.
+        """Do the work of a `void` that is due, before it is called; returns whether there was any.
 
-        The engine's thread takes no slots between what makes it due and that call of `void`, which
-        tells of these slots too.
+        The engine's thread takes no slots between the reset and that call of `void`, which then
+        returns these slots too.
 
         Args:
-            valid: false from what makes it due until `void` is about to be called.
+            valid: returns False from the reset until `void` is about to be called.
         """
         with self._lock:
             if valid() or not (self._handoffs or self._num_cached):
@@ -394,7 +433,7 @@ class SlotDirectory:
         self._batches.clear()
         self._num_cached = 0
         self._settle(cached)
-        numbers = np.unique(np.concatenate([*leased, np.empty(0, np.int64)]))
+        numbers = np.unique(np.concatenate([*leased, _NONE]))
         self._generation[numbers] += 1
         self._void.append(numbers)
 

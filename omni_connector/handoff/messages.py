@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What engines say to each other on the control channel.
 
-Messages are msgspec structs in MessagePack, tagged by type, one to a ZeroMQ message. Every
-field is bounded, and a decoded message has only these types: nothing from the network chooses
-a class. The protocol version stands in `Hello`; sides of different versions do not talk.
+Messages are msgspec structs in MessagePack, tagged by type, one in each ZeroMQ message. Every
+field is bounded, and only these types are decoded. `Hello` has the protocol version: engines of
+different versions do not talk.
 """
 
 from typing import Annotated, Final, Literal, TypeVar
@@ -32,26 +32,22 @@ DigestKind = Literal["blocks", "tokens"]
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """First message of a session, from the side that wants to read.
-
-    Attributes:
-        protocol: `PROTOCOL_VERSION`.
-        fingerprint: a `CompatibilityKey`, left encoded as another version's may have other fields.
-    """
+    """First message of a session, from the side that wants to read: the protocol version, and a
+    `CompatibilityKey`. That stays encoded, as another version's may have other fields."""
 
     protocol: Count
     fingerprint: msgspec.Raw
 
     @classmethod
     def of(cls, fingerprint: CompatibilityKey) -> "Hello":
-        """Introduce ourselves."""
+        """Our own first message."""
         return cls(PROTOCOL_VERSION, msgspec.Raw(_encoder.encode(fingerprint)))
 
     def decode_fingerprint(self) -> CompatibilityKey:
-        """What the peer says it is.
+        """The peer's compatibility key.
 
         Raises:
-            ProtocolError: it is none.
+            ProtocolError: it is malformed.
         """
         return _decode(_fingerprint_decoder, self.fingerprint)
 
@@ -60,12 +56,11 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """Answer to `Hello`: who we are and where our ranks' arenas are.
 
     Attributes:
-        epoch: changes each time the engine starts; references of an earlier one are void.
-        hash_id: how this engine hashes blocks ("" when it does not): sides with the same id
-            compare block hashes, others the prompt's tokens.
+        epoch: changes with each start of the engine, and voids the tokens from before.
+        hash_id: how this engine hashes blocks; "": it does not. Engines with the same id compare
+            block hashes, others the prompt's tokens.
         fingerprint: what the slots hold.
-        arenas: where each rank's arena is, in rank order: an endpoint for each transport that
-            exports it.
+        arenas: of each rank, in rank order: an endpoint for each transport that exports its arena.
     """
 
     epoch: Token
@@ -82,7 +77,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a `Hello` that does not fit: the field that differs and both values."""
+    """Answer to a `Hello` that does not fit: which field differs, and both values."""
 
     field: Text
     ours: Text
@@ -90,12 +85,9 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Claim(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the slots of one hand-off.
+    """Asks for the slots of one hand-off; the answer repeats the `sequence`.
 
-    Attributes:
-        sequence: repeated in the answer.
-        num_tokens: tokens of the prompt on the asking side.
-        digest: `prompt_digest` of these tokens, by `digest_kind`.
+    `num_tokens` and `digest` are of the asker's prompt: see `Prompt.digest`.
     """
 
     sequence: Sequence
@@ -110,9 +102,9 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         num_tokens: tokens whose KV the slots hold.
-        firsts: logical index of the first block in each group's list: what is before it no
-            later token reads.
-        groups: (slot, generation) of each logical block from there, one list a cache group.
+        firsts: for each cache group the logical index of the first block that is held; no later
+            token reads those before.
+        groups: for each cache group (slot, generation) of each block from there.
         lease_s: seconds from now until the slots may be reused.
     """
 
@@ -131,19 +123,15 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Denied(msgspec.Struct, frozen=True, tag=True):
-    """The claim is refused; `reason` is one of the `REASONS` of the metrics."""
+    """The claim is refused; `reason` is one of the failure kinds of the metrics."""
 
     sequence: Sequence
     reason: Text
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """The asker is done with a hand-off. Not answered.
-
-    Attributes:
-        sequence: of the claim whose lease ends; 0: nobody will claim the hand-off, so that one
-            that is not leased ends.
-    """
+    """Ends the lease of the claim `sequence`; 0: ends the hand-off unless it is leased, as nobody
+    will claim it. Not answered."""
 
     token: Token
     sequence: Sequence = 0
@@ -166,21 +154,13 @@ def encode(message: Request | Reply) -> bytes:
 
 
 def decode_request(raw: bytes | memoryview) -> Request:
-    """Decode what an asking peer sent.
-
-    Raises:
-        ProtocolError: oversized, malformed or of another type.
-    """
+    """Decode a message of an asking peer, or raise `ProtocolError`."""
     request: Request = _decode(_request_decoder, raw)
     return request
 
 
 def decode_reply(raw: bytes | memoryview) -> Reply:
-    """Decode what a serving peer answered.
-
-    Raises:
-        ProtocolError: oversized, malformed or of another type.
-    """
+    """Decode a message of a serving peer, or raise `ProtocolError`."""
     reply: Reply = _decode(_reply_decoder, raw)
     return reply
 

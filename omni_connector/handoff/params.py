@@ -2,8 +2,8 @@
 """`kv_transfer_params`: what routers carry from the prefill answer to the decode request.
 
 The shape is NIXL's, so that routers made for it forward it unchanged; our own keys start with
-`omni_`. It comes from outside and is checked field by field: what does not fit means "compute
-it yourself", never an error of the engine.
+`omni_`. It comes from outside, so each field is checked: if one does not fit, the engine computes
+the prompt itself.
 """
 
 from collections.abc import Mapping
@@ -35,10 +35,9 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         remote_engine_id: `engine_id` of the prefill engine.
-        remote_host, remote_port: its control address between hosts, null where it has none.
+        remote_host, remote_port: its control address between hosts; null: it has none.
         omni_version: version of these keys.
-        omni_epoch: hex of the prefill engine's epoch.
-        omni_token: hex of the hand-off's token.
+        omni_epoch, omni_token: the prefill engine's epoch and the hand-off's token, in hex.
     """
 
     remote_engine_id: Annotated[str, Meta(min_length=1, max_length=512)]
@@ -60,7 +59,7 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_usable(params: object) -> bool:
-    """Whether `kv_transfer_params` have a shape at all; what they say is checked by others."""
+    """Whether `kv_transfer_params` are an object whose `do_remote_decode` is a boolean or null."""
     return isinstance(params, dict) and isinstance(params.get("do_remote_decode"), bool | None)
 
 
@@ -78,11 +77,11 @@ def parse_remote_prefill(params: Mapping[str, Any]) -> RemotePrefill:
     """Check the params of a request that was prefilled elsewhere.
 
     Raises:
-        BadParamsError: `foreign_params` made by another connector, `malformed_params` ill-typed
-            or incomplete.
+        BadParamsError: `foreign_params`: another connector made them; `malformed_params`: they are
+            ill-typed or incomplete.
     """
     if params.get("do_remote_prefill") is not True:
-        raise BadParamsError("malformed_params", "do_remote_prefill is not a boolean")
+        raise _malformed("do_remote_prefill is not a boolean")
     if not any(str(key).startswith("omni_") for key in params):
         raise BadParamsError(
             "foreign_params", "the prefill engine's answer was not made by OmniKVConnector"
@@ -90,34 +89,34 @@ def parse_remote_prefill(params: Mapping[str, Any]) -> RemotePrefill:
     try:
         remote = msgspec.convert(dict(params), RemotePrefill)
     except (msgspec.ValidationError, TypeError, UnicodeError) as error:
-        # JSON can say half a surrogate pair, which no text can.
-        raise BadParamsError("malformed_params", str(error)) from None
-    if remote.omni_version != PARAMS_VERSION:
-        raise BadParamsError(
-            "malformed_params",
-            f"omni_version is {remote.omni_version}, this engine speaks {PARAMS_VERSION}",
-        )
-    if (remote.remote_host is None) != (remote.remote_port is None):
-        raise BadParamsError("malformed_params", "remote_host and remote_port go together")
-    if remote.remote_host is not None:
+        # JSON can contain half a surrogate pair, which is no valid text.
+        raise _malformed(str(error)) from None
+    version, host = remote.omni_version, remote.remote_host
+    if version != PARAMS_VERSION:
+        raise _malformed(f"omni_version is {version}, this engine supports {PARAMS_VERSION}")
+    if (host is None) != (remote.remote_port is None):
+        raise _malformed("of remote_host and remote_port only one is set")
+    if host is not None:
         try:
-            parse_host(remote.remote_host)
+            parse_host(host)
         except ValueError as error:
-            raise BadParamsError(
-                "malformed_params", f"remote_host is {remote.remote_host!r}: {error}"
-            ) from None
+            raise _malformed(f"remote_host is {host!r}: {error}") from None
     return remote
 
 
+def _malformed(text: str) -> BadParamsError:
+    return BadParamsError("malformed_params", text)
+
+
 def tcp_address(remote: RemotePrefill, peers: Peers, *, has_key: bool) -> HostPort:
-    """The address between hosts that a prefill engine gave; nothing is looked up or connected to.
+    """The control address between hosts that a prefill engine gave; no name is looked up.
 
     Args:
-        peers: whom this engine may ask.
-        has_key: whether what answers must prove that it belongs to the cluster.
+        peers: the hosts that this engine may ask.
+        has_key: whether the peer must prove that it belongs to the cluster.
 
     Raises:
-        BadParamsError: `disallowed_peer` this engine may not connect there.
+        BadParamsError: `disallowed_peer`: this engine may not connect there.
     """
     host, port = remote.remote_host, remote.remote_port
     assert host is not None
@@ -154,7 +153,7 @@ def handoff_answer(
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "remote_block_ids": [],  # as routers know the key; slots are told with a lease
+        "remote_block_ids": [],  # routers expect the key; a lease names the slots
         "remote_engine_id": engine_id,
         "remote_request_id": request_id,
         "remote_host": None if address is None else address.host,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler half of a decode engine: claims at prefill engines, and the loads they grant.
+"""The scheduler half of a decode engine: claims at prefill engines, and the loads of their grants.
 
-The claim leaves when the request arrives and is answered on the control thread; the request
-waits in vLLM's queue meanwhile. Whatever goes wrong before a load has started means that the
-prompt is computed here. What goes wrong later is the worker's to report, and vLLM recomputes
-or fails the request by `kv_load_failure_policy`.
+The claim is sent when the request arrives, and the control thread takes the answer; meanwhile the
+request waits in vLLM's queue. If anything fails before the load starts, this engine computes the
+prompt. If the load fails, the worker reports it, and vLLM recomputes or fails the request as
+`kv_load_failure_policy` says.
 """
 
 import logging
@@ -13,19 +13,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from omni_connector.errors import (
-    IncompatiblePeerError,
-    PeerUnreachableError,
-    ProtocolError,
-)
+from omni_connector.errors import IncompatiblePeerError, PeerUnreachableError, ProtocolError
 from omni_connector.handoff.channel import ControlChannel
-from omni_connector.handoff.client import ClaimDeniedError, Grant
-from omni_connector.handoff.jobs import (
-    Conversion,
-    CopyRun,
-    HandoffWork,
-    LoadJob,
-)
+from omni_connector.handoff.client import ClaimDeniedError, Grant, PendingClaim
+from omni_connector.handoff.jobs import Conversion, CopyRun, HandoffWork, LoadJob
 from omni_connector.handoff.params import RemotePrefill
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.compatibility import CompatibilityKey
@@ -43,16 +34,22 @@ _DENIALS: Final = frozenset(
     {"unknown_token", "other_prompt", "other_epoch", "not_ready", "not_introduced", "overloaded"}
 )
 
-# A lease this close to its end is not worth starting on: seconds, and the part of a short one.
+_KINDS: Final[dict[type[Exception], str]] = {
+    IncompatiblePeerError: "incompatible_peer",
+    PeerUnreachableError: "peer_unreachable",
+    ProtocolError: "malformed_answer",
+}
+
+# No load starts when a lease is this close to its end: in seconds, and for short leases as a part.
 _LEASE_MARGIN_S: Final = 1.0
 _LEASE_MARGIN: Final = 0.25
 
-# A prefill engine that is reset voids its leases, and while it is idle it tells nobody. Engines
-# that get new weights stand still, and go on a second after the last of them was reset
-# (docs/guarantees.md). So this engine has asked for what was granted before a reset longer ago than
-# this, and has not been computing since: it asks again. Time in which it computes does not count,
-# as one step may take longer: it would ask again for ever. For the same reason it gives up after
-# so many answers that took longer.
+# A prefill engine that is reset voids its leases, and tells nobody while it is idle. Engines that
+# get new weights compute nothing until a second after the last reset (docs/guarantees.md). So this
+# engine has asked for a lease from before a reset longer ago than this, and has computed nothing
+# since: it asks again. Time in which it computes does not count: a single step may take longer, and
+# the engine would ask again for ever. For the same reason it gives up after so many answers that
+# took longer.
 _FRESH_S: Final = 0.5
 _SLOW_ANSWERS: Final = 10
 
@@ -61,33 +58,31 @@ _SLOW_ANSWERS: Final = 10
 class _Load:
     request: "Request"
     prompt: Prompt
-    engine_id: str
+    remote: RemotePrefill
+    address: str
     asked_at: float
-    answer_by: float
-    idle_before: float  # as `_idle_time` was when it was asked
-    ask: "Callable[[], Future[Grant]]"
-    future: "Future[Grant] | None"
+    answer_by: float = 0.0
+    idle_before: float = 0.0  # what `_idle_time` was when the claim was sent
+    future: "Future[Grant] | None" = None
     grant: Grant | None = None
-    slow_answers: int = 0  # one after the other
-    former: Grant | None = None  # held until it was asked for again
+    slow_answers: int = 0  # in succession
+    former: Grant | None = None  # an old grant, held until a new one has come
     job_id: int | None = None
     ended: bool = False
-    void: bool = False  # of other weights than the engine has by now
+    void: bool = False  # its KV is of weights that the engine no longer has
 
 
 class HandoffReceiver:
     """Fetches the KV of prompts that were prefilled elsewhere.
 
     Args:
-        channel: reaches the prefill engines.
-        ledger: the copy jobs.
-        address_of: control address of the engine that the params name.
-        fingerprint: of this engine.
+        channel, ledger, stats: reaches prefill engines; starts copy jobs; counts.
+        address_of: returns the control address of the engine that the params name.
+        fingerprint: this engine's compatibility key.
         group_ids: index of each transferred group among vLLM's groups.
         hash_id: how this engine hashes blocks.
         load_timeout: seconds for an answer, and again for the bytes.
         clock: seconds, monotonic.
-        stats: where to count.
     """
 
     def __init__(
@@ -120,39 +115,28 @@ class HandoffReceiver:
         self._idle_since: float | None = clock()
 
     def add(self, request: "Request", remote: RemotePrefill, prompt: Prompt) -> None:
-        """A request whose prompt was prefilled elsewhere has arrived: ask there."""
-        now = self._clock()
-        address = self._address_of(remote)
+        """A request has arrived whose prompt was prefilled elsewhere: claim its hand-off."""
+        load = _Load(request, prompt, remote, self._address_of(remote), self._clock())
+        self._ask(load)
+        self._loads[request.request_id] = load
 
-        def ask() -> "Future[Grant]":
-            return self._channel.claim(
-                address,
-                remote.token,
-                prompt,
-                epoch=remote.epoch,
-                hash_id=self._hash_id,
-                timeout=self._timeout,
-            )
-
-        self._loads[request.request_id] = _Load(
-            request=request,
-            prompt=prompt,
-            engine_id=remote.remote_engine_id,
-            asked_at=now,
-            answer_by=now + self._timeout + 1.0,
-            idle_before=self._idle_time(),
-            ask=ask,
-            future=ask(),
-        )
+    def _ask(self, load: _Load) -> None:
+        deadline = self._clock() + self._timeout
+        load.answer_by = deadline + 1.0  # by then the channel has answered, if it still runs
+        load.idle_before = self._idle_time()
+        remote = load.remote
+        claim = PendingClaim(remote.token, load.prompt, remote.epoch, self._hash_id, deadline)
+        self._channel.claim(load.address, claim)
+        load.future = claim.future
 
     def reject(self, remote: RemotePrefill) -> None:
-        """A request was refused before it reached this engine: nobody will claim its KV."""
+        """A request was refused before it reached this engine: its hand-off will not be claimed."""
         self._channel.drop(self._address_of(remote), remote.token)
 
     def matched_tokens(self, request_id: str, num_computed: int) -> int | None:
-        """Tokens that can be loaded beyond `num_computed`; None while the peer is asked."""
-        load = self._loads.get(request_id)
-        if load is None or load.ended or load.job_id is not None:
+        """Tokens that can be loaded beyond `num_computed`; None while the claim is pending."""
+        load = self._waiting(request_id)
+        if load is None:
             return 0
         if load.future is not None and not self._answered(load, load.future):
             return None
@@ -166,11 +150,15 @@ class HandoffReceiver:
             return self._ask_again(load, load.grant)
         return max(0, load.grant.granted.num_tokens - num_computed)
 
+    def _waiting(self, request_id: str) -> _Load | None:
+        load = self._loads.get(request_id)
+        return load if load and not load.ended and load.job_id is None else None
+
     def _is_old(self, load: _Load) -> bool:
         return self._idle_time() - load.idle_before > _FRESH_S
 
     def _idle_time(self) -> float:
-        """Seconds that this engine has not been computing, in all."""
+        """Seconds in which this engine has not been computing, since its start."""
         since = self._idle_since
         return self._idle + (0.0 if since is None else self._clock() - since)
 
@@ -182,9 +170,7 @@ class HandoffReceiver:
             return 0
         load.former, load.grant = load.grant, None
         load.asked_at = self._clock()
-        load.answer_by = load.asked_at + self._timeout + 1.0
-        load.idle_before = self._idle_time()
-        load.future = load.ask()
+        self._ask(load)
         return None
 
     def _answered(self, load: _Load, future: "Future[Grant]") -> bool:
@@ -208,16 +194,12 @@ class HandoffReceiver:
                 self._stats.time("claim", self._clock() - load.asked_at)
             return True
         if isinstance(error, ClaimDeniedError):
-            # The word is the peer's, and kinds become metric labels: only known ones.
+            # Kinds become metric labels, so only known words of the peer do.
             kind = error.reason if error.reason in _DENIALS else "denied"
-        elif isinstance(error, IncompatiblePeerError):
-            kind = "incompatible_peer"
-        elif isinstance(error, PeerUnreachableError):
-            kind = "peer_unreachable"
-        elif isinstance(error, ProtocolError):
-            kind = "malformed_answer"
         else:
-            raise error
+            kind = next((kind for cls, kind in _KINDS.items() if isinstance(error, cls)), "")
+            if not kind:
+                raise error
         self._give_up(load, kind, str(error))
         return True
 
@@ -225,27 +207,21 @@ class HandoffReceiver:
         granted = grant.granted
         if granted.num_tokens != prompt.num_tokens:
             return f"{granted.num_tokens} tokens granted, {prompt.num_tokens} asked for"
-        peer = grant.welcome.fingerprint
-        if len(grant.welcome.arenas) != peer.ranks:
-            return f"{len(grant.welcome.arenas)} arenas for {peer.ranks} ranks"
-        expected = [group.needed(prompt.num_tokens) for group in peer.groups]
-        try:
-            found = [
-                range(first, first + len(refs))
-                for first, refs in zip(granted.firsts, granted.groups, strict=True)
-            ]
-        except ValueError as error:
-            return str(error)
+        expected = [g.needed(prompt.num_tokens) for g in grant.welcome.fingerprint.groups]
+        found = [
+            range(first, first + len(refs))
+            for first, refs in zip(granted.firsts, granted.groups, strict=True)
+        ]
         if found != expected:
-            return f"blocks {found} granted by group, {expected} expected"
+            return f"blocks {found} of the groups granted, {expected} asked for"
         return None
 
     def _give_up(self, load: _Load, kind: str, text: str) -> None:
         self._stats.fail(kind)
         logger.warning(
-            "Request %s computes its prompt here: KV of engine %r not used (%s: %s)",
+            "Request %s computes its prompt here: the KV of engine %r cannot be used (%s: %s)",
             load.request.request_id,
-            load.engine_id,
+            load.remote.remote_engine_id,
             kind,
             text,
         )
@@ -262,9 +238,9 @@ class HandoffReceiver:
         load.grant = load.former = None
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", num_external: int) -> None:
-        """vLLM has allocated blocks for `num_external` tokens of ours, or decided against it."""
-        load = self._loads.get(request.request_id)
-        if load is None or load.ended or load.job_id is not None:
+        """vLLM has allocated blocks for `num_external` tokens of a hand-off; 0: it wants none."""
+        load = self._waiting(request.request_id)
+        if load is None:
             return
         if num_external <= 0:
             self._release(load)
@@ -337,7 +313,7 @@ class HandoffReceiver:
             self._queued.clear()
 
     def step_ended(self) -> None:
-        """What a step computes is there."""
+        """The engine has ended a step, and computes nothing until the next."""
         if self._idle_since is None:
             self._idle_since = self._clock()
 
@@ -351,23 +327,23 @@ class HandoffReceiver:
             self._stats.count("handoffs_received")
             self._stats.count("tokens_loaded", num_tokens)
             return
-        if failure != CANCELLED:  # the worker has said why, vLLM says what follows
+        if failure != CANCELLED:  # the worker has logged why, and vLLM logs what follows
             self._stats.fail(failure)
         self._failed.append(load.request)
 
     def void(self) -> None:
-        """What was asked for, granted or is being loaded is of other weights than it would be
-        read with: the prompts are computed here."""
+        """The engine's weights have changed: void all claims, grants and loads, whose KV is of the
+        former weights. This engine computes the prompts."""
         for load in self._loads.values():
             if load.ended or load.void:
                 continue
             load.void = True
-            if load.job_id is None:  # else it comes to its end, and to nothing
+            if load.job_id is None:  # else its job ends first, and what it loads is not used
                 load.ended = True
                 self._give_up(load, "weights_changed", "the prefix cache was reset meanwhile")
 
     def take_void(self) -> "list[Request]":
-        """Requests whose loads have ended since the last call, and are void."""
+        """Requests whose loads have ended since the last call, but are void."""
         void, self._void = self._void, []
         return void
 
@@ -377,7 +353,7 @@ class HandoffReceiver:
         return failed
 
     def finish(self, request_id: str) -> None:
-        """The request is over, maybe before its KV came; a load under way is told to stop."""
+        """The request is over, maybe before its KV came: end its lease, or stop its load."""
         load = self._loads.pop(request_id, None)
         if load is None:
             return
@@ -388,13 +364,13 @@ class HandoffReceiver:
 
 
 def _written(group: GroupShape, start: int, end: int) -> range:
-    """Blocks of the tokens from `start` to `end` that vLLM may have allocated for us to fill."""
+    """Blocks of the tokens from `start` to `end`, which vLLM may have allocated."""
     if group.keeps == "last":
         return group.needed(end)
     return range(start // group.block_size, -(-end // group.block_size))
 
 
 def _read(group: GroupShape, start: int, end: int) -> range:
-    """Those of them that a later token reads."""
+    """The blocks among these that a later token reads."""
     written, needed = _written(group, start, end), group.needed(end)
     return range(max(written.start, needed.start), needed.stop)

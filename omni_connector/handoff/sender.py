@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler half of a prefill engine: which blocks go to which slots, and when.
 
-A request that asks for a hand-off takes all its slots before it is first scheduled; while the
+A request that asks for a hand-off gets all its slots before it is first scheduled; while the
 arena has no room it waits in vLLM's queue. Blocks are copied as they fill, the last one with
-the step that ends the prompt. Whatever happens to the request then, a copy that was decided is of
-blocks that stay as they are (see `CopyLedger`), and is not made again.
+the step that ends the prompt. `CopyLedger` keeps the blocks of a copy as they are, whatever happens
+to the request, so that no copy is made twice.
 """
 
 import itertools
@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from omni_connector.errors import ArenaFullError
-from omni_connector.handoff.directory import SlotDirectory
-from omni_connector.handoff.handoff import Handoff
+from omni_connector.handoff.directory import Handoff, SlotDirectory
 from omni_connector.handoff.jobs import CopyRun, HandoffWork, SaveJob
 from omni_connector.handoff.params import handoff_answer, no_handoff_answer
 from omni_connector.handoff.prompt import Prompt
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.omni_connector.sender")
 
-# Of vLLM's `RequestStatus`.
+# Names of vLLM's `RequestStatus`.
 _FINISHED_WELL: Final = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 
 
@@ -52,7 +51,7 @@ class _Send:
 
     @property
     def waits(self) -> bool:
-        """Whether there is neither room for it nor a reason to go without."""
+        """Whether it has neither slots nor a reason to do without."""
         return self.handoff is None and self.refusal is None
 
 
@@ -60,14 +59,12 @@ class HandoffSender:
     """Hands finished prefills off.
 
     Args:
-        directory: where slots come from.
-        ledger: the copy jobs.
-        fingerprint: of this engine.
+        directory, ledger, stats: keeps the slots; starts copy jobs; counts.
+        fingerprint: this engine's compatibility key.
         group_ids: index of each transferred group among vLLM's groups.
-        engine_id, epoch, address: what the answer says of this engine.
-        arena_wait: seconds a request may wait for room.
+        engine_id, epoch, address: for the answer to the router.
+        arena_wait: seconds that a request may wait for room.
         clock: seconds, monotonic.
-        stats: where to count.
         on_complete: called when a hand-off may have become claimable, or void.
     """
 
@@ -100,27 +97,23 @@ class HandoffSender:
         self._on_complete = on_complete
         self._sends: dict[str, _Send] = {}
         self._waiting: deque[_Send] = deque()
-        self._tried: tuple[_Send, int] | None = None  # in vain, at that count of releases
+        self._tried: tuple[_Send, int] | None = None  # no room for it at this count of releases
 
     def add(self, request: "Request", prompt: Prompt, refusal: str | None = None) -> None:
         """A request that asks for a hand-off has arrived.
 
         Args:
-            prompt: what the decode engine will ask for.
-            refusal: why it is not handed off, known already.
+            prompt: the prompt that the decode engine will claim.
+            refusal: why it is not handed off, if that is known already.
         """
-        needed = [group.needed(prompt.num_tokens) for group in self._groups]
+        firsts = [group.needed(prompt.num_tokens).start for group in self._groups]
+        keys = [_keys(group, prompt) for group in self._groups]
         self._sends[request.request_id] = _Send(
-            request=request,
-            prompt=prompt,
-            firsts=[blocks.start for blocks in needed],
-            keys=[_keys(group, prompt) for group in self._groups],
-            copied=[blocks.start for blocks in needed],
-            refusal=refusal,
+            request, prompt, firsts, keys, copied=list(firsts), refusal=refusal
         )
 
     def may_schedule(self, request_id: str) -> bool:
-        """False while the request should wait for room in the arena."""
+        """False while the request must wait for room in the arena."""
         send = self._sends.get(request_id)
         if send is None or not send.waits:
             return True
@@ -131,8 +124,8 @@ class HandoffSender:
         return not send.waits
 
     def _admit(self) -> None:
-        """Give room to those that wait for some, in their order, so that none is overtaken for
-        ever by smaller ones. Without new room it looks at nobody but the first."""
+        """Give room to the waiting requests in their order, so that smaller ones cannot overtake a
+        large one for ever. Only the first is tried, and only when slots were released."""
         while self._waiting:
             send = self._waiting[0]
             if send.refusal is None and self._tried != (send, self._directory.releases):
@@ -190,7 +183,7 @@ class HandoffSender:
         self, send: _Send, handoff: Handoff, filled: list[Block], blocks: "KVCacheBlocks"
     ) -> SaveJob | None:
         chosen = self._directory.copying(handoff, filled)
-        if chosen is None:  # given up by its peer, or expired, or void
+        if chosen is None:  # its peer has released it, or it has expired, or it is void
             self._abandon(send)
             return None
         tables = [blocks.blocks[group_id] for group_id in self._group_ids]
@@ -199,7 +192,7 @@ class HandoffSender:
             self._refuse(send, "not_computed", "vLLM has freed blocks that the next token reads")
             self._abandon(send)
             return None
-        if not chosen:  # all of them are, or were, copied for another hand-off
+        if not chosen:  # another hand-off has, or had, all of them copied
             return None
         runs = []
         for g, members in itertools.groupby(chosen, key=lambda block: block[0]):
@@ -221,17 +214,12 @@ class HandoffSender:
         return SaveJob(job_id, runs)
 
     def _job_ended(
-        self,
-        send: _Send,
-        handoff: Handoff,
-        job_id: int,
-        blocks: list[Block],
-        failure: str | None,
+        self, send: _Send, handoff: Handoff, job_id: int, blocks: list[Block], failure: str | None
     ) -> None:
         send.jobs.pop(job_id, None)
         if failure is None:
             self._directory.filled(handoff, blocks)
-        elif handoff is not send.handoff:  # void, and it is copied anew
+        elif handoff is not send.handoff:  # it is void, and its prompt is copied anew
             self._directory.unfilled(handoff, blocks)
         else:
             if failure != CANCELLED:
@@ -241,9 +229,11 @@ class HandoffSender:
         self._on_complete()
 
     def void(self) -> tuple[list[int], list[int]]:
-        """What was copied so far is of other weights: see `SlotDirectory.void`.
+        """The engine's weights have changed: void all that was copied. Requests that vLLM computes
+        anew from their first token are copied anew.
 
-        Requests that vLLM computes anew from their first token are copied anew.
+        Returns:
+            What `SlotDirectory.void` does.
         """
         voided = self._directory.void()
         for send in self._sends.values():
@@ -251,7 +241,7 @@ class HandoffSender:
             if send.handoff is None:
                 continue
             if send.request.num_computed_tokens:
-                self._refuse(send, "weights_changed", "the prefix cache was reset under it")
+                self._refuse(send, "weights_changed", "the prefix cache was reset meanwhile")
                 continue
             send.handoff, send.wait_until, send.jobs = None, None, {}
             send.copied = list(send.firsts)
@@ -268,7 +258,7 @@ class HandoffSender:
                     self._ledger.revoke([job_id])
 
     def finish(self, request: "Request") -> dict[str, Any] | None:
-        """The request is over; the answer for the router."""
+        """The request is over; returns the answer for the router, None where there is none."""
         send = self._sends.pop(request.request_id, None)
         if send is None:
             return None
@@ -281,7 +271,7 @@ class HandoffSender:
         if send.copied != ends or not well or handoff is None or handoff.closed or send.refusal:
             self._abandon(send)
             if well and send.refusal is None:
-                self._refuse(send, "not_computed", "what was copied of it cannot be used")
+                self._refuse(send, "not_computed", "some of its KV was not copied, or is void")
             return no_handoff_answer(send.refusal or "") if well else None
         self._stats.count("handoffs_offered")
         self._directory.seal(handoff)
@@ -298,12 +288,10 @@ class HandoffSender:
 
 
 def _keys(shape: GroupShape, prompt: Prompt) -> list[SlotKey | None]:
-    """Keys of the blocks that the next token reads; those that can have one."""
+    """The key of each block that the next token reads; None for those that can have none."""
     needed = shape.needed(prompt.num_tokens)
     if shape.keeps == "last" or prompt.hash_block_size != shape.block_size:
         return [None] * len(needed)
-    full = max(needed.start, min(needed.stop, len(prompt.block_hashes)))
-    full = min(full, max(needed.start, prompt.num_tokens // shape.block_size))
+    full = min(needed.stop, len(prompt.block_hashes), prompt.num_tokens // shape.block_size)
     keys: list[SlotKey | None] = list(prompt.block_hashes[needed.start : full])
-    keys.extend([None] * (needed.stop - full))
-    return keys
+    return keys + [None] * (len(needed) - len(keys))

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The serving side of the control channel: introductions, claims and releases.
+"""The serving side of the control channel: handshakes, claims and releases.
 
 `ControlServer` holds the protocol and no socket: the channel gives it each frame with the
-connection it came from, and sends what it returns. That makes it the same over Unix sockets and
-TCP, and lets a test drive it without either.
+connection it came from, and sends what it returns. So it is the same over Unix sockets and TCP.
 """
 
 import logging
@@ -35,29 +34,25 @@ MAX_PARKED: Final = 1 << 16
 
 
 class Connection(NamedTuple):
-    """A peer's connection: which of our sockets it is at, and its name there.
+    """A peer's connection: the number of our socket, and the peer's name there.
 
-    A peer may choose the name, so that names of different sockets say nothing of each other.
+    A peer may choose its name, so equal names at different sockets may be different peers.
     """
 
     door: int
     name: bytes
 
 
-Answer = tuple[Connection, Reply]
-"""(connection, message to send there)."""
-
-
 class ControlServer:
     """Answers peers that want to read this engine's slots.
 
     Args:
-        fingerprint: what a peer must agree on.
-        welcome: what an agreeing peer is told.
+        fingerprint: the compatibility key that a peer must agree with.
+        welcome: the answer to the handshake of such a peer.
         directory: the hand-offs.
-        valid: whether what they hold is still of the engine's weights.
+        valid: whether their KV is still of the engine's weights.
         clock: seconds, monotonic.
-        patience: seconds a claim may wait for a hand-off that is still being copied.
+        patience: seconds that a claim may wait for a hand-off that is being copied.
         count: called with the name of each event worth counting.
     """
 
@@ -79,7 +74,7 @@ class ControlServer:
         self._clock = clock
         self._patience = patience
         self._count = count
-        # By door: who crowds one of them puts nobody out at the others.
+        # By socket, so that many peers at one of them displace none at another.
         self._introduced: defaultdict[int, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
         # By connection and sequence: the claim, and until when it waits.
         self._parked: dict[tuple[Connection, int], tuple[Claim, float]] = {}
@@ -90,43 +85,43 @@ class ControlServer:
         """Whether a claim waits for its hand-off to be complete."""
         return bool(self._parked)
 
-    def receive(self, connection: Connection, frame: bytes) -> list[Answer]:
-        """Handle one frame from `connection`; malformed ones are counted and ignored.
+    def receive(self, connection: Connection, frame: bytes) -> Reply | None:
+        """Handle one frame; returns the answer to it, if there is one now.
 
-        Who sends one that cannot be handled is refused; nobody else is told or held up.
+        A malformed frame is counted and not answered. A peer whose frame cannot be handled is
+        refused; other peers do not notice.
         """
         try:
             message = decode_request(frame)
         except ProtocolError:
             self._count("malformed_message")
-            return []
+            return None
         try:
             return self._handle(connection, message)
         except Exception:  # noqa: BLE001 - it is logged, once
-            self._failed("A message of a peer could not be handled: the peer is refused")
+            self._failed("A message of a peer could not be handled, and the peer was refused")
             self._introduced[connection.door].pop(connection.name, None)
-            return [(connection, Refused("message", "", "it could not be handled"))]
+            return Refused("message", "", "it could not be handled")
 
-    def _handle(self, connection: Connection, message: Request) -> list[Answer]:
+    def _handle(self, connection: Connection, message: Request) -> Reply | None:
         match message:
             case Hello():
-                return [(connection, self._introduce(connection, message))]
+                return self._introduce(connection, message)
             case Release():
                 self._release(connection, message)
-                return []
+                return None
             case Claim():
                 introduced = self._introduced[connection.door]
                 if connection.name not in introduced:
-                    return [(connection, Denied(message.sequence, "not_introduced"))]
+                    return Denied(message.sequence, "not_introduced")
                 introduced.move_to_end(connection.name)
                 answer = self._answer(connection, message)
-                if answer is not None:
-                    return [(connection, answer)]
-                if len(self._parked) >= MAX_PARKED:
-                    return [(connection, Denied(message.sequence, "overloaded"))]
-                until = self._clock() + self._patience
-                self._parked[connection, message.sequence] = message, until
-                return []
+                if answer is None:
+                    if len(self._parked) >= MAX_PARKED:
+                        return Denied(message.sequence, "overloaded")
+                    until = self._clock() + self._patience
+                    self._parked[connection, message.sequence] = message, until
+                return answer
 
     def _release(self, connection: Connection, release: Release) -> None:
         lease = connection, release.sequence
@@ -159,7 +154,8 @@ class ControlServer:
         return self._welcome
 
     def _answer(self, connection: Connection, claim: Claim) -> Granted | Denied | None:
-        if not self._valid():  # and the engine's thread has yet to notice
+        """Grant a claim or deny it; None while it has to wait."""
+        if not self._valid():  # the engine's thread has not noticed yet
             self._count("denied_unknown_token")
             return Denied(claim.sequence, "unknown_token")
         lease = connection, claim.sequence
@@ -180,25 +176,19 @@ class ControlServer:
             claim.sequence, handoff.prompt.num_tokens, tuple(handoff.firsts), groups, lease_s
         )
 
-    def _failed(self, text: str) -> None:
-        self._count("message_failed")
-        if not self._told:  # who sends such messages may send many
-            self._told = True
-            logger.exception("%s (told once); please report it", text)
-
-    def recheck(self) -> list[Answer]:
-        """Answer the parked claims that can be answered now, or have waited long enough."""
-        answers: list[Answer] = []
+    def recheck(self) -> list[tuple[Connection, Reply]]:
+        """Answer the waiting claims that can be answered now, or whose time is over."""
+        answers: list[tuple[Connection, Reply]] = []
         now = self._clock()
         for lease, (claim, deadline) in list(self._parked.items()):
             connection, _ = lease
-            # The digest was compared when the claim came, and is again before it is granted.
             answer: Reply | None
             try:
+                # Each answer compares the digest anew.
                 waits = self._directory.pending(claim.token)
                 answer = None if waits else self._answer(connection, claim)
             except Exception:  # noqa: BLE001 - it is logged, once
-                self._failed("A claim that had to wait could not be answered: it is denied")
+                self._failed("A claim that had to wait could not be answered, and was denied")
                 answer = Denied(claim.sequence, "not_ready")
             if answer is None and deadline <= now:
                 answer = Denied(claim.sequence, "not_ready")
@@ -206,3 +196,9 @@ class ControlServer:
                 del self._parked[lease]
                 answers.append((connection, answer))
         return answers
+
+    def _failed(self, text: str) -> None:
+        self._count("message_failed")
+        if not self._told:  # a peer may send many such messages
+            self._told = True
+            logger.exception("%s (logged once); please report it", text)

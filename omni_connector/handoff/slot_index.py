@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which slot holds the block of a key.
 
-A prompt may have tens of thousands of blocks, and to look each of them up takes longer than an
-engine's step may. But a key names all the blocks before it as well, as vLLM's hashes do. So where
-two prompts have the same key at one place they have it at all places before; the slots of prompts
-seen lately are kept in arrays, and what a new prompt has in common with one of them is taken as
-a whole. And as a prefix is never evicted before what continues it, a look-up ends with the first
-piece that lacks its last block.
+A prompt may have tens of thousands of blocks, and to look up each would take longer than a step of
+the engine may. But a key names all blocks before its own too, as vLLM's hashes do: two prompts with
+the same key at one place have the same keys at all places before. So the index keeps the slots of
+recent prompts in arrays, and takes what a new prompt has in common with one of them as a whole. And
+as a prefix is not evicted before what continues it, a look-up ends at the first missing block.
 """
 
 from bisect import bisect_left
@@ -25,7 +24,7 @@ SlotKey = bytes
 Ints = NDArray[np.int64]
 
 _PIECE: Final = 256
-"""Blocks that are looked up at once. Shorter prompts are not kept as runs."""
+"""Blocks that are looked up at once. No run is kept of shorter prompts."""
 
 _RUNS: Final = 16
 
@@ -38,7 +37,7 @@ class _Run:
     generations: Ints
 
     def common(self, keys: Sequence[SlotKey | None]) -> int:
-        """With how many of its first keys others begin."""
+        """How many keys at its beginning are also those at the beginning of `keys`."""
         ours = self.keys
         return bisect_left(
             range(min(len(ours), len(keys))),
@@ -48,32 +47,30 @@ class _Run:
 
 
 class SlotIndex:
-    """Finds slots by group and key. Its methods are called under the directory's lock.
+    """Finds slots by group and key. The caller holds the directory's lock.
 
     Args:
-        generation: of each slot, int64; the directory's own array. What was named in an earlier
-            generation of a slot is not found any more.
+        generation: of each slot, int64; the directory's own array. A slot that was named in an
+            earlier generation is not found.
 
     Attributes:
-        keyed: whether a slot is found by its key, while its generation is the one it was named
-            in; (slots,) bool.
+        keyed: whether a slot is found by its key; (slots,) bool.
     """
 
     def __init__(self, generation: Ints) -> None:
         self._generation = generation
         self._num_slots = len(generation)
         self.keyed = np.zeros(self._num_slots, bool)
-        # By group and key: generation and slot in one number. Those of an earlier generation are
-        # left behind, and swept when they are many.
+        # By group and key: generation and slot in one number. Entries of earlier generations stay
+        # until there are many.
         self._by_key: dict[int, dict[SlotKey, int]] = {}
         self._runs: deque[_Run] = deque(maxlen=_RUNS)
 
     def find(self, group: int, keys: Sequence[SlotKey | None], first: int) -> Ints:
-        """The slot of each of these blocks, -1 where there is none, or it was not looked for.
+        """The slot of each of these blocks, -1 where there is none, or none was looked for.
 
         Args:
-            group: the cache group.
-            keys: of its blocks, one after the other; None only where none follows with a key.
+            keys: of consecutive blocks of the group. One may be None, if no key follows it.
             first: logical index of the first of them.
         """
         found = np.full(len(keys), -1, np.int64)
@@ -92,7 +89,7 @@ class SlotIndex:
         return found
 
     def _of_run(self, group: int, keys: Sequence[SlotKey | None], found: Ints) -> int:
-        """Find what a prompt seen lately has in common; how many blocks that is."""
+        """Find the blocks that a recent prompt has in common; returns how many they are."""
         begin_alike = [each for each in self._runs if each.group == group]
         longest, run = max(
             ((each.common(keys), each) for each in begin_alike if each.keys[0] == keys[0]),
@@ -114,22 +111,15 @@ class SlotIndex:
         return np.where((packed >= 0) & alive, slots, -1)
 
     def remember(
-        self,
-        group: int,
-        keys: Sequence[SlotKey | None],
-        first: int,
-        slots: Ints,
-        generations: Ints,
+        self, group: int, keys: Sequence[SlotKey | None], first: int, slots: Ints, generations: Ints
     ) -> None:
-        """Keep the slots of a prompt for those that begin like it; they may be named later.
+        """Keep the slots of a prompt for others that begin like it; they may be named later.
 
-        Args:
-            group, keys, first: as for `find`; the keys do not change any more, nor do the arrays.
-            slots, generations: of the blocks.
+        The arguments are as for `find`, and the caller does not change them any more.
         """
         if first or len(keys) < _PIECE or keys[0] is None:
             return
-        for run in self._runs:  # what it continues or repeats, it replaces
+        for run in self._runs:  # the new run replaces one that it continues or repeats
             last = len(run.keys) - 1 - (run.keys[-1] is None)
             if run.group == group and last < len(keys) and run.keys[last] == keys[last]:
                 self._runs.remove(run)
@@ -137,12 +127,10 @@ class SlotIndex:
         self._runs.append(_Run(group, keys, slots, generations))
 
     def name(self, group: int, keys: Sequence[SlotKey | None], slots: Ints) -> None:
-        """Have these slots found by their keys, but those whose key is None or finds another.
+        """Let these slots be found by their keys, except where a key is None or finds another slot.
 
         Args:
-            group: the cache group.
-            keys: of the blocks, in any order.
-            slots: of the blocks, in their present generations.
+            keys, slots: of blocks of the group, in any order; slots in their present generations.
         """
         known = self._by_key.setdefault(group, {})
         new = (self._look_up(known, keys) < 0) & np.fromiter(
@@ -161,7 +149,7 @@ class SlotIndex:
         self.keyed[slots[new]] = True
 
     def clear(self) -> None:
-        """Have nothing found any more."""
+        """Forget all keys."""
         self._by_key.clear()
         self._runs.clear()
         self.keyed[:] = False

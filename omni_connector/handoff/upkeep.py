@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine does from time to time beside its steps: on the control channel's thread, and on
-the engine's own where that has ended."""
+"""What an engine does from time to time beside its steps. The control channel's thread does it, or
+the engine's own after that thread has ended."""
 
 import logging
 import threading
@@ -20,14 +20,14 @@ _SWEEP_S: Final = 10.0
 
 
 class Upkeep:
-    """Ends leases in time, removes dead sockets, and keeps what is counted meanwhile.
+    """Ends leases in time, removes dead sockets, and counts what happens on other threads.
 
     Args:
         folder: the runtime folder.
         clock: seconds, monotonic.
 
     Attributes:
-        channel: on whose thread that is done.
+        channel: its thread calls `tick`.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float]) -> None:
@@ -42,30 +42,25 @@ class Upkeep:
         self._events: Counter[str] = Counter()
 
     def keep(self, directory: SlotDirectory, valid: Callable[[], bool]) -> None:
-        """End the leases of an engine that hands off.
-
-        Args:
-            directory: its slots.
-            valid: whether what these hold is of the weights that the engine has.
-        """
+        """From now on end the leases of this directory, and void it once `valid` returns False:
+        when its KV is not of the engine's weights any more."""
         self._valid = valid
         self._directory = directory
 
     def tick(self) -> None:
-        """Called about twice a second on the channel's thread."""
+        """Do what is due; called about twice a second."""
         self._expire()
-        # An idle engine's own thread learns of a reset only with its next request.
+        # The thread of an idle engine notices a reset only with its next request.
         if self._directory is not None:
             self._directory.void_unless(self._valid)
-        # The sockets of a killed engine are dead only once the last of its processes is, and
-        # nobody may have been connected to it.
+        # The sockets of a killed engine are dead only when all its processes are, and no engine
+        # may have been connected to it.
         if self._clock() >= self._next_sweep:
             self._next_sweep = self._clock() + _SWEEP_S
             self.sweep()
 
     def ended(self) -> bool:
-        """Whether peers cannot reach this engine any more. Leases then end in this call, to be
-        made with each step."""
+        """Whether the control channel has ended. Each step calls this: it then ends the leases."""
         if self.channel is None or self.channel.alive:
             return False
         if self._clock() >= self._next_expiry:
@@ -74,20 +69,20 @@ class Upkeep:
         return True
 
     def sweep(self) -> None:
-        """Remove the sockets of dead engines, unless somebody else is at it; never waits."""
+        """Remove the sockets of dead engines, unless another engine does so now; never waits."""
         try:
             sweep(self._folder, timeout=0.0)
-        except TransportError as error:  # the next sweep, of whatever engine, does it
+        except TransportError as error:  # a later sweep, by any engine, removes them
             logger.debug("Sockets of dead engines were not removed: %s", error)
 
     def count(self, event: str, number: int = 1) -> None:
-        """Note what happened, from any thread."""
+        """Count an event, from any thread."""
         if number:
             with self._lock:
                 self._events[event] += number
 
     def take(self) -> Counter[str]:
-        """How often each happened since the last call."""
+        """How often each event has happened since the last call."""
         with self._lock:
             events, self._events = self._events, Counter()
         return events

@@ -16,7 +16,14 @@ Text = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
 
 _EQUAL: Final = (
-    *("model", "dtype", "quantization", "overrides", "kv_dtype", "scales", "integrity", "kv_heads"),
+    "model",
+    "dtype",
+    "quantization",
+    "overrides",
+    "kv_dtype",
+    "scales",
+    "integrity",
+    "kv_heads",
 )
 
 
@@ -27,14 +34,13 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         model: model id and revision.
         dtype: dtype of the weights and activations.
         kv_dtype: dtype of the KV cache.
-        quantization: method and settings of the weights' quantization; "" for none.
-        overrides: of what was changed of the model's configuration; "" for nothing.
-        scales: of the scales by which keys, values and what is computed of them are quantized; ""
-            where all are one.
+        quantization: method and settings of the weights' quantization; "" where there is none.
+        overrides: identifies the changes to the model's configuration; "" where there are none.
+        scales: identifies the scales that quantize keys, values and attention; "" where all are 1.
         integrity: whether slots carry checksums.
         kv_heads: KV heads of the whole model; 0 where it has no attention.
         ranks: tensor-parallel size; each rank has an arena.
-        groups: the cache groups, in the order of the slots that are granted.
+        groups: the cache groups, in the order in which their slots are granted.
     """
 
     model: Text

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from omni_connector.handoff.directory import SlotDirectory
-from omni_connector.handoff.handoff import Handoff
+from omni_connector.handoff.directory import Handoff, SlotDirectory
 from omni_connector.kv.copy_threads import CopyThread
 from omni_connector.memory.arena import Arena
 from omni_connector.prefix import store_jobs

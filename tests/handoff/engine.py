@@ -16,9 +16,8 @@ import msgspec
 
 from omni_connector.errors import OmniError
 from omni_connector.handoff.channel import ControlChannel
-from omni_connector.handoff.client import Grant
-from omni_connector.handoff.directory import SlotDirectory
-from omni_connector.handoff.handoff import Handoff
+from omni_connector.handoff.client import Grant, PendingClaim
+from omni_connector.handoff.directory import Handoff, SlotDirectory
 from omni_connector.handoff.messages import Welcome
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.server import ControlServer
@@ -102,9 +101,16 @@ class Asker:
 
 
 def ask(
-    channel: ControlChannel, address: str, token: bytes, epoch: bytes, timeout: float = LONG
+    channel: ControlChannel,
+    address: str,
+    token: bytes,
+    epoch: bytes,
+    timeout: float = LONG,
+    prompt: Prompt = PROMPT,
 ) -> "Future[Grant]":
-    return channel.claim(address, token, PROMPT, epoch=epoch, hash_id="", timeout=timeout)
+    claim = PendingClaim(token, prompt, epoch, "", time.monotonic() + timeout)
+    channel.claim(address, claim)
+    return claim.future
 
 
 def failure(future: "Future[Grant]") -> BaseException:

@@ -450,9 +450,7 @@ def test_a_prompt_that_cannot_be_digested_loses_no_claim(
     engine = start_engine()
     bad = Prompt(token_ids=(1 << 70,), num_tokens=1)
     futures = [
-        asker.channel.claim(
-            engine.address, b"t" * 16, prompt, epoch=engine.welcome.epoch, hash_id="", timeout=LONG
-        )
+        ask(asker.channel, engine.address, b"t" * 16, engine.welcome.epoch, prompt=prompt)
         for prompt in (PROMPT, bad, PROMPT)
     ]
     kinds = [type(failure(future)) for future in futures]

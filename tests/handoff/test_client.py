@@ -18,6 +18,7 @@ from omni_connector.handoff.client import (
     ClaimDeniedError,
     Grant,
     PeerSession,
+    PendingClaim,
 )
 from omni_connector.handoff.messages import (
     TOKEN_BYTES,
@@ -60,16 +61,15 @@ class Asking:
         future: "Future[Grant] | None" = None,
     ) -> "tuple[Future[Grant], list[Request]]":
         self.claims += 1
-        future = Future() if future is None else future
-        sent = self.session.claim(
+        claim = PendingClaim(
             bytes([self.claims]) * TOKEN_BYTES,
             self.prompt,
-            epoch=self.welcome.epoch if epoch is None else epoch,
-            hash_id=self.welcome.hash_id if hash_id is None else hash_id,
-            deadline=self.clock() + timeout,
-            future=future,
+            self.welcome.epoch if epoch is None else epoch,
+            self.welcome.hash_id if hash_id is None else hash_id,
+            self.clock() + timeout,
+            Future() if future is None else future,
         )
-        return future, sent
+        return claim.future, self.session.claim(claim)
 
     def hear(self, message: Welcome | Refused | Granted | Denied) -> list[Request]:
         return self.session.receive(encode(message))

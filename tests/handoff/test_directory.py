@@ -19,11 +19,11 @@ from hypothesis.stateful import (
 )
 
 from omni_connector.errors import ArenaFullError
-from omni_connector.handoff.directory import ClaimState, SlotDirectory
-from omni_connector.handoff.handoff import Block, Handoff
+from omni_connector.handoff.directory import ClaimState, Handoff, SlotDirectory
 from omni_connector.handoff.messages import DIGEST_BYTES, TOKEN_BYTES
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.slot_index import SlotKey
+from omni_connector.kv.ledger import Block
 from omni_connector.testing import FakeClock
 
 TTL = 120.0

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_connector.handoff import slot_index
-from omni_connector.handoff.directory import SlotDirectory
-from omni_connector.handoff.handoff import Handoff
+from omni_connector.handoff.directory import Handoff, SlotDirectory
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.slot_index import SlotKey
 

@@ -47,8 +47,7 @@ from vllm.v1.request import FinishReason, Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from omni_connector.handoff.directory import SlotDirectory
-from omni_connector.handoff.handoff import Handoff
+from omni_connector.handoff.directory import Handoff, SlotDirectory
 from omni_connector.memory.arena import Arena
 from omni_connector.plugin import CONNECTOR_NAME, register
 from omni_connector.testing import hollow, inspection

@@ -149,9 +149,7 @@ def test_an_engine_of_long_steps_does_not_ask_for_ever(engine, tokens, monkeypat
     assert not decode.failures()
 
 
-def test_answers_that_always_come_too_late_are_asked_for_only_so_often(
-    engine, tokens, monkeypatch
-):
+def test_answers_that_always_come_too_late_are_asked_for_only_so_often(engine, tokens, monkeypatch):
     monkeypatch.setattr(receiver, "_FRESH_S", 0.0)  # as with a network that takes longer
     prefill, decode = engine("kv_producer"), engine("kv_consumer", policy="recompute")
     answer = prefill.generate(PROMPT, params=HANDOFF).params

@@ -130,7 +130,7 @@ def test_a_load_that_never_comes_is_given_up_in_time(engine, tokens):
 def test_a_peer_that_does_not_answer_is_given_up_in_time(engine, tokens, monkeypatch):
     prefill, decode = engine("kv_producer"), engine("kv_consumer", extra={"load_timeout_s": 0.3})
     answer = prefill.generate(PROMPT, params=HANDOFF).params
-    monkeypatch.setattr(prefill.half._channel._server, "receive", lambda *_: [])
+    monkeypatch.setattr(prefill.half._channel._server, "receive", lambda *_: None)
     assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
     assert decode.failures() == {"peer_unreachable": 1}
     assert not decode.leftovers()

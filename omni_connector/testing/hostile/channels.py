@@ -16,7 +16,7 @@ import zmq
 
 from omni_connector.errors import OmniError
 from omni_connector.handoff.channel import ControlChannel
-from omni_connector.handoff.client import ClaimDeniedError
+from omni_connector.handoff.client import ClaimDeniedError, PendingClaim
 from omni_connector.handoff.directory import SlotDirectory
 from omni_connector.handoff.messages import Claim, Denied, Refused, decode_reply, encode
 from omni_connector.handoff.server import ControlServer
@@ -111,14 +111,13 @@ def asking() -> Iterator[Parser]:
             router = context.socket(zmq.ROUTER)
             try:
                 router.bind(f"ipc://{path}")
-                future = channel.claim(
-                    f"ipc://{path}", b"t" * 16, PROMPT, epoch=EPOCH, hash_id="", timeout=_WAIT_S
-                )
+                claim = PendingClaim(b"t" * 16, PROMPT, EPOCH, "", time.monotonic() + _WAIT_S)
+                channel.claim(f"ipc://{path}", claim)
                 assert router.poll(_WAIT_MS), "the peer is not asked"
                 name, _ = router.recv_multipart()
                 for frame in (*frames, last):
                     router.send_multipart([name, frame[: MAX_MESSAGE_BYTES - 1]])
-                error = future.exception(_WAIT_S)
+                error = claim.future.exception(_WAIT_S)
             finally:
                 router.close(0)
                 with contextlib.suppress(FileNotFoundError):

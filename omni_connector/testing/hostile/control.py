@@ -10,9 +10,8 @@ from typing import Final
 import msgspec
 
 from omni_connector.errors import OmniError
-from omni_connector.handoff.client import Grant, PeerSession
-from omni_connector.handoff.directory import SlotDirectory
-from omni_connector.handoff.handoff import Handoff
+from omni_connector.handoff.client import Grant, PeerSession, PendingClaim
+from omni_connector.handoff.directory import Handoff, SlotDirectory
 from omni_connector.handoff.messages import (
     Claim,
     Denied,
@@ -152,14 +151,12 @@ class _Served:
             frame = frame.replace(placeholder, handoff.token)
         self.clock.advance(0.01)
         counted = self.counted
-        answers = self.server.receive(connection, frame)
-        if not answers:
+        reply = self.server.receive(connection, frame)
+        if reply is None:
             if self.counted > counted:
                 return "malformed message"
             self._offer()  # it may have been a release
             return True
-        [(to, reply)] = answers
-        assert to == connection
         assert decode_reply(encode(reply)) == reply
         if isinstance(reply, Refused):
             # What falls into the server's last net got through all the others.
@@ -176,8 +173,8 @@ class _Served:
         ready = self.handoffs[_READY].token
         claim = Claim(9, ready, PROMPT.num_tokens, PROMPT.digest("tokens"), "tokens")
         for message, answer in ((Hello.of(fingerprint()), Welcome), (claim, Granted)):
-            [(_, reply)] = self.server.receive(_CONNECTIONS[0], encode(message))
-            assert isinstance(reply, answer), f"{type(message).__name__} is answered by {reply}"
+            answered = self.server.receive(_CONNECTIONS[0], encode(message))
+            assert isinstance(answered, answer), f"{type(message).__name__}: {answered}"
         self.clock.advance(TTL_S * 10)
         self.directory.expire()
         for handoff in self.handoffs.values():
@@ -235,9 +232,7 @@ class Asked:
         deadline = self.clock() + 10
         claims: list[Future[Grant]] = [Future(), Future()]
         for future in claims:
-            session.claim(
-                b"t" * 16, PROMPT, epoch=EPOCH, hash_id="", deadline=deadline, future=future
-            )
+            session.claim(PendingClaim(b"t" * 16, PROMPT, EPOCH, "", deadline, future))
         sent = []
         for frame in frames:
             sent += session.receive(frame)

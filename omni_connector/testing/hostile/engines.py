@@ -18,7 +18,8 @@ from omni_connector.testing.hostile.mutation import distort_value
 from omni_connector.testing.hostile.settings import PARAMS
 from omni_connector.testing.hostile.trial import Parser
 from omni_connector.testing.simulation.check import leftovers, sizes
-from omni_connector.testing.simulation.cluster import HANDOFF, PATIENCE_S, Cluster, Sent, text
+from omni_connector.testing.simulation.clients import HANDOFF, PATIENCE_S, Sent, text
+from omni_connector.testing.simulation.cluster import Cluster
 from omni_connector.testing.simulation.engine import SimulatedEngine
 from omni_connector.testing.simulation.plan import Plan
 from omni_connector.testing.simulation.run import laboratory

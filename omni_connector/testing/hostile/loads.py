@@ -4,7 +4,6 @@
 import random
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from omni_connector.errors import PeerUnreachableError
 from omni_connector.handoff import loading
 from omni_connector.handoff import receiver as receiving
-from omni_connector.handoff.client import Grant, PeerSession
+from omni_connector.handoff.client import Grant, PeerSession, PendingClaim
 from omni_connector.handoff.loading import Loader
 from omni_connector.handoff.messages import Granted, Welcome, encode
 from omni_connector.handoff.receiver import HandoffReceiver
@@ -49,22 +48,13 @@ class _Channel:
         self._ours = ours
         self._frames = frames
 
-    def claim(self, address: str, token: bytes, prompt: Any, **options: Any) -> "Future[Grant]":
+    def claim(self, address: str, claim: PendingClaim) -> None:
         """As `ControlChannel.claim`, answered at once."""
-        future: Future[Grant] = Future()
         session = PeerSession(address, self._ours, time.monotonic)
-        session.claim(
-            token,
-            prompt,
-            epoch=options["epoch"],
-            hash_id="",
-            deadline=time.monotonic() + 100,
-            future=future,
-        )
+        session.claim(claim)
         for frame in self._frames:
             session.receive(frame)
         session.fail(PeerUnreachableError("no answer in time"))
-        return future
 
     def release(self, grant: Grant) -> None:
         """As `ControlChannel.release`."""

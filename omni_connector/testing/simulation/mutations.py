@@ -75,7 +75,7 @@ OWN: Final = (
     mutant(
         "shared slots are not held",
         "a slot that two hand-offs share goes with the first",
-        ("omni_connector.handoff.directory", "            self._holders[shared] += 1\n", ""),
+        ("omni_connector.handoff.directory", "        self._holders[shared] += 1\n", ""),
     ),
     mutant(
         "nothing expires",
@@ -203,10 +203,10 @@ OWN: Final = (
         "a grant that comes twice is used twice",
         (
             "omni_connector.handoff.client",
-            "    def _granted(self, message: Granted) -> list[ControlRequest]:\n"
-            "        waiting = self._waiting.pop(message.sequence, None)\n",
-            "    def _granted(self, message: Granted) -> list[ControlRequest]:\n"
-            "        waiting = self._waiting.get(message.sequence)\n",
+            "    def _granted(self, message: Granted) -> list[Request]:\n"
+            "        claim = self._waiting.pop(message.sequence, None)\n",
+            "    def _granted(self, message: Granted) -> list[Request]:\n"
+            "        claim = self._waiting.get(message.sequence)\n",
         ),
     ),
     mutant(
@@ -284,9 +284,9 @@ OWN: Final = (
         "who gives up while its answer is under way leaves a lease",
         (
             "omni_connector.handoff.client",
-            "        # Nobody waits any more: give the slots back.\n"
-            "        return [Release(waiting.token, message.sequence)]",
-            "        return []",
+            "            # The caller has given up: end the lease.\n"
+            "            return [Release(claim.token, message.sequence)]",
+            "            return []",
         ),
     ),
     mutant(

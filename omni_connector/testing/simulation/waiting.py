@@ -104,14 +104,15 @@ def leases_hold(name: str, half: Any, owners: Mapping[str, Any]) -> None:
     """
     loads = half._receiver._loads.values() if half._receiver is not None else ()
     for load in loads:
-        owner = owners.get(load.engine_id)
+        engine_id = load.remote.remote_engine_id
+        owner = owners.get(engine_id)
         if load.grant is None or owner is None or owner._clock() >= load.grant.expires:
             continue
         handoff = owner._directory._handoffs.get(load.grant.token)
         if handoff is None or not handoff.leases:
             raise Violation(
                 "lease_lost",
-                f"{load.engine_id} does not hold what it granted {_id(load)} at {name}",
+                f"{engine_id} does not hold what it granted {_id(load)} at {name}",
             )
 
 

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clients of a simulation: what they send, what answers they expect, and when they leave."""
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from vllm.v1.engine import FinishReason
+
+from omni_connector.testing.simulation.deployment import Deployment
+from omni_connector.testing.simulation.engine import SimulatedEngine
+from omni_connector.testing.simulation.plan import Plan
+from omni_connector.testing.simulation.waiting import Asking, Waiters, being_saved, leases_hold
+from omni_connector.testing.simulation.world import Violation
+
+HANDOFF: Final = {"do_remote_decode": True, "do_remote_prefill": False}
+
+PATIENCE_S: Final = 90.0
+"""Seconds in which a request must end: the connector's timeouts, and the time in a queue."""
+
+
+@dataclass(eq=False)
+class Sent:
+    """A request that a client has sent.
+
+    Attributes:
+        engine: the engine it was sent to; one that is started later under its name is another.
+        deadline: when it must have ended.
+        done: called with its end: `kv_transfer_params` of the answer, and whether it went well.
+    """
+
+    request_id: str
+    engine: SimulatedEngine
+    max_tokens: int
+    deadline: float
+    done: Callable[[Any, bool], None]
+    tokens: int = 0
+    ended: bool = False
+    aborted: bool = False
+
+
+class Clients(Deployment):
+    """Sends requests to the engines, and checks that each ends as it should.
+
+    Args:
+        plan: see `Deployment`.
+
+    Attributes:
+        sent: the requests that have not ended, by id.
+        intents: how many clients are about to send something.
+        lingers: whether there may be hand-offs that nobody claims.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.sent: dict[str, Sent] = {}
+        self.intents = 0
+        self.lingers = False
+        self._thinking: list[Callable[[], None]] = []
+        self._leaving: set[str] = set()
+        self._numbers = itertools.count()
+
+    def overdue(self) -> Sent | None:
+        """A request that is past its deadline; None where there is none."""
+        now = self.world.now - self.lag
+        return next((each for each in self.sent.values() if now > each.deadline), None)
+
+    def give_up(self, sent: Sent) -> None:
+        """A client gets no answer, and aborts its request."""
+        self.world.tell(f"vLLM at {sent.engine.name} stalls; the client of {sent.request_id} goes")
+        self._gone(sent)
+        for other in self.sent.values():  # the stall has held these up, too
+            if other.engine is sent.engine:
+                other.deadline = self._deadline()
+
+    def _deadline(self) -> float:
+        return self.world.now - self.lag + PATIENCE_S + self._slack
+
+    def _look(self, engine: SimulatedEngine, waiters: Waiters, asking: Asking) -> None:
+        name = engine.name
+        if self.engines.get(name) is not engine or not engine.halves:
+            return
+        half = engine.halves[0]
+        waiters.look(half)
+        asking.look(half)
+        self._leave(half)
+        if not (self.excuses or self.voids):
+            owners = {e.shape.name: e.halves[0] for e in self.engines.values() if e.halves}
+            leases_hold(name, half, owners)
+
+    def _leave(self, half: Any) -> None:
+        """Abort the requests of clients that leave as soon as their KV is being copied."""
+        for request_id in being_saved(half) if self._leaving else ():
+            if request_id not in self._leaving:
+                continue
+            self._leaving.discard(request_id)
+            if sent := self.sent.get(request_id):
+                self.world.tell(f"the client of {request_id} goes away, whose KV is being copied")
+                self._gone(sent)
+
+    def _send(
+        self,
+        engine: str,
+        prompt: tuple[int, int],
+        max_tokens: int,
+        done: Callable[[Any, bool], None] = lambda params, well: None,
+        **options: Any,
+    ) -> Sent | None:
+        target = self.engines.get(engine)
+        if target is None:  # it is down, and the client is told so
+            done(None, False)
+            return None
+        request_id = f"r{next(self._numbers)}"
+        params = options.get("params")
+        what = ""
+        if params is not None:
+            what = " to be handed off" if params.get("do_remote_decode") else " prefilled elsewhere"
+        family, length = prompt
+        self.world.tell(
+            f"{request_id}: {length} tokens of text {family}{what} go to {engine}, "
+            f"{max_tokens} wanted"
+        )
+        sent = Sent(request_id, target, max_tokens, self._deadline(), done)
+        self.sent[request_id] = sent
+        target.submit(request_id, text(family, length), max_tokens, **options)
+        return sent
+
+    def _answered(
+        self, owner: str, request_id: str, tokens: list[int], reason: Any, params: Any
+    ) -> None:
+        sent = self.sent.get(request_id)
+        if sent is None:  # aborted
+            self.lingers = self.lingers or bool(params)
+            return
+        sent.tokens += len(tokens)
+        if reason is None:
+            return
+        del self.sent[request_id]
+        sent.ended = True
+        well = reason in (FinishReason.LENGTH, FinishReason.STOP)
+        self.world.tell(f"{request_id} ends: {reason}, {sent.tokens} tokens")
+        # An operator may reset a prefill engine while a decode engine reads its KV.
+        void = self.voids and sent.engine.shape.policy == "fail"
+        if not (well or sent.aborted or self.excuses or void):
+            raise Violation(
+                "request_failed", f"{request_id} ends with {reason} although nothing went wrong"
+            )
+        sent.done(params, well)
+
+    def _gone(self, sent: Sent) -> None:
+        sent.aborted = True
+        del self.sent[sent.request_id]
+        sent.engine.abort(sent.request_id)
+
+    def _lost(self, engine: SimulatedEngine) -> None:
+        for sent in [sent for sent in self.sent.values() if sent.engine is engine]:
+            del self.sent[sent.request_id]
+            sent.done(None, False)
+
+    def abort_all(self, engine: SimulatedEngine) -> None:
+        """End all requests of an engine, and tell their clients."""
+        for sent in list(self.sent.values()):
+            if sent.engine is engine:
+                self._gone(sent)  # the engine may have yet to take it in
+        engine.abort_all()
+
+    # Events of a plan
+
+    def serve(self, engine: str, prompt: tuple[int, int], tokens: int, priority: int) -> None:
+        """A client sends a request without hand-off."""
+        self._send(engine, prompt, tokens, priority=priority)
+
+    def hand_off(
+        self,
+        prefill: str,
+        decode: str,
+        prompt: tuple[int, int],
+        tokens: int,
+        times: int,
+        again: int,
+        prefills: int,
+        pause: float,
+        priority: int,
+        mixed_up: bool,
+        leaves: bool,
+        rejected: bool,
+    ) -> None:
+        """Clients have a prompt prefilled by one engine and decoded by another.
+
+        Args:
+            times: decode requests that share the hand-off, as the children of n > 1 do.
+            again: how often the first decode request is sent again after it has ended.
+            prefills: clients that send the same prefill request at once.
+            pause: seconds between the prefill and the decode request.
+            mixed_up: whether the decode request has another prompt.
+            leaves: whether the first client aborts its prefill while the KV is being copied.
+            rejected: whether the decode engine's server refuses the last decode request. vLLM then
+                passes on a prompt of one token with its params, and aborts that at once.
+        """
+        self.lingers = self.lingers or mixed_up
+        asked = ((prompt[0] + 1) % 3, prompt[1]) if mixed_up else prompt
+
+        def decoded(left: int, params: Any) -> None:
+            if left > 0:
+                self._send(
+                    decode,
+                    asked,
+                    tokens,
+                    lambda *_: decoded(left - 1, params),
+                    params=dict(params),
+                    priority=priority,
+                )
+
+        def prefilled(params: Any, well: bool) -> None:
+            self.intents += 1
+
+            def go_on() -> None:
+                if go_on not in self._thinking:  # `hasten` has called it
+                    return
+                self._thinking.remove(go_on)
+                self.intents -= 1
+                if not well or params is None:
+                    self._send(decode, prompt, tokens, priority=priority)
+                    return
+                for number in range(times - rejected):
+                    decoded(1 + (again if number == 0 else 0), params)
+                if rejected:
+                    self._reject(decode, params)
+
+            self._thinking.append(go_on)
+            self.world.later(pause, go_on)
+
+        for number in range(prefills):
+            params = dict(HANDOFF)
+            sent = self._send(prefill, prompt, 1, prefilled, params=params, priority=priority)
+            if sent is not None and leaves and number == 0:
+                self._leaving.add(sent.request_id)
+
+    def _reject(self, engine: str, params: Any) -> None:
+        target = self.engines.get(engine)
+        if target is not None:
+            request_id = f"r{next(self._numbers)}"
+            self.world.tell(f"{request_id}: {engine} rejects a request, and passes on its params")
+            target.submit(request_id, [0], 1, params=dict(params))
+            target.abort(request_id)
+
+    def abort(self, number: int) -> None:
+        """A client aborts its request."""
+        if self.sent:
+            sent = list(self.sent.values())[number % len(self.sent)]
+            self.world.tell(f"the client of {sent.request_id} goes away")
+            self._gone(sent)
+
+    def hasten(self) -> None:
+        """Clients that are about to send a decode request send it now."""
+        for go_on in self._thinking.copy():
+            go_on()
+
+
+def text(family: int, length: int) -> list[int]:
+    """Token ids; of one family, a shorter text is the beginning of a longer one."""
+    draw = random.Random(family)
+    return [draw.randrange(3, 500) for _ in range(length)]

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines of a simulation, and what they run in: processes, a network, a shared store."""
+
+import functools
+import itertools
+from typing import Any, Final
+
+from omni_connector.kv import make_copier
+from omni_connector.testing.simulation.connector import SURROUNDINGS_OF
+from omni_connector.testing.simulation.copiers import RaisingCopier
+from omni_connector.testing.simulation.engine import SimulatedEngine
+from omni_connector.testing.simulation.memory import (
+    Host,
+    Shelf,
+    SimulatedStore,
+    SimulatedTransport,
+)
+from omni_connector.testing.simulation.plan import Plan
+from omni_connector.testing.simulation.waiting import Asking, Waiters
+from omni_connector.testing.simulation.wires import STRANGER, Net, SimulatedSockets, Weather
+from omni_connector.testing.simulation.world import SimulatedTurns, World
+from omni_connector.transports.choice import Transports
+from omni_connector.vllm_v1.surroundings import Surroundings
+
+_FAST: Final = 0.0005
+
+
+class Deployment:
+    """Starts and stops engines.
+
+    Args:
+        plan: engines and troubles; `run` gives its events.
+
+    Attributes:
+        excuses: whether something happened that may make a request fail.
+        voids: whether hand-offs may have become void.
+        deaf: engines whose control thread has ended, so that their leases end with their steps.
+        lag: seconds that passed and count for no deadline, as no engine could act in them.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        trouble = plan.trouble
+        self.world = World(plan.seed, plan.pace)
+        self.net = Net(
+            self.world,
+            Weather(*(trouble.get(name, 0.0) for name in ("lost", "doubled", "late"))),
+        )
+        self.host = Host(self.world, mapped=plan.mapped)
+        self.host.failing = trouble.get("failing", 0.0)
+        self.host.slow = trouble.get("slow", 0.0)
+        self.host.garbled = trouble.get("garbled", 0.0)
+        self.shelf = Shelf(self.world)
+        self.shelf.absent = trouble.get("store_absent", 0.0)
+        self.shelf.slow = trouble.get("store_slow", 0.0)
+        self.shelf.forgets = trouble.get("store_forgets", 0.0)
+        self.raising = {
+            "save": trouble.get("raising_saves", 0.0),
+            "load": trouble.get("raising_loads", 0.0),
+        }
+        # vLLM may be told to let a request fail for these; where engines are slow, some are late.
+        step_s = max(shape.step_s for shape in plan.engines)
+        self.excuses = bool(trouble) or plan.pace > _FAST or step_s > 0
+        self._slack = 5000 * plan.pace + 300 * step_s
+        self.expected_errors = any(self.raising.values())
+        self.plan = plan
+        self.shapes = {shape.name: shape for shape in plan.engines}
+        self.engines: dict[str, SimulatedEngine] = {}
+        self.voids = False
+        self.deaf: set[str] = set()
+        self.lag = 0.0
+        self._weights = 0
+        self._incarnations = itertools.count()
+
+    @property
+    def weights(self) -> bytes:
+        """Content of the weights that are served now."""
+        return b"w%d" % self._weights
+
+    def close(self) -> None:
+        """Stop all engines."""
+        for engine in list(self.engines.values()):
+            engine.shutdown()
+        self.net.kill(STRANGER)
+
+    def _start(self, name: str) -> None:
+        owner = f"{name}.{next(self._incarnations)}"
+        SURROUNDINGS_OF[name] = self._surroundings(owner)
+        engine = SimulatedEngine(
+            self.world,
+            self.shapes[name],
+            self.weights,
+            functools.partial(self._answered, owner),
+            lambda: look(),
+        )
+        look = functools.partial(self._look, engine, Waiters(name), Asking(engine))
+        engine.owner = owner
+        self.engines[name] = engine
+
+    def _surroundings(self, owner: str) -> Surroundings:
+        world = self.world
+        model = f"weights {self._weights}/"
+        transport = functools.partial(SimulatedTransport, self.host, owner)
+
+        def transports(config: Any) -> Transports:
+            each = transport()
+            return Transports([each], [each])
+
+        def copier(caches: Any, layout: Any) -> Any:
+            return RaisingCopier(world, self.raising, make_copier(caches, layout))
+
+        return Surroundings(
+            clock=world.clock,
+            randbytes=world.randbytes,
+            start=functools.partial(SimulatedTurns, world, owner),
+            sockets=lambda: SimulatedSockets(self.net, owner),
+            transports=transports,
+            block_store=lambda settings, lends: SimulatedStore(self.shelf, model),
+            copier=copier,
+            populate=False,
+        )
+
+    def new_weights(self) -> int:
+        """Have other weights ready to be loaded; returns their number."""
+        self._weights += 1
+        return self._weights
+
+    def _answered(
+        self, owner: str, request_id: str, tokens: list[int], reason: Any, params: Any
+    ) -> None:
+        """An engine has computed tokens of a request, or ended it."""
+        raise NotImplementedError
+
+    def _look(self, engine: SimulatedEngine, waiters: Waiters, asking: Asking) -> None:
+        """An engine has built a step: check what must hold after it."""
+        raise NotImplementedError
