@@ -64,8 +64,7 @@ HANDOFF = {"do_remote_decode": True, "do_remote_prefill": False}
 _numbers = itertools.count()
 
 _OF_WORKERS = (
-    "_loading",
-    "_store_saves",
+    "_under_way",
     "_finished_loads",
     "_failed_loads",
     "_bad_block_ids",
@@ -389,6 +388,8 @@ class InProcessEngine:
         held = HeldCopier(self.worker_half._copier, saves=saves, loads=loads, deaf=deaf)
         half = self.worker_half
         half._copier = half._loader._copier = held
+        if half._saver is not None:
+            half._saver._copier = held
         if half._store_jobs is not None:
             half._store_jobs._copier = held
         self._held.append(held)

@@ -131,7 +131,7 @@ def test_a_save_that_outlives_the_arena_raises_nothing(engine, monkeypatch):
     prefill = engine("kv_producer")
     worker = prefill.worker_half
     saves = []
-    monkeypatch.setattr(worker._saves, "submit", lambda number, work: saves.append(work))
+    monkeypatch.setattr(worker._saves, "submit", lambda number, work, writes: saves.append(work))
     prefill.submit(PROMPT, params=HANDOFF)
     prefill.run(lambda: bool(saves))
     pieces = saves[0](lambda: False)
