@@ -159,7 +159,7 @@ def test_while_the_load_waits_for_the_copies_of_its_peer(pair, still_serve):
     prefill.run(lambda: prefill.done(request_id))
     prefill.step()
     claim = decode.submit(prompt(LENGTH), max_tokens=6, params=prefill.answers[request_id].params)
-    decode.run(lambda: bool(decode.worker_half._loading))
+    decode.run(lambda: bool(decode.worker_half._under_way))
     decode.abort(claim)
     decode.step()
     held.open()

@@ -184,7 +184,7 @@ def test_a_peer_that_goes_while_its_copies_are_awaited(engine, tokens):
     prefill.run(lambda: prefill.done(request_id))
     answer = prefill.answers[request_id].params
     claim = decode.submit(PROMPT, max_tokens=6, params=answer)
-    decode.run(lambda: bool(decode.worker_half._loading))
+    decode.run(lambda: bool(decode.worker_half._under_way))
     decode.step()
     prefill.worker_half._transports.close()  # as the kernel does when it is killed
     decode.settle()

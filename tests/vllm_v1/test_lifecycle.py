@@ -90,7 +90,7 @@ def test_a_load_follows_the_copies_of_its_peer(engine, tokens):
     request_id = prefill.submit(PROMPT, params=HANDOFF)
     prefill.run(lambda: prefill.done(request_id))
     claim = decode.submit(PROMPT, max_tokens=6, params=prefill.answers[request_id].params)
-    decode.run(lambda: bool(decode.worker_half._loading))
+    decode.run(lambda: bool(decode.worker_half._under_way))
     for _ in range(20):
         decode.step()
     assert not decode.answers[claim].tokens

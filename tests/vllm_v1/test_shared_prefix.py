@@ -314,7 +314,8 @@ def test_a_load_that_is_aborted_before_it_starts(sharer, shelf):
     blocking = second.submit(QUESTION)
     second.run(held.waiting.is_set)
     request_id = second.submit(PREFIX + prompt(8, seed=6))
-    second.run(lambda: len(second.worker_half._loading) == 2)
+    under_way = second.worker_half._under_way
+    second.run(lambda: sum(bool(spec.request_id) for spec in under_way.values()) == 2)
     second.abort(request_id)
     held.open()
     second.run(lambda: second.done(blocking))
