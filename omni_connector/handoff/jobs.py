@@ -1,106 +1,175 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers are told to copy, to slots and from those of a peer."""
+"""The copy jobs of hand-offs: what the workers are told to copy, and how they save it.
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Protocol
+Loads have a module of their own, `loading`.
+"""
 
+import logging
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.errors import (
+    ChecksumError,
+    PeerRefusedError,
+    PeerUnreachableError,
+    StaleSlotError,
+)
+from omni_connector.kv import BlockCopier, SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.kv.copy_threads import NO_JOB_ID, Outcome, Work
+from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec
+from omni_connector.transports import Arena
 from omni_connector.transports.base import Endpoint
 
+logger = logging.getLogger("vllm.omni_connector.worker")
 
-@dataclass(frozen=True, slots=True)
-class CopyRun:
-    """Blocks of one group and the slots they are copied to or from, pairwise."""
+BATCH_BYTES: Final = 8 << 20
+"""Bytes of blocks that are copied, committed and read in one go."""
 
-    group: int
-    block_ids: list[int]
-    slots: list[int]
-    generations: list[int]
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SaveSpec(TransferSpec):
+    """Copy blocks to this engine's own slots.
+
+    Attributes:
+        slots, generations: int64 `(n,)`, of each of the n `block_ids`; unused for a null block.
+        keys: of each of them.
+    """
+
+    slots: NDArray[np.int64]
+    generations: NDArray[np.int64]
     keys: list[bytes]
 
-    def part(self, which: slice) -> "CopyRun":
-        """Some of the blocks, and their slots."""
-        return CopyRun(
-            self.group,
-            self.block_ids[which],
-            self.slots[which],
-            self.generations[which],
-            self.keys[which],
-        )
 
-
-@dataclass(frozen=True, slots=True)
-class SaveJob:
-    """Copy blocks to this engine's own slots."""
-
-    job_id: int
-    runs: list[CopyRun]
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """Blocks of one group, and the slots of a peer that keeps the same bytes in another shape.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LoadSpec(TransferSpec):
+    """Fill blocks with a peer's slots. Blocks that no slot holds a part of are zeroed.
 
     Attributes:
-        group: position of the group among the transferred ones.
-        block_ids: blocks to be filled.
-        indices: logical index of each of them, in blocks of this engine.
-        first: logical index of the first slot, in blocks of the peer.
-        slots, generations: the peer's slots from there, one a block of the peer.
-    """
-
-    group: int
-    block_ids: list[int]
-    indices: list[int]
-    first: int
-    slots: list[int]
-    generations: list[int]
-
-
-@dataclass(slots=True)
-class LoadJob:
-    """Fill blocks with a peer's slots.
-
-    Attributes:
-        request_id: the request that waits for it.
+        slots: the peer's slots in the place of blocks: consecutive in each group, counted in blocks
+            of the peer.
+        generations: int64 `(m,)`, of each of the m slots.
         arenas: the peer's arenas, one a rank, each in all ways that it can be read.
         timeout: seconds from its arrival until the job is given up.
-        job_id: names the job in the worker's report.
-        runs: blocks to be copied from slots of the same shape.
-        conversions: blocks to be filled from slots of another one.
-        zeros: group and blocks that vLLM has allocated and no token reads.
-        source: what the peer keeps; None without conversions.
+        source: what the peer keeps; None where all its slots hold the bytes of our blocks.
     """
 
-    request_id: str
+    slots: BlockSpans
+    generations: NDArray[np.int64]
     arenas: tuple[tuple[Endpoint, ...], ...]
     timeout: float
-    job_id: int = 0
-    runs: list[CopyRun] = field(default_factory=list)
-    conversions: list[Conversion] = field(default_factory=list)
-    zeros: list[tuple[int, list[int]]] = field(default_factory=list)
     source: CompatibilityKey | None = None
 
-    def block_ids(self) -> Iterator[int]:
-        """Every block that the job writes to."""
-        for run in self.runs:
-            yield from run.block_ids
-        for conversion in self.conversions:
-            yield from conversion.block_ids
-        for _, block_ids in self.zeros:
-            yield from block_ids
 
+class Saver:
+    """Makes the work of save jobs.
 
-class HandoffWork(Protocol):
-    """Work for the workers, as the halves of a hand-off add to it.
-
-    Attributes:
-        saves: started when the step's forward pass has written its KV.
-        loads: started at once.
-        void: slots, and a generation for each, so that who reads them learns that they are void.
+    Args:
+        arena: whose slots are written.
+        copier, layout: of this rank's KV caches.
+        checksum: whether slots carry checksums.
     """
 
-    saves: list[SaveJob]
-    loads: list[LoadJob]
-    void: tuple[list[int], list[int]]
+    def __init__(
+        self, *, arena: Arena, copier: BlockCopier, layout: SlotLayout, checksum: bool
+    ) -> None:
+        self._arena = arena
+        self._copier = copier
+        self._layout = layout
+        self._checksum = checksum
+
+    def work(self, job_id: int, spec: SaveSpec, fence: object) -> Work:
+        """The body of a save; see `Work`. Slots that it did not commit are void when it ends."""
+
+        def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
+            outcome = Outcome(job_id)
+            complete = False
+            try:
+                for group, places in spec.blocks.batches(batch_blocks(self._layout)):
+                    if cancelled() or not (
+                        yield from self._save(spec, group, places, fence, cancelled)
+                    ):
+                        outcome.failure = "cancelled"
+                        break
+                    outcome.blocks += len(places)
+                    outcome.size += len(places) * self._layout.group_bytes[group]
+                else:
+                    complete = True
+            except Exception as error:  # whatever it is, the engine goes on without the hand-off
+                logger.exception("Saving KV blocks failed (job %d)", job_id)
+                outcome.failure = failure_kind(error, "save_failed")
+            finally:
+                if not complete and not self._arena.closed:
+                    # Readers that wait for these slots learn that they will not come with this
+                    # generation. Who still reads a closed arena sees its owner go.
+                    copied = spec.blocks.block_ids != NULL_BLOCK_ID
+                    self._begin_write(spec.slots[copied], spec.generations[copied] + 1)
+            return outcome
+
+        return work
+
+    def void_work(self, slots: list[int], generations: list[int]) -> Work:
+        """Has readers of these slots learn that they do not hold any more what they did."""
+
+        def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
+            self._begin_write(np.array(slots, np.int64), np.array(generations, np.int64))
+            yield True
+            return Outcome(NO_JOB_ID)
+
+        return work
+
+    def _save(
+        self,
+        spec: SaveSpec,
+        group: int,
+        places: NDArray[np.int64],
+        fence: object,
+        cancelled: Callable[[], bool],
+    ) -> Generator[bool, None, bool]:
+        slots, generations = spec.slots[places], spec.generations[places]
+        self._begin_write(slots, generations)
+        yield True
+        checksums = self._copier.save(
+            group,
+            spec.blocks.block_ids[places],
+            self._arena.slots,
+            slots,
+            checksum=self._checksum,
+            fence=fence,
+            cancelled=cancelled,
+        )
+        if checksums is None:
+            return False
+        yield True
+        for place, slot, generation, checksum in zip(
+            places.tolist(), slots.tolist(), generations.tolist(), checksums.tolist(), strict=True
+        ):
+            size = self._layout.group_bytes[group]
+            self._arena.publish(slot, generation, spec.keys[place], size, checksum)
+        yield True
+        return True
+
+    def _begin_write(self, slots: NDArray[np.int64], generations: NDArray[np.int64]) -> None:
+        for slot, generation in zip(slots.tolist(), generations.tolist(), strict=True):
+            self._arena.begin_write(slot, generation)
+
+
+def batch_blocks(layout: SlotLayout) -> list[int]:
+    """For each group the blocks that are copied and committed at once, so that a peer can read the
+    first ones while the last are still being copied."""
+    return [max(1, BATCH_BYTES // max(1, size)) for size in layout.group_bytes]
+
+
+def failure_kind(error: Exception, other: str) -> str:
+    """The metrics' name of what went wrong."""
+    kinds: dict[type[Any], str] = {
+        StaleSlotError: "stale_slot",
+        ChecksumError: "checksum_mismatch",
+        PeerUnreachableError: "peer_unreachable",
+        PeerRefusedError: "peer_refused",
+    }
+    return next((kind for cls, kind in kinds.items() if isinstance(error, cls)), other)

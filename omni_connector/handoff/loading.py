@@ -5,7 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import xxhash
@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 from omni_connector.errors import (
     ChecksumError,
     OmniError,
-    PeerRefusedError,
     PeerUnreachableError,
     SlotPendingError,
     StaleSlotError,
 )
-from omni_connector.handoff.jobs import Conversion, CopyRun, LoadJob
+from omni_connector.handoff.jobs import LoadSpec, batch_blocks, failure_kind
 from omni_connector.kv import BlockCopier, HeadSlice, SlotConverter, SlotLayout, head_sources
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.copy_threads import Outcome, Work
-from omni_connector.kv.shapes import GroupShape, converter
+from omni_connector.kv.shapes import GroupShape, converter, same_bytes
+from omni_connector.kv.spans import NULL_BLOCK_ID, expand
 from omni_connector.transports import Endpoint, RemoteArena
 from omni_connector.transports.choice import Transports
 from omni_connector.transports.peer_arenas import OpenArenas, PeerArenas
@@ -38,23 +38,68 @@ from omni_connector.turns import StartTurns
 
 logger = logging.getLogger("vllm.omni_connector.worker")
 
-BATCH_BYTES: Final = 8 << 20
-"""Bytes of blocks that are copied, published and read in one go."""
-
 _MAX_PLANS: Final = 64
 
-Step = CopyRun | Conversion
+Blocks = NDArray[np.int64]
 
 _Remotes = dict[tuple[Endpoint, ...], RemoteArena]
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How the slots of one group of a peer become ours: from which ranks, which heads."""
+    """How the slots of one group of a peer become ours.
 
-    converter: SlotConverter
+    Attributes:
+        block_size: tokens of one of the peer's blocks.
+        length: bytes of each of its slots.
+        sources: ranks of the peer that are read, and which heads of each.
+        converter: None where the slots hold the bytes of our blocks.
+    """
+
     block_size: int
+    length: int
     sources: tuple[tuple[int, tuple[HeadSlice, ...]], ...]
+    converter: SlotConverter | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """Blocks of one group that are filled at once, and the slots that they are filled with.
+
+    Attributes:
+        group, plan: which group, and how its blocks are filled.
+        block_size: tokens of one of our blocks.
+        block_ids, indices: the blocks, and their logical indices `(n,)`.
+        numbers: logical indices of the slots, in blocks of the peer `(m,)`.
+        slots, generations: the peer's `(m,)`.
+    """
+
+    group: int
+    plan: _Plan
+    block_size: int
+    block_ids: Blocks
+    indices: Blocks
+    numbers: Blocks
+    slots: Blocks
+    generations: Blocks
+
+    def parts(self, size: int) -> Iterator["_Step"]:
+        """The same in steps of so many blocks."""
+        ours, theirs = self.block_size, self.plan.block_size
+        for at in range(0, len(self.block_ids), size):
+            indices = self.indices[at : at + size]
+            tokens = int(indices[0]) * ours, int(indices[-1] + 1) * ours
+            first, end = np.searchsorted(
+                self.numbers, (tokens[0] // theirs, -(-tokens[1] // theirs))
+            ).tolist()
+            yield replace(
+                self,
+                block_ids=self.block_ids[at : at + size],
+                indices=indices,
+                numbers=self.numbers[first:end],
+                slots=self.slots[first:end],
+                generations=self.generations[first:end],
+            )
 
 
 class Loader:
@@ -92,17 +137,16 @@ class Loader:
         self._rank = rank
         self._ranks = ranks
         self._checksum = checksum
-        self._plans: dict[tuple[CompatibilityKey, int], _Plan] = {}
+        self._plans: dict[tuple[CompatibilityKey | None, int], _Plan] = {}
 
-    def work(self, job: LoadJob, fence: object) -> Work:
+    def work(self, job_id: int, job: LoadSpec, fence: object) -> Work:
         """The body of a job; see `Work`. Blocks that it could not fill are zero when it ends."""
         deadline = self._clock() + job.timeout
-        outcome = Outcome(job.job_id)
-        waiting: deque[Step] = deque()
-        zeros = deque(job.zeros)
+        outcome = Outcome(job_id)
+        waiting: deque[_Step] = deque()
         arenas = self._arenas.open()
         remotes: _Remotes = {}
-        ahead: FetchAhead[Step] = FetchAhead(
+        ahead: FetchAhead[_Step] = FetchAhead(
             self._threads,
             str(job.arenas[:1]),
             lambda step: self._fetched(job, step, remotes, deadline),
@@ -111,9 +155,10 @@ class Loader:
 
         def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
             try:
-                waiting.extend(self._steps(job))
-                while zeros:
-                    self._zero(*zeros.popleft(), fence)
+                steps, zeros = self._steps(job)
+                waiting.extend(steps)
+                for group, block_ids in zeros:
+                    self._zero(group, block_ids, fence)
                     yield True
                 while waiting:
                     if cancelled():
@@ -131,10 +176,10 @@ class Loader:
                             yield False
                             continue
                         try:
-                            if isinstance(step, CopyRun):
+                            if step.plan.converter is None:
                                 yield from self._copy(step, slots[0], fence)
                             else:
-                                yield from self._convert(step, job, slots, fence)
+                                yield from self._convert(step, step.plan.converter, slots, fence)
                         finally:
                             for each in slots:
                                 each.release()
@@ -144,7 +189,7 @@ class Loader:
                         # The blocks before the bad one are good: they are loaded one by one.
                         ahead.close()
                         waiting.popleft()
-                        waiting.extendleft(reversed(list(self._parts(job, step, 1))))
+                        waiting.extendleft(reversed(list(step.parts(1))))
                         continue
                     waiting.popleft()
                     outcome.blocks += len(step.block_ids)
@@ -166,7 +211,7 @@ class Loader:
                 arenas.close(failed=outcome.failure not in (None, "cancelled"))
             if outcome.failure is not None:
                 outcome.bad_block_ids = frozenset(
-                    block_id for step in waiting for block_id in step.block_ids
+                    block_id for step in waiting for block_id in step.block_ids.tolist()
                 )
                 self._wipe(waiting, fence)
             return outcome
@@ -178,99 +223,99 @@ class Loader:
         self._threads.close()
         self._arenas.close()
 
-    def _steps(self, job: LoadJob) -> Iterator[Step]:
-        for run, _ in batches(job.runs, self._layout):
-            yield run
-        for conversion in job.conversions:
-            size = max(1, BATCH_BYTES // self._layout.group_bytes[conversion.group])
-            yield from self._parts(job, conversion, size)
-
-    def _parts(self, job: LoadJob, step: Step, size: int) -> Iterator[Step]:
-        """A step in parts of so many blocks."""
-        for at in range(0, len(step.block_ids), size):
-            part = slice(at, at + size)
-            if isinstance(step, CopyRun):
-                yield step.part(part)
-                continue
-            assert job.source is not None
-            ours = self._groups[step.group].block_size
-            theirs = job.source.groups[step.group].block_size
-            indices = step.indices[part]
-            first = max(step.first, indices[0] * ours // theirs)
-            end = -(-(indices[-1] + 1) * ours // theirs)
-            held = slice(first - step.first, max(0, end - step.first))
-            yield replace(
-                step,
-                block_ids=step.block_ids[part],
-                indices=indices,
-                first=first,
-                slots=step.slots[held],
-                generations=step.generations[held],
+    def _steps(self, spec: LoadSpec) -> tuple[list[_Step], list[tuple[int, Blocks]]]:
+        """The steps of a job, and group and blocks of what no slot holds a part of."""
+        sizes = [group.block_size for group in self._groups]
+        plans = [self._plan(spec.source, group) for group in range(len(sizes))]
+        # A chunk is a slot that may hold several blocks, or the slots that one block takes.
+        per_chunk = [
+            max(1, plan.block_size // size) for plan, size in zip(plans, sizes, strict=True)
+        ]
+        per_block = [
+            max(1, size // plan.block_size) for plan, size in zip(plans, sizes, strict=True)
+        ]
+        chunks = [
+            np.arange(index // blocks, -(-(index + size) // blocks) if size else index // blocks)
+            for index, size, blocks in zip(
+                spec.blocks.block_indices, spec.blocks.group_sizes, per_chunk, strict=True
             )
+        ]
+        steps: list[_Step] = []
+        zeros: list[tuple[int, Blocks]] = []
+        start = 0
+        for g, span in enumerate(expand(spec.blocks, per_chunk, chunks)):
+            first, size = spec.slots.block_indices[g], spec.slots.group_sizes[g]
+            own = slice(start, start + size)
+            start += size
+            indices = spec.blocks.block_indices[g] + np.arange(len(span.block_ids))
+            begins = span.chunk_ids * per_block[g]
+            there = span.block_ids != NULL_BLOCK_ID
+            filled = there & (begins + per_block[g] > first) & (begins < first + size)
+            if (unread := span.block_ids[there & ~filled]).size:
+                zeros.append((g, unread))
+            numbers = np.unique(begins[filled, None] + np.arange(per_block[g]))
+            numbers = numbers[(numbers >= first) & (numbers < first + size)]
+            whole = _Step(
+                g,
+                plans[g],
+                self._groups[g].block_size,
+                span.block_ids[filled],
+                indices[filled],
+                numbers,
+                spec.slots.block_ids[own][numbers - first],
+                spec.generations[own][numbers - first],
+            )
+            steps += whole.parts(batch_blocks(self._layout)[g])
+        return steps, zeros
 
-    def _attached(self, job: LoadJob, arenas: OpenArenas, remotes: _Remotes) -> bool:
+    def _attached(self, job: LoadSpec, arenas: OpenArenas, remotes: _Remotes) -> bool:
         """Whether all arenas that a job reads are there; begins to attach those that are not."""
-        steps: list[Step] = [*job.runs, *job.conversions]
-        for step in steps:
-            for endpoints in self._endpoints(job, step):
+        for group, size in enumerate(job.slots.group_sizes):
+            for endpoints in _endpoints(job, self._plan(job.source, group)) if size else ():
                 if endpoints not in remotes and (found := arenas.get(endpoints)) is not None:
                     remotes[endpoints] = found
         return len(remotes) == len(arenas.addresses)
 
     def _slots(
         self,
-        job: LoadJob,
-        step: Step,
-        steps: list[Step],
-        ahead: FetchAhead[Step],
+        job: LoadSpec,
+        step: _Step,
+        steps: list[_Step],
+        ahead: FetchAhead[_Step],
         arenas: OpenArenas,
         remotes: _Remotes,
     ) -> Sequence[Slots] | None:
         """What a step reads, of each rank that it reads; None: not there yet."""
-        sources = [remotes[each] for each in self._endpoints(job, step)]
+        sources = [remotes[each] for each in _endpoints(job, step.plan)]
         if not arenas.mapped:
             return ahead.take(steps)
-        length = self._length(job, step)
+        slots, generations = step.slots.tolist(), step.generations.tolist()
         try:
-            return [MappedSlots(remote, step.slots, step.generations, length) for remote in sources]
+            return [MappedSlots(each, slots, generations, step.plan.length) for each in sources]
         except SlotPendingError as pending:
             if not all(remote.alive for remote in sources):
                 raise PeerUnreachableError("the peer died while copying") from pending
             return None
 
     def _fetched(
-        self, job: LoadJob, step: Step, remotes: _Remotes, deadline: float
+        self, job: LoadSpec, step: _Step, remotes: _Remotes, deadline: float
     ) -> list[FetchedSlots]:
         """The same, fetched; on another thread."""
-        length = self._length(job, step)
+        slots, generations = step.slots.tolist(), step.generations.tolist()
         fetched: list[FetchedSlots] = []
         try:
-            for each in self._endpoints(job, step):
+            for each in _endpoints(job, step.plan):
                 left = deadline - self._clock()
                 fetched.append(
-                    FetchedSlots(remotes[each], step.slots, step.generations, length, timeout=left)
+                    FetchedSlots(remotes[each], slots, generations, step.plan.length, timeout=left)
                 )
         except BaseException:
-            for slots in fetched:
-                slots.release()
+            for each_fetched in fetched:
+                each_fetched.release()
             raise
         return fetched
 
-    def _endpoints(self, job: LoadJob, step: Step) -> list[tuple[Endpoint, ...]]:
-        """Where the ranks are that a step reads."""
-        if isinstance(step, CopyRun):
-            return [job.arenas[self._rank]]
-        assert job.source is not None
-        return [job.arenas[rank] for rank, _ in self._plan(job.source, step.group).sources]
-
-    def _length(self, job: LoadJob, step: Step) -> int:
-        """Bytes of each slot that a step reads."""
-        if isinstance(step, CopyRun):
-            return self._layout.group_bytes[step.group]
-        assert job.source is not None
-        return self._plan(job.source, step.group).converter.source_bytes
-
-    def _plan(self, source: CompatibilityKey, group: int) -> _Plan:
+    def _plan(self, source: CompatibilityKey | None, group: int) -> _Plan:
         plan = self._plans.get((source, group))
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
@@ -278,8 +323,11 @@ class Loader:
             plan = self._plans[source, group] = self._make_plan(source, group)
         return plan
 
-    def _make_plan(self, source: CompatibilityKey, group: int) -> _Plan:
-        theirs, ours = source.groups[group], self._groups[group]
+    def _make_plan(self, source: CompatibilityKey | None, group: int) -> _Plan:
+        ours = self._groups[group]
+        theirs = ours if source is None else source.groups[group]
+        if source is None or (source.ranks == self._ranks and same_bytes(theirs, ours)):
+            return _Plan(ours.block_size, self._layout.group_bytes[group], ((self._rank, ()),))
         by_rank: dict[int, list[HeadSlice]] = {}
         for layer in range(len(ours.pages)):
             parts = head_sources(
@@ -293,93 +341,76 @@ class Loader:
             for rank, heads in parts:
                 nothing = HeadSlice(0, 0, 0)
                 by_rank.setdefault(rank, [nothing] * len(ours.pages))[layer] = heads
+        converts = converter(theirs, ours)
         return _Plan(
-            converter=converter(theirs, ours),
             block_size=theirs.block_size,
+            length=converts.source_bytes,
             sources=tuple((rank, tuple(heads)) for rank, heads in sorted(by_rank.items())),
+            converter=converts,
         )
 
-    def _copy(self, run: CopyRun, slots: Slots, fence: object) -> Generator[bool, None, None]:
+    def _copy(self, step: _Step, slots: Slots, fence: object) -> Generator[bool, None, None]:
         checksums = self._copier.load(
-            run.group,
-            np.asarray(run.block_ids, dtype=np.int64),
+            step.group,
+            step.block_ids,
             slots.rows,
             slots.index,
             checksum=self._checksum or not slots.in_place,
             fence=fence,
         )
         yield True
-        self._compare(run, checksums.tolist(), slots)
+        self._compare(step, checksums.tolist(), slots)
 
     def _convert(
-        self, step: Conversion, job: LoadJob, sources: Sequence[Slots], fence: object
+        self, step: _Step, converter: SlotConverter, sources: Sequence[Slots], fence: object
     ) -> Generator[bool, None, None]:
-        assert job.source is not None
-        plan = self._plan(job.source, step.group)
-        ours, theirs = self._groups[step.group].block_size, plan.block_size
-        size = plan.converter.source_bytes
+        ours, theirs = step.block_size, step.plan.block_size
         made = np.zeros((len(step.block_ids), self._layout.slot_bytes), np.uint8)
-        for (_, heads), slots in zip(plan.sources, sources, strict=True):
+        for (_, heads), slots in zip(step.plan.sources, sources, strict=True):
             checksums = []
-            for number, row_index in enumerate(slots.index.tolist(), start=step.first):
-                content: NDArray[np.uint8] = slots.rows[row_index, :size]
-                for row, index in zip(made, step.indices, strict=True):
-                    if (
-                        index * ours < (number + 1) * theirs
-                        and number * theirs < (index + 1) * ours
-                    ):
-                        # Whole blocks, as between like engines: where keys are kept in tiles,
-                        # the last token cannot be cut off.
-                        plan.converter.copy(
-                            content, number, row, index, heads, end_token=(index + 1) * ours
-                        )
+            for number, row_index in zip(step.numbers.tolist(), slots.index.tolist(), strict=True):
+                content: NDArray[np.uint8] = slots.rows[row_index, : step.plan.length]
+                first, end = np.searchsorted(
+                    step.indices, (number * theirs // ours, -(-(number + 1) * theirs // ours))
+                )
+                for at in range(first, end):
+                    index = int(step.indices[at])
+                    # Whole blocks, as between like engines: where keys are kept in tiles, the last
+                    # token cannot be cut off.
+                    converter.copy(
+                        content, number, made[at], index, heads, end_token=(index + 1) * ours
+                    )
                 checked = self._checksum or not slots.in_place
                 checksums.append(xxhash.xxh3_64_intdigest(content.data) if checked else 0)
             yield True
             self._compare(step, checksums, slots)
         self._copier.load(
             step.group,
-            np.asarray(step.block_ids, dtype=np.int64),
+            step.block_ids,
             made,
             np.arange(len(made), dtype=np.int64),
             checksum=False,
             fence=fence,
         )
 
-    def _compare(self, step: Step, checksums: list[int], slots: Slots) -> None:
+    def _compare(self, step: _Step, checksums: list[int], slots: Slots) -> None:
         for slot, checksum, published in zip(step.slots, checksums, slots.published(), strict=True):
             if checksum != published and (self._checksum or not slots.in_place):
                 raise ChecksumError(
                     f"slot {slot}: checksum {checksum:#x}, published {published:#x}"
                 )
 
-    def _wipe(self, steps: deque[Step], fence: object) -> None:
+    def _wipe(self, steps: deque[_Step], fence: object) -> None:
         try:
             for step in steps:
                 self._zero(step.group, step.block_ids, fence)
         except Exception:  # the request is reported as failed in any case, and must be
             logger.exception("Blocks of a failed load could not be zeroed")
 
-    def _zero(self, group: int, block_ids: list[int], fence: object) -> None:
-        self._copier.zero(group, np.asarray(block_ids, dtype=np.int64), fence=fence)
+    def _zero(self, group: int, block_ids: Blocks, fence: object) -> None:
+        self._copier.zero(group, block_ids, fence=fence)
 
 
-def batches(runs: list[CopyRun], layout: SlotLayout) -> Iterator[tuple[CopyRun, int]]:
-    """Parts of runs that are published one by one, so that a peer can read the first while the
-    last is still being copied; with each the bytes of one of its blocks."""
-    for run in runs:
-        size = layout.group_bytes[run.group]
-        step = max(1, BATCH_BYTES // size)
-        for first in range(0, len(run.block_ids), step):
-            yield run.part(slice(first, first + step)), size
-
-
-def failure_kind(error: Exception, other: str) -> str:
-    """The metrics' name of what went wrong."""
-    kinds: dict[type[Any], str] = {
-        StaleSlotError: "stale_slot",
-        ChecksumError: "checksum_mismatch",
-        PeerUnreachableError: "peer_unreachable",
-        PeerRefusedError: "peer_refused",
-    }
-    return next((kind for cls, kind in kinds.items() if isinstance(error, cls)), other)
+def _endpoints(job: LoadSpec, plan: _Plan) -> list[tuple[Endpoint, ...]]:
+    """Where the ranks are that a plan reads."""
+    return [job.arenas[rank] for rank, _ in plan.sources]

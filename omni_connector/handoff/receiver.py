@@ -13,15 +13,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from omni_connector.errors import IncompatiblePeerError, PeerUnreachableError, ProtocolError
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.client import ClaimDeniedError, Grant, PendingClaim
-from omni_connector.handoff.jobs import Conversion, CopyRun, HandoffWork, LoadJob
+from omni_connector.handoff.jobs import LoadSpec
 from omni_connector.handoff.params import RemotePrefill
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.compatibility import CompatibilityKey
-from omni_connector.kv.ledger import CANCELLED, NULL_BLOCK_ID, CopyLedger
+from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork
 from omni_connector.kv.shapes import GroupShape, same_bytes
+from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.stats import Stats
 
 if TYPE_CHECKING:
@@ -108,7 +111,7 @@ class HandoffReceiver:
         self._clock = clock
         self._stats = stats
         self._loads: dict[str, _Load] = {}
-        self._queued: list[LoadJob] = []
+        self._queued: dict[int, LoadSpec] = {}
         self._failed: list[Request] = []
         self._void: list[Request] = []
         self._idle = 0.0
@@ -247,60 +250,52 @@ class HandoffReceiver:
             return
         grant = load.grant
         assert grant is not None, "tokens are matched only with a grant"
-        job = self._job(request.request_id, grant, blocks.get_block_ids(), num_external)
-        load.job_id = job.job_id = self._ledger.start(
-            job.block_ids(), lambda failure: self._job_ended(load, num_external, failure)
+        spec = self._spec(request.request_id, grant, blocks.get_block_ids(), num_external)
+        load.job_id = self._ledger.start(
+            spec.blocks, lambda failure: self._job_ended(load, num_external, failure)
         )
-        self._queued.append(job)
+        self._queued[load.job_id] = spec
 
-    def _job(
+    def _spec(
         self, request_id: str, grant: Grant, tables: Sequence[Sequence[int]], num_external: int
-    ) -> LoadJob:
+    ) -> LoadSpec:
         peer = grant.welcome.fingerprint
         end = grant.granted.num_tokens
-        job = LoadJob(
-            request_id=request_id,
-            arenas=grant.welcome.arenas,
-            timeout=min(self._timeout, grant.expires - self._clock()),
-        )
+        blocks: list[tuple[int, Sequence[int]]] = []
+        slots: list[tuple[int, Sequence[int]]] = []
+        generations: list[int] = []
+        source = None
         for g, (theirs, ours) in enumerate(zip(peer.groups, self._fingerprint.groups, strict=True)):
             table = tables[self._group_ids[g]]
-            first, refs = grant.granted.firsts[g], grant.granted.groups[g]
-            indices = [
-                i for i in _written(ours, end - num_external, end) if table[i] != NULL_BLOCK_ID
-            ]
-            if not set(indices).issuperset(_read(ours, end - num_external, end)):
+            written = _written(ours, end - num_external, end)
+            read = _read(ours, end - num_external, end)
+            block_ids = table[written.start : written.stop]
+            if len(block_ids) < len(written) or NULL_BLOCK_ID in table[read.start : read.stop]:
                 raise RuntimeError(f"request {request_id}: vLLM allocated no block of group {g}")
-            if peer.ranks == self._fingerprint.ranks and same_bytes(theirs, ours):
-                if ours.keeps == "last":  # by whatever block size each side counts
-                    first = indices[0]
-                held = [i for i in indices if i >= first]
-                if len(held) < len(indices):
-                    job.zeros.append((g, [table[i] for i in indices if i < first]))
-                job.runs.append(
-                    CopyRun(
-                        group=g,
-                        block_ids=[table[i] for i in held],
-                        slots=[refs[i - first][0] for i in held],
-                        generations=[refs[i - first][1] for i in held],
-                        keys=[],
-                    )
-                )
-            elif indices:
-                job.source = peer
-                job.conversions.append(
-                    Conversion(
-                        group=g,
-                        block_ids=[table[i] for i in indices],
-                        indices=indices,
-                        first=first,
-                        slots=[slot for slot, _ in refs],
-                        generations=[generation for _, generation in refs],
-                    )
-                )
-        return job
+            lead = next((i for i, each in enumerate(block_ids) if each != NULL_BLOCK_ID), 0)
+            index = written.start + lead
+            first, refs = grant.granted.firsts[g], grant.granted.groups[g]
+            if peer.ranks != self._fingerprint.ranks or not same_bytes(theirs, ours):
+                source = peer
+            if ours.keeps == "last":  # by whatever block size each side counts
+                first = index
+            else:
+                skipped = max(0, index * ours.block_size // theirs.block_size - first)
+                first, refs = first + skipped, refs[skipped:]
+            blocks.append((index, block_ids[lead:]))
+            slots.append((first, [slot for slot, _ in refs]))
+            generations += [generation for _, generation in refs]
+        return LoadSpec(
+            request_id=request_id,
+            blocks=BlockSpans.of(blocks),
+            slots=BlockSpans.of(slots),
+            generations=np.array(generations, np.int64),
+            arenas=grant.welcome.arenas,
+            timeout=min(self._timeout, grant.expires - self._clock()),
+            source=source,
+        )
 
-    def build(self, meta: HandoffWork, *, computes: bool) -> None:
+    def build(self, meta: CopyWork, *, computes: bool) -> None:
         """Add this step's loads to `meta`.
 
         Args:
@@ -308,9 +303,8 @@ class HandoffReceiver:
         """
         if computes:
             self._idle, self._idle_since = self._idle_time(), None
-        if self._queued:
-            meta.loads.extend(self._queued)
-            self._queued.clear()
+        meta.loads |= self._queued
+        self._queued.clear()
 
     def step_ended(self) -> None:
         """The engine has ended a step, and computes nothing until the next."""

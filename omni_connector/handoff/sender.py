@@ -7,27 +7,30 @@ the step that ends the prompt. `CopyLedger` keeps the blocks of a copy as they a
 to the request, so that no copy is made twice.
 """
 
-import itertools
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from omni_connector.errors import ArenaFullError
 from omni_connector.handoff.directory import Handoff, SlotDirectory
-from omni_connector.handoff.jobs import CopyRun, HandoffWork, SaveJob
+from omni_connector.handoff.jobs import SaveSpec
 from omni_connector.handoff.params import handoff_answer, no_handoff_answer
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.slot_index import SlotKey
 from omni_connector.kv.compatibility import CompatibilityKey
-from omni_connector.kv.ledger import CANCELLED, Block, CopyLedger
+from omni_connector.kv.ledger import CANCELLED, Block, CopyLedger, CopyWork
 from omni_connector.kv.shapes import GroupShape
+from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.net.peers import HostPort
 from omni_connector.stats import Stats
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -150,7 +153,7 @@ class HandoffSender:
 
     def build(
         self,
-        meta: HandoffWork,
+        meta: CopyWork,
         scheduler_output: "SchedulerOutput",
         blocks_of: "Callable[[str], KVCacheBlocks]",
     ) -> None:
@@ -163,8 +166,8 @@ class HandoffSender:
             if send is None or send.handoff is None or send.refusal is not None:
                 continue
             ready = self._filled_blocks(send, send.request.num_computed_tokens + tokens)
-            if ready and (job := self._job(send, send.handoff, ready, blocks_of(request_id))):
-                meta.saves.append(job)
+            if ready:
+                meta.saves |= self._start(send, send.handoff, ready, blocks_of(request_id))
 
     def _filled_blocks(self, send: _Send, computed: int) -> list[Block]:
         """Blocks that this step fills, and are not being copied yet."""
@@ -179,39 +182,29 @@ class HandoffSender:
             send.copied[g] = max(send.copied[g], end)
         return filled
 
-    def _job(
+    def _start(
         self, send: _Send, handoff: Handoff, filled: list[Block], blocks: "KVCacheBlocks"
-    ) -> SaveJob | None:
+    ) -> dict[int, SaveSpec]:
+        """Start the job that copies these blocks, if one has to."""
         chosen = self._directory.copying(handoff, filled)
         if chosen is None:  # its peer has released it, or it has expired, or it is void
             self._abandon(send)
-            return None
+            return {}
         tables = [blocks.blocks[group_id] for group_id in self._group_ids]
         if any(i >= len(tables[g]) or tables[g][i].is_null for g, i in filled):
             self._directory.unfilled(handoff, chosen)
             self._refuse(send, "not_computed", "vLLM has freed blocks that the next token reads")
             self._abandon(send)
-            return None
+            return {}
         if not chosen:  # another hand-off has, or had, all of them copied
-            return None
-        runs = []
-        for g, members in itertools.groupby(chosen, key=lambda block: block[0]):
-            indices = [i for _, i in members]
-            runs.append(
-                CopyRun(
-                    group=g,
-                    block_ids=[tables[g][i].block_id for i in indices],
-                    slots=[handoff.slot((g, i)) for i in indices],
-                    generations=[handoff.generation((g, i)) for i in indices],
-                    keys=[(send.keys[g][i - send.firsts[g]] or b"")[:32] for i in indices],
-                )
-            )
+            return {}
+        spec = _spec(send, handoff, chosen, tables)
         job_id = self._ledger.start(
-            itertools.chain(*(run.block_ids for run in runs)),
+            spec.blocks,
             lambda failure: self._job_ended(send, handoff, job_id, chosen, failure),
         )
         send.jobs[job_id] = chosen
-        return SaveJob(job_id, runs)
+        return {job_id: spec}
 
     def _job_ended(
         self, send: _Send, handoff: Handoff, job_id: int, blocks: list[Block], failure: str | None
@@ -285,6 +278,36 @@ class HandoffSender:
             tp_size=self._ranks,
             address=self._address,
         )
+
+
+def _spec(
+    send: _Send,
+    handoff: Handoff,
+    chosen: list[Block],
+    tables: "list[Sequence[KVCacheBlock]]",
+) -> SaveSpec:
+    """The copies of these blocks. Those between them that are not copied become null blocks."""
+    indices_of: dict[int, list[int]] = {}
+    for g, i in chosen:
+        indices_of.setdefault(g, []).append(i)
+    groups: list[tuple[int, list[int]]] = [(first, []) for first in send.firsts]
+    slots, generations, keys = [], [], []
+    for g, indices in indices_of.items():
+        first, end = indices[0], indices[-1] + 1
+        block_ids = [block.block_id for block in tables[g][first:end]]
+        for i in set(range(first, end)).difference(indices):
+            block_ids[i - first] = NULL_BLOCK_ID
+        groups[g] = first, block_ids
+        held = slice(first - send.firsts[g], end - send.firsts[g])
+        slots.append(handoff.slots[g][held])
+        generations.append(handoff.generations[g][held])
+        keys += [(key or b"")[:32] for key in send.keys[g][held]]
+    return SaveSpec(
+        blocks=BlockSpans.of(groups),
+        slots=np.concatenate(slots),
+        generations=np.concatenate(generations),
+        keys=keys,
+    )
 
 
 def _keys(shape: GroupShape, prompt: Prompt) -> list[SlotKey | None]:

@@ -18,15 +18,14 @@ if TYPE_CHECKING:
         canonicalize_cross_layers,
     )
     from omni_connector.kv.convert import SlotConverter
-    from omni_connector.kv.copier import BlockCopier
-    from omni_connector.kv.copying import CpuCopier, make_copier
+    from omni_connector.kv.copying import BlockCopier, CpuCopier, make_copier
     from omni_connector.kv.heads import HeadSlice, head_sources
     from omni_connector.kv.slots import SlotLayout
     from omni_connector.kv.spans import BlockSpans, GroupSpan, expand
     from omni_connector.kv.staging import StagedCopier
 
 _HOMES = {
-    "BlockCopier": "copier",
+    "BlockCopier": "copying",
     "BlockSpans": "spans",
     "CanonicalKVCacheRef": "canonical",
     "CanonicalKVCacheTensor": "canonical",

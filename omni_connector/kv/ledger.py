@@ -13,13 +13,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
+
+from omni_connector.kv.spans import BlockSpans, TransferSpec
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
-
-NULL_BLOCK_ID: Final = 0
-"""The block that vLLM puts in a table where there is none: never read, never written."""
 
 Block = tuple[int, int]
 """(position of the group among the transferred ones, logical index in the request)."""
@@ -29,6 +28,18 @@ CANCELLED: Final = "cancelled"
 
 End = Callable[[str | None], None]
 """Called once with the kind of failure, `CANCELLED`, or None when all ranks have copied."""
+
+
+class CopyWork(Protocol):
+    """The jobs that a step starts, by number, as the halves of the products add to it.
+
+    Attributes:
+        saves: started when the step's forward pass has written its KV.
+        loads: started at once.
+    """
+
+    saves: dict[int, TransferSpec]
+    loads: dict[int, TransferSpec]
 
 
 @dataclass(slots=True, eq=False)
@@ -61,18 +72,18 @@ class CopyLedger:
         """Whether a job is under way, whose blocks come free without any request's doing."""
         return bool(self._jobs)
 
-    def start(self, block_ids: Iterable[int], end: End, *, soon: float = math.inf) -> int:
+    def start(self, blocks: BlockSpans, end: End, *, soon: float = math.inf) -> int:
         """A job that the workers are told of with this step; its number.
 
         Args:
-            block_ids: what it copies, to or from; none of them vLLM's null block.
+            blocks: what it copies, to or from.
             end: see `End`.
             soon: seconds in which it is expected to end, whatever the network does.
         """
         job_id = next(self._ids)
-        blocks = list(block_ids)
-        self._pool.touch([self._pool.blocks[each] for each in blocks])
-        self._jobs[job_id] = _Job(blocks, self._ranks, end, self._clock() + soon)
+        block_ids = blocks.held
+        self._pool.touch([self._pool.blocks[each] for each in block_ids])
+        self._jobs[job_id] = _Job(block_ids, self._ranks, end, self._clock() + soon)
         return job_id
 
     def revoke(self, job_ids: Iterable[int]) -> None:
@@ -95,7 +106,7 @@ class CopyLedger:
             if job.ranks_left <= 0:
                 del self._jobs[job_id]
                 self._revoked.discard(job_id)
-                # Of a prefix its end is evicted first.
+                # In this order, so that vLLM evicts the end of a prefix before its beginning.
                 self._pool.free_blocks([self._pool.blocks[i] for i in reversed(job.block_ids)])
                 job.end(job.failure)
 

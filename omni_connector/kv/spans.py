@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transfer's blocks, over several groups, beside the chunks of blocks on its far side."""
+"""What a job copies: blocks of several groups, beside the chunks of blocks on its far side."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+NULL_BLOCK_ID: Final = 0
+"""The block that vLLM puts in a table where there is none: never read, never written."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +54,54 @@ class BlockSpans:
         kept = found.astype(np.int64)
         kept.setflags(write=False)
         object.__setattr__(self, "block_ids", kept)
+
+    @classmethod
+    def of(cls, groups: Sequence[tuple[int, Sequence[int]]]) -> Self:
+        """Spans of so many groups: the index of the first block, and the block ids, of each.
+
+        They agree by being made so, and nothing is checked.
+        """
+        spans = cls.__new__(cls)
+        ids = [block_id for _, block_ids in groups for block_id in block_ids]
+        sizes = tuple(len(block_ids) for _, block_ids in groups)
+        object.__setattr__(spans, "block_ids", np.array(ids, np.int64))
+        object.__setattr__(spans, "group_sizes", sizes)
+        object.__setattr__(spans, "block_indices", tuple(index for index, _ in groups))
+        return spans
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks of all groups, without the null blocks."""
+        held: list[int] = self.block_ids[self.block_ids != NULL_BLOCK_ID].tolist()
+        return held
+
+    def batches(self, limits: Sequence[int]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Yield blocks that are copied at once: their group, and their places in `block_ids`.
+
+        Null blocks, which stand for blocks that are not copied, are left out.
+
+        Args:
+            limits: for each group the most blocks of a batch.
+        """
+        start = 0
+        for group, size in enumerate(self.group_sizes):
+            places = start + np.flatnonzero(self.block_ids[start : start + size] != NULL_BLOCK_ID)
+            start += size
+            for first in range(0, len(places), limits[group]):
+                yield group, places[first : first + limits[group]]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class TransferSpec:
+    """What a job copies. Each kind of job adds where to, or where from.
+
+    Attributes:
+        blocks: the KV blocks; a null block stands for one that is not copied.
+        request_id: the request that waits for it; empty where none does.
+    """
+
+    blocks: BlockSpans
+    request_id: str = ""
 
 
 class GroupSpan(NamedTuple):

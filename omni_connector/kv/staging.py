@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.kv.canonical import CanonicalKVCaches
-from omni_connector.kv.copier import BlockCopier, stretches
+from omni_connector.kv.copying import BlockCopier, stretches
 from omni_connector.kv.runs import Run, padding_of, reserved_of, runs_of
 from omni_connector.kv.slots import SlotLayout
 
@@ -225,44 +225,28 @@ class StagedCopier(BlockCopier):
             address = slots.ctypes.data
             self._pinned.append((address, address + slots.nbytes))
 
-    def save(
+    def _copy(
         self,
         group: int,
         block_ids: NDArray[np.int64],
-        slots: NDArray[np.uint8],
         slot_ids: NDArray[np.int64],
-        *,
+        slots: NDArray[np.uint8],
         checksum: bool,
-        fence: object = None,
-        cancelled: Callable[[], bool] | None = None,
+        fence: object,
+        cancelled: Callable[[], bool] | None,
+        saving: bool,
     ) -> NDArray[np.uint64] | None:
-        blocks, targets = self._checked(group, block_ids, slots, slot_ids, saving=True)
-        call = self._call(group, slots, len(blocks), checksum)
-        done = self._pump(call, blocks, targets, fence, cancelled, self._out, self._land)
+        call = self._call(group, slots, len(block_ids), checksum)
+        start, end = (self._out, self._land) if saving else (self._in, self._landed)
+        done = self._pump(call, block_ids, slot_ids, fence, cancelled, start, end)
         return call.sums if done else None
 
-    def load(
-        self,
-        group: int,
-        block_ids: NDArray[np.int64],
-        slots: NDArray[np.uint8],
-        slot_ids: NDArray[np.int64],
-        *,
-        checksum: bool,
-        fence: object = None,
-    ) -> NDArray[np.uint64]:
-        blocks, sources = self._checked(group, block_ids, slots, slot_ids, saving=False)
-        call = self._call(group, slots, len(blocks), checksum)
-        self._pump(call, blocks, sources, fence, None, self._in, self._landed)
-        return call.sums
-
-    def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
-        ids = self._checked_blocks(group, block_ids, unique=False)
+    def _zero(self, group: int, block_ids: NDArray[np.int64], fence: object) -> None:
         with self._lock, self._lane.active():
             if fence is not None:
                 self._lane.wait(fence)
             try:
-                self._groups[group].zero(self._to_device(ids))
+                self._groups[group].zero(self._to_device(block_ids))
             finally:
                 self._lane.finish(None)
 

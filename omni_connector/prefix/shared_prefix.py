@@ -9,16 +9,16 @@ its queue before vLLM hears that the load is over.
 Blocks are copied when they have filled, and held until the copy has ended (see `CopyLedger`).
 """
 
-import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from omni_connector.kv.ledger import CANCELLED, NULL_BLOCK_ID, CopyLedger
+from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.prefix.jobs import PrefixWork, StoreLoad, StoreRun, StoreSave
+from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
+from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.prefix.lookups import BlockName, Lookup, Recently, StoreLookups
 from omni_connector.prefix.shared_blocks import CORRUPT
 from omni_connector.stats import Stats
@@ -111,7 +111,7 @@ class SharedPrefix:
         self._stats = stats
         self._prompts: dict[str, _Prompt] = {}
         self._num_held = 0
-        self._queued: list[StoreLoad] = []
+        self._queued: dict[int, StoreLoadSpec] = {}
         self._failed: list[Request] = []
         self._sent = Recently(_RECENT_S, clock)
 
@@ -217,34 +217,39 @@ class SharedPrefix:
         lookup = prompt.lookup
         assert lookup is not None, "tokens are matched only by a lookup"
         assert local is not None
-        self._queued.append(self._load(prompt, lookup, tables(), local, local + num_external))
+        self._load(prompt, lookup, tables(), local, local + num_external)
 
     def _load(
         self, prompt: _Prompt, lookup: Lookup, tables: BlockTables, start: int, end: int
-    ) -> StoreLoad:
+    ) -> None:
         request_id = prompt.request.request_id
         names: list[BlockName] = []
-        runs: list[StoreRun] = []
-        zeros: list[tuple[int, list[int]]] = []
+        groups: list[tuple[int, list[int]]] = []
+        hashes: list[bytes] = []
         for g, shape in enumerate(self._groups):
             table, read = tables[self._group_ids[g]], _read(shape, start, end)
-            if any(table[i] == NULL_BLOCK_ID for i in read):
+            if len(table) < read.stop or NULL_BLOCK_ID in table[read.start : read.stop]:
                 raise RuntimeError(f"request {request_id}: vLLM allocated no block of group {g}")
-            names += [(g, lookup.hashes[g][i]) for i in read]
-            runs.append(StoreRun(g, [table[i] for i in read], [lookup.hashes[g][i] for i in read]))
-            unread = range(start // shape.block_size, read.start)
-            if ids := [table[i] for i in unread if table[i] != NULL_BLOCK_ID]:
-                zeros.append((g, ids))
-        written = [*(run.block_ids for run in runs), *(ids for _, ids in zeros)]
-        prompt.job_id = self._ledger.start(
-            itertools.chain(*written),
-            lambda failure: self._loaded(prompt, end - start, names, failure),
+            first = start // shape.block_size
+            groups.append((first, table[first : read.stop]))
+            wanted = lookup.hashes[g][read.start : read.stop]
+            hashes += [b""] * (read.stop - first - len(wanted)) + wanted
+            names += [(g, each) for each in wanted]
+        spec = StoreLoadSpec(
+            request_id=request_id,
+            blocks=BlockSpans.of(groups),
+            prefix=lookup.prefix,
+            hashes=hashes,
+            timeout=self._load_timeout,
         )
-        return StoreLoad(prompt.job_id, request_id, lookup.prefix, self._load_timeout, runs, zeros)
+        prompt.job_id = self._ledger.start(
+            spec.blocks, lambda failure: self._loaded(prompt, end - start, names, failure)
+        )
+        self._queued[prompt.job_id] = spec
 
     def build(
         self,
-        meta: PrefixWork,
+        meta: CopyWork,
         scheduled: Mapping[str, int],
         tables_of: Callable[[str], BlockTables],
     ) -> None:
@@ -254,63 +259,69 @@ class SharedPrefix:
             scheduled: tokens that this step computes, by request.
             tables_of: says which blocks a request has.
         """
-        meta.store_loads.extend(self._queued)
+        meta.loads |= self._queued
         self._queued.clear()
         for request_id, tokens in scheduled.items():
             prompt = self._prompts.get(request_id)
             if prompt is None:
                 continue
             computed = prompt.request.num_computed_tokens + tokens
-            if job := self._save(prompt, computed, tables_of):
-                meta.store_saves.append(job)
+            self._save(meta, prompt, computed, tables_of)
 
     def _save(
-        self, prompt: _Prompt, computed: int, tables_of: Callable[[str], BlockTables]
-    ) -> StoreSave | None:
-        runs = []
+        self,
+        meta: CopyWork,
+        prompt: _Prompt,
+        computed: int,
+        tables_of: Callable[[str], BlockTables],
+    ) -> None:
+        groups: list[tuple[int, list[int]]] = []
+        hashes: list[bytes] = []
+        number = 0
         tables = None
         for g, shape in enumerate(self._groups):
             first, end = prompt.sent[g], computed // shape.block_size
-            if end <= first:
-                continue
-            hashes = self._hashes(prompt, g, first, end)
-            if not hashes:
-                continue
-            prompt.sent[g] = first + len(hashes)
-            if tables is None:
-                tables = tables_of(prompt.request.request_id)
-            run = self._run(prompt, g, first, hashes, tables[self._group_ids[g]])
-            if run.block_ids:
-                runs.append(run)
-        if not runs:
-            return None
-        block_ids = [block_id for run in runs for block_id in run.block_ids]
-        self._num_held += len(block_ids)
-        job_id = self._ledger.start(
-            block_ids, lambda failure: self._let_go(len(block_ids)), soon=_COPY_S
+            filled = self._hashes(prompt, g, first, end) if end > first else []
+            block_ids: list[int] = []
+            if filled:
+                prompt.sent[g] = first + len(filled)
+                if tables is None:
+                    tables = tables_of(prompt.request.request_id)
+                table = tables[self._group_ids[g]]
+                block_ids, stored = self._stored(prompt, g, first, filled, table)
+                number += stored
+            groups.append((first, block_ids))
+            hashes += filled
+        if not number:
+            return
+        self._num_held += number
+        spec = StoreSaveSpec(
+            blocks=BlockSpans.of(groups), prefix=self._keys_of(prompt), hashes=hashes
         )
-        return StoreSave(job_id, self._keys_of(prompt), runs)
+        job_id = self._ledger.start(spec.blocks, lambda failure: self._let_go(number), soon=_COPY_S)
+        meta.saves[job_id] = spec
 
-    def _run(
+    def _stored(
         self, prompt: _Prompt, group: int, first: int, hashes: list[bytes], table: list[int]
-    ) -> StoreRun:
-        """The blocks among these that are to be stored."""
+    ) -> tuple[list[int], int]:
+        """Blocks with null blocks for those that are not to be stored; how many are."""
         lookup = prompt.lookup
         held = lookup.held[group].blocks if lookup is not None and lookup.held else []
-        run = StoreRun(group, [], [])
+        block_ids = []
+        stored = 0
         for i, block_hash in enumerate(hashes, first):
             name = (group, block_hash)
-            if (i < len(held) and held[i]) or table[i] == NULL_BLOCK_ID:
-                continue
-            if name in self._sent:
-                continue
-            if self._num_held + len(run.block_ids) >= self._max_held:
+            block_id = table[i]
+            if (i < len(held) and held[i]) or name in self._sent:
+                block_id = NULL_BLOCK_ID
+            if block_id != NULL_BLOCK_ID and self._num_held + stored >= self._max_held:
                 self._stats.count("blocks_dropped")
-                continue
-            self._sent.add([name])
-            run.block_ids.append(table[i])
-            run.hashes.append(block_hash)
-        return run
+                block_id = NULL_BLOCK_ID
+            if block_id != NULL_BLOCK_ID:
+                self._sent.add([name])
+                stored += 1
+            block_ids.append(block_id)
+        return block_ids, stored
 
     def _let_go(self, num_blocks: int) -> None:
         self._num_held -= num_blocks

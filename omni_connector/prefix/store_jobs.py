@@ -9,7 +9,7 @@ and copies on another. So a store that is slow holds up neither the engine nor a
 import logging
 import queue
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,7 +21,7 @@ from omni_connector.kv import BlockCopier, SlotLayout
 from omni_connector.kv.copy_threads import CLOSE_S, CopyThread, Outcome, Work
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.block_store import BlockStore
-from omni_connector.prefix.jobs import StoreLoad, StoreRun, StoreSave
+from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.prefix.shared_blocks import (
     CORRUPT,
     TRAILER_BYTES,
@@ -95,6 +95,7 @@ class StoreJobs:
         self._rank = rank
         row_bytes = max(self._sizes) + TRAILER_BYTES
         self._rows = max(1, min(_MAX_ROWS, _TRAY_BYTES // row_bytes))
+        self._limits = [self._rows] * len(self._sizes)
         self._outgoing = store.buffer(_TRAYS * self._rows, row_bytes)
         self._incoming = store.buffer(self._rows, row_bytes)
         self._trays: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -125,11 +126,13 @@ class StoreJobs:
         self._sender.join(CLOSE_S)
         self._store.close()
 
-    def save_work(self, job: StoreSave, fence: object) -> Work:
+    def save_work(self, job_id: int, job: StoreSaveSpec, fence: object) -> Work:
         """The body of a save; see `Work`. It fails at nothing: what is not stored is counted."""
-        outcome = Outcome(job.job_id)
+        outcome = Outcome(job_id)
         waiting = deque(
-            self._batches([r for r in job.runs if self._holders[r.group] == self._rank])
+            _Batch(job, group, places)
+            for group, places in job.blocks.batches(self._limits)
+            if self._holders[group] == self._rank
         )
 
         def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
@@ -146,27 +149,27 @@ class StoreJobs:
                             continue
                         break
                     give_up_at = None
-                    self._pack(tray, job.prefix, waiting[0], fence, cancelled)
+                    self._pack(tray, waiting[0], fence, cancelled)
                     waiting.popleft()
                     yield True
             except Exception:  # whatever it is, the engine goes on without
                 logger.exception("Copying KV blocks for the shared store failed")
                 self._events.append(("store_save_failed", 1))
             if waiting:
-                self._events.append(("blocks_dropped", sum(len(r.block_ids) for r in waiting)))
+                self._events.append(("blocks_dropped", sum(len(batch.places) for batch in waiting)))
             return outcome
 
         return work
 
     def _pack(
-        self, tray: int, prefix: str, run: StoreRun, fence: object, cancelled: Callable[[], bool]
+        self, tray: int, batch: "_Batch", fence: object, cancelled: Callable[[], bool]
     ) -> None:
-        rows = self._outgoing[tray * self._rows :][: len(run.block_ids)]
+        rows = self._outgoing[tray * self._rows :][: len(batch.places)]
         parcel = None
         try:
             checksums = self._copier.save(
-                run.group,
-                np.asarray(run.block_ids, dtype=np.int64),
+                batch.group,
+                batch.block_ids,
                 rows,
                 np.arange(len(rows), dtype=np.int64),
                 checksum=True,
@@ -174,8 +177,8 @@ class StoreJobs:
                 cancelled=cancelled,
             )
             if checksums is not None:
-                keys = [block_key(prefix, run.group, self._rank, each) for each in run.hashes]
-                size = self._sizes[run.group]
+                keys = batch.keys(self._rank)
+                size = self._sizes[batch.group]
                 lengths = [
                     seal(row, size, checksum, key)
                     for row, checksum, key in zip(rows, checksums.tolist(), keys, strict=True)
@@ -206,17 +209,22 @@ class StoreJobs:
             self._trays.put(parcel.tray)
         return 0.0
 
-    def load_work(self, job: StoreLoad, fence: object) -> Work:
+    def load_work(self, job_id: int, job: StoreLoadSpec, fence: object) -> Work:
         """The body of a load; see `Work`. Blocks that it could not fill are zero when it ends."""
         deadline = self._clock() + job.timeout
-        waiting = deque(self._batches(job.runs))
+        read = np.array([bool(each) for each in job.hashes], bool)
+        batches = list(job.blocks.batches(self._limits))
+        waiting = deque(
+            _Batch(job, g, places[read[places]]) for g, places in batches if read[places].any()
+        )
 
         def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
-            outcome = Outcome(job.job_id)
+            outcome = Outcome(job_id)
             try:
-                for group, block_ids in job.zeros:
-                    self._zero(group, block_ids, fence)
-                    yield True
+                for group, places in batches:
+                    if not read[places].all():
+                        self._zero(_Batch(job, group, places[~read[places]]), fence)
+                        yield True
                 while waiting:
                     if cancelled():
                         outcome.failure = "cancelled"
@@ -224,8 +232,8 @@ class StoreJobs:
                     left = deadline - self._clock()
                     if left <= 0:
                         raise _LateError(f"not all was there within {job.timeout:g} s")
-                    yield from self._unpack(job.prefix, waiting[0], min(left, _GET_S), fence)
-                    outcome.blocks += len(waiting.popleft().block_ids)
+                    yield from self._unpack(waiting[0], min(left, _GET_S), fence)
+                    outcome.blocks += len(waiting.popleft().places)
                     yield True
             except Exception as error:  # whatever it is, the request must not wait for ever
                 outcome.failure = _failure_kind(error)
@@ -245,18 +253,17 @@ class StoreJobs:
         return work
 
     def _unpack(
-        self, prefix: str, run: StoreRun, timeout: float, fence: object
+        self, batch: "_Batch", timeout: float, fence: object
     ) -> Generator[bool, None, None]:
-        size, rows = self._sizes[run.group], self._incoming[: len(run.block_ids)]
-        rank = self._holders[run.group]
-        keys = [block_key(prefix, run.group, rank, each) for each in run.hashes]
+        size, rows = self._sizes[batch.group], self._incoming[: len(batch.places)]
+        keys = batch.keys(self._holders[batch.group])
         there = self._store.get(keys, rows, [size + TRAILER_BYTES] * len(keys), timeout=timeout)
         if not all(there):
             raise _GoneError(f"{len(there) - sum(there)} of {len(there)} blocks did not come")
         yield True
         checksums = self._copier.load(
-            run.group,
-            np.asarray(run.block_ids, dtype=np.int64),
+            batch.group,
+            batch.block_ids,
             rows,
             np.arange(len(rows), dtype=np.int64),
             checksum=True,
@@ -265,21 +272,33 @@ class StoreJobs:
         for row, checksum, key in zip(rows, checksums.tolist(), keys, strict=True):
             verify(row, size, checksum, key)
 
-    def _batches(self, runs: list[StoreRun]) -> Iterator[StoreRun]:
-        for run in runs:
-            for at in range(0, len(run.block_ids), self._rows):
-                part = slice(at, at + self._rows)
-                yield StoreRun(run.group, run.block_ids[part], run.hashes[part])
-
-    def _wipe(self, runs: deque[StoreRun], fence: object) -> None:
+    def _wipe(self, batches: "deque[_Batch]", fence: object) -> None:
         try:
-            for run in runs:
-                self._zero(run.group, run.block_ids, fence)
+            for batch in batches:
+                self._zero(batch, fence)
         except Exception:  # the request is reported as failed in any case, and must be
             logger.exception("Blocks of a failed load could not be zeroed")
 
-    def _zero(self, group: int, block_ids: list[int], fence: object) -> None:
-        self._copier.zero(group, np.asarray(block_ids, dtype=np.int64), fence=fence)
+    def _zero(self, batch: "_Batch", fence: object) -> None:
+        self._copier.zero(batch.group, batch.block_ids, fence=fence)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Blocks of one group that are copied at once: their places among those of the job."""
+
+    job: StoreSaveSpec
+    group: int
+    places: NDArray[np.int64]
+
+    @property
+    def block_ids(self) -> NDArray[np.int64]:
+        return self.job.blocks.block_ids[self.places]
+
+    def keys(self, rank: int) -> list[str]:
+        """Their keys, for the shard of a rank."""
+        hashes = [self.job.hashes[place] for place in self.places.tolist()]
+        return [block_key(self.job.prefix, self.group, rank, each) for each in hashes]
 
 
 class _GoneError(OmniError):

@@ -68,7 +68,7 @@ def arena(half: "OmniWorker") -> Arena:
 
 def loads_under_way(half: "OmniWorker") -> int:
     """Return of how many requests a rank loads KV."""
-    return len(half._loading)
+    return sum(bool(spec.request_id) for spec in half._under_way.values())
 
 
 def copies_ended(half: "OmniWorker") -> bool:

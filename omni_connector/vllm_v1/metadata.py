@@ -9,8 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from omni_connector.handoff.jobs import LoadJob, SaveJob
-from omni_connector.prefix.jobs import StoreLoad, StoreSave
+from omni_connector.kv.spans import TransferSpec
 from omni_connector.transports.base import Endpoint
 
 
@@ -19,17 +18,14 @@ class OmniConnectorMetadata(KVConnectorMetadata):
     """Work for the workers, sent with each step.
 
     Attributes:
-        saves: copies to slots, started when the step's forward pass has written its KV.
-        loads: copies from slots of peers, started at once.
-        store_saves, store_loads: the same with the shared store.
-        cancel: ids of jobs, of any of these kinds, that nobody wants any more.
-        void: slots, and a new generation for each, by which readers learn that they are void.
+        saves: jobs that start when the step's forward pass has written its KV, by number.
+        loads: jobs that start at once.
+        cancel: jobs of whatever kind that nobody wants any more.
+        void: slots, and a generation for each, so that who reads them learns that they are void.
     """
 
-    saves: list[SaveJob] = field(default_factory=list)
-    loads: list[LoadJob] = field(default_factory=list)
-    store_saves: list[StoreSave] = field(default_factory=list)
-    store_loads: list[StoreLoad] = field(default_factory=list)
+    saves: dict[int, TransferSpec] = field(default_factory=dict)
+    loads: dict[int, TransferSpec] = field(default_factory=dict)
     cancel: list[int] = field(default_factory=list)
     void: tuple[list[int], list[int]] = ([], [])
 

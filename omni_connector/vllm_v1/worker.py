@@ -2,15 +2,14 @@
 """The worker half: one rank's KV caches, its arena, and the copies between them and peers'."""
 
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 from vllm.logger import init_logger
 
 from omni_connector.config import OmniConfig
-from omni_connector.handoff.jobs import CopyRun, SaveJob
-from omni_connector.handoff.loading import Loader, batches, failure_kind
+from omni_connector.handoff.jobs import LoadSpec, Saver, SaveSpec
+from omni_connector.handoff.loading import Loader
 from omni_connector.kv import (
     BlockCopier,
     CanonicalKVCaches,
@@ -20,7 +19,9 @@ from omni_connector.kv import (
 )
 from omni_connector.kv.copy_threads import NO_JOB_ID, CopyThread, Outcome, Work
 from omni_connector.kv.shapes import GroupShape
+from omni_connector.kv.spans import TransferSpec
 from omni_connector.prefix.block_store import BlockStore
+from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.prefix.store_jobs import StoreJobs
 from omni_connector.transports import Arena, Endpoint
 from omni_connector.transports.choice import Transports
@@ -42,6 +43,13 @@ logger = init_logger("vllm.omni_connector.worker")
 
 # As it was before the engine pinned anything: this module is imported while it starts.
 _PROCESS_CORES: Final = frozenset(os.sched_getaffinity(0))
+
+# What is timed, and under which name its bytes and blocks are counted.
+_COUNTED: Final[Mapping[type[TransferSpec], tuple[str, str]]] = {
+    SaveSpec: ("save", "saved"),
+    LoadSpec: ("load", "loaded"),
+    StoreLoadSpec: ("fetch", ""),
+}
 
 
 class OmniWorker:
@@ -89,14 +97,18 @@ class OmniWorker:
         self._copier: BlockCopier | None = None
         self._layout: SlotLayout | None = None
         self._handshake: OmniHandshakeMetadata | None = None
+        self._saver: Saver | None = None
         self._loader: Loader | None = None
         self._store_jobs: StoreJobs | None = None
         self._saves = CopyThread("omni-save", _PROCESS_CORES, surroundings.start)
         self._loads = CopyThread("omni-load", _PROCESS_CORES, surroundings.start)
         self._metadata: OmniConnectorMetadata | None = None
         self._loads_started = self._saves_started = True
-        self._loading: dict[int, str] = {}
-        self._store_saves: set[int] = set()
+        # By the kind of job: the thread that makes it, and what makes its body.
+        self._bodies: dict[
+            type[TransferSpec], tuple[CopyThread, Callable[[int, Any, object], Work]]
+        ] = {}
+        self._under_way: dict[int, TransferSpec] = {}
         self._finished_loads: set[str] = set()
         self._failed_loads: set[str] = set()
         self._bad_block_ids: set[int] = set()
@@ -138,7 +150,7 @@ class OmniWorker:
         groups = group_shapes(self._kv_cache_config, orders, attention)
         endpoints: tuple[Endpoint, ...] = ()
         if self._sizing is not None:
-            endpoints = self._open_arena(self._sizing, self._copier, layout.slot_bytes, groups)
+            endpoints = self._open_arena(self._sizing, self._copier, layout, groups)
         if self._store is not None:
             self._store_jobs = StoreJobs(
                 store=self._store,
@@ -150,6 +162,8 @@ class OmniWorker:
                 clock=self._surroundings.clock,
                 start=self._surroundings.start,
             )
+            self._bodies[StoreSaveSpec] = self._saves, self._store_jobs.save_work
+            self._bodies[StoreLoadSpec] = self._store_jobs.loads, self._store_jobs.load_work
         self._loader = Loader(
             transports=self._transports,
             copier=self._copier,
@@ -161,6 +175,7 @@ class OmniWorker:
             clock=self._surroundings.clock,
             start=self._surroundings.start,
         )
+        self._bodies[LoadSpec] = self._loads, self._loader.work
         self._handshake = OmniHandshakeMetadata(
             endpoints, orders, attention, scales_id(self._kv_cache_config, self._layers)
         )
@@ -169,9 +184,10 @@ class OmniWorker:
         self,
         sizing: ArenaSizing,
         copier: BlockCopier,
-        slot_bytes: int,
+        layout: SlotLayout,
         groups: tuple[GroupShape, ...],
     ) -> tuple[Endpoint, ...]:
+        slot_bytes = layout.slot_bytes
         size = sizing.size(slot_bytes, groups)
         self._arena = Arena.create(
             size.slots,
@@ -180,6 +196,13 @@ class OmniWorker:
             randbytes=self._surroundings.randbytes,
         )
         copier.pin(self._arena.slots)
+        self._saver = Saver(
+            arena=self._arena,
+            copier=copier,
+            layout=layout,
+            checksum=self._checksum or self._transports.needs_checksums,
+        )
+        self._bodies[SaveSpec] = self._saves, self._saver.work
         logger.info(
             "Arena of rank %d: %.2f GiB, %d slots of %.1f MiB (%s)",
             self._rank,
@@ -228,18 +251,8 @@ class OmniWorker:
         if metadata is None or self._loads_started:
             return
         self._loads_started = True
-        if metadata.loads or metadata.store_loads:
-            copier, loader, shared = self._copier, self._loader, self._store_jobs
-            assert copier is not None
-            assert loader is not None
-            fence = copier.fence()
-            for job in metadata.loads:
-                self._loading[job.job_id] = job.request_id
-                self._loads.submit(job.job_id, loader.work(job, fence), job.block_ids())
-            for fetch in metadata.store_loads:
-                assert shared is not None
-                self._loading[fetch.job_id] = fetch.request_id
-                shared.loads.submit(fetch.job_id, shared.load_work(fetch, fence))
+        if metadata.loads:
+            self._start(metadata.loads)
 
     def start_saves(self) -> None:
         """Start the step's saves; returns at once. Call it when the forward has been launched."""
@@ -249,58 +262,71 @@ class OmniWorker:
         self._saves_started = True
         if metadata.void[0]:
             # After the copies under way, before any into the same slots.
-            self._saves.submit(NO_JOB_ID, self._void_work(*metadata.void))
-        if metadata.saves or metadata.store_saves:
-            copier, shared = self._copier, self._store_jobs
-            assert copier is not None
-            fence = copier.fence()
-            for job in metadata.saves:
-                self._saves.submit(job.job_id, self._save_work(job, fence))
-            for save in metadata.store_saves:
-                assert shared is not None
-                self._store_saves.add(save.job_id)
-                self._saves.submit(save.job_id, shared.save_work(save, fence))
+            assert self._saver is not None
+            self._saves.submit(NO_JOB_ID, self._saver.void_work(*metadata.void))
+        if metadata.saves:
+            self._start(metadata.saves)
+
+    def _start(self, jobs: Mapping[int, TransferSpec]) -> None:
+        fence = None if self._copier is None else self._copier.fence()
+        for job_id, spec in jobs.items():
+            if not self.transfer_async(job_id, spec, fence=fence):
+                bad = frozenset(spec.blocks.held)
+                self._end(spec, Outcome(job_id, "job_failed", bad_block_ids=bad))
+
+    def transfer_async(self, job_id: int, spec: TransferSpec, *, fence: object = None) -> bool:
+        """Start a copy job, of whatever kind; returns at once.
+
+        Args:
+            job_id: what this rank's report calls it.
+            spec: what is copied.
+            fence: of the copier, when the blocks may be read or written; None for now.
+
+        Returns:
+            Whether it was started. It is not before the caches that it needs are registered, nor
+            after `close`.
+        """
+        if self._closed or type(spec) not in self._bodies or self._copier is None:
+            return False
+        thread, body = self._bodies[type(spec)]
+        work = body(job_id, spec, self._copier.fence() if fence is None else fence)
+        self._under_way[job_id] = spec
+        thread.submit(job_id, work, spec.blocks.held if spec.request_id else ())
+        return True
 
     def collect(self) -> None:
         """Look at what has ended since the last step."""
+        threads = [self._saves, self._loads]
         if self._store_jobs is not None:
-            self._collect_shared(self._store_jobs)
-        for outcome in self._saves.take_ended():
-            self._report.done[outcome.job_id] = 1
-            if outcome.job_id in self._store_saves:
-                self._store_saves.discard(outcome.job_id)
-                continue
-            if outcome.failure is not None:
-                self._report.failed[outcome.job_id] = outcome.failure
-            else:
-                self._count("save", "saved", outcome)
-        for outcome in self._loads.take_ended():
-            request_id = self._loading.pop(outcome.job_id)
-            self._report.done[outcome.job_id] = 1
-            self._finished_loads.add(request_id)
-            if outcome.failure is None:
-                self._count("load", "loaded", outcome)
-                continue
-            self._report.failed[outcome.job_id] = outcome.failure
+            threads.append(self._store_jobs.loads)
+        for thread in threads:
+            for outcome in thread.take_ended():
+                self._end(self._under_way.pop(outcome.job_id), outcome)
+        if self._store_jobs is not None:
+            self._store_jobs.count_into(self._stats)
+
+    def _end(self, spec: TransferSpec, outcome: Outcome) -> None:
+        self._report.done[outcome.job_id] = 1
+        if spec.request_id:
+            self._finished_loads.add(spec.request_id)
+        kind, done = _COUNTED.get(type(spec), ("", ""))
+        if not kind:  # a save to the store fails at nothing
+            return
+        if outcome.failure is None:
+            self._count(kind, done, outcome)
+            return
+        self._report.failed[outcome.job_id] = outcome.failure
+        if isinstance(spec, LoadSpec):
             if self._fails_by_block:
                 self._bad_block_ids |= outcome.bad_block_ids
             else:
-                self._failed_loads.add(request_id)
-
-    def _collect_shared(self, jobs: StoreJobs) -> None:
-        for outcome in jobs.loads.take_ended():
-            self._report.done[outcome.job_id] = 1
-            self._finished_loads.add(self._loading.pop(outcome.job_id))
-            if outcome.failure is None:
-                self._stats.time("fetch", outcome.seconds)
-            else:
-                self._report.failed[outcome.job_id] = outcome.failure
-        jobs.count_into(self._stats)
+                self._failed_loads.add(spec.request_id)
 
     def _count(self, kind: str, done: str, outcome: Outcome) -> None:
         self._stats.time(kind, outcome.seconds)
-        self._stats.count(f"bytes_{done}", outcome.size)
-        self._stats.count(f"blocks_{done}", outcome.blocks)
+        if done:
+            self._stats.count(f"bytes_{done}", outcome.size)
+            self._stats.count(f"blocks_{done}", outcome.blocks)
 
     def take_finished_loads(self) -> tuple[set[str], set[str]]:
         """Requests whose loads ended, and those of them that failed as a whole."""
@@ -350,85 +376,3 @@ class OmniWorker:
             self._copier.close()  # it may have pinned the arena's memory
         if self._arena is not None:
             self._arena.close()
-
-    def _save_work(self, job: SaveJob, fence: object) -> Work:
-        arena, copier, layout = self._arena, self._copier, self._layout
-        assert arena is not None
-        assert copier is not None
-        assert layout is not None
-
-        def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
-            outcome = Outcome(job.job_id)
-            complete = False
-            try:
-                for batch, size in batches(job.runs, layout):
-                    if cancelled() or not (
-                        yield from self._save_batch(arena, copier, batch, size, fence, cancelled)
-                    ):
-                        outcome.failure = "cancelled"
-                        break
-                    outcome.blocks += len(batch.block_ids)
-                    outcome.size += len(batch.block_ids) * size
-                else:
-                    complete = True
-            except Exception as error:  # whatever it is, the engine goes on without the hand-off
-                logger.exception("Saving KV blocks failed (job %d)", job.job_id)
-                outcome.failure = failure_kind(error, "save_failed")
-            finally:
-                if not complete:
-                    _void(arena, job)
-            return outcome
-
-        return work
-
-    def _void_work(self, slots: list[int], generations: list[int]) -> Work:
-        arena = self._arena
-        assert arena is not None
-
-        def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
-            for slot, generation in zip(slots, generations, strict=True):
-                arena.begin_write(slot, generation)
-            yield True
-            return Outcome(NO_JOB_ID)
-
-        return work
-
-    def _save_batch(
-        self,
-        arena: Arena,
-        copier: BlockCopier,
-        run: CopyRun,
-        size: int,
-        fence: object,
-        cancelled: Callable[[], bool],
-    ) -> Generator[bool, None, bool]:
-        for slot, generation in zip(run.slots, run.generations, strict=True):
-            arena.begin_write(slot, generation)
-        yield True
-        checksums = copier.save(
-            run.group,
-            np.asarray(run.block_ids, dtype=np.int64),
-            arena.slots,
-            np.asarray(run.slots, dtype=np.int64),
-            checksum=self._checksum or self._transports.needs_checksums,
-            fence=fence,
-            cancelled=cancelled,
-        )
-        if checksums is None:
-            return False
-        yield True
-        for slot, generation, key, checksum in zip(
-            run.slots, run.generations, run.keys, checksums.tolist(), strict=True
-        ):
-            arena.publish(slot, generation, key, size, checksum)
-        yield True
-        return True
-
-
-def _void(arena: Arena, job: SaveJob) -> None:
-    """Tell readers that wait for these slots that they will not come with this generation."""
-    if arena.closed:  # the piece outlived the arena: who still reads that sees its owner go
-        return
-    for run in job.runs:
-        for slot, generation in zip(run.slots, run.generations, strict=True):
-            arena.begin_write(slot, generation + 1)

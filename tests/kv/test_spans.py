@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which chunk, and which place in it, belongs to each block of a transfer."""
 
+import pickle
 import subprocess
 import sys
 
@@ -131,6 +132,27 @@ def test_spans_keep_their_own_blocks():
     assert spans.block_ids.tolist() == [1, 2]
     with pytest.raises(ValueError, match="read-only"):
         spans.block_ids[0] = 9
+
+
+def test_batches_are_of_one_group_and_leave_out_null_blocks():
+    spans = BlockSpans.of([(3, [7, 0, 8, 9]), (0, []), (5, [4, 0])])
+    assert spans.group_sizes == (4, 0, 2)
+    assert spans.block_indices == (3, 0, 5)
+    assert spans.held == [7, 8, 9, 4]
+    batches = [(group, places.tolist()) for group, places in spans.batches([2, 2, 2])]
+    assert batches == [(0, [0, 2]), (0, [3]), (2, [4])]
+
+
+def test_spans_of_no_groups_hold_nothing():
+    spans = BlockSpans.of(())
+    assert spans.held == []
+    assert list(spans.batches([])) == []
+
+
+def test_spans_are_the_same_after_a_journey_to_a_worker():
+    spans = pickle.loads(pickle.dumps(BlockSpans.of([(3, [7, 0]), (1, [2])])))  # noqa: S301
+    assert spans.block_ids.tolist() == [7, 0, 2]
+    assert (spans.group_sizes, spans.block_indices) == ((2, 1), (3, 1))
 
 
 def test_spans_need_no_torch():

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a job raises is its own failure, and a thread that has died fails its jobs at once."""
 
+import numpy as np
 import pytest
 
+from omni_connector.handoff.jobs import LoadSpec, SaveSpec
 from omni_connector.kv.copy_threads import CopyThread, Outcome
+from omni_connector.kv.spans import BlockSpans
 from omni_connector.testing.toy import BLOCK
+from omni_connector.vllm_v1.metadata import OmniWorkerMetadata
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt, wait
 
@@ -131,7 +135,7 @@ def test_a_save_that_outlives_the_arena_raises_nothing(engine, monkeypatch):
     prefill = engine("kv_producer")
     worker = prefill.worker_half
     saves = []
-    monkeypatch.setattr(worker._saves, "submit", lambda number, work: saves.append(work))
+    monkeypatch.setattr(worker._saves, "submit", lambda number, work, writes: saves.append(work))
     prefill.submit(PROMPT, params=HANDOFF)
     prefill.run(lambda: bool(saves))
     pieces = saves[0](lambda: False)
@@ -139,6 +143,26 @@ def test_a_save_that_outlives_the_arena_raises_nothing(engine, monkeypatch):
     prefill.shutdown()
     assert worker._arena.closed
     pieces.close()
+
+
+def test_a_job_of_which_the_worker_has_no_part_is_not_started_and_has_failed(engine):
+    """A half without an arena saves nothing, and after its end it starts nothing."""
+    decode = engine("kv_consumer")
+    worker = decode.worker_half
+    blocks, numbers = BlockSpans.of([(0, [3])]), np.array([0])
+    save = SaveSpec(blocks=blocks, slots=numbers, generations=numbers, keys=[b""])
+    load = LoadSpec(
+        request_id="r", blocks=blocks, slots=blocks, generations=numbers, arenas=(), timeout=1.0
+    )
+    assert not worker.transfer_async(7, save)
+    worker._start({7: save})
+    assert worker.take_report() == OmniWorkerMetadata({7: 1}, {7: "job_failed"})
+    decode.shutdown()
+    assert not worker.transfer_async(8, load)
+    worker._start({8: load})
+    assert worker.take_report() == OmniWorkerMetadata({8: 1}, {8: "job_failed"})
+    assert worker.take_finished_loads()[0] == {"r"}
+    assert worker.take_bad_block_ids() == {3}
 
 
 @pytest.mark.parametrize("how", ["changed", "reused"])

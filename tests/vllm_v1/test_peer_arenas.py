@@ -6,10 +6,12 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from omni_connector.errors import PeerUnreachableError
-from omni_connector.handoff.jobs import CopyRun, LoadJob
+from omni_connector.handoff.jobs import LoadSpec
+from omni_connector.kv.spans import BlockSpans
 from omni_connector.testing import FakeClock
 from omni_connector.transports import Endpoint
 from omni_connector.transports import peer_arenas as arenas_module
@@ -99,10 +101,16 @@ def test_a_rank_without_an_endpoint_is_a_failed_load(engine, tokens, log):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     loader = decode.worker_half._loader
     for arenas in ((), ((),)):
-        job = LoadJob(job_id=-1, request_id="r", arenas=arenas, timeout=10.0)
-        job.runs.append(CopyRun(0, [3], [0], [1], []))
+        spec = LoadSpec(
+            request_id="r",
+            blocks=BlockSpans.of([(0, [3])]),
+            slots=BlockSpans.of([(0, [0])]),
+            generations=np.array([1]),
+            arenas=arenas,
+            timeout=10.0,
+        )
         with pytest.raises(StopIteration) as ended:
-            next(loader.work(job, None)(lambda: False))
+            next(loader.work(-1, spec, None)(lambda: False))
         outcome = ended.value.value
         assert outcome.failure in ("load_failed", "peer_refused")
         assert outcome.bad_block_ids == {3}

@@ -19,6 +19,7 @@ from omni_connector.errors import PeerUnreachableError
 from omni_connector.handoff import loading
 from omni_connector.handoff import receiver as receiving
 from omni_connector.handoff.client import Grant, PeerSession, PendingClaim
+from omni_connector.handoff.jobs import LoadSpec
 from omni_connector.handoff.loading import Loader
 from omni_connector.handoff.messages import Granted, Welcome, encode
 from omni_connector.handoff.receiver import HandoffReceiver
@@ -180,10 +181,11 @@ class _Decoder:
         receiver.allocated(request, blocks, matched)
         meta = OmniConnectorMetadata()
         receiver.build(meta, computes=False)
-        [job] = meta.loads
-        outcome = _done(self.loader.work(job, None))
-        failed = {} if outcome.failure is None else {job.job_id: outcome.failure}
-        ledger.report({job.job_id: self.ours.ranks}, failed)
+        [(job_id, spec)] = meta.loads.items()
+        assert isinstance(spec, LoadSpec)
+        outcome = _done(self.loader.work(job_id, spec, None))
+        failed = {} if outcome.failure is None else {job_id: outcome.failure}
+        ledger.report({job_id: self.ours.ranks}, failed)
         receiver.finish("r")
         assert not receiver._loads
         assert not ledger

@@ -14,7 +14,7 @@ MENDED: Final = (
         "blocks under a copy are not held",
         (
             "omni_connector.kv.ledger",
-            "        self._pool.touch([self._pool.blocks[each] for each in blocks])\n",
+            "        self._pool.touch([self._pool.blocks[each] for each in block_ids])\n",
             "",
         ),
         (
@@ -29,8 +29,8 @@ MENDED: Final = (
         "what is copied for a hand-off is not held; of other copies it is",
         (
             "omni_connector.handoff.sender",
-            "            itertools.chain(*(run.block_ids for run in runs)),\n",
-            "            (),\n",
+            "            spec.blocks,\n",
+            "            BlockSpans.of(()),\n",
         ),
     ),
     mutant(

@@ -12,8 +12,8 @@ OWN: Final = (
         "what is copied for the store is not held",
         (
             "omni_connector.prefix.shared_prefix",
-            "            block_ids, lambda failure: self._let_go(len(block_ids)), soon=_COPY_S\n",
-            "            (), lambda failure: self._let_go(len(block_ids)), soon=_COPY_S\n",
+            "spec.blocks, lambda failure: self._let_go(number)",
+            "BlockSpans.of(()), lambda failure: self._let_go(number)",
         ),
     ),
     mutant(
@@ -121,14 +121,9 @@ OWN: Final = (
         "its request waits for ever",
         (
             "omni_connector.vllm_v1.worker",
-            "            self._report.done[outcome.job_id] = 1\n"
-            "            self._finished_loads.add(request_id)\n"
-            "            if outcome.failure is None:\n"
-            '                self._count("load", "loaded", outcome)\n',
-            "            self._report.done[outcome.job_id] = 1\n"
-            "            if outcome.failure is None:\n"
-            "                self._finished_loads.add(request_id)\n"
-            '                self._count("load", "loaded", outcome)\n',
+            "        if spec.request_id:\n            self._finished_loads.add(spec.request_id)\n",
+            "        if spec.request_id and outcome.failure is None:\n"
+            "            self._finished_loads.add(spec.request_id)\n",
         ),
     ),
     mutant(

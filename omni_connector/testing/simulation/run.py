@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from omni_connector.handoff import loading
+from omni_connector.handoff import jobs
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
 from omni_connector.prefix import store_jobs
 from omni_connector.testing.simulation import HASHES_VARIABLE
@@ -84,7 +84,7 @@ def told(plan: Plan) -> tuple[Failure | None, tuple[str, ...]]:
     threads, descriptors = threading.active_count(), _descriptors()
     with _alarm(), errors:
         try:
-            loading.BATCH_BYTES = plan.piece_bytes  # type: ignore[misc]
+            jobs.BATCH_BYTES = plan.piece_bytes  # type: ignore[misc]
             cluster = Cluster(plan)
             _run(cluster, plan, errors)
             cluster.close()
@@ -287,7 +287,7 @@ def laboratory() -> Iterator[None]:
     former = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     patched: list[tuple[Any, str, Any]] = [
-        (loading, "BATCH_BYTES", 1),
+        (jobs, "BATCH_BYTES", 1),
         (store_jobs, "_MAX_ROWS", 2),
         (store_jobs, "_TRAYS", 2),
         (time, "sleep", _no_sleep),
