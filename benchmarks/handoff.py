@@ -34,7 +34,7 @@ from typing import Any, Protocol
 import matplotlib as mpl
 import numpy as np
 
-from omni_connector.testing import hollow
+from omni_connector.testing import no_op
 from omni_connector.testing.engines import Client, Engine, completion, prefill
 from omni_connector.testing.models import make_model
 from omni_connector.testing.ports import free_port
@@ -87,7 +87,7 @@ def connectors() -> dict[str, dict[str, Any]]:
     extra = {"arena_gib": ARENA_GIB, "handoff_ttl_s": HANDOFF_TTL_S}
     found: dict[str, dict[str, Any]] = {
         "OmniKVConnector": {"kv_connector_extra_config": extra},
-        "HollowConnector": {"kv_connector_module_path": hollow.MODULE},
+        "NoOpConnector": {"kv_connector_module_path": no_op.MODULE},
     }
     if importlib.util.find_spec("nixl") is not None:
         found["NixlConnector"] = {"kv_buffer_device": "cpu"}
@@ -228,7 +228,7 @@ def markdown(results: dict[str, dict[int, list[Sample]]], command: str, repeats:
         "KV on the decode engine; *cost*: remote - local, paired; *memcpy*: one numpy copy of the "
         "bytes; *ratio*: cost / memcpy, paired.",
         "",
-        "HollowConnector moves nothing and completes at once: what vLLM itself needs.",
+        "NoOpConnector moves nothing and completes at once: what vLLM itself needs.",
     ]
     for name, by_length in results.items():
         lines += ["", f"## {name}", ""]

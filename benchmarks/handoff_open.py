@@ -47,13 +47,13 @@ def hashes(number: int, common: int) -> list[bytes]:
 
 def sender(directory: SlotDirectory) -> HandoffSender:
     shape = GroupShape(
-        kind="full_attention", block_size=BLOCK, keeps="all", layers="", pages=("K",)
+        kind="full_attention", block_size=BLOCK, attention_type="all", layers="", pages=("K",)
     )
     ledger: Any = None  # no copy is made
     return HandoffSender(
         directory=directory,
         ledger=ledger,
-        fingerprint=SimpleNamespace(groups=(shape,), ranks=1),  # type: ignore[arg-type]
+        compatibility=SimpleNamespace(groups=(shape,), ranks=1),  # type: ignore[arg-type]
         group_ids=(0,),
         engine_id="benchmark",
         epoch=b"",

@@ -52,7 +52,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from omni_connector.plugin import register
-from omni_connector.testing import hollow
+from omni_connector.testing import no_op
 from omni_connector.testing.models import make_model
 
 mpl.use("Agg")
@@ -67,7 +67,7 @@ PROMPT = 200
 SPARE = 100
 CONNECTORS: dict[str, dict[str, Any]] = {
     "OmniKVConnector": {"kv_connector_extra_config": {"arena_gib": 0.25}},
-    "HollowConnector": {"kv_connector_module_path": hollow.MODULE},
+    "NoOpConnector": {"kv_connector_module_path": no_op.MODULE},
 }
 SCHEDULER_METHODS = (
     "build_connector_meta",

@@ -59,7 +59,7 @@ def own_an_arena(slot_bytes: int) -> None:
     """The other process: it exports an arena until its standard input ends."""
     with (
         MooncakeTransport(host=HOST) as connector,
-        Arena.create(ARENA_BYTES // slot_bytes, slot_bytes, populate=True) as arena,
+        Arena.create(ARENA_BYTES // slot_bytes, slot_bytes, prefault=True) as arena,
     ):
         for slot in range(arena.n_slots):
             arena.begin_write(slot, 1)

@@ -20,7 +20,7 @@ from typing import Any, Final
 import zmq
 
 from omni_connector.errors import ConfigError, OmniError, PeerUnreachableError, ProtocolError
-from omni_connector.handoff.client import Grant, PeerSession, PendingClaim
+from omni_connector.handoff.client import Lease, PeerSession, PendingLease
 from omni_connector.handoff.messages import Release, Reply, Request, encode
 from omni_connector.handoff.server import Connection, ControlServer
 from omni_connector.kv.compatibility import CompatibilityKey
@@ -54,7 +54,7 @@ class ControlChannel:
     """Serves and asks on the control channel, in a thread of its own.
 
     Args:
-        fingerprint: our compatibility key, for the peers that we ask.
+        compatibility: our compatibility key, for the peers that we ask.
         server: answers peers that ask us; None where this engine hands nothing off.
         listen: path of the Unix socket to serve on; None where `server` is.
         listen_tcp: where to serve on TCP too; None opens no port.
@@ -74,7 +74,7 @@ class ControlChannel:
     def __init__(
         self,
         *,
-        fingerprint: CompatibilityKey,
+        compatibility: CompatibilityKey,
         server: ControlServer | None = None,
         listen: Path | None = None,
         listen_tcp: HostPort | None = None,
@@ -85,7 +85,7 @@ class ControlChannel:
         start: StartTurns = TurnThread,
         sockets: Sockets | None = None,
     ) -> None:
-        self._fingerprint = fingerprint
+        self._compatibility = compatibility
         self._server = server
         self._key = key
         self._on_tick = on_tick
@@ -133,39 +133,39 @@ class ControlChannel:
         """Whether peers are answered and asked; once False, it stays so."""
         return self._thread.is_alive() and not self._closing
 
-    def claim(self, address: str, claim: PendingClaim) -> None:
+    def request_lease(self, address: str, pending: PendingLease) -> None:
         """Ask the peer at `address` for a hand-off; returns at once.
 
-        The claim's future gets a `Grant`, or an `OmniError` before its deadline. Cancel it to give
+        Its future gets a `Lease`, or an `OmniError` before its deadline. Cancel it to give
         up: the lease of a grant that comes later is ended.
         """
-        self._post(lambda: self._claim(address, claim))
+        self._post(lambda: self._claim(address, pending))
 
-    def _claim(self, address: str, claim: PendingClaim) -> None:
+    def _claim(self, address: str, pending: PendingLease) -> None:
         try:
-            peer = self._peer(address, claim.epoch)
+            peer = self._peer(address, pending.epoch)
             if isinstance(peer, OmniError):
-                claim.fail(peer)
-            elif claim.future.cancelled():  # the peer keeps the slots until it is told
-                self._send(peer, [Release(claim.token)])
+                pending.fail(peer)
+            elif pending.future.cancelled():  # the peer keeps the slots until it is told
+                self._send(peer, [Release(pending.token)])
             else:
-                self._send(peer, peer.session.claim(claim))
+                self._send(peer, peer.session.request_lease(pending))
         except Exception:
-            claim.fail(ProtocolError("the claim could not be made"))
+            pending.fail(ProtocolError("the lease could not be asked for"))
             raise
 
-    def release(self, grant: Grant) -> None:
+    def release(self, lease: Lease) -> None:
         """Tell the peer to end a lease; returns at once. Lost if the peer is gone."""
 
         def run() -> None:
-            peer = None if self._closing else self._peers.get(grant.address)
+            peer = None if self._closing else self._peers.get(lease.address)
             if peer is not None and peer.session.failure is None:
-                self._send(peer, [peer.session.release(grant)])
+                self._send(peer, [peer.session.release(lease)])
 
         self._post(run)
 
     def drop(self, address: str, token: bytes) -> None:
-        """Tell the peer that nobody will claim a hand-off; returns at once. Lost if it is gone."""
+        """Tell the peer that nobody wants a hand-off; returns at once. Lost if it is gone."""
 
         def run() -> None:
             peer = self._peer(address)
@@ -175,8 +175,8 @@ class ControlChannel:
         self._post(run)
 
     def recheck(self) -> None:
-        """Have the server look at its waiting claims again; returns at once."""
-        if self._server is not None and self._server.has_parked:
+        """Have the server look at its pending lease requests again; returns at once."""
+        if self._server is not None and self._server.has_pending:
             self._post(lambda: None)
 
     def close(self) -> None:
@@ -220,9 +220,9 @@ class ControlChannel:
         self._run_commands()
         if self._listener is not None:
             self._guarded(self._listener.attend, ready)
-        for door, router in enumerate(self._routers):
+        for listener, router in enumerate(self._routers):
             if router in ready:
-                self._serve(door, router)
+                self._serve(listener, router)
         for peer in list(self._peers.values()):
             if not self._guarded(self._attend, peer, ready):
                 peer.session.fail(ProtocolError("an answer of the peer could not be handled"))
@@ -231,7 +231,7 @@ class ControlChannel:
             self._next_tick = self._clock() + TICK_S
             self._forget_failed()
             self._guarded(self._on_tick)
-        if self._server is not None and self._server.has_parked:
+        if self._server is not None and self._server.has_pending:
             for answer in self._server.recheck():
                 self._guarded(self._reply, *answer)
         wake_at = min([self._next_tick, *(p.session.deadline() for p in self._peers.values())])
@@ -253,7 +253,7 @@ class ControlChannel:
             return False
         return True
 
-    def _serve(self, door: int, router: Any) -> None:
+    def _serve(self, listener: int, router: Any) -> None:
         assert self._server is not None
         for _ in range(256):  # then it is the other sockets' turn
             try:
@@ -264,15 +264,15 @@ class ControlChannel:
             except zmq.Again:
                 return
             if len(frames) == 2:
-                connection = Connection(door, frames[0])
+                connection = Connection(listener, frames[0])
                 reply = self._server.receive(connection, frames[1])
                 if reply is not None:
                     self._guarded(self._reply, connection, reply)
 
     def _reply(self, connection: Connection, reply: Reply) -> None:
-        # A peer that does not read its answers loses them, and its claims time out.
+        # A peer that does not read its answers loses them, and its lease requests time out.
         with contextlib.suppress(zmq.Again):
-            self._routers[connection.door].send_multipart(
+            self._routers[connection.listener].send_multipart(
                 [connection.name, encode(reply)], zmq.NOBLOCK
             )
 
@@ -315,7 +315,7 @@ class ControlChannel:
             if not idle:
                 return PeerUnreachableError(f"{MAX_PEERS} engines are being talked to already")
             self._forget(min(idle, key=lambda each: each.asked_at))
-        peer = _Peer(PeerSession(address, self._fingerprint, self._clock))
+        peer = _Peer(PeerSession(address, self._compatibility, self._clock))
         try:
             self._reach(peer)
         except (ValueError, zmq.ZMQError) as error:
@@ -353,7 +353,7 @@ class ControlChannel:
         peer.link = link = self._sockets.link(target, self._key)
         self._poller.register(link.socket)
         self._poller.register(link.monitor)
-        self._send(peer, [peer.session.hello()])
+        self._send(peer, [peer.session.handshake()])
 
     def _disconnect(self, peer: _Peer) -> None:
         if peer.link is not None:
@@ -398,7 +398,7 @@ class ControlChannel:
 
     def _send(self, peer: _Peer, messages: "list[Request]") -> None:
         for message in messages:
-            if peer.link is None:  # so the peer has got no claim
+            if peer.link is None:  # so the peer has got no lease request
                 return
             try:
                 peer.link.socket.send(encode(message), zmq.NOBLOCK)

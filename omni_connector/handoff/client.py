@@ -2,7 +2,7 @@
 """The asking side of the control channel: one session with one serving peer.
 
 Like the server it holds no socket: the channel tells `PeerSession` what has arrived, and sends
-what it returns. Claims wait until the peer has answered the handshake.
+what it returns. Lease requests wait until the peer has answered the handshake.
 """
 
 from collections import deque
@@ -18,15 +18,15 @@ from omni_connector.errors import (
     ProtocolError,
 )
 from omni_connector.handoff.messages import (
-    Claim,
-    Denied,
     DigestKind,
-    Granted,
-    Hello,
+    Handshake,
+    HandshakeReply,
+    LeaseDenied,
+    LeaseGranted,
+    LeaseRequest,
     Refused,
     Release,
     Request,
-    Welcome,
     decode_reply,
 )
 from omni_connector.handoff.prompt import Prompt
@@ -36,47 +36,47 @@ INTRODUCTION_S: Final = 15.0
 """Seconds in which a peer must answer the handshake."""
 
 
-class ClaimDeniedError(OmniError):
-    """The peer refused a claim; `reason` is its word for why."""
+class LeaseDeniedError(OmniError):
+    """The peer refused a lease; `reason` is its word for why."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"the peer refused the claim: {reason}")
+        super().__init__(f"the peer refused a lease: {reason}")
         self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class Lease:
     """Slots that a peer has leased to us.
 
     Attributes:
         address: the peer's control address, to which the release goes.
         token: the hand-off's.
-        sequence: number of the claim, and so of the lease.
-        welcome: the peer's answer to the handshake; its `arenas` are where the slots are.
+        sequence: number of the lease request, and so of the lease.
+        handshake_reply: the peer's answer to the handshake; its `arenas` are where the slots are.
         granted: slots and generations.
-        received: seconds of our clock when the grant came.
+        received: seconds of our clock when the lease came.
         expires: seconds of our clock when the peer may reuse the slots.
     """
 
     address: str
     token: bytes
     sequence: int
-    welcome: Welcome
-    granted: Granted
+    handshake_reply: HandshakeReply
+    granted: LeaseGranted
     received: float
     expires: float
 
 
 @dataclass(slots=True, eq=False)
-class PendingClaim:
-    """A claim that has not been answered.
+class PendingLease:
+    """A lease request that has not been answered.
 
     Attributes:
         token, prompt: of the hand-off.
         epoch: of the prefill engine that made the token.
         hash_id: how our own block hashes are made.
         deadline: seconds of the clock after which it fails.
-        future: gets the grant or an `OmniError`.
+        future: gets the lease or an `OmniError`.
         asked_again: whether it was sent a second time, after another handshake.
     """
 
@@ -85,21 +85,21 @@ class PendingClaim:
     epoch: bytes
     hash_id: str
     deadline: float
-    future: "Future[Grant]" = field(default_factory=Future)
+    future: "Future[Lease]" = field(default_factory=Future)
     asked_again: bool = False
 
     def fail(self, error: OmniError) -> None:
-        """End the claim, unless its caller has cancelled it."""
+        """End the request, unless its caller has cancelled it."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
 
 
 class PeerSession:
-    """The claims at one peer, and the handshake before them.
+    """The lease requests at one peer, and the handshake before them.
 
     Args:
         address: the peer's control address.
-        fingerprint: our compatibility key.
+        compatibility: our compatibility key.
         clock: seconds, monotonic.
 
     Attributes:
@@ -108,61 +108,61 @@ class PeerSession:
     """
 
     def __init__(
-        self, address: str, fingerprint: CompatibilityKey, clock: Callable[[], float]
+        self, address: str, compatibility: CompatibilityKey, clock: Callable[[], float]
     ) -> None:
         self.address = address
         self.failure: OmniError | None = None
         self.failed_at = 0.0
-        self._fingerprint = fingerprint
+        self._compatibility = compatibility
         self._clock = clock
-        self._welcome: Welcome | None = None
+        self._handshake_reply: HandshakeReply | None = None
         self._introduction_ends = clock() + INTRODUCTION_S
         self._next_sequence = 0
-        self._unsent: deque[PendingClaim] = deque()
-        self._waiting: dict[int, PendingClaim] = {}
+        self._unsent: deque[PendingLease] = deque()
+        self._waiting: dict[int, PendingLease] = {}
         self._leases = 0
         self._leased_until = 0.0
 
     @property
     def idle(self) -> bool:
-        """Whether no claim waits, and no lease of ours is left at the peer."""
+        """Whether no request waits, and no lease of ours is left at the peer."""
         leased = self._leases > 0 and self._clock() < self._leased_until
         return not (self._unsent or self._waiting or leased)
 
-    def release(self, grant: Grant) -> Release:
+    def release(self, lease: Lease) -> Release:
         """What to send when a lease is not needed any more."""
         self._leases = max(0, self._leases - 1)
-        return Release(grant.token, grant.sequence)
+        return Release(lease.token, lease.sequence)
 
-    def hello(self) -> Hello:
+    def handshake(self) -> Handshake:
         """What to send first."""
-        return Hello.of(self._fingerprint)
+        return Handshake.of(self._compatibility)
 
-    def claim(self, claim: PendingClaim) -> list[Request]:
+    def request_lease(self, pending: PendingLease) -> list[Request]:
         """Ask for a hand-off; returns what to send now."""
         if self.failure is not None:
-            claim.fail(self.failure)
-        elif self._welcome is None:
-            self._unsent.append(claim)
+            pending.fail(self.failure)
+        elif self._handshake_reply is None:
+            self._unsent.append(pending)
         else:
-            return self._send(claim, self._welcome)
+            return self._send(pending, self._handshake_reply)
         return []
 
-    def _send(self, claim: PendingClaim, welcome: Welcome) -> list[Request]:
-        if claim.epoch != welcome.epoch:
-            claim.fail(ClaimDeniedError("other_epoch"))
+    def _send(self, pending: PendingLease, handshake_reply: HandshakeReply) -> list[Request]:
+        if pending.epoch != handshake_reply.epoch:
+            pending.fail(LeaseDeniedError("other_epoch"))
             return []
-        prompt = claim.prompt
-        same_hashes = bool(claim.hash_id) and claim.hash_id == welcome.hash_id
+        prompt = pending.prompt
+        same_hashes = bool(pending.hash_id) and pending.hash_id == handshake_reply.hash_id
         kind: DigestKind = "blocks" if same_hashes and not prompt.by_tokens else "tokens"
         try:
             digest = prompt.digest(kind)
         except (ValueError, TypeError, OverflowError) as error:
-            claim.fail(ProtocolError(f"the prompt has no digest: {error}"))
+            pending.fail(ProtocolError(f"the prompt has no digest: {error}"))
             return []
         self._next_sequence += 1
-        self._waiting[self._next_sequence] = claim
-        return [Claim(self._next_sequence, claim.token, prompt.num_tokens, digest, kind)]
+        self._waiting[self._next_sequence] = pending
+        return [LeaseRequest(self._next_sequence, pending.token, prompt.num_tokens, digest, kind)]
 
     def receive(self, frame: bytes) -> list[Request]:
         """Handle one frame of the peer; returns what to send now. A malformed one ends the
@@ -173,88 +173,100 @@ class PeerSession:
             self.fail(error)
             return []
         match message:
-            case Welcome():
+            case HandshakeReply():
                 return self._welcomed(message)
             case Refused():
                 self.fail(IncompatiblePeerError(message.field, message.theirs, message.ours))
                 return []
-            case Granted():
-                return self._granted(message)
-            case Denied():
+            case LeaseGranted():
+                return self._lease_granted(message)
+            case LeaseDenied():
                 return self._denied(message)
 
-    def _welcomed(self, welcome: Welcome) -> list[Request]:
-        difference = welcome.fingerprint.difference(self._fingerprint)
+    def _welcomed(self, handshake_reply: HandshakeReply) -> list[Request]:
+        difference = handshake_reply.compatibility.difference(self._compatibility)
         if difference is not None:  # the peer should have refused us
             field, theirs, ours = difference
             self.fail(IncompatiblePeerError(field, str(ours), str(theirs)))
             return []
-        self._welcome = welcome
+        self._handshake_reply = handshake_reply
         out: list[Request] = []
         while self._unsent:
-            out += self._send(self._unsent.popleft(), welcome)
+            out += self._send(self._unsent.popleft(), handshake_reply)
         return out
 
-    def _denied(self, message: Denied) -> list[Request]:
-        claim = self._waiting.pop(message.sequence, None)
-        if claim is None:
+    def _denied(self, message: LeaseDenied) -> list[Request]:
+        pending = self._waiting.pop(message.sequence, None)
+        if pending is None:
             return []
-        if message.reason != "not_introduced" or claim.asked_again:
-            claim.fail(ClaimDeniedError(message.reason))
+        if message.reason != "not_introduced" or pending.asked_again:
+            pending.fail(LeaseDeniedError(message.reason))
             return []
         # A server keeps a limited number of peers; it has forgotten us since the handshake.
-        claim.asked_again = True
-        self._unsent.append(claim)
-        if self._welcome is None:  # another claim has begun the handshake already
+        pending.asked_again = True
+        self._unsent.append(pending)
+        if self._handshake_reply is None:  # another request has begun the handshake already
             return []
-        self._welcome = None
+        self._handshake_reply = None
         self._introduction_ends = self._clock() + INTRODUCTION_S
-        return [self.hello()]
+        return [self.handshake()]
 
-    def _granted(self, message: Granted) -> list[Request]:
-        claim = self._waiting.pop(message.sequence, None)
-        if claim is None or self._welcome is None:
+    def _lease_granted(self, message: LeaseGranted) -> list[Request]:
+        pending = self._waiting.pop(message.sequence, None)
+        if pending is None or self._handshake_reply is None:
             return []
-        if not claim.future.set_running_or_notify_cancel():
+        if not pending.future.set_running_or_notify_cancel():
             # The caller has given up: end the lease.
-            return [Release(claim.token, message.sequence)]
+            return [Release(pending.token, message.sequence)]
         now = self._clock()
         expires = now + message.lease_s
         self._leases += 1
         self._leased_until = max(self._leased_until, expires)
-        claim.future.set_result(
-            Grant(self.address, claim.token, message.sequence, self._welcome, message, now, expires)
+        pending.future.set_result(
+            Lease(
+                self.address,
+                pending.token,
+                message.sequence,
+                self._handshake_reply,
+                message,
+                now,
+                expires,
+            )
         )
         return []
 
     def tick(self) -> list[Request]:
-        """Fail the claims that are past their deadline; returns what to send now."""
+        """Fail the requests that are past their deadline; returns what to send now."""
         now = self._clock()
-        if self._welcome is None and self.failure is None and now >= self._introduction_ends:
+        if (
+            self._handshake_reply is None
+            and self.failure is None
+            and now >= self._introduction_ends
+        ):
             self.fail(PeerUnreachableError(f"no answer to the handshake from {self.address}"))
         late = PeerUnreachableError(f"no answer from {self.address} in time")
-        for claim in [claim for claim in self._unsent if claim.deadline <= now]:
-            self._unsent.remove(claim)
-            claim.fail(late)
+        for pending in [pending for pending in self._unsent if pending.deadline <= now]:
+            self._unsent.remove(pending)
+            pending.fail(late)
         out: list[Request] = []
-        for sequence in [n for n, claim in self._waiting.items() if claim.deadline <= now]:
-            claim = self._waiting.pop(sequence)
-            claim.fail(late)
-            out.append(Release(claim.token, sequence))
+        for sequence in [n for n, pending in self._waiting.items() if pending.deadline <= now]:
+            pending = self._waiting.pop(sequence)
+            pending.fail(late)
+            out.append(Release(pending.token, sequence))
         return out
 
     def deadline(self) -> float:
         """Seconds of the clock when `tick` next has something to do."""
-        deadlines = [claim.deadline for claim in [*self._unsent, *self._waiting.values()]]
-        if self._welcome is None and self.failure is None:
+        deadlines = [pending.deadline for pending in [*self._unsent, *self._waiting.values()]]
+        if self._handshake_reply is None and self.failure is None:
             deadlines.append(self._introduction_ends)
         return min(deadlines, default=float("inf"))
 
     def fail(self, error: OmniError) -> None:
-        """End the session: every claim, also later ones, gets `error`."""
+        """End the session: every lease request, also later ones, gets `error`."""
         self.failure = error
         self.failed_at = self._clock()
-        for claim in [*self._unsent, *self._waiting.values()]:
-            claim.fail(error)
+        for pending in [*self._unsent, *self._waiting.values()]:
+            pending.fail(error)
         self._unsent.clear()
         self._waiting.clear()

@@ -11,8 +11,9 @@ A slot is *free*, *taken* for a block that will be copied, *busy* while a worker
 hold the same slots, and each block is copied once. A ready slot that has a key and that no hand-off
 holds is *cached*: while there is room it is kept, and later hand-offs of its prefix use it.
 
-Each peer that claims a hand-off gets a lease. A hand-off ends with its last lease; when its time to
-live passes without a claim or a release; or when a copy into one of its slots fails.
+Each decode request that asks for a hand-off gets a lease. A hand-off ends with its last lease; when
+its time to live passes without a lease request or a release; or when a copy into one of its slots
+fails.
 """
 
 import secrets
@@ -34,8 +35,8 @@ from omni_connector.kv.ledger import Block
 _NONE: Ints = np.empty(0, np.int64)
 
 
-class ClaimState(Enum):
-    """Outcome of `SlotDirectory.claim`."""
+class LeaseState(Enum):
+    """Outcome of `SlotDirectory.lease`."""
 
     GRANTED = "granted"
     PENDING = "pending"
@@ -45,45 +46,45 @@ class ClaimState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Handoff:
-    """A prefill, running or finished, whose KV a peer may claim.
+    """A prefill, running or finished, whose KV a peer may lease.
 
     Attributes:
         token: its name, which nobody can guess.
         prompt: whose KV the slots hold.
         keys: of each held block, one list a cache group; see `SlotDirectory.open`.
-        firsts: logical index of the first held block, one a cache group.
+        first_blocks: logical index of the first held block, one a cache group.
         slots, generations: of each held block, one array a cache group.
         identity: of the prompt.
-        deadline: seconds of the clock when it ends unless a claim or a release comes before.
-        sealed: whether the prefill is finished; before, no claim is granted.
-        leases: until when each claim may read the slots, in seconds of the clock.
+        deadline: seconds of the clock when it ends unless a request or a release comes before.
+        committed: whether the prefill is finished; before, no lease is given.
+        leases: until when each decode request may read the slots, in seconds of the clock.
         closed: whether it has ended.
     """
 
     token: bytes
     prompt: Prompt
     keys: Sequence[Sequence[SlotKey | None]]
-    firsts: list[int]
+    first_blocks: list[int]
     slots: list[Ints]
     generations: list[Ints]
     identity: Hashable
     deadline: float = float("inf")
-    sealed: bool = False
+    committed: bool = False
     leases: dict[Hashable, float] = field(default_factory=dict)
     closed: bool = False
 
     def slot(self, block: Block) -> int:
         """Slot of a block."""
-        return int(self.slots[block[0]][block[1] - self.firsts[block[0]]])
+        return int(self.slots[block[0]][block[1] - self.first_blocks[block[0]]])
 
     def generation(self, block: Block) -> int:
         """Generation of the slot of a block."""
-        return int(self.generations[block[0]][block[1] - self.firsts[block[0]]])
+        return int(self.generations[block[0]][block[1] - self.first_blocks[block[0]]])
 
     def places(self, blocks: Sequence[Block]) -> Iterator[tuple[int, Ints]]:
         """Where blocks are in `slots`: each group, and the positions in its array."""
         for g, members in groupby(blocks, key=lambda block: block[0]):
-            yield g, np.array([i for _, i in members], np.int64) - self.firsts[g]
+            yield g, np.array([i for _, i in members], np.int64) - self.first_blocks[g]
 
     def slots_of(self, blocks: Sequence[Block]) -> Ints:
         """Slots of several blocks."""
@@ -101,7 +102,7 @@ class SlotDirectory:
     Args:
         num_slots: slots of each rank's arena.
         clock: seconds, monotonic.
-        ttl: seconds that a hand-off waits for a claim, and a lease for its release.
+        ttl: seconds that a hand-off waits for a lease request, and a lease for its release.
         randbytes: returns so many bytes that nobody can guess.
 
     Attributes:
@@ -122,7 +123,7 @@ class SlotDirectory:
         self._randbytes = randbytes
         self._lock = threading.Lock()
         self._generation: Ints = np.zeros(num_slots, np.int64)
-        self._holders: Ints = np.zeros(num_slots, np.int64)
+        self._users: Ints = np.zeros(num_slots, np.int64)
         self._busy = np.zeros(num_slots, bool)
         self._ready = np.zeros(num_slots, bool)
         self._index = SlotIndex(self._generation)
@@ -144,7 +145,7 @@ class SlotDirectory:
         self,
         prompt: Prompt,
         keys: Sequence[Sequence[SlotKey | None]],
-        firsts: Sequence[int] | None = None,
+        first_blocks: Sequence[int] | None = None,
     ) -> Handoff | None:
         """Take the slots for a hand-off, all of them or none.
 
@@ -168,31 +169,31 @@ class SlotDirectory:
                 f"the arena has {self.num_slots}; raise arena_gib"
             )
         identity = prompt.identity()
-        firsts = list(firsts or (0 for _ in keys))
+        first_blocks = list(first_blocks or (0 for _ in keys))
         with self._lock:
             twins = self._twins.get(identity)
             if twins:
                 slots = next(iter(twins.values())).slots
-                self._holders[np.concatenate(slots)] += 1
+                self._users[np.concatenate(slots)] += 1
             else:
-                found = self._allocate(keys, firsts, total)
+                found = self._allocate(keys, first_blocks, total)
                 if found is None:
                     return None
                 slots = np.split(found, np.cumsum([len(group) for group in keys])[:-1])
             generations = [self._generation[group] for group in slots]
             if not twins:
                 for g, group in enumerate(keys):
-                    self._index.remember(g, group, firsts[g], slots[g], generations[g])
+                    self._index.remember(g, group, first_blocks[g], slots[g], generations[g])
             token = self._randbytes(TOKEN_BYTES)
-            handoff = Handoff(token, prompt, keys, firsts, slots, generations, identity)
+            handoff = Handoff(token, prompt, keys, first_blocks, slots, generations, identity)
             self._handoffs[handoff.token] = handoff
             self._twins.setdefault(identity, {})[handoff.token] = handoff
             return handoff
 
     def _allocate(
-        self, keys: Sequence[Sequence[SlotKey | None]], firsts: Sequence[int], total: int
+        self, keys: Sequence[Sequence[SlotKey | None]], first_blocks: Sequence[int], total: int
     ) -> Ints | None:
-        parts = (self._index.find(g, group, firsts[g]) for g, group in enumerate(keys))
+        parts = (self._index.find(g, group, first_blocks[g]) for g, group in enumerate(keys))
         found: Ints = np.concatenate([_NONE, *parts])
         lacks = found < 0
         shared = found[~lacks]
@@ -202,7 +203,7 @@ class SlotDirectory:
             return None
         self._stamp[from_cache] = 0
         self._num_cached -= len(from_cache)
-        self._holders[shared] += 1
+        self._users[shared] += 1
         if needed:
             found[lacks] = self._take(needed)
         return found
@@ -215,7 +216,7 @@ class SlotDirectory:
             numbers = np.concatenate([numbers, self._evict(count - len(numbers))])
         self._generation[numbers] += 1
         self._ready[numbers] = self._keyed[numbers] = False
-        self._holders[numbers] = 1
+        self._users[numbers] = 1
         return numbers
 
     def _evict(self, count: int) -> Ints:
@@ -244,7 +245,7 @@ class SlotDirectory:
                 numbers = handoff.slots[g][at]
                 mine = ~(self._busy[numbers] | self._ready[numbers])
                 at, numbers = at[mine], numbers[mine]
-                chosen += [(g, i) for i in (at + handoff.firsts[g]).tolist()]
+                chosen += [(g, i) for i in (at + handoff.first_blocks[g]).tolist()]
                 self._busy[numbers] = True
                 self._index.name(g, [handoff.keys[g][i] for i in at.tolist()], numbers)
             return chosen
@@ -255,7 +256,7 @@ class SlotDirectory:
             numbers = handoff.slots_of(blocks)
             self._busy[numbers] = False
             self._ready[numbers] = True
-            self._settle(numbers[self._holders[numbers] == 0])
+            self._settle(numbers[self._users[numbers] == 0])
 
     def unfilled(self, handoff: Handoff, blocks: Sequence[Block]) -> None:
         """The copies were cancelled or have failed: close every hand-off that holds one of these
@@ -265,7 +266,7 @@ class SlotDirectory:
             self._busy[numbers] = self._keyed[numbers] = False
             # A rank may have committed the slot nevertheless; the next copy must be another one.
             self._generation[numbers] += 1
-            unheld = numbers[self._holders[numbers] == 0]
+            unheld = numbers[self._users[numbers] == 0]
             if len(unheld) < len(numbers):
                 for each in list(self._handoffs.values()):
                     if np.isin(each.held, numbers).any():
@@ -275,17 +276,17 @@ class SlotDirectory:
     def wanted(self, handoff: Handoff, blocks: Sequence[Block]) -> bool:
         """Whether another hand-off holds slots of these blocks of a closed one."""
         with self._lock:
-            return bool(self._holders[handoff.slots_of(blocks)].any())
+            return bool(self._users[handoff.slots_of(blocks)].any())
 
-    def seal(self, handoff: Handoff) -> None:
+    def commit(self, handoff: Handoff) -> None:
         """The prefill is finished; the hand-off's time to live begins."""
         with self._lock:
-            handoff.sealed = True
+            handoff.committed = True
             handoff.deadline = self._clock() + self._ttl
 
-    def claim(
+    def lease(
         self, token: bytes, num_tokens: int, digest: bytes, kind: DigestKind, lease: Hashable
-    ) -> tuple[ClaimState, Handoff | None]:
+    ) -> tuple[LeaseState, Handoff | None]:
         """Lease a hand-off's slots to a peer for `ttl` seconds.
 
         Copies of its last blocks may still be under way: each slot's header tells readers when the
@@ -294,36 +295,36 @@ class SlotDirectory:
         Args:
             token: the hand-off's.
             num_tokens, digest, kind: of the asker's prompt, which must be that of the hand-off.
-            lease: names the claim; a claim of the same name renews its lease.
+            lease: names the request; one of the same name renews its lease.
         """
         with self._lock:
             handoff = self._handoffs.get(token)
         if handoff is None:
-            return ClaimState.UNKNOWN, None
+            return LeaseState.UNKNOWN, None
         prompt = handoff.prompt
         if prompt.num_tokens != num_tokens or not secrets.compare_digest(
             prompt.digest(kind), digest
         ):
-            return ClaimState.OTHER_PROMPT, None
+            return LeaseState.OTHER_PROMPT, None
         with self._lock:
             if handoff.closed:
-                return ClaimState.UNKNOWN, None
+                return LeaseState.UNKNOWN, None
             if self._waits(handoff):
-                return ClaimState.PENDING, None
+                return LeaseState.PENDING, None
             handoff.deadline = self._clock() + self._ttl
             self._num_leases += lease not in handoff.leases
             handoff.leases[lease] = handoff.deadline
-            return ClaimState.GRANTED, handoff
+            return LeaseState.GRANTED, handoff
 
     def pending(self, token: bytes) -> bool:
-        """Whether a claim of this hand-off has to wait; cheaper than `claim`."""
+        """Whether a lease request for this hand-off has to wait; cheaper than `lease`."""
         with self._lock:
             handoff = self._handoffs.get(token)
             return handoff is not None and self._waits(handoff)
 
     def _waits(self, handoff: Handoff) -> bool:
         held = handoff.held
-        return not handoff.sealed or not bool((self._ready[held] | self._busy[held]).all())
+        return not handoff.committed or not bool((self._ready[held] | self._busy[held]).all())
 
     def release(self, token: bytes, lease: Hashable) -> None:
         """End a lease, and with the last one the hand-off. Unknown ones are ignored."""
@@ -336,10 +337,10 @@ class SlotDirectory:
                 self._close(handoff)
 
     def drop(self, token: bytes) -> None:
-        """End a hand-off that nobody will claim, unless it is leased or its prefill still runs."""
+        """End a hand-off that nobody wants, unless it is leased or its prefill still runs."""
         with self._lock:
             handoff = self._handoffs.get(token)
-            if handoff is not None and handoff.sealed and not handoff.leases:
+            if handoff is not None and handoff.committed and not handoff.leases:
                 self._close(handoff)
 
     def close(self, token: bytes) -> bool:
@@ -361,8 +362,8 @@ class SlotDirectory:
         if not twins:
             del self._twins[handoff.identity]
         held = handoff.held[::-1]  # so that the end of a prefix is evicted before its beginning
-        self._holders[held] -= 1
-        self._settle(held[self._holders[held] == 0])
+        self._users[held] -= 1
+        self._settle(held[self._users[held] == 0])
 
     def _settle(self, unheld: Ints) -> None:
         """Cache or free slots that no hand-off holds."""

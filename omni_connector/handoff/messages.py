@@ -2,7 +2,7 @@
 """What engines say to each other on the control channel.
 
 Messages are msgspec structs in MessagePack, tagged by type, one in each ZeroMQ message. Every
-field is bounded, and only these types are decoded. `Hello` has the protocol version: engines of
+field is bounded, and only these types are decoded. `Handshake` has the protocol version: engines of
 different versions do not talk.
 """
 
@@ -31,60 +31,60 @@ Seconds = Annotated[float, Meta(ge=0, le=1e12)]  # neither nan nor infinity
 DigestKind = Literal["blocks", "tokens"]
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class Handshake(msgspec.Struct, frozen=True, tag="Hello"):
     """First message of a session, from the side that wants to read: the protocol version, and a
     `CompatibilityKey`. That stays encoded, as another version's may have other fields."""
 
     protocol: Count
-    fingerprint: msgspec.Raw
+    compatibility: msgspec.Raw = msgspec.field(name="fingerprint")
 
     @classmethod
-    def of(cls, fingerprint: CompatibilityKey) -> "Hello":
+    def of(cls, compatibility: CompatibilityKey) -> "Handshake":
         """Our own first message."""
-        return cls(PROTOCOL_VERSION, msgspec.Raw(_encoder.encode(fingerprint)))
+        return cls(PROTOCOL_VERSION, msgspec.Raw(_encoder.encode(compatibility)))
 
-    def decode_fingerprint(self) -> CompatibilityKey:
+    def decode_compatibility(self) -> CompatibilityKey:
         """The peer's compatibility key.
 
         Raises:
             ProtocolError: it is malformed.
         """
-        return _decode(_fingerprint_decoder, self.fingerprint)
+        return _decode(_key_decoder, self.compatibility)
 
 
-class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `Hello`: who we are and where our ranks' arenas are.
+class HandshakeReply(msgspec.Struct, frozen=True, tag="Welcome"):
+    """Answer to `Handshake`: who we are and where our ranks' arenas are.
 
     Attributes:
         epoch: changes with each start of the engine, and voids the tokens from before.
         hash_id: how this engine hashes blocks; "": it does not. Engines with the same id compare
             block hashes, others the prompt's tokens.
-        fingerprint: what the slots hold.
+        compatibility: what the slots hold.
         arenas: of each rank, in rank order: an endpoint for each transport that exports its arena.
     """
 
     epoch: Token
     hash_id: Text
-    fingerprint: CompatibilityKey
+    compatibility: CompatibilityKey = msgspec.field(name="fingerprint")
     arenas: Annotated[
         tuple[Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=MAX_TRANSPORTS)], ...],
         Meta(min_length=1, max_length=MAX_RANKS),
     ]
 
     def __post_init__(self) -> None:
-        if len(self.arenas) != self.fingerprint.ranks:
-            raise ValueError(f"{len(self.arenas)} arenas of {self.fingerprint.ranks} ranks")
+        if len(self.arenas) != self.compatibility.ranks:
+            raise ValueError(f"{len(self.arenas)} arenas of {self.compatibility.ranks} ranks")
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a `Hello` that does not fit: which field differs, and both values."""
+    """Answer to a `Handshake` that does not fit: which field differs, and both values."""
 
     field: Text
     ours: Text
     theirs: Text
 
 
-class Claim(msgspec.Struct, frozen=True, tag=True):
+class LeaseRequest(msgspec.Struct, frozen=True, tag="Claim"):
     """Asks for the slots of one hand-off; the answer repeats the `sequence`.
 
     `num_tokens` and `digest` are of the asker's prompt: see `Prompt.digest`.
@@ -97,20 +97,22 @@ class Claim(msgspec.Struct, frozen=True, tag=True):
     digest_kind: DigestKind
 
 
-class Granted(msgspec.Struct, frozen=True, tag=True):
+class LeaseGranted(msgspec.Struct, frozen=True, tag="Granted"):
     """The slots are leased to the asker.
 
     Attributes:
         num_tokens: tokens whose KV the slots hold.
-        firsts: for each cache group the logical index of the first block that is held; no later
-            token reads those before.
+        first_blocks: for each cache group the logical index of the first block that is held; no
+            later token reads those before.
         groups: for each cache group (slot, generation) of each block from there.
         lease_s: seconds from now until the slots may be reused.
     """
 
     sequence: Sequence
     num_tokens: Positive
-    firsts: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
+    first_blocks: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_GROUPS)] = (
+        msgspec.field(name="firsts")
+    )
     groups: Annotated[
         tuple[Annotated[tuple[SlotRef, ...], Meta(max_length=1 << 20)], ...],
         Meta(min_length=1, max_length=MAX_GROUPS),
@@ -118,34 +120,34 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
     lease_s: Seconds
 
     def __post_init__(self) -> None:
-        if len(self.firsts) != len(self.groups):
-            raise ValueError(f"{len(self.firsts)} first blocks of {len(self.groups)} groups")
+        if len(self.first_blocks) != len(self.groups):
+            raise ValueError(f"{len(self.first_blocks)} first blocks of {len(self.groups)} groups")
 
 
-class Denied(msgspec.Struct, frozen=True, tag=True):
-    """The claim is refused; `reason` is one of the failure kinds of the metrics."""
+class LeaseDenied(msgspec.Struct, frozen=True, tag="Denied"):
+    """No lease is given; `reason` is one of the failure kinds of the metrics."""
 
     sequence: Sequence
     reason: Text
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Ends the lease of the claim `sequence`; 0: ends the hand-off unless it is leased, as nobody
-    will claim it. Not answered."""
+    """Ends the lease that the request `sequence` got; 0: ends the hand-off unless it is leased, as
+    nobody will ask for it. Not answered."""
 
     token: Token
     sequence: Sequence = 0
 
 
-Request = Hello | Claim | Release
-Reply = Welcome | Refused | Granted | Denied
+Request = Handshake | LeaseRequest | Release
+Reply = HandshakeReply | Refused | LeaseGranted | LeaseDenied
 
 _T = TypeVar("_T")
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)
 _reply_decoder = msgspec.msgpack.Decoder(Reply)
-_fingerprint_decoder = msgspec.msgpack.Decoder(CompatibilityKey)
+_key_decoder = msgspec.msgpack.Decoder(CompatibilityKey)
 
 
 def encode(message: Request | Reply) -> bytes:

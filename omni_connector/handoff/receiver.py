@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler half of a decode engine: claims at prefill engines, and the loads of their grants.
+"""The scheduler half of a decode engine: leases at prefill engines, and the loads that they allow.
 
-The claim is sent when the request arrives, and the control thread takes the answer; meanwhile the
-request waits in vLLM's queue. If anything fails before the load starts, this engine computes the
+The lease request is sent when the request arrives, and the control thread takes the answer;
+meanwhile the request waits in vLLM's queue. If anything fails before the load starts, this engine computes the
 prompt. If the load fails, the worker reports it, and vLLM recomputes or fails the request as
 `kv_load_failure_policy` says.
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from omni_connector.errors import IncompatiblePeerError, PeerUnreachableError, ProtocolError
 from omni_connector.handoff.channel import ControlChannel
-from omni_connector.handoff.client import ClaimDeniedError, Grant, PendingClaim
+from omni_connector.handoff.client import Lease, LeaseDeniedError, PendingLease
 from omni_connector.handoff.jobs import LoadSpec
 from omni_connector.handoff.params import RemotePrefill
 from omni_connector.handoff.prompt import Prompt
@@ -65,11 +65,11 @@ class _Load:
     address: str
     asked_at: float
     answer_by: float = 0.0
-    idle_before: float = 0.0  # what `_idle_time` was when the claim was sent
-    future: "Future[Grant] | None" = None
-    grant: Grant | None = None
+    idle_before: float = 0.0  # what `_idle_time` was when the lease request was sent
+    future: "Future[Lease] | None" = None
+    lease: Lease | None = None
     slow_answers: int = 0  # in succession
-    former: Grant | None = None  # an old grant, held until a new one has come
+    former: Lease | None = None  # an old lease, held until a new one has come
     job_id: int | None = None
     ended: bool = False
     void: bool = False  # its KV is of weights that the engine no longer has
@@ -81,7 +81,7 @@ class HandoffReceiver:
     Args:
         channel, ledger, stats: reaches prefill engines; starts copy jobs; counts.
         address_of: returns the control address of the engine that the params name.
-        fingerprint: this engine's compatibility key.
+        compatibility: this engine's compatibility key.
         group_ids: index of each transferred group among vLLM's groups.
         hash_id: how this engine hashes blocks.
         load_timeout: seconds for an answer, and again for the bytes.
@@ -94,7 +94,7 @@ class HandoffReceiver:
         channel: ControlChannel,
         ledger: CopyLedger,
         address_of: Callable[[RemotePrefill], str],
-        fingerprint: CompatibilityKey,
+        compatibility: CompatibilityKey,
         group_ids: tuple[int, ...],
         hash_id: str,
         load_timeout: float,
@@ -104,7 +104,7 @@ class HandoffReceiver:
         self._channel = channel
         self._ledger = ledger
         self._address_of = address_of
-        self._fingerprint = fingerprint
+        self._compatibility = compatibility
         self._group_ids = group_ids
         self._hash_id = hash_id
         self._timeout = load_timeout
@@ -118,7 +118,7 @@ class HandoffReceiver:
         self._idle_since: float | None = clock()
 
     def add(self, request: "Request", remote: RemotePrefill, prompt: Prompt) -> None:
-        """A request has arrived whose prompt was prefilled elsewhere: claim its hand-off."""
+        """A request has arrived whose prompt was prefilled elsewhere: ask for a lease on its KV."""
         load = _Load(request, prompt, remote, self._address_of(remote), self._clock())
         self._ask(load)
         self._loads[request.request_id] = load
@@ -128,30 +128,30 @@ class HandoffReceiver:
         load.answer_by = deadline + 1.0  # by then the channel has answered, if it still runs
         load.idle_before = self._idle_time()
         remote = load.remote
-        claim = PendingClaim(remote.token, load.prompt, remote.epoch, self._hash_id, deadline)
-        self._channel.claim(load.address, claim)
-        load.future = claim.future
+        pending = PendingLease(remote.token, load.prompt, remote.epoch, self._hash_id, deadline)
+        self._channel.request_lease(load.address, pending)
+        load.future = pending.future
 
     def reject(self, remote: RemotePrefill) -> None:
-        """A request was refused before it reached this engine: its hand-off will not be claimed."""
+        """A request was refused before it reached this engine: nobody will ask for its hand-off."""
         self._channel.drop(self._address_of(remote), remote.token)
 
     def matched_tokens(self, request_id: str, num_computed: int) -> int | None:
-        """Tokens that can be loaded beyond `num_computed`; None while the claim is pending."""
+        """Tokens that can be loaded beyond `num_computed`; None while a lease is asked for."""
         load = self._waiting(request_id)
         if load is None:
             return 0
         if load.future is not None and not self._answered(load, load.future):
             return None
-        if load.grant is None:
+        if load.lease is None:
             return 0
-        margin = min(_LEASE_MARGIN_S, _LEASE_MARGIN * load.grant.granted.lease_s)
-        if self._clock() > load.grant.expires - margin:
+        margin = min(_LEASE_MARGIN_S, _LEASE_MARGIN * load.lease.granted.lease_s)
+        if self._clock() > load.lease.expires - margin:
             self._give_up(load, "lease_expired", "the lease ended before there was room to load")
             return 0
         if self._is_old(load):
-            return self._ask_again(load, load.grant)
-        return max(0, load.grant.granted.num_tokens - num_computed)
+            return self._ask_again(load, load.lease)
+        return max(0, load.lease.granted.num_tokens - num_computed)
 
     def _waiting(self, request_id: str) -> _Load | None:
         load = self._loads.get(request_id)
@@ -165,18 +165,18 @@ class HandoffReceiver:
         since = self._idle_since
         return self._idle + (0.0 if since is None else self._clock() - since)
 
-    def _ask_again(self, load: _Load, grant: Grant) -> int | None:
-        slow = grant.received - load.asked_at > _FRESH_S
+    def _ask_again(self, load: _Load, lease: Lease) -> int | None:
+        slow = lease.received - load.asked_at > _FRESH_S
         load.slow_answers = load.slow_answers + 1 if slow else 0
         if load.slow_answers >= _SLOW_ANSWERS:
             self._give_up(load, "peer_unreachable", "its answers come too late to be used")
             return 0
-        load.former, load.grant = load.grant, None
+        load.former, load.lease = load.lease, None
         load.asked_at = self._clock()
         self._ask(load)
         return None
 
-    def _answered(self, load: _Load, future: "Future[Grant]") -> bool:
+    def _answered(self, load: _Load, future: "Future[Lease]") -> bool:
         if not future.done():
             if self._clock() < load.answer_by:
                 return False
@@ -185,9 +185,9 @@ class HandoffReceiver:
         load.future = None
         error = future.exception()
         if error is None:
-            grant = future.result()
-            problem = self._check(grant, load.prompt)
-            load.grant = grant
+            lease = future.result()
+            problem = self._check(lease, load.prompt)
+            load.lease = lease
             if problem is not None:
                 self._give_up(load, "malformed_answer", problem)
             elif load.former is not None:
@@ -196,7 +196,7 @@ class HandoffReceiver:
             else:
                 self._stats.time("claim", self._clock() - load.asked_at)
             return True
-        if isinstance(error, ClaimDeniedError):
+        if isinstance(error, LeaseDeniedError):
             # Kinds become metric labels, so only known words of the peer do.
             kind = error.reason if error.reason in _DENIALS else "denied"
         else:
@@ -206,14 +206,14 @@ class HandoffReceiver:
         self._give_up(load, kind, str(error))
         return True
 
-    def _check(self, grant: Grant, prompt: Prompt) -> str | None:
-        granted = grant.granted
+    def _check(self, lease: Lease, prompt: Prompt) -> str | None:
+        granted = lease.granted
         if granted.num_tokens != prompt.num_tokens:
             return f"{granted.num_tokens} tokens granted, {prompt.num_tokens} asked for"
-        expected = [g.needed(prompt.num_tokens) for g in grant.welcome.fingerprint.groups]
+        expected = [g.needed(prompt.num_tokens) for g in lease.handshake_reply.compatibility.groups]
         found = [
             range(first, first + len(refs))
-            for first, refs in zip(granted.firsts, granted.groups, strict=True)
+            for first, refs in zip(granted.first_blocks, granted.groups, strict=True)
         ]
         if found != expected:
             return f"blocks {found} of the groups granted, {expected} asked for"
@@ -233,12 +233,12 @@ class HandoffReceiver:
     def _release(self, load: _Load) -> None:
         if load.future is not None:
             if not load.future.cancel() and load.future.exception() is None:
-                load.grant = load.future.result()
+                load.lease = load.future.result()
             load.future = None
-        for grant in (load.grant, load.former):
-            if grant is not None:
-                self._channel.release(grant)
-        load.grant = load.former = None
+        for lease in (load.lease, load.former):
+            if lease is not None:
+                self._channel.release(lease)
+        load.lease = load.former = None
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", num_external: int) -> None:
         """vLLM has allocated blocks for `num_external` tokens of a hand-off; 0: it wants none."""
@@ -248,24 +248,26 @@ class HandoffReceiver:
         if num_external <= 0:
             self._release(load)
             return
-        grant = load.grant
-        assert grant is not None, "tokens are matched only with a grant"
-        spec = self._spec(request.request_id, grant, blocks.get_block_ids(), num_external)
+        lease = load.lease
+        assert lease is not None, "tokens are matched only with a lease"
+        spec = self._spec(request.request_id, lease, blocks.get_block_ids(), num_external)
         load.job_id = self._ledger.start(
             spec.blocks, lambda failure: self._job_ended(load, num_external, failure)
         )
         self._queued[load.job_id] = spec
 
     def _spec(
-        self, request_id: str, grant: Grant, tables: Sequence[Sequence[int]], num_external: int
+        self, request_id: str, lease: Lease, tables: Sequence[Sequence[int]], num_external: int
     ) -> LoadSpec:
-        peer = grant.welcome.fingerprint
-        end = grant.granted.num_tokens
+        peer = lease.handshake_reply.compatibility
+        end = lease.granted.num_tokens
         blocks: list[tuple[int, Sequence[int]]] = []
         slots: list[tuple[int, Sequence[int]]] = []
         generations: list[int] = []
         source = None
-        for g, (theirs, ours) in enumerate(zip(peer.groups, self._fingerprint.groups, strict=True)):
+        for g, (theirs, ours) in enumerate(
+            zip(peer.groups, self._compatibility.groups, strict=True)
+        ):
             table = tables[self._group_ids[g]]
             written = _written(ours, end - num_external, end)
             read = _read(ours, end - num_external, end)
@@ -274,10 +276,10 @@ class HandoffReceiver:
                 raise RuntimeError(f"request {request_id}: vLLM allocated no block of group {g}")
             lead = next((i for i, each in enumerate(block_ids) if each != NULL_BLOCK_ID), 0)
             index = written.start + lead
-            first, refs = grant.granted.firsts[g], grant.granted.groups[g]
-            if peer.ranks != self._fingerprint.ranks or not same_bytes(theirs, ours):
+            first, refs = lease.granted.first_blocks[g], lease.granted.groups[g]
+            if peer.ranks != self._compatibility.ranks or not same_bytes(theirs, ours):
                 source = peer
-            if ours.keeps == "last":  # by whatever block size each side counts
+            if ours.attention_type == "last":  # by whatever block size each side counts
                 first = index
             else:
                 skipped = max(0, index * ours.block_size // theirs.block_size - first)
@@ -290,8 +292,8 @@ class HandoffReceiver:
             blocks=BlockSpans.of(blocks),
             slots=BlockSpans.of(slots),
             generations=np.array(generations, np.int64),
-            arenas=grant.welcome.arenas,
-            timeout=min(self._timeout, grant.expires - self._clock()),
+            arenas=lease.handshake_reply.arenas,
+            timeout=min(self._timeout, lease.expires - self._clock()),
             source=source,
         )
 
@@ -326,8 +328,10 @@ class HandoffReceiver:
         self._failed.append(load.request)
 
     def void(self) -> None:
-        """The engine's weights have changed: void all claims, grants and loads, whose KV is of the
-        former weights. This engine computes the prompts."""
+        """The engine's weights have changed: void all lease requests, leases and loads.
+
+        Their KV is of the former weights. This engine computes the prompts.
+        """
         for load in self._loads.values():
             if load.ended or load.void:
                 continue
@@ -359,7 +363,7 @@ class HandoffReceiver:
 
 def _written(group: GroupShape, start: int, end: int) -> range:
     """Blocks of the tokens from `start` to `end`, which vLLM may have allocated."""
-    if group.keeps == "last":
+    if group.attention_type == "last":
         return group.needed(end)
     return range(start // group.block_size, -(-end // group.block_size))
 

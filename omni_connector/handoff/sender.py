@@ -44,7 +44,7 @@ _FINISHED_WELL: Final = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"}
 class _Send:
     request: "Request"
     prompt: Prompt
-    firsts: list[int]
+    first_blocks: list[int]
     keys: list[list[SlotKey | None]]
     copied: list[int]  # for each group the first block that is yet to be copied
     wait_until: float | None = None
@@ -63,12 +63,12 @@ class HandoffSender:
 
     Args:
         directory, ledger, stats: keeps the slots; starts copy jobs; counts.
-        fingerprint: this engine's compatibility key.
+        compatibility: this engine's compatibility key.
         group_ids: index of each transferred group among vLLM's groups.
         engine_id, epoch, address: for the answer to the router.
         arena_wait: seconds that a request may wait for room.
         clock: seconds, monotonic.
-        on_complete: called when a hand-off may have become claimable, or void.
+        on_complete: called when a hand-off may have become ready, or void.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class HandoffSender:
         *,
         directory: SlotDirectory,
         ledger: CopyLedger,
-        fingerprint: CompatibilityKey,
+        compatibility: CompatibilityKey,
         group_ids: tuple[int, ...],
         engine_id: str,
         epoch: bytes,
@@ -88,8 +88,8 @@ class HandoffSender:
     ) -> None:
         self._directory = directory
         self._ledger = ledger
-        self._groups = fingerprint.groups
-        self._ranks = fingerprint.ranks
+        self._groups = compatibility.groups
+        self._ranks = compatibility.ranks
         self._group_ids = group_ids
         self._engine_id = engine_id
         self._epoch = epoch
@@ -106,13 +106,13 @@ class HandoffSender:
         """A request that asks for a hand-off has arrived.
 
         Args:
-            prompt: the prompt that the decode engine will claim.
+            prompt: the prompt that the decode engine will ask for.
             refusal: why it is not handed off, if that is known already.
         """
-        firsts = [group.needed(prompt.num_tokens).start for group in self._groups]
+        first_blocks = [group.needed(prompt.num_tokens).start for group in self._groups]
         keys = [_keys(group, prompt) for group in self._groups]
         self._sends[request.request_id] = _Send(
-            request, prompt, firsts, keys, copied=list(firsts), refusal=refusal
+            request, prompt, first_blocks, keys, copied=list(first_blocks), refusal=refusal
         )
 
     def may_schedule(self, request_id: str) -> bool:
@@ -134,7 +134,7 @@ class HandoffSender:
             if send.refusal is None and self._tried != (send, self._directory.releases):
                 self._tried = send, self._directory.releases
                 try:
-                    send.handoff = self._directory.open(send.prompt, send.keys, send.firsts)
+                    send.handoff = self._directory.open(send.prompt, send.keys, send.first_blocks)
                 except ArenaFullError as error:
                     self._refuse(send, "prompt_too_long", str(error))
             assert send.wait_until is not None
@@ -174,10 +174,11 @@ class HandoffSender:
         ends = computed >= send.prompt.num_tokens
         filled: list[Block] = []
         for g, group in enumerate(self._groups):
-            end = send.firsts[g] + len(send.keys[g])
+            end = send.first_blocks[g] + len(send.keys[g])
             if not ends:
                 # A recurrent state is that of the last token, so it is not ready before.
-                end = 0 if group.keeps == "last" else min(end, computed // group.block_size)
+                whole = 0 if group.attention_type == "last" else computed // group.block_size
+                end = min(end, whole)
             filled += [(g, i) for i in range(send.copied[g], end)]
             send.copied[g] = max(send.copied[g], end)
         return filled
@@ -237,7 +238,7 @@ class HandoffSender:
                 self._refuse(send, "weights_changed", "the prefix cache was reset meanwhile")
                 continue
             send.handoff, send.wait_until, send.jobs = None, None, {}
-            send.copied = list(send.firsts)
+            send.copied = list(send.first_blocks)
         self._tried = None
         self._on_complete()
         return voided
@@ -260,14 +261,14 @@ class HandoffSender:
             self._tried = None
         handoff = send.handoff
         well = request.status.name in _FINISHED_WELL
-        ends = [first + len(keys) for first, keys in zip(send.firsts, send.keys, strict=True)]
+        ends = [first + len(keys) for first, keys in zip(send.first_blocks, send.keys, strict=True)]
         if send.copied != ends or not well or handoff is None or handoff.closed or send.refusal:
             self._abandon(send)
             if well and send.refusal is None:
                 self._refuse(send, "not_computed", "some of its KV was not copied, or is void")
             return no_handoff_answer(send.refusal or "") if well else None
         self._stats.count("handoffs_offered")
-        self._directory.seal(handoff)
+        self._directory.commit(handoff)
         self._on_complete()
         return handoff_answer(
             engine_id=self._engine_id,
@@ -290,7 +291,7 @@ def _spec(
     indices_of: dict[int, list[int]] = {}
     for g, i in chosen:
         indices_of.setdefault(g, []).append(i)
-    groups: list[tuple[int, list[int]]] = [(first, []) for first in send.firsts]
+    groups: list[tuple[int, list[int]]] = [(first, []) for first in send.first_blocks]
     slots, generations, keys = [], [], []
     for g, indices in indices_of.items():
         first, end = indices[0], indices[-1] + 1
@@ -298,7 +299,7 @@ def _spec(
         for i in set(range(first, end)).difference(indices):
             block_ids[i - first] = NULL_BLOCK_ID
         groups[g] = first, block_ids
-        held = slice(first - send.firsts[g], end - send.firsts[g])
+        held = slice(first - send.first_blocks[g], end - send.first_blocks[g])
         slots.append(handoff.slots[g][held])
         generations.append(handoff.generations[g][held])
         keys += [(key or b"")[:32] for key in send.keys[g][held]]
@@ -313,7 +314,7 @@ def _spec(
 def _keys(shape: GroupShape, prompt: Prompt) -> list[SlotKey | None]:
     """The key of each block that the next token reads; None for those that can have none."""
     needed = shape.needed(prompt.num_tokens)
-    if shape.keeps == "last" or prompt.hash_block_size != shape.block_size:
+    if shape.attention_type == "last" or prompt.hash_block_size != shape.block_size:
         return [None] * len(needed)
     full = min(needed.stop, len(prompt.block_hashes), prompt.num_tokens // shape.block_size)
     keys: list[SlotKey | None] = list(prompt.block_hashes[needed.start : full])

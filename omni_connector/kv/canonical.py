@@ -135,14 +135,14 @@ class _Dim(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """One layer's page: `run_bytes` contiguous bytes at each of `starts` (bytes into the
+    """One layer's page: `segment_bytes` contiguous bytes at each of `starts` (bytes into the
     storage, block 0), the same again every `block_stride` bytes."""
 
     storage: torch.UntypedStorage
     device: torch.device
     starts: tuple[int, ...]
-    run_bytes: int
-    padded_run_bytes: int
+    segment_bytes: int
+    padded_segment_bytes: int
     block_stride: int
     order: str
 
@@ -191,7 +191,7 @@ def canonicalize(
             if layer.name not in kv_caches:
                 raise LayoutError(f"layer {layer.name}: no KV cache was registered for it")
             page = _page_of(layer, kv_caches[layer.name], num_blocks, dims)
-            runs = []
+            segments = []
             for start in page.starts:
                 key = (page.storage.data_ptr() + start, page.block_stride)
                 index = indices.setdefault(key, len(pages))
@@ -199,16 +199,18 @@ def canonicalize(
                     pages.append(page)
                     starts.append(start)
                     widths.append(0)
-                widths[index] = max(widths[index], page.padded_run_bytes)
-                runs.append(index)
-            shape = page.order, page.padded_run_bytes
-            if stored.setdefault(tuple(runs), shape) != shape:
+                widths[index] = max(widths[index], page.padded_segment_bytes)
+                segments.append(index)
+            shape = page.order, page.padded_segment_bytes
+            if stored.setdefault(tuple(segments), shape) != shape:
                 raise LayoutError(
                     f"layer {layer.name}: its pages {shape} are another layer's "
-                    f"{stored[tuple(runs)]}"
+                    f"{stored[tuple(segments)]}"
                 )
-            for index in runs:
-                refs[index] = CanonicalKVCacheRef(index, page.run_bytes, page.padded_run_bytes)
+            for index in segments:
+                refs[index] = CanonicalKVCacheRef(
+                    index, page.segment_bytes, page.padded_segment_bytes
+                )
         _check_disjoint(
             group.kind,
             (
@@ -221,7 +223,7 @@ def canonicalize(
             ),
             num_blocks,
         )
-        if len(refs) != sum(len(runs) for runs in stored):
+        if len(refs) != sum(len(segments) for segments in stored):
             raise LayoutError(f"{group.kind} group: layers share some of their bytes, not all")
         group_refs.append(list(refs.values()))
         orders.append(tuple(order for order, _ in stored.values()))
@@ -304,23 +306,23 @@ def _page_of(layer: LayerSpec, view: torch.Tensor, num_blocks: int, dims: str) -
     parts.sort(key=lambda part: part.step, reverse=True)
 
     outer = list(parts)
-    run_bytes = 1
-    while outer and outer[-1].step == run_bytes:
-        run_bytes *= outer.pop().size
-    extent = run_bytes
+    segment_bytes = 1
+    while outer and outer[-1].step == segment_bytes:
+        segment_bytes *= outer.pop().size
+    extent = segment_bytes
     for dim in reversed(outer):
         if dim.step < extent:
             raise LayoutError(f"{where}: the bytes of a block overlap ({found})")
         extent += dim.step * (dim.size - 1)
 
-    padded_run_bytes = run_bytes
+    padded_segment_bytes = segment_bytes
     if not outer:
-        padded_run_bytes = layer.padded_page_bytes
+        padded_segment_bytes = layer.padded_page_bytes
     elif layer.padded_page_bytes != layer.page_bytes:
         raise LayoutError(f"{where}: a padded page in several runs ({found})")
-    if num_blocks > 1 and block_stride < padded_run_bytes:
+    if num_blocks > 1 and block_stride < padded_segment_bytes:
         raise LayoutError(
-            f"{where}: expected blocks {padded_run_bytes} bytes apart or more, "
+            f"{where}: expected blocks {padded_segment_bytes} bytes apart or more, "
             f"found {block_stride} ({found})"
         )
 
@@ -328,13 +330,19 @@ def _page_of(layer: LayerSpec, view: torch.Tensor, num_blocks: int, dims: str) -
     offsets = product(*(range(0, dim.size * dim.step, dim.step) for dim in outer))
     starts = tuple(int(first + sum(offset)) for offset in offsets)
     storage = view.untyped_storage()
-    end = starts[-1] + (num_blocks - 1) * block_stride + padded_run_bytes
+    end = starts[-1] + (num_blocks - 1) * block_stride + padded_segment_bytes
     if end > storage.nbytes():
         raise LayoutError(
             f"{where}: expected a buffer of {end} bytes or more, found {storage.nbytes()} ({found})"
         )
     return _Page(
-        storage, view.device, starts, run_bytes, padded_run_bytes, block_stride, _order(parts)
+        storage,
+        view.device,
+        starts,
+        segment_bytes,
+        padded_segment_bytes,
+        block_stride,
+        _order(parts),
     )
 
 
@@ -360,9 +368,9 @@ def _rows(page: _Page, start: int, width: int, num_blocks: int) -> torch.Tensor:
     return empty.set_(page.storage, start, (num_blocks, width), (page.block_stride, 1))
 
 
-def _check_disjoint(kind: str, runs: Iterable[tuple[int, int, int]], num_blocks: int) -> None:
+def _check_disjoint(kind: str, segments: Iterable[tuple[int, int, int]], num_blocks: int) -> None:
     """Refuse runs (address, bytes, block stride) of one group that share a byte."""
-    ordered = sorted(runs)
+    ordered = sorted(segments)
     for i, (start, size, stride) in enumerate(ordered):
         end = start + (num_blocks - 1) * stride + size
         for other_start, other_size, other_stride in ordered[i + 1 :]:

@@ -40,7 +40,7 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         integrity: whether slots carry checksums.
         kv_heads: KV heads of the whole model; 0 where it has no attention.
         ranks: tensor-parallel size; each rank has an arena.
-        groups: the cache groups, in the order in which their slots are granted.
+        groups: the cache groups, in the order in which their slots are leased.
     """
 
     model: Text

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from omni_connector.errors import LayoutError
 from omni_connector.kv.canonical import CanonicalKVCaches
-from omni_connector.kv.runs import Run, padding_of, reserved_of, runs_of, split
+from omni_connector.kv.segments import Segment, padding_of, reserved_of, segments_of, split
 from omni_connector.kv.slots import SlotLayout
 
 _HASHED_BYTES = 512 * 1024
@@ -198,7 +198,7 @@ def _ids(ids: NDArray[np.int64], limit: int, what: str, *, unique: bool) -> NDAr
     return ids.astype(np.int64, copy=False)
 
 
-def stretches(
+def consecutive(
     block_ids: NDArray[np.int64], slot_ids: NDArray[np.int64], limit: int
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (block, slot, count) where both ids go up by one, `limit` blocks at most."""
@@ -239,30 +239,34 @@ class CpuCopier(BlockCopier):
             whole = torch.empty(0, dtype=torch.uint8).set_(storage)
             buffers[storage.data_ptr()] = whole.numpy()
         groups = range(len(layout.group_bytes))
-        runs = [runs_of(canonical, layout, group) for group in groups]
+        segments = [segments_of(canonical, layout, group) for group in groups]
         self._padding = [
-            [self._part(run, buffers).blocks for run in padding_of(canonical, group)]
+            [self._part(segment, buffers).blocks for segment in padding_of(canonical, group)]
             for group in groups
         ]
         self._reserved = [
-            [self._part(run, buffers).blocks for run in reserved_of(canonical, group)]
+            [self._part(segment, buffers).blocks for segment in reserved_of(canonical, group)]
             for group in groups
         ]
-        self._whole = [[self._part(run, buffers) for run in group] for group in runs]
+        self._whole = [[self._part(segment, buffers) for segment in group] for group in segments]
         self._hashed = [
-            [self._part(part, buffers) for run in group for part in split(run, _HASHED_BYTES)]
-            for group in runs
+            [
+                self._part(part, buffers)
+                for segment in group
+                for part in split(segment, _HASHED_BYTES)
+            ]
+            for group in segments
         ]
 
-    def _part(self, run: Run, buffers: dict[int, NDArray[np.uint8]]) -> _Part:
+    def _part(self, segment: Segment, buffers: dict[int, NDArray[np.uint8]]) -> _Part:
         blocks: NDArray[np.uint8] = np.ndarray(
-            (self._num_blocks, *run.counts, run.row_bytes),
+            (self._num_blocks, *segment.counts, segment.row_bytes),
             np.uint8,
-            buffers[run.storage],
-            run.start,
-            (run.block_stride, *(distance for _, distance in run.dims), 1),
+            buffers[segment.storage],
+            segment.start,
+            (segment.block_stride, *(distance for _, distance in segment.dims), 1),
         )
-        return _Part(blocks, run.slot_offset, run.slot_offset + run.nbytes)
+        return _Part(blocks, segment.slot_offset, segment.slot_offset + segment.nbytes)
 
     def fence(self) -> None:
         return None
@@ -271,7 +275,7 @@ class CpuCopier(BlockCopier):
         """Do nothing: the host reads all of its memory equally well."""
 
     def _zero(self, group: int, block_ids: NDArray[np.int64], fence: object) -> None:
-        for block, _, count in stretches(block_ids, block_ids, len(block_ids)):
+        for block, _, count in consecutive(block_ids, block_ids, len(block_ids)):
             for reserved in self._reserved[group]:
                 reserved[block : block + count] = 0
 
@@ -301,7 +305,7 @@ class CpuCopier(BlockCopier):
         stored = slots[:, :size]
         sums = np.zeros(len(block_ids), np.uint64)
         at = 0
-        for block, slot, count in stretches(block_ids, slot_ids, limit):
+        for block, slot, count in consecutive(block_ids, slot_ids, limit):
             if cancelled is not None and cancelled():
                 return None
             # A slot is hashed after it was copied, never before: a slot that is rewritten
@@ -342,8 +346,8 @@ def make_copier(canonical: CanonicalKVCaches, layout: SlotLayout) -> BlockCopier
         return CpuCopier(canonical, layout)
     if device.type == "cuda":
         # Imported here, because they import this module.
-        from omni_connector.kv.cuda import CudaLane
+        from omni_connector.kv.cuda import CudaStream
         from omni_connector.kv.staging import StagedCopier
 
-        return StagedCopier(canonical, layout, CudaLane(device))
+        return StagedCopier(canonical, layout, CudaStream(device))
     raise LayoutError(f"a KV cache on {device} cannot be copied: expected cpu or cuda")

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from omni_connector.kv.staging import Lane
+from omni_connector.kv.staging import Stream
 
 
-class CudaLane(Lane):
+class CudaStream(Stream):
     """A side stream of one CUDA device, and the host memory registered with it.
 
     Args:

@@ -27,9 +27,9 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: the family, such as `full_attention`.
         block_size: tokens of a block.
-        keeps: which blocks matter to the next token: `all`; those of a sliding `window`; those of
-            a `chunk` of local attention; or the `last` one, which holds a recurrent state.
-        span: tokens of the window or chunk; 0 where there is none.
+        attention_type: which blocks matter to the next token: `all`; those of a sliding `window`;
+            those of a `chunk` of local attention; or the `last` one, which holds a recurrent state.
+        window: tokens of the window or chunk; 0 where there is none.
         layers: digest of the layers' names.
         replicated: whether every rank holds the same bytes, as with a latent cache, which has no
             heads to share out.
@@ -39,16 +39,16 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: _Text
     block_size: _Size
-    keeps: Literal["all", "window", "chunk", "last"]
-    span: Annotated[int, Meta(ge=0, lt=1 << 40)] = 0
+    attention_type: Literal["all", "window", "chunk", "last"] = msgspec.field(name="keeps")
+    window: Annotated[int, Meta(ge=0, lt=1 << 40)] = msgspec.field(name="span", default=0)
     layers: _Text
     replicated: bool = False
     attention: _Text = ""
     pages: Annotated[tuple[_Page, ...], Meta(min_length=1, max_length=1 << 14)]
 
     def __post_init__(self) -> None:
-        if (self.span > 0) != (self.keeps in ("window", "chunk")):
-            raise ValueError(f"a {self.keeps} group with a span of {self.span} tokens")
+        if (self.window > 0) != (self.attention_type in ("window", "chunk")):
+            raise ValueError(f"a {self.attention_type} group with a window of {self.window} tokens")
         if 0 in self.heads:
             raise ValueError(f"a page of no heads: {self.pages[self.heads.index(0)]}")
 
@@ -65,11 +65,11 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
         """
         end = -(-num_tokens // self.block_size)
         first = 0
-        if self.keeps == "window":
-            first = max(0, num_tokens - self.span + 1) // self.block_size
-        elif self.keeps == "chunk":
-            first = num_tokens // self.span * self.span // self.block_size
-        elif self.keeps == "last":
+        if self.attention_type == "window":
+            first = max(0, num_tokens - self.window + 1) // self.block_size
+        elif self.attention_type == "chunk":
+            first = num_tokens // self.window * self.window // self.block_size
+        elif self.attention_type == "last":
             first = max(0, end - 1)
         return range(first, end)
 
@@ -77,7 +77,7 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
 def same_bytes(source: GroupShape, target: GroupShape) -> bool:
     """Whether blocks of engines with equally many ranks hold the same bytes in the same order."""
     return source.pages == target.pages and (
-        source.keeps == "last" or source.block_size == target.block_size
+        source.attention_type == "last" or source.block_size == target.block_size
     )
 
 
@@ -98,11 +98,11 @@ def difference(
     if len(source) != len(target):
         return "groups", _kinds(source), _kinds(target)
     for number, (ours, theirs) in enumerate(zip(source, target, strict=True)):
-        for name in ("kind", "keeps", "span", "layers", "replicated", "attention"):
+        for name in ("kind", "attention_type", "window", "layers", "replicated", "attention"):
             if getattr(ours, name) != getattr(theirs, name):
                 return f"{name} of group {number}", getattr(ours, name), getattr(theirs, name)
         where = f"of group {number} ({ours.kind})"
-        if ours.keeps == "last":
+        if ours.attention_type == "last":
             if source_ranks != target_ranks:
                 return f"ranks {where}, whose states are not resharded", source_ranks, target_ranks
             if ours.pages != theirs.pages:
@@ -141,7 +141,7 @@ def converter(source: GroupShape, target: GroupShape) -> SlotConverter:
         target.pages,
         source_block_size=source.block_size,
         target_block_size=target.block_size,
-        stateful=source.keeps == "last",
+        stateful=source.attention_type == "last",
     )
 
 

@@ -14,8 +14,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.kv.canonical import CanonicalKVCaches
-from omni_connector.kv.copying import BlockCopier, stretches
-from omni_connector.kv.runs import Run, padding_of, reserved_of, runs_of
+from omni_connector.kv.copying import BlockCopier, consecutive
+from omni_connector.kv.segments import Segment, padding_of, reserved_of, segments_of
 from omni_connector.kv.slots import SlotLayout
 
 _STAGING_BYTES = 32 * 1024 * 1024
@@ -24,12 +24,12 @@ _STAGING_BYTES = 32 * 1024 * 1024
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
-class Lane(ABC):
+class Stream(ABC):
     """An order of work on a device, beside the engine's own."""
 
     @abstractmethod
     def active(self) -> AbstractContextManager[object]:
-        """While entered, work is put on this lane."""
+        """While entered, work is put on this stream."""
 
     @abstractmethod
     def fence(self) -> object:
@@ -37,23 +37,23 @@ class Lane(ABC):
 
     @abstractmethod
     def wait(self, fence: object) -> None:
-        """Put no later work of this lane before what `fence` marked."""
+        """Put no later work of this stream before what `fence` marked."""
 
     @abstractmethod
     def mark(self) -> object:
-        """Mark this lane's work so far."""
+        """Mark this stream's work so far."""
 
     @abstractmethod
     def finish(self, mark: object | None) -> None:
-        """Block until what `mark` marked is done, or all of this lane's work if None."""
+        """Block until what `mark` marked is done, or all of this stream's work if None."""
 
     @abstractmethod
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """An int8 tensor in host memory that this lane copies to and from fastest."""
+        """An int8 tensor in host memory that this stream copies to and from fastest."""
 
     @abstractmethod
     def pin(self, slots: NDArray[np.uint8]) -> bool:
-        """Let this lane copy to and from `slots` itself; whether it can."""
+        """Let this stream copy to and from `slots` itself; whether it can."""
 
     @abstractmethod
     def close(self) -> None:
@@ -94,12 +94,12 @@ class GroupOnDevice:
     @classmethod
     def of(cls, canonical: CanonicalKVCaches, layout: SlotLayout, group: int) -> "GroupOnDevice":
         """The blocks of group `group`."""
-        runs = runs_of(canonical, layout, group)
-        width, views = _words(canonical, runs)
+        segments = segments_of(canonical, layout, group)
+        width, views = _words(canonical, segments)
         parts = []
-        for run, blocks in zip(runs, views, strict=True):
-            first = run.slot_offset // width
-            parts.append(_Part(blocks, first, first + run.nbytes // width))
+        for segment, blocks in zip(segments, views, strict=True):
+            first = segment.slot_offset // width
+            parts.append(_Part(blocks, first, first + segment.nbytes // width))
         return cls(
             tuple(parts),
             _WORDS[width],
@@ -129,7 +129,7 @@ class GroupOnDevice:
 
 
 def _words(
-    canonical: CanonicalKVCaches, runs: Sequence[Run]
+    canonical: CanonicalKVCaches, segments: Sequence[Segment]
 ) -> tuple[int, tuple[torch.Tensor, ...]]:
     """View runs of all blocks as the widest words that divide all of them; how wide, in bytes."""
     storages = {
@@ -137,25 +137,25 @@ def _words(
         for tensor in canonical.tensors
     }
     # Devices gather element by element: bytes one at a time would be the slowest choice.
-    width = 8 if runs else 1
-    for run in runs:
-        distances = (distance for _, distance in run.dims)
+    width = 8 if segments else 1
+    for segment in segments:
+        distances = (distance for _, distance in segment.dims)
         width = gcd(
             width,
-            run.storage + run.start,
-            run.start,
-            run.row_bytes,
-            run.block_stride,
+            segment.storage + segment.start,
+            segment.start,
+            segment.row_bytes,
+            segment.block_stride,
             *distances,
         )
     views = []
-    for run in runs:
+    for segment in segments:
         blocks = torch.empty(0, dtype=_WORDS[width], device=canonical.tensors[0].tensor.device)
         blocks.set_(
-            storages[run.storage],
-            run.start // width,
-            (canonical.num_blocks, *run.counts, run.row_bytes // width),
-            (run.block_stride // width, *(step // width for _, step in run.dims), 1),
+            storages[segment.storage],
+            segment.start // width,
+            (canonical.num_blocks, *segment.counts, segment.row_bytes // width),
+            (segment.block_stride // width, *(step // width for _, step in segment.dims), 1),
         )
         views.append(blocks)
     return width, tuple(views)
@@ -192,7 +192,7 @@ class StagedCopier(BlockCopier):
     Args:
         canonical: the KV cache.
         layout: its slots.
-        lane: where the device's work goes; owned, and closed with the copier.
+        stream: where the device's work goes; owned, and closed with the copier.
         staging_bytes: bytes of each of the two staging buffers; at least one slot is staged.
     """
 
@@ -200,12 +200,12 @@ class StagedCopier(BlockCopier):
         self,
         canonical: CanonicalKVCaches,
         layout: SlotLayout,
-        lane: Lane,
+        stream: Stream,
         *,
         staging_bytes: int = _STAGING_BYTES,
     ) -> None:
         super().__init__(canonical, layout)
-        self._lane = lane
+        self._stream = stream
         self._device = canonical.tensors[0].tensor.device
         self._groups = [
             GroupOnDevice.of(canonical, layout, group) for group in range(len(layout.group_bytes))
@@ -218,10 +218,10 @@ class StagedCopier(BlockCopier):
         self._lock = threading.Lock()
 
     def fence(self) -> object:
-        return self._lane.fence()
+        return self._stream.fence()
 
     def pin(self, slots: NDArray[np.uint8]) -> None:
-        if self._lane.pin(slots):
+        if self._stream.pin(slots):
             address = slots.ctypes.data
             self._pinned.append((address, address + slots.nbytes))
 
@@ -242,18 +242,18 @@ class StagedCopier(BlockCopier):
         return call.sums if done else None
 
     def _zero(self, group: int, block_ids: NDArray[np.int64], fence: object) -> None:
-        with self._lock, self._lane.active():
+        with self._lock, self._stream.active():
             if fence is not None:
-                self._lane.wait(fence)
+                self._stream.wait(fence)
             try:
                 self._groups[group].zero(self._to_device(block_ids))
             finally:
-                self._lane.finish(None)
+                self._stream.finish(None)
 
     def close(self) -> None:
         with self._lock:
-            self._lane.finish(None)
-            self._lane.close()
+            self._stream.finish(None)
+            self._stream.close()
             self._groups = []
             self._staged = []
             self._bounced = []
@@ -283,9 +283,9 @@ class StagedCopier(BlockCopier):
         end: Callable[[_Call, _Batch], None],
     ) -> bool:
         """Run all batches, each ended while the next one is under way; whether not cancelled."""
-        with self._lock, self._lane.active():
+        with self._lock, self._stream.active():
             if fence is not None:
-                self._lane.wait(fence)
+                self._stream.wait(fence)
             under_way: tuple[object, _Batch] | None = None
             try:
                 for number, first in enumerate(range(0, len(block_ids), self._rows)):
@@ -294,16 +294,16 @@ class StagedCopier(BlockCopier):
                     last = first + self._rows
                     batch = _Batch(number % 2, first, block_ids[first:last], slot_ids[first:last])
                     start(call, batch)
-                    before, under_way = under_way, (self._lane.mark(), batch)
+                    before, under_way = under_way, (self._stream.mark(), batch)
                     if before is not None:
-                        self._lane.finish(before[0])
+                        self._stream.finish(before[0])
                         end(call, before[1])
                 if under_way is not None:
-                    self._lane.finish(under_way[0])
+                    self._stream.finish(under_way[0])
                     end(call, under_way[1])
             finally:
                 # Nothing may still use the staging buffers, or write blocks, after an error.
-                self._lane.finish(None)
+                self._stream.finish(None)
         return True
 
     def _out(self, call: _Call, batch: _Batch) -> None:
@@ -357,7 +357,7 @@ class StagedCopier(BlockCopier):
         size = call.on_device.row_bytes
         limit = len(batch.slot_ids) if size == direct.shape[1] else 1
         pieces = []
-        for row, slot, count in stretches(np.arange(len(batch.slot_ids)), batch.slot_ids, limit):
+        for row, slot, count in consecutive(np.arange(len(batch.slot_ids)), batch.slot_ids, limit):
             pieces.append((slice(row, row + count), direct[slot : slot + count, :size]))
         return pieces
 
@@ -369,7 +369,7 @@ class StagedCopier(BlockCopier):
                 if pair is self._staged:
                     pair.append(torch.empty(nbytes, dtype=torch.int8, device=self._device))
                 else:
-                    pair.append(self._lane.host_buffer(nbytes))
+                    pair.append(self._stream.host_buffer(nbytes))
         size = call.on_device.row_bytes
         count = len(batch.block_ids)
         return pair[batch.buffer][: count * size].view(count, size)

@@ -44,10 +44,10 @@ from omni_connector.memory.arena_format import (
     state_of,
 )
 from omni_connector.memory.prefault import (
-    POPULATE_AHEAD,
-    Populator,
+    PREFAULT_AHEAD,
+    Prefaulter,
     overcommit_is_strict,
-    populate,
+    prefault,
 )
 
 # Linux constants that the standard library of Python 3.11 does not name.
@@ -59,16 +59,16 @@ SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | f
 _BODY_WORDS: Final = struct.Struct("=4Q")
 _WORDS: Final = HEADER_BYTES // 8
 
-_fence_lock = threading.Lock()
+_barrier_lock = threading.Lock()
 
 
-def _fence() -> None:
+def _barrier() -> None:
     # Python has no memory barrier. On x86 and ARMv8 no release passes an earlier access, no acquire
     # a later one, and the two keep their order. So two pairs of them order the accesses before the
     # first pair against those after the second.
-    with _fence_lock:
+    with _barrier_lock:
         pass
-    with _fence_lock:
+    with _barrier_lock:
         pass
 
 
@@ -109,9 +109,9 @@ class _Mapping:
             TransportError: the arena is closed.
         """
         words, first = self._locate(slot)
-        _fence()
+        _barrier()
         raw = words[first : first + _WORDS].tobytes()
-        _fence()
+        _barrier()
         if words[first : first + 2].tobytes() != raw[:16]:
             raise SlotPendingError(f"slot {slot} changed while its header was read")
         return SlotHeader.decode(raw, slot, self.slot_bytes)
@@ -169,7 +169,7 @@ class Arena(_Mapping):
         super().__init__(mapped, geometry, epoch)
         self._fd = fd
         self._slots_at = geometry.slots_at
-        self._populator: Populator | None = None
+        self._prefaulter: Prefaulter | None = None
 
     @classmethod
     def create(
@@ -177,7 +177,7 @@ class Arena(_Mapping):
         n_slots: int,
         slot_bytes: int,
         *,
-        populate: bool = False,
+        prefault: bool = False,
         randbytes: Callable[[int], bytes] = os.urandom,
     ) -> Self:
         """Make an arena of `n_slots` slots of `slot_bytes` bytes, all of them free.
@@ -213,9 +213,9 @@ class Arena(_Mapping):
                 f"cannot make an arena of {n_slots} slots of {slot_bytes} bytes: {error}"
             ) from error
         arena = cls(fd, mapped, geometry, epoch)
-        if populate:
-            arena._populator = Populator(fd, mapped)
-            arena._populator.want(min(POPULATE_AHEAD, geometry.total_bytes))
+        if prefault:
+            arena._prefaulter = Prefaulter(fd, mapped)
+            arena._prefaulter.want(min(PREFAULT_AHEAD, geometry.total_bytes))
         return arena
 
     @property
@@ -227,10 +227,10 @@ class Arena(_Mapping):
 
     def touch(self, slot: int) -> None:
         """Say that this slot is about to be used, so that memory is allocated ahead. Cheap."""
-        if self._populator is not None:
-            self._populator.want(self._slots_at + (slot + 1) * self.slot_bytes + POPULATE_AHEAD)
+        if self._prefaulter is not None:
+            self._prefaulter.want(self._slots_at + (slot + 1) * self.slot_bytes + PREFAULT_AHEAD)
 
-    def populate(self, slot: int, nbytes: int) -> None:
+    def prefault(self, slot: int, nbytes: int) -> None:
         """Allocate memory for the first bytes of a slot now, before their first touch.
 
         Raises:
@@ -242,7 +242,7 @@ class Arena(_Mapping):
         pages: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
         start = self._slots_at + slot * self.slot_bytes
         try:
-            populate(self._fd, pages, start, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+            prefault(self._fd, pages, start, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
         except OSError as error:
             raise TransportError(f"no memory for {nbytes} bytes of slot {slot}: {error}") from error
 
@@ -263,7 +263,7 @@ class Arena(_Mapping):
         self.touch(slot)
         words[first + 1] = SlotState.WRITING
         words[first] = generation
-        _fence()
+        _barrier()
 
     def publish(self, slot: int, generation: int, key: bytes, length: int, checksum: int) -> None:
         """Let readers read the slot, whose bytes are complete.
@@ -297,7 +297,7 @@ class Arena(_Mapping):
             words[first + 2 + i] = word
         words[first + 6] = length
         words[first + 7] = checksum
-        _fence()
+        _barrier()
         words[first + 1] = SlotState.PUBLISHED | len(key) << KEY_LENGTH_SHIFT
 
     def retire(self, slot: int) -> None:
@@ -309,12 +309,12 @@ class Arena(_Mapping):
         """
         words, first = self._locate(slot)
         words[first + 1] = SlotState.FREE
-        _fence()
+        _barrier()
 
     def close(self) -> None:
         """Stop population, unmap, and close the memfd. Peers keep what they mapped. Idempotent."""
-        if self._populator is not None:
-            self._populator.stop()
+        if self._prefaulter is not None:
+            self._prefaulter.stop()
         super().close()
         fd, self._fd = self._fd, -1
         if fd >= 0:

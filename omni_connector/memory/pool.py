@@ -111,7 +111,7 @@ class Pool:
             self._kept.append(_Kept(self._clock() + QUARANTINE_S, peer, nbytes, memory))
             self._kept_of[peer] = self._kept_of.get(peer, 0) + nbytes
 
-    def set_aside(self) -> list[str]:
+    def backed_off(self) -> list[str]:
         """The peers that are not to be used now, as too much of their memory is quarantined."""
         with self._lock:
             bound = MAX_PEER_BYTES if sum(self._kept_of.values()) < MAX_BYTES else 1

@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 MADV_POPULATE_WRITE: Final = 23
 
 # How many bytes ahead of the slots in use are allocated.
-POPULATE_AHEAD: Final = 256 << 20
+PREFAULT_AHEAD: Final = 256 << 20
 
-_POPULATE_CHUNK: Final = 16 << 20
+_PREFAULT_CHUNK: Final = 16 << 20
 _CLOSE_S: Final = 5.0
 
 
@@ -40,7 +40,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class Populator:
+class Prefaulter:
     """Allocates the pages of a mapping from its start up to a moving mark, on a thread.
 
     Args:
@@ -63,7 +63,7 @@ class Populator:
     def want(self, upto: int) -> None:
         """Move the mark to this many bytes, if it is not there yet. Cheap."""
         # This reads without the lock, as the mark only grows and a late chunk costs nothing.
-        if self._wanted == self._size or upto < min(self._wanted + _POPULATE_CHUNK, self._size):
+        if self._wanted == self._size or upto < min(self._wanted + _PREFAULT_CHUNK, self._size):
             return
         with self._changed:
             self._wanted = max(self._wanted, min(upto, self._size))
@@ -84,9 +84,9 @@ class Populator:
                     self._changed.wait()
                 if self._stopped:
                     break
-                upto = min(self._wanted, done + _POPULATE_CHUNK)
+                upto = min(self._wanted, done + _PREFAULT_CHUNK)
             try:
-                populate(self._fd, self._pages, done, upto - done)
+                prefault(self._fd, self._pages, done, upto - done)
             except OSError as error:
                 logger.warning(
                     "arena: stopped allocating memory ahead of use at %d of %d bytes: %s",
@@ -101,7 +101,7 @@ class Populator:
         os.close(self._fd)
 
 
-def populate(fd: int, pages: NDArray[np.uint8], start: int, length: int) -> None:
+def prefault(fd: int, pages: NDArray[np.uint8], start: int, length: int) -> None:
     """Allocate pages of a mapped file, faster than by touching them.
 
     Args:

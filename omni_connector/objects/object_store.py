@@ -144,7 +144,7 @@ class ObjectStore:
         self._evictable_slots = 0
         self._free = np.ones(arena.n_slots, np.bool_)
         # How many bytes of each slot have memory, which comes with the first use and stays.
-        self._populated = np.zeros(arena.n_slots, np.int64)
+        self._prefaulted = np.zeros(arena.n_slots, np.int64)
         self._generations = itertools.count(1)
 
     def __len__(self) -> int:
@@ -319,9 +319,9 @@ class ObjectStore:
             index, slot, pieces = job
             room = slots[slot]
             used = sum(piece.size for piece in pieces)
-            if used > self._populated[slot]:
-                self.arena.populate(slot, used)
-                self._populated[slot] = used
+            if used > self._prefaulted[slot]:
+                self.arena.prefault(slot, used)
+                self._prefaulted[slot] = used
             at = 0
             for piece in pieces:
                 np.copyto(room[at : at + piece.size], piece)

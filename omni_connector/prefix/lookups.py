@@ -12,7 +12,7 @@ from typing import Final
 
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.block_store import BlockStore
-from omni_connector.prefix.shared_blocks import FailuresOf, block_key, holder
+from omni_connector.prefix.shared_blocks import FailuresOf, block_key, owning_rank
 from omni_connector.stats import Stats
 from omni_connector.turns import WOKEN, StartTurns, TurnThread
 
@@ -129,9 +129,11 @@ class StoreLookups:
         self._clock = clock
         self._distrusted = Recently(_DISTRUST_S, clock)
         # Where a group keeps all tokens, a prefix ends at the first block that is missing.
-        self._whole = [shape.keeps == "all" for shape in groups]
-        self._holders = [sorted({holder(shape, rank) for rank in range(ranks)}) for shape in groups]
-        self._step = max(1, _MAX_KEYS // sum(map(len, self._holders)))
+        self._whole = [shape.attention_type == "all" for shape in groups]
+        self._owning_ranks = [
+            sorted({owning_rank(shape, rank) for rank in range(ranks)}) for shape in groups
+        ]
+        self._step = max(1, _MAX_KEYS // sum(map(len, self._owning_ranks)))
         self._queue: deque[Lookup] = deque()
         self._closing = False
         self._thread = start("omni-lookup", self._turn)
@@ -180,12 +182,12 @@ class StoreLookups:
             keys = [
                 block_key(lookup.prefix, g, rank, block_hash)
                 for g, block_hash in asked
-                for rank in self._holders[g]
+                for rank in self._owning_ranks[g]
             ]
             left = lookup.deadline - self._clock()
             answers = iter(self._store.exists(keys, timeout=max(0.0, left)))
             for name in asked:
-                ranks = list(islice(answers, len(self._holders[name[0]])))
+                ranks = list(islice(answers, len(self._owning_ranks[name[0]])))
                 found[name[0]].append(all(ranks) and name not in self._distrusted)
             if any(w and not all(found[g][first:]) for g, w in enumerate(self._whole)):
                 break  # no prefix goes beyond it

@@ -32,17 +32,17 @@ CORRUPT: Final = "store_checksum_mismatch"
 """The kind of failure of a load that finds other bytes than were stored."""
 
 
-def key_prefix(namespace: str, fingerprint: CompatibilityKey, hash_id: str) -> str:
+def key_prefix(namespace: str, compatibility: CompatibilityKey, hash_id: str) -> str:
     """The part of a key that says which engines can read the block.
 
     Args:
         namespace: engines share only with those of the same one.
-        fingerprint: model, dtypes, quantization, ranks, the byte order of each group's pages, and
+        compatibility: model, dtypes, quantization, ranks, the byte order of each group's pages, and
             what else changes the numbers that a model computes.
         hash_id: how blocks are hashed.
     """
     # Entries always carry a checksum, whether slots do or not.
-    readers = msgspec.structs.replace(fingerprint, integrity="")
+    readers = msgspec.structs.replace(compatibility, integrity="")
     digest = hashlib.blake2b(
         msgspec.msgpack.encode((readers, hash_id)), digest_size=16, person=_MAGIC
     )
@@ -55,7 +55,7 @@ def block_key(prefix: str, group: int, rank: int, block_hash: bytes) -> str:
     Args:
         prefix: of `key_prefix`.
         group: position of the group among the transferred ones.
-        rank: the rank that owns the shard; see `holder`.
+        rank: the rank that owns the shard; see `owning_rank`.
         block_hash: vLLM's, over all tokens up to the block's end, cache salt, LoRA and
             multimodal inputs.
     """
@@ -77,12 +77,12 @@ class FailuresOf:
         self._told = failures
 
 
-def holder(shape: GroupShape, rank: int) -> int:
+def owning_rank(shape: GroupShape, rank: int) -> int:
     """The owning rank: the rank itself, or the first where all ranks hold the same bytes."""
     return 0 if shape.replicated else rank
 
 
-def seal(row: NDArray[np.uint8], size: int, checksum: int, key: str) -> int:
+def add_trailer(row: NDArray[np.uint8], size: int, checksum: int, key: str) -> int:
     """Write the trailer of an entry; returns how many bytes the entry has.
 
     Args:
@@ -98,7 +98,7 @@ def seal(row: NDArray[np.uint8], size: int, checksum: int, key: str) -> int:
 
 
 def verify(row: NDArray[np.uint8], size: int, checksum: int, key: str) -> None:
-    """Compare a block that was read with its trailer. The arguments are those of `seal`.
+    """Compare a block that was read with its trailer. The arguments are those of `add_trailer`.
 
     Raises:
         ChecksumError: the bytes are not those that were stored under the key.

@@ -185,7 +185,7 @@ class SharedPrefix:
         assert lookup.held is not None
         pairs = list(zip(self._groups, lookup.held, strict=True))
         for shape, held in pairs:
-            if shape.keeps == "all":
+            if shape.attention_type == "all":
                 end = min(end, held.reach(start // shape.block_size) * shape.block_size)
         for tokens in range(end // self._unit * self._unit, start, -self._unit):
             if all(held.has(_read(shape, start, tokens)) for shape, held in pairs):

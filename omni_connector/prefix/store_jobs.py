@@ -26,9 +26,9 @@ from omni_connector.prefix.shared_blocks import (
     CORRUPT,
     TRAILER_BYTES,
     FailuresOf,
+    add_trailer,
     block_key,
-    holder,
-    seal,
+    owning_rank,
     verify,
 )
 from omni_connector.stats import Stats
@@ -36,15 +36,16 @@ from omni_connector.turns import WOKEN, StartTurns
 
 logger = logging.getLogger("vllm.omni_connector.store")
 
-# What goes to the store, or comes from it, in one call; and how many such trays wait to be sent.
-_TRAY_BYTES: Final = 8 << 20
+# What goes to the store, or comes from it, in one call; and how many such buffers wait to be sent.
+_STAGING_BYTES: Final = 8 << 20
 _MAX_ROWS: Final = 256
-_TRAYS: Final = 8
+_STAGING_BUFFERS: Final = 8
 
 _PUT_S: Final = 5.0
 _GET_S: Final = 2.0
-# A copy that finds no tray for so long is given up: the store is slower than the engine computes.
-_TRAY_WAIT_S: Final = 1.0
+# A copy that finds no staging buffer for so long is given up: the store is slower than the engine
+# computes.
+_STAGING_WAIT_S: Final = 1.0
 
 
 # Events that are no failures.
@@ -52,10 +53,10 @@ _COUNTERS: Final = frozenset({"blocks_stored", "blocks_dropped"})
 
 
 @dataclass(frozen=True, slots=True)
-class _Parcel:
-    """Entries that are ready to be sent, in the rows of one tray."""
+class _Staged:
+    """Entries that are ready to be sent, in the rows of one staging buffer."""
 
-    tray: int
+    staging: int
     keys: list[str]
     rows: NDArray[np.uint8]
     lengths: list[int]
@@ -91,17 +92,17 @@ class StoreJobs:
         self._failures = FailuresOf(store)
         self._copier = copier
         self._sizes = layout.group_bytes
-        self._holders = [holder(shape, rank) for shape in groups]
+        self._owning_ranks = [owning_rank(shape, rank) for shape in groups]
         self._rank = rank
         row_bytes = max(self._sizes) + TRAILER_BYTES
-        self._rows = max(1, min(_MAX_ROWS, _TRAY_BYTES // row_bytes))
+        self._rows = max(1, min(_MAX_ROWS, _STAGING_BYTES // row_bytes))
         self._limits = [self._rows] * len(self._sizes)
-        self._outgoing = store.buffer(_TRAYS * self._rows, row_bytes)
+        self._outgoing = store.buffer(_STAGING_BUFFERS * self._rows, row_bytes)
         self._incoming = store.buffer(self._rows, row_bytes)
-        self._trays: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for tray in range(_TRAYS):
-            self._trays.put(tray)
-        self._parcels: deque[_Parcel] = deque()
+        self._staging: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for staging in range(_STAGING_BUFFERS):
+            self._staging.put(staging)
+        self._staged: deque[_Staged] = deque()
         self._closing = False
         # From the threads; `Stats` belongs to the engine's.
         self._events: deque[tuple[str, int]] = deque()
@@ -132,7 +133,7 @@ class StoreJobs:
         waiting = deque(
             _Batch(job, group, places)
             for group, places in job.blocks.batches(self._limits)
-            if self._holders[group] == self._rank
+            if self._owning_ranks[group] == self._rank
         )
 
         def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
@@ -140,16 +141,16 @@ class StoreJobs:
             try:
                 while waiting and not cancelled():
                     try:
-                        tray = self._trays.get_nowait()
+                        staging = self._staging.get_nowait()
                     except queue.Empty:
                         now = self._clock()
-                        give_up_at = give_up_at or now + _TRAY_WAIT_S
+                        give_up_at = give_up_at or now + _STAGING_WAIT_S
                         if now < give_up_at:
                             yield False
                             continue
                         break
                     give_up_at = None
-                    self._pack(tray, waiting[0], fence, cancelled)
+                    self._pack(staging, waiting[0], fence, cancelled)
                     waiting.popleft()
                     yield True
             except Exception:  # whatever it is, the engine goes on without
@@ -162,10 +163,10 @@ class StoreJobs:
         return work
 
     def _pack(
-        self, tray: int, batch: "_Batch", fence: object, cancelled: Callable[[], bool]
+        self, staging: int, batch: "_Batch", fence: object, cancelled: Callable[[], bool]
     ) -> None:
-        rows = self._outgoing[tray * self._rows :][: len(batch.places)]
-        parcel = None
+        rows = self._outgoing[staging * self._rows :][: len(batch.places)]
+        staged = None
         try:
             checksums = self._copier.save(
                 batch.group,
@@ -180,24 +181,24 @@ class StoreJobs:
                 keys = batch.keys(self._rank)
                 size = self._sizes[batch.group]
                 lengths = [
-                    seal(row, size, checksum, key)
+                    add_trailer(row, size, checksum, key)
                     for row, checksum, key in zip(rows, checksums.tolist(), keys, strict=True)
                 ]
-                parcel = _Parcel(tray, keys, rows, lengths)
+                staged = _Staged(staging, keys, rows, lengths)
         finally:
-            if parcel is None:
-                self._trays.put(tray)
-        if parcel is not None:
-            self._parcels.append(parcel)
+            if staged is None:
+                self._staging.put(staging)
+        if staged is not None:
+            self._staged.append(staged)
             self._sender.wake()
 
     def _send(self) -> float | None:
         try:
-            parcel = self._parcels.popleft()
+            staged = self._staged.popleft()
         except IndexError:
             return None if self._closing else WOKEN
         try:
-            stored = self._store.put(parcel.keys, parcel.rows, parcel.lengths, timeout=_PUT_S)
+            stored = self._store.put(staged.keys, staged.rows, staged.lengths, timeout=_PUT_S)
             if number := sum(stored):
                 self._events.append(("blocks_stored", number))
             if not all(stored):
@@ -206,7 +207,7 @@ class StoreJobs:
             logger.exception("Sending KV blocks to the shared store failed")
             self._events.append(("store_put_failed", 1))
         finally:
-            self._trays.put(parcel.tray)
+            self._staging.put(staged.staging)
         return 0.0
 
     def load_work(self, job_id: int, job: StoreLoadSpec, fence: object) -> Work:
@@ -256,7 +257,7 @@ class StoreJobs:
         self, batch: "_Batch", timeout: float, fence: object
     ) -> Generator[bool, None, None]:
         size, rows = self._sizes[batch.group], self._incoming[: len(batch.places)]
-        keys = batch.keys(self._holders[batch.group])
+        keys = batch.keys(self._owning_ranks[batch.group])
         there = self._store.get(keys, rows, [size + TRAILER_BYTES] * len(keys), timeout=timeout)
         if not all(there):
             raise _GoneError(f"{len(there) - sum(there)} of {len(there)} blocks did not come")

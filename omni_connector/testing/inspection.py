@@ -84,7 +84,7 @@ def stored(half: "OmniWorker") -> bool:
     # A save that waits has yet to take its memory, and a put has that still.
     jobs = half._store_jobs
     assert jobs is not None
-    return _has_no_job(half._saves) and jobs._trays.qsize() == store_jobs._TRAYS
+    return _has_no_job(half._saves) and jobs._staging.qsize() == store_jobs._STAGING_BUFFERS
 
 
 def _has_no_job(thread: CopyThread) -> bool:

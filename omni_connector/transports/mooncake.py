@@ -155,8 +155,8 @@ class MooncakeTransport(ArenaTransport):
             }
             if self._closed:
                 found["status"] = "closed"
-            elif set_aside := self._engine.pool.set_aside():
-                found["status"] = f"degraded: not reading from {', '.join(set_aside[:8])}"
+            elif backed_off := self._engine.pool.backed_off():
+                found["status"] = f"degraded: not reading from {', '.join(backed_off[:8])}"
         found["quarantined_bytes"] = self._engine.pool.quarantined_bytes
         return found
 

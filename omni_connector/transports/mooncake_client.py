@@ -202,13 +202,13 @@ class StoreClient:
         try:
             codes = future.result(max(0.0, deadline - self._clock()))
         except TimeoutError:
-            self._set_aside("a call did not end in time")
+            self._back_off("a call did not end in time")
             raise PeerUnreachableError(
                 f"Mooncake's master at {self.settings.master} did not answer in time"
             ) from None
         lost = [code for code in codes if code in _NO_MASTER]
         if lost:
-            self._set_aside(name_of(lost[0]))
+            self._back_off(name_of(lost[0]))
         return codes
 
     def call(self, call: Callable[[Any], list[int]], deadline: float) -> list[int]:
@@ -289,7 +289,7 @@ class StoreClient:
             f"{self._reason}"
         )
 
-    def _set_aside(self, reason: str) -> None:
+    def _back_off(self, reason: str) -> None:
         with self._lock:
             if self._away_since is None:
                 self._away_since = self._clock()

@@ -140,7 +140,7 @@ class Engine:
         """
         engine = self._started(peer)
         self.pool.tidy()
-        if peer in self.pool.set_aside():
+        if peer in self.pool.backed_off():
             raise PeerUnreachableError(
                 f"reads from {peer} have failed, and may still write to memory here; it is not "
                 "read from until that is over"

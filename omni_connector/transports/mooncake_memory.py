@@ -44,7 +44,7 @@ class Staging(Pool):
             TransportError: failed transfers may still write to too much.
         """
         self.tidy()
-        if self.set_aside():
+        if self.backed_off():
             raise TransportError(
                 f"transfers that failed may still write to {self.quarantined_bytes} bytes; "
                 "Mooncake is not used until that is over"

@@ -15,7 +15,7 @@ from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
-from omni_connector.handoff.messages import TOKEN_BYTES, Welcome
+from omni_connector.handoff.messages import TOKEN_BYTES, HandshakeReply
 from omni_connector.handoff.params import RemotePrefill, tcp_address
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
@@ -30,7 +30,7 @@ from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.shared_blocks import key_prefix
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.vllm_v1.compat import hash_block_size
-from omni_connector.vllm_v1.identity import fingerprint, hash_id
+from omni_connector.vllm_v1.identity import compatibility, hash_id
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.scheduler import OmniScheduler, WeightsEpoch
@@ -128,7 +128,7 @@ class _Assembly:
         self._stats = OmniStats()
         self._epoch = surroundings.randbytes(TOKEN_BYTES)
         self._arenas = tuple(rank.endpoints for rank in ranks if rank.endpoints)
-        self._ours = fingerprint(config, vllm_config, kv_cache_config, ranks)
+        self._ours = compatibility(config, vllm_config, kv_cache_config, ranks)
         self._group_ids = tuple(transferred_groups(kv_cache_config))
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
         self._hash_id = hash_id(vllm_config, self._hash_block_size)
@@ -179,19 +179,19 @@ class _Assembly:
     def _server(self, directory: SlotDirectory) -> ControlServer:
         self._upkeep.keep(directory, self._weights.holds)
         return ControlServer(
-            fingerprint=self._ours,
-            welcome=Welcome(self._epoch, self._hash_id, self._ours, self._arenas),
+            compatibility=self._ours,
+            handshake_reply=HandshakeReply(self._epoch, self._hash_id, self._ours, self._arenas),
             directory=directory,
             valid=self._weights.holds,
             clock=self._clock,
-            patience=self._config.handoff_ttl_s,
+            pending_timeout=self._config.handoff_ttl_s,
             count=self._upkeep.count,
         )
 
     def _channel(self, server: ControlServer | None) -> ControlChannel:
         listen, rank = self._config.listen, self._vllm_config.parallel_config.data_parallel_index
         return ControlChannel(
-            fingerprint=self._ours,
+            compatibility=self._ours,
             server=server,
             listen=None if server is None else self._control_path(self._engine_id),
             listen_tcp=None if listen is None else parse_listen(listen, rank),
@@ -207,7 +207,7 @@ class _Assembly:
         return HandoffSender(
             directory=directory,
             ledger=self._ledger,
-            fingerprint=self._ours,
+            compatibility=self._ours,
             group_ids=self._group_ids,
             engine_id=self._engine_id,
             epoch=self._epoch,
@@ -223,7 +223,7 @@ class _Assembly:
             channel=channel,
             ledger=self._ledger,
             address_of=self._address_of,
-            fingerprint=self._ours,
+            compatibility=self._ours,
             group_ids=self._group_ids,
             hash_id=self._hash_id,
             load_timeout=self._config.load_timeout_s,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _NOT_THE_MODEL: Final = ("_name_or_path", "transformers_version", "_commit_hash")
 
 
-def fingerprint(
+def compatibility(
     config: OmniConfig,
     vllm_config: "VllmConfig",
     kv_cache_config: "KVCacheConfig",

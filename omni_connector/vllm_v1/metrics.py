@@ -26,9 +26,9 @@ COUNTERS: Final = {
     "blocks_stored": "KV blocks that the shared store took, or had already.",
     "blocks_dropped": "KV blocks not stored, as too many were on their way.",
     "store_misses": "Prompts of which the shared store held nothing beyond the local prefix.",
-    "handoffs_offered": "Finished prefills whose KV a peer may claim.",
+    "handoffs_offered": "Finished prefills whose KV a peer may lease.",
     "handoffs_received": "Prompts whose KV was loaded from a peer.",
-    "handoffs_expired": "Hand-offs that no peer claimed or released in time.",
+    "handoffs_expired": "Hand-offs that no peer leased or released in time.",
 }
 SECONDS: Final = {
     "save": "Duration of one copy from KV blocks to slots.",

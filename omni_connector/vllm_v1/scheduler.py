@@ -36,7 +36,7 @@ from omni_connector.vllm_v1.requests import (
     truncate,
     truncation_refusal,
 )
-from omni_connector.vllm_v1.specs import fails_by_block, keeps_all
+from omni_connector.vllm_v1.specs import attends_to_all, fails_by_block
 from omni_connector.vllm_v1.surroundings import Surroundings
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class OmniScheduler:
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
         self._fails_by_block = fails_by_block(kv_cache_config)
         # Where a group keeps its last tokens only, a prefill must end where the decode begins.
-        self._stops_early = not keeps_all(kv_cache_config)
+        self._stops_early = not attends_to_all(kv_cache_config)
         self._void: tuple[list[int], list[int]] = [], []
         self._gauges: tuple[int, int, int] | None = None
 

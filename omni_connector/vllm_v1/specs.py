@@ -145,13 +145,13 @@ def group_shapes(
     shapes = []
     for group, pages, kernels in zip(groups, page_orders, attention, strict=True):
         names = own_layers(kv_cache_config, group)
-        keeps, span = _retention(group)
+        attention_type, span = _retention(group)
         shapes.append(
             GroupShape(
                 kind=_group_kind(group),
                 block_size=group.kv_cache_spec.block_size,
-                keeps=keeps,
-                span=span,
+                attention_type=attention_type,
+                window=span,
                 layers=hashlib.sha256("\0".join(names).encode()).hexdigest()[:16],
                 replicated=all(_is_replicated(spec_of(group, name)) for name in names),
                 attention=kernels,
@@ -161,7 +161,7 @@ def group_shapes(
     return tuple(shapes)
 
 
-def keeps_all(kv_cache_config: "KVCacheConfig") -> bool:
+def attends_to_all(kv_cache_config: "KVCacheConfig") -> bool:
     """Whether every group keeps the blocks of all tokens."""
     return all(
         _retention(group)[0] == "all" for group in transferred_groups(kv_cache_config).values()
@@ -174,7 +174,7 @@ def fails_by_block(kv_cache_config: "KVCacheConfig") -> bool:
     vLLM can do so only where there is one group that keeps the blocks of all tokens. Elsewhere the
     request is reported, and recomputed from its first token.
     """
-    return len(kv_cache_config.kv_cache_groups) == 1 and keeps_all(kv_cache_config)
+    return len(kv_cache_config.kv_cache_groups) == 1 and attends_to_all(kv_cache_config)
 
 
 def own_layers(kv_cache_config: "KVCacheConfig", group: "KVCacheGroupSpec") -> list[str]:

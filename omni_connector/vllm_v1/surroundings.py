@@ -38,7 +38,7 @@ class Surroundings:
         transports: opens the transports that a configuration asks for.
         block_store: opens a client of the shared store that lends so many bytes of memory to it.
         copier: makes what copies between KV blocks and slots.
-        populate: whether a thread prefaults the arena's memory.
+        prefault: whether a thread prefaults the arena's memory.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -48,7 +48,7 @@ class Surroundings:
     transports: Callable[[OmniConfig], Transports] = make_transports
     block_store: Callable[[StoreSettings, int], BlockStore] = MooncakeBlockStore
     copier: Callable[[CanonicalKVCaches, SlotLayout], BlockCopier] = make_copier
-    populate: bool = True
+    prefault: bool = True
 
 
 SURROUNDINGS: Final = Surroundings()

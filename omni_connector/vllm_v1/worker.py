@@ -192,7 +192,7 @@ class OmniWorker:
         self._arena = Arena.create(
             size.slots,
             slot_bytes,
-            populate=self._surroundings.populate,
+            prefault=self._surroundings.prefault,
             randbytes=self._surroundings.randbytes,
         )
         copier.pin(self._arena.slots)

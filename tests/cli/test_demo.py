@@ -131,12 +131,12 @@ def test_the_demo_moves_the_kv_and_gets_the_same_tokens(
 def test_the_demo_fails_a_connector_that_moves_nothing(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hollow = {
-        "kv_connector": "HollowConnector",
-        "kv_connector_module_path": "omni_connector.testing.hollow",
+    no_op = {
+        "kv_connector": "NoOpConnector",
+        "kv_connector_module_path": "omni_connector.testing.no_op",
         "kv_role": "kv_both",
     }
-    status = demo(lengths=(513,), cache=cache, logs=tmp_path, kv_transfer_config=hollow)
+    status = demo(lengths=(513,), cache=cache, logs=tmp_path, kv_transfer_config=no_op)
     out = capsys.readouterr().out
     assert status == 1
     assert "KV of 0 tokens" in out

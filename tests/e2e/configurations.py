@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from omni_connector.testing import hollow, reference
+from omni_connector.testing import no_op, reference
 
 from .probe import EXTENSION as PROBE
 from .store_probe import EXTENSION as STORE_PROBE
@@ -64,8 +64,8 @@ CONFIGURATIONS = {
     # kv_transfer_params it is the reference, with them the negative control.
     "reference": Configuration(
         {
-            "kv_connector": "HollowConnector",
-            "kv_connector_module_path": hollow.MODULE,
+            "kv_connector": "NoOpConnector",
+            "kv_connector_module_path": no_op.MODULE,
             "kv_role": "kv_both",
         },
         arguments=("--logits-processors", reference.PROCESSOR),

@@ -38,7 +38,7 @@ _LOADED = (
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
-    "omni_connector.testing.hollow",
+    "omni_connector.testing.no_op",
     "omni_connector.testing.reference",
     "omni_connector.vllm_v1.connector",
 )

@@ -51,7 +51,7 @@ class References:
         """What every engine answers that computes the whole prompt."""
         return self._once("plain", recipe, prompt, lambda member: ask(member.engine, prompt))
 
-    def hollow(self, recipe: str, prompt: list[int]) -> reference.Answer | None:
+    def no_op(self, recipe: str, prompt: list[int]) -> reference.Answer | None:
         """What is answered when nothing was handed off, and said to have been.
 
         None where that was no number at all, so that the answer could not be written as JSON.

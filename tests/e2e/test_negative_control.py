@@ -9,7 +9,7 @@ pytestmark = pytest.mark.e2e
 
 
 def test_a_connector_that_moves_nothing_is_noticed(case: Case, references: References) -> None:
-    answer = references.hollow("llama", case.prompt)
+    answer = references.no_op("llama", case.prompt)
     assert answer is not None
     with pytest.raises(AssertionError, match=r"token \d+"):
         case.check(answer)

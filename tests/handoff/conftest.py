@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the control room share: a clock, a fingerprint, prompts, engines."""
+"""What the tests of the control room share: a clock, a compatibility key, prompts, engines."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from omni_connector.handoff.messages import Welcome
+from omni_connector.handoff.messages import HandshakeReply
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net.keys import ClusterKey
@@ -26,17 +26,17 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def fingerprint() -> CompatibilityKey:
-    window = group_shape(kind="sliding_window", keeps="window", span=40, layers="odd")
+def compatibility() -> CompatibilityKey:
+    window = group_shape(kind="sliding_window", attention_type="window", window=40, layers="odd")
     return compatibility_key(groups=(group_shape(), window))
 
 
 @pytest.fixture
-def welcome(fingerprint: CompatibilityKey) -> Welcome:
+def handshake_reply(compatibility: CompatibilityKey) -> HandshakeReply:
     endpoint = Endpoint(
         transport="shm", address="somewhere", epoch=b"a" * 16, n_slots=8, slot_bytes=4096
     )
-    return Welcome(b"e" * 16, "sha256:16:seed", fingerprint, ((endpoint,),))
+    return HandshakeReply(b"e" * 16, "sha256:16:seed", compatibility, ((endpoint,),))
 
 
 @pytest.fixture
@@ -62,14 +62,17 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def start_engine(
-    folder: Path, fingerprint: CompatibilityKey, welcome: Welcome
+    folder: Path, compatibility: CompatibilityKey, handshake_reply: HandshakeReply
 ) -> Iterator[StartEngine]:
     engines = []
 
     def start(name: str = "p.sock", **options: Any) -> Engine:
-        epoch = options.pop("epoch", welcome.epoch)
+        epoch = options.pop("epoch", handshake_reply.epoch)
         engine = Engine(
-            folder / name, fingerprint, msgspec.structs.replace(welcome, epoch=epoch), **options
+            folder / name,
+            compatibility,
+            msgspec.structs.replace(handshake_reply, epoch=epoch),
+            **options,
         )
         engines.append(engine)
         return engine
@@ -80,11 +83,11 @@ def start_engine(
 
 
 @pytest.fixture
-def start_asker(fingerprint: CompatibilityKey) -> Iterator[StartAsker]:
+def start_asker(compatibility: CompatibilityKey) -> Iterator[StartAsker]:
     askers = []
 
     def start(key: ClusterKey | None = None) -> Asker:
-        askers.append(Asker(fingerprint, key))
+        askers.append(Asker(compatibility, key))
         return askers[-1]
 
     yield start

@@ -35,10 +35,12 @@ class RawPeer:
         self.socket.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(52, b"\0"))
         self._read(64)
         short = self._short()
-        hello = self._box(bytes(64), b"CurveZMQHELLO---" + short, public, self._secret)
-        self._command(b"\x05HELLO\x01\x00" + bytes(72) + ours + short + hello)
-        welcome = self._frame()
-        opened = self._open(welcome[24:], b"WELCOME-" + welcome[8:24], public, self._secret)
+        handshake = self._box(bytes(64), b"CurveZMQHELLO---" + short, public, self._secret)
+        self._command(b"\x05HELLO\x01\x00" + bytes(72) + ours + short + handshake)
+        handshake_reply = self._frame()
+        opened = self._open(
+            handshake_reply[24:], b"WELCOME-" + handshake_reply[8:24], public, self._secret
+        )
         self._theirs, cookie = opened[:32], opened[32:]
         long = os.urandom(16)
         vouch = long + self._box(ours + public, b"VOUCH---" + long, self._theirs, secret)

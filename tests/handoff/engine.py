@@ -16,9 +16,9 @@ import msgspec
 
 from omni_connector.errors import OmniError
 from omni_connector.handoff.channel import ControlChannel
-from omni_connector.handoff.client import Grant, PendingClaim
+from omni_connector.handoff.client import Lease, PendingLease
 from omni_connector.handoff.directory import Handoff, SlotDirectory
-from omni_connector.handoff.messages import Welcome
+from omni_connector.handoff.messages import HandshakeReply
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.server import ControlServer
 from omni_connector.kv.compatibility import CompatibilityKey
@@ -45,24 +45,28 @@ class Engine:
     """A serving channel, what is behind it, and what it counted."""
 
     def __init__(
-        self, path: Path, fingerprint: CompatibilityKey, welcome: Welcome, **options: Any
+        self,
+        path: Path,
+        compatibility: CompatibilityKey,
+        handshake_reply: HandshakeReply,
+        **options: Any,
     ) -> None:
         self.path = path
         self.address = f"ipc://{path}"
-        self.welcome = welcome
+        self.handshake_reply = handshake_reply
         self.directory = Directory()
         self.counts: Counter[str] = Counter()
         self.counted: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.server = ControlServer(
-            fingerprint=fingerprint,
-            welcome=welcome,
+            compatibility=compatibility,
+            handshake_reply=handshake_reply,
             directory=self.directory,
             clock=time.monotonic,
-            patience=LONG,
+            pending_timeout=LONG,
             count=self.count,
         )
         self.channel = ControlChannel(
-            fingerprint=fingerprint, server=self.server, listen=path, **options
+            compatibility=compatibility, server=self.server, listen=path, **options
         )
 
     @property
@@ -76,7 +80,7 @@ class Engine:
     def handoff(self, *, filled: bool = True) -> Handoff:
         handoff = self.directory.open(PROMPT, [[None]])
         assert handoff is not None
-        self.directory.seal(handoff)
+        self.directory.commit(handoff)
         if filled:
             self.fill(handoff)
         return handoff
@@ -89,15 +93,21 @@ class Engine:
 class Asker:
     """A channel that asks, and when it found a peer gone."""
 
-    def __init__(self, fingerprint: CompatibilityKey, key: ClusterKey | None = None) -> None:
+    def __init__(self, compatibility: CompatibilityKey, key: ClusterKey | None = None) -> None:
         self.gone = threading.Event()
-        self.channel = ControlChannel(fingerprint=fingerprint, key=key, on_peer_gone=self.gone.set)
+        self.channel = ControlChannel(
+            compatibility=compatibility, key=key, on_peer_gone=self.gone.set
+        )
 
-    def claim(self, engine: Engine, handoff: Handoff, *, timeout: float = LONG) -> "Future[Grant]":
-        return ask(self.channel, engine.address, handoff.token, engine.welcome.epoch, timeout)
+    def request_lease(
+        self, engine: Engine, handoff: Handoff, *, timeout: float = LONG
+    ) -> "Future[Lease]":
+        return ask(
+            self.channel, engine.address, handoff.token, engine.handshake_reply.epoch, timeout
+        )
 
-    def claim_tcp(self, engine: Engine, handoff: Handoff) -> "Future[Grant]":
-        return ask(self.channel, engine.tcp, handoff.token, engine.welcome.epoch)
+    def claim_tcp(self, engine: Engine, handoff: Handoff) -> "Future[Lease]":
+        return ask(self.channel, engine.tcp, handoff.token, engine.handshake_reply.epoch)
 
 
 def ask(
@@ -107,22 +117,30 @@ def ask(
     epoch: bytes,
     timeout: float = LONG,
     prompt: Prompt = PROMPT,
-) -> "Future[Grant]":
-    claim = PendingClaim(token, prompt, epoch, "", time.monotonic() + timeout)
-    channel.claim(address, claim)
+) -> "Future[Lease]":
+    claim = PendingLease(token, prompt, epoch, "", time.monotonic() + timeout)
+    channel.request_lease(address, claim)
     return claim.future
 
 
-def failure(future: "Future[Grant]") -> BaseException:
+def failure(future: "Future[Lease]") -> BaseException:
     error = future.exception(LONG)
     assert isinstance(error, OmniError)
     return error
 
 
-def start_peer(path: Path, fingerprint: CompatibilityKey, *options: str) -> "subprocess.Popen[str]":
+def start_peer(
+    path: Path, compatibility: CompatibilityKey, *options: str
+) -> "subprocess.Popen[str]":
     """`peer.py`, in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, str(PEER), str(path), msgspec.json.encode(fingerprint).decode(), *options],
+        [
+            sys.executable,
+            str(PEER),
+            str(path),
+            msgspec.json.encode(compatibility).decode(),
+            *options,
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A serving engine in a process of its own, for tests that kill it.
 
-Arguments: path of its socket, its fingerprint in JSON; with a third one, the path of a key file,
-it serves on TCP too. It prints the token of a hand-off that is never copied and its TCP address,
-then "parked" while a claim of it waits, and ends with its standard input.
+Arguments: path of its socket, its compatibility key in JSON; with a third one, the path of
+a key file, it serves on TCP too. It prints the token of a hand-off that is never copied and its
+TCP address, then "pending" while a lease request for it waits, and ends with its standard input.
 """
 
 import json
@@ -15,7 +15,7 @@ import msgspec
 
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
-from omni_connector.handoff.messages import Welcome
+from omni_connector.handoff.messages import HandshakeReply
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.server import ControlServer
 from omni_connector.kv.compatibility import CompatibilityKey
@@ -23,32 +23,32 @@ from omni_connector.net.keys import load_key
 from omni_connector.net.peers import HostPort
 from omni_connector.transports.base import Endpoint
 
-fingerprint = msgspec.json.decode(sys.argv[2], type=CompatibilityKey)
+compatibility = msgspec.json.decode(sys.argv[2], type=CompatibilityKey)
 directory = SlotDirectory(8, time.monotonic, 600.0)
 endpoint = Endpoint(
     transport="shm", address="somewhere", epoch=b"a" * 16, n_slots=8, slot_bytes=4096
 )
 server = ControlServer(
-    fingerprint=fingerprint,
-    welcome=Welcome(b"k" * 16, "", fingerprint, ((endpoint,),)),
+    compatibility=compatibility,
+    handshake_reply=HandshakeReply(b"k" * 16, "", compatibility, ((endpoint,),)),
     directory=directory,
     clock=time.monotonic,
-    patience=600.0,
+    pending_timeout=600.0,
     count=lambda name: None,
 )
 
 
 def tick() -> None:
-    if server.has_parked:
-        print("parked", flush=True)
+    if server.has_pending:
+        print("pending", flush=True)
 
 
 handoff = directory.open(Prompt(token_ids=(1, 2, 3), num_tokens=3), [[None]])
 assert handoff is not None
-directory.seal(handoff)
+directory.commit(handoff)
 key_file = sys.argv[3] if len(sys.argv) > 3 else None
 channel = ControlChannel(
-    fingerprint=fingerprint,
+    compatibility=compatibility,
     server=server,
     listen=Path(sys.argv[1]),
     listen_tcp=None if key_file is None else HostPort("127.0.0.1", 0),

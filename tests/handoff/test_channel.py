@@ -25,11 +25,11 @@ from omni_connector.errors import (
 )
 from omni_connector.handoff import channel as channel_module
 from omni_connector.handoff.channel import ControlChannel
-from omni_connector.handoff.client import ClaimDeniedError, Grant, PeerSession
+from omni_connector.handoff.client import Lease, LeaseDeniedError, PeerSession
 from omni_connector.handoff.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
-    Hello,
+    Handshake,
     Refused,
     decode_reply,
     encode,
@@ -44,39 +44,39 @@ from .engine import LONG, PROMPT, Asker, StartEngine, ask, failure, start_peer
 def test_a_claim_is_granted_end_to_end(start_engine: StartEngine, asker: Asker) -> None:
     engine = start_engine()
     handoff = engine.handoff()
-    grant = asker.claim(engine, handoff).result(LONG)
-    assert grant.address == engine.address
-    assert grant.token == handoff.token
-    assert grant.welcome == engine.welcome
-    assert grant.granted.groups == (((handoff.slots[0][0], handoff.generations[0][0]),),)
-    assert grant.expires > time.monotonic() + 500
+    lease = asker.request_lease(engine, handoff).result(LONG)
+    assert lease.address == engine.address
+    assert lease.token == handoff.token
+    assert lease.handshake_reply == engine.handshake_reply
+    assert lease.granted.groups == (((handoff.slots[0][0], handoff.generations[0][0]),),)
+    assert lease.expires > time.monotonic() + 500
     assert engine.directory.usage() == (1, 0, 1)
 
 
 def test_a_release_reaches_the_owner(start_engine: StartEngine, asker: Asker) -> None:
     engine = start_engine()
     handoff = engine.handoff()
-    grant = asker.claim(engine, handoff).result(LONG)
-    asker.channel.release(grant)
+    lease = asker.request_lease(engine, handoff).result(LONG)
+    asker.channel.release(lease)
     assert engine.directory.closed.get(timeout=LONG) == handoff.token
     assert engine.directory.usage() == (0, 0, 0)
 
 
 def test_a_denial_comes_back_as_one(start_engine: StartEngine, asker: Asker) -> None:
     engine = start_engine()
-    error = failure(ask(asker.channel, engine.address, b"?" * 16, engine.welcome.epoch))
-    assert isinstance(error, ClaimDeniedError)
+    error = failure(ask(asker.channel, engine.address, b"?" * 16, engine.handshake_reply.epoch))
+    assert isinstance(error, LeaseDeniedError)
     assert error.reason == "unknown_token"
 
 
 def test_a_peer_that_differs_is_incompatible_at_once_and_again(
-    start_engine: StartEngine, fingerprint: CompatibilityKey
+    start_engine: StartEngine, compatibility: CompatibilityKey
 ) -> None:
     engine = start_engine()
-    asker = Asker(msgspec.structs.replace(fingerprint, dtype="float16"))
+    asker = Asker(msgspec.structs.replace(compatibility, dtype="float16"))
     try:
         for _ in range(2):
-            error = failure(asker.claim(engine, engine.handoff()))
+            error = failure(asker.request_lease(engine, engine.handoff()))
             assert isinstance(error, IncompatiblePeerError)
             assert (error.field, error.ours) == ("dtype", "float16")
         assert engine.counts["refused_peer"] == 1  # it is not asked twice in a row
@@ -88,9 +88,9 @@ def test_a_parked_claim_is_granted_when_the_copies_are_done(
     start_engine: StartEngine, asker: Asker
 ) -> None:
     parked = threading.Event()
-    engine = start_engine(on_tick=lambda: engine.server.has_parked and parked.set())
+    engine = start_engine(on_tick=lambda: engine.server.has_pending and parked.set())
     handoff = engine.handoff(filled=False)
-    future = asker.claim(engine, handoff)
+    future = asker.request_lease(engine, handoff)
     assert parked.wait(LONG)
     assert not future.done()
     engine.fill(handoff)
@@ -100,9 +100,9 @@ def test_a_parked_claim_is_granted_when_the_copies_are_done(
 
 def test_a_cancelled_claim_gives_its_slots_back(start_engine: StartEngine, asker: Asker) -> None:
     parked = threading.Event()
-    engine = start_engine(on_tick=lambda: engine.server.has_parked and parked.set())
+    engine = start_engine(on_tick=lambda: engine.server.has_pending and parked.set())
     handoff = engine.handoff(filled=False)
-    future = asker.claim(engine, handoff)
+    future = asker.request_lease(engine, handoff)
     assert parked.wait(LONG)
     assert future.cancel()
     engine.fill(handoff)
@@ -116,24 +116,26 @@ def test_a_claim_that_gets_no_answer_fails_at_its_deadline_and_is_released(
 ) -> None:
     engine = start_engine()
     handoff = engine.handoff(filled=False)
-    assert isinstance(failure(asker.claim(engine, handoff, timeout=0.1)), PeerUnreachableError)
+    assert isinstance(
+        failure(asker.request_lease(engine, handoff, timeout=0.1)), PeerUnreachableError
+    )
     # Its deadline may pass before it was sent; then there is nothing to release.
-    assert asker.claim(engine, engine.handoff()).result(LONG)
+    assert asker.request_lease(engine, engine.handoff()).result(LONG)
     assert not asker.gone.is_set()
 
 
 def test_many_claims_at_once_are_all_answered(start_engine: StartEngine, asker: Asker) -> None:
-    """More than ZeroMQ queues for a peer by default (1000), parked and answered in one go."""
+    """More than ZeroMQ queues for a peer by default (1000), pending and answered in one go."""
     total = 3000
     parked = threading.Event()
 
     def tick() -> None:
-        if len(engine.server._parked) == total:
+        if len(engine.server._pending) == total:
             parked.set()
 
     engine = start_engine(on_tick=tick)
     handoff = engine.handoff(filled=False)
-    futures = [asker.claim(engine, handoff) for _ in range(total)]
+    futures = [asker.request_lease(engine, handoff) for _ in range(total)]
     assert parked.wait(LONG)
     engine.fill(handoff)
     engine.channel.recheck()
@@ -145,8 +147,13 @@ def test_many_claims_at_once_are_all_answered(start_engine: StartEngine, asker: 
 def test_two_engines_ask_each_other(start_engine: StartEngine) -> None:
     one, two = start_engine("one.sock"), start_engine("two.sock", epoch=b"2" * 16)
     pairs = ((one, two), (two, one))
-    futures = [ask(a.channel, b.address, b.handoff().token, b.welcome.epoch) for a, b in pairs]
-    assert [f.result(LONG).welcome.epoch for f in futures] == [b"2" * 16, one.welcome.epoch]
+    futures = [
+        ask(a.channel, b.address, b.handoff().token, b.handshake_reply.epoch) for a, b in pairs
+    ]
+    assert [f.result(LONG).handshake_reply.epoch for f in futures] == [
+        b"2" * 16,
+        one.handshake_reply.epoch,
+    ]
 
 
 def test_a_peer_that_does_not_exist_is_unreachable_at_once(folder: Path, asker: Asker) -> None:
@@ -189,15 +196,15 @@ def test_a_peer_that_accepts_and_says_nothing_is_given_up_at_the_deadline(
 
 
 def test_a_peer_that_is_killed_fails_its_claims_and_nothing_else(
-    folder: Path, fingerprint: CompatibilityKey, start_engine: StartEngine, asker: Asker
+    folder: Path, compatibility: CompatibilityKey, start_engine: StartEngine, asker: Asker
 ) -> None:
     path = folder / "killed.sock"
-    with start_peer(path, fingerprint) as peer:
+    with start_peer(path, compatibility) as peer:
         try:
             assert peer.stdout is not None
             token = bytes.fromhex(json.loads(peer.stdout.readline())[0])
             parked = ask(asker.channel, f"ipc://{path}", token, b"k" * 16, timeout=600.0)
-            assert peer.stdout.readline() == "parked\n"
+            assert peer.stdout.readline() == "pending\n"
             assert not parked.done()
         finally:
             os.kill(peer.pid, signal.SIGKILL)
@@ -213,32 +220,32 @@ def test_a_peer_that_is_killed_fails_its_claims_and_nothing_else(
     assert asker.gone.wait(LONG)
 
     engine = start_engine()  # and the channel lives on
-    assert asker.claim(engine, engine.handoff()).result(LONG)
+    assert asker.request_lease(engine, engine.handoff()).result(LONG)
 
 
 def test_a_peer_that_restarts_at_its_address_is_found_again(
     start_engine: StartEngine, asker: Asker
 ) -> None:
     first = start_engine()
-    assert asker.claim(first, first.handoff()).result(LONG)
+    assert asker.request_lease(first, first.handoff()).result(LONG)
     first.channel.close()
     assert asker.gone.wait(LONG)
     second = start_engine(epoch=b"2" * 16)
-    grant = asker.claim(second, second.handoff()).result(LONG)
-    assert grant.welcome.epoch == b"2" * 16
-    stale = failure(ask(asker.channel, second.address, b"t" * 16, first.welcome.epoch))
-    assert isinstance(stale, ClaimDeniedError)
+    lease = asker.request_lease(second, second.handoff()).result(LONG)
+    assert lease.handshake_reply.epoch == b"2" * 16
+    stale = failure(ask(asker.channel, second.address, b"t" * 16, first.handshake_reply.epoch))
+    assert isinstance(stale, LeaseDeniedError)
     assert stale.reason == "other_epoch"
 
 
 def test_the_socket_of_a_killed_engine_is_taken_over(
-    folder: Path, fingerprint: CompatibilityKey, start_engine: StartEngine, asker: Asker
+    folder: Path, compatibility: CompatibilityKey, start_engine: StartEngine, asker: Asker
 ) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(folder / "p.sock"))
         dead.listen()
     engine = start_engine("p.sock")
-    assert asker.claim(engine, engine.handoff()).result(LONG)
+    assert asker.request_lease(engine, engine.handoff()).result(LONG)
 
 
 def test_a_second_engine_of_the_same_name_is_refused(
@@ -247,7 +254,7 @@ def test_a_second_engine_of_the_same_name_is_refused(
     engine = start_engine()
     with pytest.raises(TransportError, match=r"another engine listens at .*engine_id"):
         start_engine()
-    assert asker.claim(engine, engine.handoff()).result(LONG)
+    assert asker.request_lease(engine, engine.handoff()).result(LONG)
 
 
 def test_a_socket_accepts_before_it_can_be_seen(
@@ -279,7 +286,7 @@ def test_a_strangers_frames_do_not_stop_the_server(start_engine: StartEngine, as
             stranger.send(frame)
         for _ in malformed:
             assert engine.counted.get(timeout=LONG) == "malformed_message"
-        assert asker.claim(engine, engine.handoff()).result(LONG)
+        assert asker.request_lease(engine, engine.handoff()).result(LONG)
         with stranger.get_monitor_socket(zmq.Event.DISCONNECTED) as monitor:
             stranger.send(bytes(MAX_MESSAGE_BYTES + 1))
             assert monitor.poll(LONG * 1000), "an oversized message ends the connection"
@@ -291,7 +298,7 @@ def test_a_strangers_frames_do_not_stop_the_server(start_engine: StartEngine, as
         raw.settimeout(LONG)
         while raw.recv(4096):  # until the server hangs up
             pass
-    assert asker.claim(engine, engine.handoff()).result(LONG)
+    assert asker.request_lease(engine, engine.handoff()).result(LONG)
     assert engine.channel._thread.is_alive()
 
 
@@ -309,16 +316,16 @@ def test_a_malformed_answer_fails_the_claims(folder: Path, asker: Asker) -> None
 
 
 def test_close_is_idempotent_and_leaves_nothing(
-    folder: Path, fingerprint: CompatibilityKey, start_engine: StartEngine, asker: Asker
+    folder: Path, compatibility: CompatibilityKey, start_engine: StartEngine, asker: Asker
 ) -> None:
     def open_files() -> int:
         return len(os.listdir("/proc/self/fd"))
 
     before = open_files()
     engine = start_engine()
-    channel = ControlChannel(fingerprint=fingerprint)
+    channel = ControlChannel(compatibility=compatibility)
     token = engine.handoff().token
-    assert ask(channel, engine.address, token, engine.welcome.epoch).result(LONG)
+    assert ask(channel, engine.address, token, engine.handshake_reply.epoch).result(LONG)
     for _ in range(2):
         channel.close()
         engine.channel.close()
@@ -329,50 +336,52 @@ def test_close_is_idempotent_and_leaves_nothing(
 
 
 def test_claims_under_way_fail_when_the_channel_closes(
-    start_engine: StartEngine, fingerprint: CompatibilityKey
+    start_engine: StartEngine, compatibility: CompatibilityKey
 ) -> None:
     engine = start_engine()
-    channel = ControlChannel(fingerprint=fingerprint)
+    channel = ControlChannel(compatibility=compatibility)
     handoff = engine.handoff(filled=False)
-    future = ask(channel, engine.address, handoff.token, engine.welcome.epoch, timeout=600.0)
+    future = ask(
+        channel, engine.address, handoff.token, engine.handshake_reply.epoch, timeout=600.0
+    )
     channel.close()
     assert isinstance(failure(future), PeerUnreachableError)
 
 
 def test_claims_after_close_fail_and_the_rest_is_ignored(
-    start_engine: StartEngine, fingerprint: CompatibilityKey
+    start_engine: StartEngine, compatibility: CompatibilityKey
 ) -> None:
     engine = start_engine()
-    channel = ControlChannel(fingerprint=fingerprint)
+    channel = ControlChannel(compatibility=compatibility)
     token = engine.handoff().token
-    grant = ask(channel, engine.address, token, engine.welcome.epoch).result(LONG)
+    lease = ask(channel, engine.address, token, engine.handshake_reply.epoch).result(LONG)
     channel.close()
-    future = ask(channel, engine.address, token, engine.welcome.epoch)
+    future = ask(channel, engine.address, token, engine.handshake_reply.epoch)
     assert future.done()
     assert "closed" in str(failure(future))
-    channel.release(grant)
+    channel.release(lease)
     channel.drop(engine.address, token)
     engine.channel.close()
     engine.channel.recheck()
-    cancelled = ask(channel, engine.address, token, engine.welcome.epoch)
+    cancelled = ask(channel, engine.address, token, engine.handshake_reply.epoch)
     assert not cancelled.cancel()
 
 
 def test_every_claim_made_while_the_channel_closes_is_answered(
-    folder: Path, fingerprint: CompatibilityKey
+    folder: Path, compatibility: CompatibilityKey
 ) -> None:
     address = f"ipc://{folder}/nobody.sock"
     for _ in range(20):
-        channel = ControlChannel(fingerprint=fingerprint)
+        channel = ControlChannel(compatibility=compatibility)
         closed = threading.Event()
         started = threading.Barrier(3)
-        futures: queue.SimpleQueue[Future[Grant]] = queue.SimpleQueue()
+        futures: queue.SimpleQueue[Future[Lease]] = queue.SimpleQueue()
 
         def claim_on(
             channel: ControlChannel = channel,
             closed: threading.Event = closed,
             started: threading.Barrier = started,
-            futures: "queue.SimpleQueue[Future[Grant]]" = futures,
+            futures: "queue.SimpleQueue[Future[Lease]]" = futures,
         ) -> None:
             started.wait(LONG)
             while not closed.is_set():
@@ -393,7 +402,7 @@ def test_every_claim_made_while_the_channel_closes_is_answered(
 
 
 def test_a_callback_that_fails_does_not_end_the_channel(
-    start_engine: StartEngine, fingerprint: CompatibilityKey, folder: Path
+    start_engine: StartEngine, compatibility: CompatibilityKey, folder: Path
 ) -> None:
     calls: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -404,7 +413,7 @@ def test_a_callback_that_fails_does_not_end_the_channel(
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(folder / "dead.sock"))
     channel = ControlChannel(
-        fingerprint=fingerprint,
+        compatibility=compatibility,
         on_tick=lambda: fail("tick"),
         on_peer_gone=lambda: fail("gone"),
     )
@@ -415,7 +424,7 @@ def test_a_callback_that_fails_does_not_end_the_channel(
             pass
         engine = start_engine()
         token = engine.handoff().token
-        assert ask(channel, engine.address, token, engine.welcome.epoch).result(LONG)
+        assert ask(channel, engine.address, token, engine.handshake_reply.epoch).result(LONG)
     finally:
         channel.close()
 
@@ -431,7 +440,7 @@ def test_a_channel_that_breaks_fails_its_claims_instead_of_losing_them(
     def forget(*_: object) -> Any:
         raise RuntimeError("a bug")
 
-    future = asker.claim(engine, engine.handoff(filled=False))
+    future = asker.request_lease(engine, engine.handoff(filled=False))
     assert engine.channel.alive
     monkeypatch.setattr(engine.channel, "_forget_failed", forget)
     assert isinstance(failure(future), PeerUnreachableError)
@@ -450,11 +459,11 @@ def test_a_prompt_that_cannot_be_digested_loses_no_claim(
     engine = start_engine()
     bad = Prompt(token_ids=(1 << 70,), num_tokens=1)
     futures = [
-        ask(asker.channel, engine.address, b"t" * 16, engine.welcome.epoch, prompt=prompt)
+        ask(asker.channel, engine.address, b"t" * 16, engine.handshake_reply.epoch, prompt=prompt)
         for prompt in (PROMPT, bad, PROMPT)
     ]
     kinds = [type(failure(future)) for future in futures]
-    assert kinds == [ClaimDeniedError, ProtocolError, ClaimDeniedError]
+    assert kinds == [LeaseDeniedError, ProtocolError, LeaseDeniedError]
     assert asker.channel.alive
 
 
@@ -469,28 +478,30 @@ def test_an_answer_that_cannot_be_handled_fails_that_peer_only(
         return receive(session, frame)
 
     monkeypatch.setattr(PeerSession, "receive", fail)
-    assert isinstance(failure(asker.claim(one, one.handoff())), ProtocolError)
-    assert isinstance(failure(asker.claim(one, one.handoff())), ProtocolError)  # is not asked
-    assert asker.claim(two, two.handoff()).result(LONG)
+    assert isinstance(failure(asker.request_lease(one, one.handoff())), ProtocolError)
+    assert isinstance(
+        failure(asker.request_lease(one, one.handoff())), ProtocolError
+    )  # is not asked
+    assert asker.request_lease(two, two.handoff()).result(LONG)
     assert asker.channel.alive
 
 
 def test_a_hello_of_nothing_leaves_the_thread_alive(
-    start_engine: StartEngine, asker: Asker, fingerprint: CompatibilityKey
+    start_engine: StartEngine, asker: Asker, compatibility: CompatibilityKey
 ) -> None:
     engine = start_engine()
-    plain = msgspec.to_builtins(fingerprint)
+    plain = msgspec.to_builtins(compatibility)
     for changes in ({"pages": []}, {"pages": ["H0"]}, {"pages": ["x"]}, {"pages": ["H9"] * 2}):
         groups = [group | changes for group in plain["groups"]]
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.linger = 0
             stranger.connect(engine.address)
             raw = msgspec.msgpack.encode(plain | {"groups": groups})
-            stranger.send(encode(Hello(PROTOCOL_VERSION, msgspec.Raw(raw))))
+            stranger.send(encode(Handshake(PROTOCOL_VERSION, msgspec.Raw(raw))))
             assert stranger.poll(LONG * 1000)
             assert isinstance(decode_reply(stranger.recv()), Refused)
     assert engine.counts["message_failed"] == 0
-    assert asker.claim(engine, engine.handoff()).result(LONG)
+    assert asker.request_lease(engine, engine.handoff()).result(LONG)
 
 
 def test_a_folder_that_is_gone_is_an_error_at_start(
@@ -506,16 +517,16 @@ def test_the_peer_that_was_idle_longest_makes_room(
     monkeypatch.setattr(channel_module, "MAX_PEERS", 2)
     engines = [start_engine(f"{n}.sock", epoch=bytes([n]) * 16) for n in range(3)]
     for engine in engines:
-        grant = asker.claim(engine, engine.handoff()).result(LONG)
-        asker.channel.release(grant)
-        assert engine.directory.closed.get(timeout=LONG) == grant.token
+        lease = asker.request_lease(engine, engine.handoff()).result(LONG)
+        asker.channel.release(lease)
+        assert engine.directory.closed.get(timeout=LONG) == lease.token
     assert list(asker.channel._peers) == [engine.address for engine in engines[1:]]
     # One that is in use stays, and with it the way for its release.
-    kept = asker.claim(engines[1], engines[1].handoff()).result(LONG)
-    parked = asker.claim(engines[2], engines[2].handoff(filled=False))
-    error = failure(asker.claim(engines[0], engines[0].handoff()))
+    kept = asker.request_lease(engines[1], engines[1].handoff()).result(LONG)
+    parked = asker.request_lease(engines[2], engines[2].handoff(filled=False))
+    error = failure(asker.request_lease(engines[0], engines[0].handoff()))
     assert "2 engines are being talked to already" in str(error)
     asker.channel.release(kept)
     assert engines[1].directory.closed.get(timeout=LONG) == kept.token
-    assert asker.claim(engines[0], engines[0].handoff()).result(LONG)
+    assert asker.request_lease(engines[0], engines[0].handoff()).result(LONG)
     assert not parked.done()

@@ -15,21 +15,21 @@ from omni_connector.errors import (
 )
 from omni_connector.handoff.client import (
     INTRODUCTION_S,
-    ClaimDeniedError,
-    Grant,
+    Lease,
+    LeaseDeniedError,
     PeerSession,
-    PendingClaim,
+    PendingLease,
 )
 from omni_connector.handoff.messages import (
     TOKEN_BYTES,
-    Claim,
-    Denied,
-    Granted,
-    Hello,
+    Handshake,
+    HandshakeReply,
+    LeaseDenied,
+    LeaseGranted,
+    LeaseRequest,
     Refused,
     Release,
     Request,
-    Welcome,
     encode,
 )
 from omni_connector.handoff.prompt import Prompt
@@ -44,57 +44,61 @@ class Asking:
     """A session and what it does with claims."""
 
     def __init__(
-        self, clock: FakeClock, fingerprint: CompatibilityKey, welcome: Welcome, prompt: Prompt
+        self,
+        clock: FakeClock,
+        compatibility: CompatibilityKey,
+        handshake_reply: HandshakeReply,
+        prompt: Prompt,
     ) -> None:
         self.clock = clock
         self.prompt = prompt
-        self.welcome = welcome
-        self.session = PeerSession(ADDRESS, fingerprint, clock)
+        self.handshake_reply = handshake_reply
+        self.session = PeerSession(ADDRESS, compatibility, clock)
         self.claims = 0
 
-    def claim(
+    def request_lease(
         self,
         *,
         timeout: float = 30.0,
         epoch: bytes | None = None,
         hash_id: str | None = None,
-        future: "Future[Grant] | None" = None,
-    ) -> "tuple[Future[Grant], list[Request]]":
+        future: "Future[Lease] | None" = None,
+    ) -> "tuple[Future[Lease], list[Request]]":
         self.claims += 1
-        claim = PendingClaim(
+        pending = PendingLease(
             bytes([self.claims]) * TOKEN_BYTES,
             self.prompt,
-            self.welcome.epoch if epoch is None else epoch,
-            self.welcome.hash_id if hash_id is None else hash_id,
+            self.handshake_reply.epoch if epoch is None else epoch,
+            self.handshake_reply.hash_id if hash_id is None else hash_id,
             self.clock() + timeout,
             Future() if future is None else future,
         )
-        return claim.future, self.session.claim(claim)
+        return pending.future, self.session.request_lease(pending)
 
-    def hear(self, message: Welcome | Refused | Granted | Denied) -> list[Request]:
+    def hear(self, message: HandshakeReply | Refused | LeaseGranted | LeaseDenied) -> list[Request]:
         return self.session.receive(encode(message))
 
-    def granted(self, sequence: int, lease_s: float = 60.0) -> Granted:
-        return Granted(sequence, self.prompt.num_tokens, (0, 0), GROUPS, lease_s)
+    def granted(self, sequence: int, lease_s: float = 60.0) -> LeaseGranted:
+        return LeaseGranted(sequence, self.prompt.num_tokens, (0, 0), GROUPS, lease_s)
 
 
 @pytest.fixture
 def asking(
     clock: FakeClock,
-    fingerprint: CompatibilityKey,
-    welcome: Welcome,
+    compatibility: CompatibilityKey,
+    handshake_reply: HandshakeReply,
     make_prompt: Callable[..., Prompt],
 ) -> Asking:
-    return Asking(clock, fingerprint, welcome, make_prompt())
+    return Asking(clock, compatibility, handshake_reply, make_prompt())
 
 
 @pytest.fixture
-def welcomed(asking: Asking, welcome: Welcome) -> Asking:
-    assert asking.hear(welcome) == []
+def welcomed(asking: Asking, handshake_reply: HandshakeReply) -> Asking:
+    assert asking.hear(handshake_reply) == []
     return asking
 
 
-def error_of(future: "Future[Grant]") -> BaseException:
+def error_of(future: "Future[Lease]") -> BaseException:
     assert future.done()
     error = future.exception()
     assert error is not None
@@ -102,36 +106,38 @@ def error_of(future: "Future[Grant]") -> BaseException:
 
 
 def test_the_session_opens_with_protocol_and_fingerprint(
-    asking: Asking, fingerprint: CompatibilityKey
+    asking: Asking, compatibility: CompatibilityKey
 ) -> None:
-    assert asking.session.hello() == Hello.of(fingerprint)
+    assert asking.session.handshake() == Handshake.of(compatibility)
 
 
-def test_claims_before_the_welcome_follow_it_in_order(asking: Asking, welcome: Welcome) -> None:
+def test_claims_before_the_welcome_follow_it_in_order(
+    asking: Asking, handshake_reply: HandshakeReply
+) -> None:
     futures = []
     for _ in range(3):
-        future, sent = asking.claim()
+        future, sent = asking.request_lease()
         assert sent == []
         futures.append(future)
-    sent = asking.hear(welcome)
-    assert [type(message) for message in sent] == [Claim] * 3
-    assert [message.token[0] for message in sent if isinstance(message, Claim)] == [1, 2, 3]
+    sent = asking.hear(handshake_reply)
+    assert [type(message) for message in sent] == [LeaseRequest] * 3
+    assert [message.token[0] for message in sent if isinstance(message, LeaseRequest)] == [1, 2, 3]
     assert not any(future.done() for future in futures)
 
 
 def test_a_grant_says_where_the_slots_are_and_until_when(
     welcomed: Asking, clock: FakeClock
 ) -> None:
-    future, (claim,) = welcomed.claim()
-    assert isinstance(claim, Claim)
+    future, (pending,) = welcomed.request_lease()
+    assert isinstance(pending, LeaseRequest)
     clock.advance(2)
-    granted = welcomed.granted(claim.sequence, lease_s=60.0)
+    granted = welcomed.granted(pending.sequence, lease_s=60.0)
     assert welcomed.hear(granted) == []
-    assert future.result(0) == Grant(
+    assert future.result(0) == Lease(
         address=ADDRESS,
-        token=claim.token,
-        sequence=claim.sequence,
-        welcome=welcomed.welcome,
+        token=pending.token,
+        sequence=pending.sequence,
+        handshake_reply=welcomed.handshake_reply,
         granted=granted,
         received=clock(),
         expires=clock() + 60.0,
@@ -139,9 +145,9 @@ def test_a_grant_says_where_the_slots_are_and_until_when(
 
 
 def test_answers_find_their_claims_in_any_order(welcomed: Asking) -> None:
-    (first, (one,)), (second, (two,)) = welcomed.claim(), welcomed.claim()
-    assert isinstance(one, Claim)
-    assert isinstance(two, Claim)
+    (first, (one,)), (second, (two,)) = welcomed.request_lease(), welcomed.request_lease()
+    assert isinstance(one, LeaseRequest)
+    assert isinstance(two, LeaseRequest)
     assert one.sequence != two.sequence
     welcomed.hear(welcomed.granted(two.sequence))
     assert not first.done()
@@ -156,85 +162,91 @@ def test_answers_find_their_claims_in_any_order(welcomed: Asking) -> None:
 def test_block_hashes_are_compared_only_between_equal_hashers(
     hash_id: str | None, kind: str, welcomed: Asking
 ) -> None:
-    _, (claim,) = welcomed.claim(hash_id=hash_id)
-    assert isinstance(claim, Claim)
-    assert claim.digest_kind == kind
-    assert claim.digest == welcomed.prompt.digest(claim.digest_kind)
-    assert claim.num_tokens == welcomed.prompt.num_tokens
+    _, (pending,) = welcomed.request_lease(hash_id=hash_id)
+    assert isinstance(pending, LeaseRequest)
+    assert pending.digest_kind == kind
+    assert pending.digest == welcomed.prompt.digest(pending.digest_kind)
+    assert pending.num_tokens == welcomed.prompt.num_tokens
 
 
-def test_two_sides_that_do_not_hash_compare_tokens(asking: Asking, welcome: Welcome) -> None:
-    asking.hear(msgspec.structs.replace(welcome, hash_id=""))
-    _, (claim,) = asking.claim(hash_id="")
-    assert isinstance(claim, Claim)
-    assert claim.digest_kind == "tokens"
+def test_two_sides_that_do_not_hash_compare_tokens(
+    asking: Asking, handshake_reply: HandshakeReply
+) -> None:
+    asking.hear(msgspec.structs.replace(handshake_reply, hash_id=""))
+    _, (pending,) = asking.request_lease(hash_id="")
+    assert isinstance(pending, LeaseRequest)
+    assert pending.digest_kind == "tokens"
 
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_reference_of_another_epoch_is_not_even_asked_for(
-    early: bool, asking: Asking, welcome: Welcome
+    early: bool, asking: Asking, handshake_reply: HandshakeReply
 ) -> None:
     if not early:
-        asking.hear(welcome)
-    future, sent = asking.claim(epoch=b"x" * 16)
+        asking.hear(handshake_reply)
+    future, sent = asking.request_lease(epoch=b"x" * 16)
     if early:
-        sent = asking.hear(welcome)
+        sent = asking.hear(handshake_reply)
     assert sent == []
     error = error_of(future)
-    assert isinstance(error, ClaimDeniedError)
+    assert isinstance(error, LeaseDeniedError)
     assert error.reason == "other_epoch"
 
 
 def test_a_denial_carries_the_peers_reason(welcomed: Asking) -> None:
-    future, (claim,) = welcomed.claim()
-    assert isinstance(claim, Claim)
-    assert welcomed.hear(Denied(claim.sequence, "unknown_token")) == []
+    future, (pending,) = welcomed.request_lease()
+    assert isinstance(pending, LeaseRequest)
+    assert welcomed.hear(LeaseDenied(pending.sequence, "unknown_token")) == []
     error = error_of(future)
-    assert isinstance(error, ClaimDeniedError)
+    assert isinstance(error, LeaseDeniedError)
     assert error.reason == "unknown_token"
     assert welcomed.session.failure is None
 
 
 def test_answers_to_nothing_that_was_asked_are_ignored(welcomed: Asking) -> None:
-    future, (claim,) = welcomed.claim()
-    assert isinstance(claim, Claim)
-    other = claim.sequence + 1
+    future, (pending,) = welcomed.request_lease()
+    assert isinstance(pending, LeaseRequest)
+    other = pending.sequence + 1
     assert welcomed.hear(welcomed.granted(other)) == []
-    assert welcomed.hear(Denied(other, "x")) == []
+    assert welcomed.hear(LeaseDenied(other, "x")) == []
     assert not future.done()
-    welcomed.hear(welcomed.granted(claim.sequence))
-    assert welcomed.hear(welcomed.granted(claim.sequence)) == []  # and a second answer
-    assert future.result(0).granted.sequence == claim.sequence
+    welcomed.hear(welcomed.granted(pending.sequence))
+    assert welcomed.hear(welcomed.granted(pending.sequence)) == []  # and a second answer
+    assert future.result(0).granted.sequence == pending.sequence
 
 
 def test_a_grant_before_the_welcome_is_ignored(asking: Asking) -> None:
-    future, _ = asking.claim()
+    future, _ = asking.request_lease()
     assert asking.hear(asking.granted(1)) == []
     assert not future.done()
 
 
 @pytest.mark.parametrize("when", ["before the welcome", "before the grant"])
 def test_a_cancelled_claim_gives_its_grant_back(
-    when: str, asking: Asking, welcome: Welcome
+    when: str, asking: Asking, handshake_reply: HandshakeReply
 ) -> None:
-    future, _ = asking.claim()
+    future, _ = asking.request_lease()
     if when == "before the welcome":
         assert future.cancel()
-    (claim,) = asking.hear(welcome)
-    assert isinstance(claim, Claim)
+    (pending,) = asking.hear(handshake_reply)
+    assert isinstance(pending, LeaseRequest)
     if when == "before the grant":
         assert future.cancel()
-    assert asking.hear(asking.granted(claim.sequence)) == [Release(claim.token, claim.sequence)]
+    assert asking.hear(asking.granted(pending.sequence)) == [
+        Release(pending.token, pending.sequence)
+    ]
     assert future.cancelled()
 
 
 @pytest.mark.parametrize("end", ["denied", "late", "failed", "other epoch"])
-def test_a_cancelled_claim_may_end_in_any_way(end: str, asking: Asking, welcome: Welcome) -> None:
-    future, _ = asking.claim(timeout=1.0, epoch=b"x" * 16 if end == "other epoch" else None)
+def test_a_cancelled_claim_may_end_in_any_way(
+    end: str, asking: Asking, handshake_reply: HandshakeReply
+) -> None:
+    future, _ = asking.request_lease(timeout=1.0, epoch=b"x" * 16 if end == "other epoch" else None)
     assert future.cancel()
-    asking.hear(welcome)
+    asking.hear(handshake_reply)
     if end == "denied":
-        asking.hear(Denied(1, "x"))
+        asking.hear(LeaseDenied(1, "x"))
     elif end == "late":
         asking.clock.advance(1)
         asking.session.tick()
@@ -245,36 +257,41 @@ def test_a_cancelled_claim_may_end_in_any_way(end: str, asking: Asking, welcome:
 def test_a_claim_past_its_deadline_fails_and_is_released(
     welcomed: Asking, clock: FakeClock
 ) -> None:
-    (early, (claim,)), (later, _) = welcomed.claim(timeout=1.0), welcomed.claim(timeout=2.0)
-    assert isinstance(claim, Claim)
+    (early, (pending,)), (later, _) = (
+        welcomed.request_lease(timeout=1.0),
+        welcomed.request_lease(timeout=2.0),
+    )
+    assert isinstance(pending, LeaseRequest)
     assert welcomed.session.deadline() == clock() + 1.0
     clock.advance(0.9)
     assert welcomed.session.tick() == []
     clock.advance(0.1)
-    assert welcomed.session.tick() == [Release(claim.token, claim.sequence)]
+    assert welcomed.session.tick() == [Release(pending.token, pending.sequence)]
     error = error_of(early)
     assert isinstance(error, PeerUnreachableError)
     assert ADDRESS in str(error)
     assert not later.done()
     assert welcomed.session.failure is None
-    assert welcomed.hear(welcomed.granted(claim.sequence)) == []  # too late: released already
+    assert welcomed.hear(welcomed.granted(pending.sequence)) == []  # too late: released already
 
 
-def test_a_deadline_before_the_welcome_is_kept_too(asking: Asking, welcome: Welcome) -> None:
-    short, _ = asking.claim(timeout=1.0)
-    patient, _ = asking.claim(timeout=4.0)
+def test_a_deadline_before_the_welcome_is_kept_too(
+    asking: Asking, handshake_reply: HandshakeReply
+) -> None:
+    short, _ = asking.request_lease(timeout=1.0)
+    patient, _ = asking.request_lease(timeout=4.0)
     assert asking.session.deadline() == asking.clock() + 1.0
     asking.clock.advance(1.0)
     assert asking.session.tick() == []
     assert isinstance(error_of(short), PeerUnreachableError)
-    (sent,) = asking.hear(welcome)
-    assert isinstance(sent, Claim)
+    (sent,) = asking.hear(handshake_reply)
+    assert isinstance(sent, LeaseRequest)
     assert sent.token[0] == 2
     assert not patient.done()
 
 
 def test_an_introduction_that_does_not_come_fails_the_session(asking: Asking) -> None:
-    future, _ = asking.claim()
+    future, _ = asking.request_lease()
     assert asking.session.deadline() == asking.clock() + INTRODUCTION_S
     asking.clock.advance(INTRODUCTION_S)
     assert asking.session.tick() == []
@@ -291,9 +308,9 @@ def test_an_idle_welcomed_session_has_nothing_to_do(welcomed: Asking, clock: Fak
 
 
 def test_a_refusal_names_the_field_as_seen_from_here(asking: Asking) -> None:
-    future, _ = asking.claim()
+    future, _ = asking.request_lease()
     asking.hear(Refused("dtype", "of the server", "of the client"))
-    for error in (error_of(future), error_of(asking.claim()[0])):
+    for error in (error_of(future), error_of(asking.request_lease()[0])):
         assert isinstance(error, IncompatiblePeerError)
         assert (error.field, error.ours, error.theirs) == (
             "dtype",
@@ -306,39 +323,39 @@ def test_a_refusal_names_the_field_as_seen_from_here(asking: Asking) -> None:
     "frame", [b"", b"garbage", b"\x81\xa4type\xa5\xff\xff\xff\xff\xff", encode(Release(b"t" * 16))]
 )
 def test_a_malformed_reply_fails_the_session_and_all_its_claims(
-    frame: bytes, asking: Asking, welcome: Welcome
+    frame: bytes, asking: Asking, handshake_reply: HandshakeReply
 ) -> None:
-    unsent, _ = asking.claim()
+    unsent, _ = asking.request_lease()
     assert asking.session.receive(frame) == []
     assert isinstance(error_of(unsent), ProtocolError)
 
-    other = Asking(asking.clock, asking.session._fingerprint, welcome, asking.prompt)
-    other.hear(welcome)
-    sent, _ = other.claim()
+    other = Asking(asking.clock, asking.session._compatibility, handshake_reply, asking.prompt)
+    other.hear(handshake_reply)
+    sent, _ = other.request_lease()
     assert other.session.receive(frame) == []
     assert isinstance(error_of(sent), ProtocolError)
-    after, messages = other.claim()
+    after, messages = other.request_lease()
     assert messages == []
     assert isinstance(error_of(after), ProtocolError)
 
 
 def test_a_failed_session_fails_claims_sent_unsent_and_later(
-    asking: Asking, welcome: Welcome
+    asking: Asking, handshake_reply: HandshakeReply
 ) -> None:
-    unsent, _ = asking.claim()
+    unsent, _ = asking.request_lease()
     failure: OmniError = PeerUnreachableError("gone")
     asking.session.fail(failure)
-    assert asking.hear(welcome) == []
-    later, sent = asking.claim()
+    assert asking.hear(handshake_reply) == []
+    later, sent = asking.request_lease()
     assert sent == []
     assert error_of(unsent) is error_of(later) is failure
     assert asking.session.deadline() == float("inf")
 
 
 def test_a_digest_that_fails_loses_no_other_claim(
-    asking: Asking, welcome: Welcome, monkeypatch: pytest.MonkeyPatch
+    asking: Asking, handshake_reply: HandshakeReply, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    futures = [asking.claim()[0] for _ in range(3)]
+    futures = [asking.request_lease()[0] for _ in range(3)]
     digests = iter([b"d" * 32, TypeError("no prompt"), b"d" * 32])
 
     def digest(*_: object) -> bytes:
@@ -348,46 +365,48 @@ def test_a_digest_that_fails_loses_no_other_claim(
         raise found
 
     monkeypatch.setattr(Prompt, "digest", digest)
-    sent = asking.hear(welcome)
-    assert [message.token[0] for message in sent if isinstance(message, Claim)] == [1, 3]
+    sent = asking.hear(handshake_reply)
+    assert [message.token[0] for message in sent if isinstance(message, LeaseRequest)] == [1, 3]
     assert [future.done() for future in futures] == [False, True, False]
     assert isinstance(error_of(futures[1]), ProtocolError)
 
 
 def test_a_peer_that_has_forgotten_us_is_introduced_to_again(
-    welcomed: Asking, welcome: Welcome
+    welcomed: Asking, handshake_reply: HandshakeReply
 ) -> None:
-    (one, (first,)), (two, (second,)) = welcomed.claim(), welcomed.claim()
-    assert isinstance(first, Claim)
-    assert isinstance(second, Claim)
-    assert welcomed.hear(Denied(first.sequence, "not_introduced")) == [welcomed.session.hello()]
-    assert welcomed.hear(Denied(second.sequence, "not_introduced")) == []
-    third, fourth = welcomed.hear(welcome)
-    assert isinstance(third, Claim)
-    assert isinstance(fourth, Claim)
+    (one, (first,)), (two, (second,)) = welcomed.request_lease(), welcomed.request_lease()
+    assert isinstance(first, LeaseRequest)
+    assert isinstance(second, LeaseRequest)
+    assert welcomed.hear(LeaseDenied(first.sequence, "not_introduced")) == [
+        welcomed.session.handshake()
+    ]
+    assert welcomed.hear(LeaseDenied(second.sequence, "not_introduced")) == []
+    third, fourth = welcomed.hear(handshake_reply)
+    assert isinstance(third, LeaseRequest)
+    assert isinstance(fourth, LeaseRequest)
     assert [third.token, fourth.token] == [first.token, second.token]
     welcomed.hear(welcomed.granted(third.sequence))
     assert one.result(0).token == first.token
-    assert welcomed.hear(Denied(fourth.sequence, "not_introduced")) == []  # once is enough
-    assert isinstance(error_of(two), ClaimDeniedError)
+    assert welcomed.hear(LeaseDenied(fourth.sequence, "not_introduced")) == []  # once is enough
+    assert isinstance(error_of(two), LeaseDeniedError)
 
 
 def test_a_session_is_idle_without_claims_and_leases(welcomed: Asking, clock: FakeClock) -> None:
     assert welcomed.session.idle
-    claims = [welcomed.claim(), welcomed.claim()]
+    claims = [welcomed.request_lease(), welcomed.request_lease()]
     assert not welcomed.session.idle
-    for _, (claim,) in claims:
-        assert isinstance(claim, Claim)
-        welcomed.hear(welcomed.granted(claim.sequence, lease_s=60.0))
+    for _, (pending,) in claims:
+        assert isinstance(pending, LeaseRequest)
+        welcomed.hear(welcomed.granted(pending.sequence, lease_s=60.0))
     first, second = (future.result(0) for future, _ in claims)
     assert not welcomed.session.idle
     assert welcomed.session.release(first) == Release(first.token, first.sequence)
     assert not welcomed.session.idle
     assert welcomed.session.release(second) == Release(second.token, second.sequence)
     assert welcomed.session.idle
-    _, (claim,) = welcomed.claim()
-    assert isinstance(claim, Claim)
-    welcomed.hear(welcomed.granted(claim.sequence, lease_s=60.0))
+    _, (pending,) = welcomed.request_lease()
+    assert isinstance(pending, LeaseRequest)
+    welcomed.hear(welcomed.granted(pending.sequence, lease_s=60.0))
     assert not welcomed.session.idle
     clock.advance(60.0)
     assert welcomed.session.idle  # there is nothing left to be released

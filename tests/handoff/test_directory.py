@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from omni_connector.errors import ArenaFullError
-from omni_connector.handoff.directory import ClaimState, Handoff, SlotDirectory
+from omni_connector.handoff.directory import Handoff, LeaseState, SlotDirectory
 from omni_connector.handoff.messages import DIGEST_BYTES, TOKEN_BYTES
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.slot_index import SlotKey
@@ -43,12 +43,12 @@ def prompt(*tokens: int) -> Prompt:
     return Prompt(token_ids=tokens, num_tokens=len(tokens))
 
 
-def claim(directory: SlotDirectory, handoff: Handoff, lease: int = 1) -> ClaimState:
+def claim(directory: SlotDirectory, handoff: Handoff, lease: int = 1) -> LeaseState:
     asked = handoff.prompt
-    state, granted = directory.claim(
+    state, granted = directory.lease(
         handoff.token, asked.num_tokens, asked.digest("tokens"), "tokens", lease
     )
-    assert (granted is handoff) == (state is ClaimState.GRANTED)
+    assert (granted is handoff) == (state is LeaseState.GRANTED)
     return state
 
 
@@ -136,16 +136,16 @@ def test_a_shared_prefix_needs_no_copy(directory: SlotDirectory) -> None:
     assert second.generations[0][:2].tolist() == first.generations[0][:2].tolist()
     directory.close(first.token)
     fill(directory, second)
-    directory.seal(second)
-    assert claim(directory, second) is ClaimState.GRANTED
+    directory.commit(second)
+    assert claim(directory, second) is LeaseState.GRANTED
 
 
 def test_a_prefix_of_cached_blocks_alone_needs_no_copy_at_all(directory: SlotDirectory) -> None:
     there = cached(directory, key(1), key(2))
     handoff = opened(directory, [key(1), key(2)])
     assert (slots(handoff), missing(directory, handoff)) == ([there], set())
-    directory.seal(handoff)
-    assert claim(directory, handoff) is ClaimState.GRANTED
+    directory.commit(handoff)
+    assert claim(directory, handoff) is LeaseState.GRANTED
 
 
 def test_groups_do_not_share_blocks_of_the_same_hash(directory: SlotDirectory) -> None:
@@ -160,8 +160,8 @@ def test_blocks_that_are_being_copied_are_shared(directory: SlotDirectory) -> No
     assert second.slots[0][0] == first.slots[0][0]
     assert second.slots[0][1] != first.slots[0][1]  # nobody knows yet that it will be copied
     assert directory.copying(second, [(0, 0), (0, 1)]) == [(0, 1)]
-    directory.seal(second)
-    assert claim(directory, second) is ClaimState.GRANTED
+    directory.commit(second)
+    assert claim(directory, second) is LeaseState.GRANTED
     directory.filled(first, [(0, 0)])
     assert directory.copying(second, [(0, 0)]) == []
 
@@ -179,8 +179,8 @@ def test_hand_offs_of_one_prompt_share_all_their_slots(directory: SlotDirectory)
     directory.filled(first, blocks[:2])
     directory.close(first.token)  # its prefill was aborted
     directory.filled(second, blocks[2:])
-    directory.seal(second)
-    assert claim(directory, second) is ClaimState.GRANTED
+    directory.commit(second)
+    assert claim(directory, second) is LeaseState.GRANTED
     directory.release(second.token, 1)
     assert directory.usage() == (0, 1, 0)
 
@@ -190,14 +190,14 @@ def test_a_copy_that_fails_closes_all_that_wait_for_it(directory: SlotDirectory)
     first, second = (opened(directory, [key(1), None], asked=asked) for _ in range(2))
     other = opened(directory, [key(5)])
     directory.copying(first, [(0, 0), (0, 1)])
-    directory.seal(second)
-    assert claim(directory, second) is ClaimState.GRANTED
+    directory.commit(second)
+    assert claim(directory, second) is LeaseState.GRANTED
     granted = second.generations[0].tolist()
     directory.unfilled(first, [(0, 0), (0, 1)])
     assert first.closed
     assert second.closed
     assert not other.closed
-    assert claim(directory, second) is ClaimState.UNKNOWN
+    assert claim(directory, second) is LeaseState.UNKNOWN
     assert directory.usage() == (1, 0, 0)
     again = opened(directory, [key(1), None], asked=asked)
     assert all(new > old for new, old in zip(again.generations[0], granted, strict=True))
@@ -271,36 +271,36 @@ def test_a_claim_is_granted_once_sealed_and_each_block_is_at_least_being_copied(
     directory: SlotDirectory,
 ) -> None:
     handoff = opened(directory, [key(1), None])
-    assert claim(directory, handoff) is ClaimState.PENDING
+    assert claim(directory, handoff) is LeaseState.PENDING
     assert directory.pending(handoff.token)
-    directory.seal(handoff)
-    assert claim(directory, handoff) is ClaimState.PENDING
+    directory.commit(handoff)
+    assert claim(directory, handoff) is LeaseState.PENDING
     fill_first = [(0, 1)]
     directory.copying(handoff, fill_first)
     directory.filled(handoff, fill_first)
-    assert claim(directory, handoff) is ClaimState.PENDING
+    assert claim(directory, handoff) is LeaseState.PENDING
     assert directory.pending(handoff.token)
     directory.copying(handoff, [(0, 0)])
     assert not directory.pending(handoff.token)
-    assert claim(directory, handoff) is ClaimState.GRANTED
+    assert claim(directory, handoff) is LeaseState.GRANTED
     directory.filled(handoff, [(0, 0)])
-    assert claim(directory, handoff) is ClaimState.GRANTED
+    assert claim(directory, handoff) is LeaseState.GRANTED
     assert directory.usage() == (2, 0, 1)
 
 
 def test_a_complete_handoff_that_is_not_sealed_waits(directory: SlotDirectory) -> None:
     handoff = opened(directory, [None])
     fill(directory, handoff)
-    assert claim(directory, handoff) is ClaimState.PENDING
+    assert claim(directory, handoff) is LeaseState.PENDING
     assert directory.pending(handoff.token)
 
 
 def test_each_claim_is_a_lease_and_the_slots_go_with_the_last(directory: SlotDirectory) -> None:
     handoff = opened(directory, [None])
     fill(directory, handoff)
-    directory.seal(handoff)
+    directory.commit(handoff)
     for lease in (1, 2, 1):  # the same claim told twice is one
-        assert claim(directory, handoff, lease) is ClaimState.GRANTED
+        assert claim(directory, handoff, lease) is LeaseState.GRANTED
     assert directory.usage() == (1, 0, 2)
     directory.release(handoff.token, 1)
     directory.release(handoff.token, 1)
@@ -309,7 +309,7 @@ def test_each_claim_is_a_lease_and_the_slots_go_with_the_last(directory: SlotDir
     assert directory.usage() == (1, 0, 1)
     directory.release(handoff.token, 2)
     assert directory.usage() == (0, 0, 0)
-    assert claim(directory, handoff) is ClaimState.UNKNOWN
+    assert claim(directory, handoff) is LeaseState.UNKNOWN
 
 
 def test_a_lease_ends_by_itself_and_the_others_go_on(
@@ -317,7 +317,7 @@ def test_a_lease_ends_by_itself_and_the_others_go_on(
 ) -> None:
     handoff = opened(directory, [None])
     fill(directory, handoff)
-    directory.seal(handoff)
+    directory.commit(handoff)
     claim(directory, handoff, 1)
     clock.advance(TTL / 2)
     claim(directory, handoff, 2)
@@ -332,7 +332,7 @@ def test_what_nobody_will_claim_is_dropped(directory: SlotDirectory) -> None:
     handoff = opened(directory, [None])
     directory.drop(handoff.token)
     assert not handoff.closed  # nobody but its own prefill knows of it yet
-    directory.seal(handoff)
+    directory.commit(handoff)
     directory.drop(handoff.token)
     directory.drop(handoff.token)
     assert handoff.closed
@@ -343,7 +343,7 @@ def test_a_claim_for_another_prompt_gets_nothing(directory: SlotDirectory) -> No
     handoff = directory.open(prompt(1, 2, 3), [[None]])
     assert handoff is not None
     fill(directory, handoff)
-    directory.seal(handoff)
+    directory.commit(handoff)
     right = handoff.prompt.digest("tokens")
     for num_tokens, digest, kind in (
         (3, prompt(1, 2, 4).digest("tokens"), "tokens"),
@@ -352,16 +352,16 @@ def test_a_claim_for_another_prompt_gets_nothing(directory: SlotDirectory) -> No
         (2, right, "tokens"),
         (4, right, "tokens"),
     ):
-        answer = directory.claim(handoff.token, num_tokens, digest, kind, 1)  # type: ignore[arg-type]
-        assert answer == (ClaimState.OTHER_PROMPT, None)
+        answer = directory.lease(handoff.token, num_tokens, digest, kind, 1)  # type: ignore[arg-type]
+        assert answer == (LeaseState.OTHER_PROMPT, None)
     assert directory.usage()[2] == 0
-    assert claim(directory, handoff) is ClaimState.GRANTED
+    assert claim(directory, handoff) is LeaseState.GRANTED
 
 
 def test_a_token_that_is_unknown_or_closed_gets_nothing(directory: SlotDirectory) -> None:
     handoff = opened(directory, [None])
     directory.close(handoff.token)
-    assert claim(directory, handoff) is ClaimState.UNKNOWN
+    assert claim(directory, handoff) is LeaseState.UNKNOWN
     assert not directory.pending(handoff.token)
     assert not directory.close(handoff.token)
     assert not directory.close(bytes(TOKEN_BYTES))
@@ -374,16 +374,16 @@ def test_a_handoff_lives_from_its_seal_and_again_from_its_claim(
     fill(directory, handoff)
     clock.advance(10 * TTL)
     assert directory.expire() == 0
-    directory.seal(handoff)
+    directory.commit(handoff)
     clock.advance(TTL - 1)
     assert directory.expire() == 0
-    assert claim(directory, handoff) is ClaimState.GRANTED
+    assert claim(directory, handoff) is LeaseState.GRANTED
     clock.advance(TTL - 1)
     assert directory.expire() == 0
     clock.advance(1)
     assert directory.expire() == 1
     assert directory.expire() == 0
-    assert claim(directory, handoff) is ClaimState.UNKNOWN
+    assert claim(directory, handoff) is LeaseState.UNKNOWN
     assert directory.usage() == (0, 0, 0)
 
 
@@ -402,7 +402,7 @@ def test_a_slot_with_a_copy_in_flight_is_not_handed_out(clock: FakeClock) -> Non
 def test_no_copy_may_start_into_the_slots_of_a_closed_handoff(clock: FakeClock) -> None:
     directory = SlotDirectory(1, clock, TTL)
     closed = opened(directory, [key(1)])
-    directory.seal(closed)
+    directory.commit(closed)
     directory.close(closed.token)
     heir = opened(directory, [key(2)])
     assert slots(heir) == slots(closed)
@@ -422,14 +422,14 @@ def test_void_ends_hand_offs_and_sends_readers_away(directory: SlotDirectory) ->
     leased, unclaimed = opened(directory, [key(1), None]), opened(directory, [key(2)])
     for handoff in (leased, unclaimed):
         fill(directory, handoff)
-        directory.seal(handoff)
+        directory.commit(handoff)
     claim(directory, leased)
     numbers, generations = directory.void()
     assert numbers == sorted(slots(leased)[0])
     for number, generation in zip(numbers, generations, strict=True):
         assert generation > leased.generations[0][slots(leased)[0].index(number)]
     assert directory.usage() == (0, 0, 0)
-    assert claim(directory, leased) is claim(directory, unclaimed) is ClaimState.UNKNOWN
+    assert claim(directory, leased) is claim(directory, unclaimed) is LeaseState.UNKNOWN
     again = opened(directory, [key(1), None])
     assert missing(directory, again) == {(0, 0), (0, 1)}
     assert all(g > max(generations) for g in again.generations[0])
@@ -438,7 +438,7 @@ def test_void_ends_hand_offs_and_sends_readers_away(directory: SlotDirectory) ->
 def test_what_is_void_before_anybody_was_told_is_told_later(directory: SlotDirectory) -> None:
     leased = opened(directory, [key(1), None])
     fill(directory, leased)
-    directory.seal(leased)
+    directory.commit(leased)
     claim(directory, leased)
     assert not directory.void_unless(lambda: True)
     assert directory.usage()[0] == 2
@@ -496,7 +496,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.epochs: dict[bytes, int] = {}
         self.deadlines: dict[bytes, float] = {}
         self.leases: dict[bytes, dict[int, float]] = {}
-        self.sealed: set[bytes] = set()
+        self.committed: set[bytes] = set()
         self.epoch = 0
 
     def held(self) -> set[int]:
@@ -513,7 +513,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     def claimable(self, handoff: Handoff) -> bool:
         contents = [self.block(handoff, place) for place in self.places(handoff)]
-        return handoff.token in self.sealed and all(c.ready or c.busy for c in contents)
+        return handoff.token in self.committed and all(c.ready or c.busy for c in contents)
 
     def end(self, token: bytes) -> None:
         if self.live.pop(token, None) is not None:
@@ -625,15 +625,15 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.directory.filled(handoff, blocks)
         for place in blocks:
             self.block(handoff, place).ready = True
-        self.seal(handoff)
+        self.commit(handoff)
         if then_close:
             self.close(handoff)
 
     @rule(handoff=handoffs)
-    def seal(self, handoff: Handoff) -> None:
-        if handoff.token in self.live and handoff.token not in self.sealed:
-            self.directory.seal(handoff)
-            self.sealed.add(handoff.token)
+    def commit(self, handoff: Handoff) -> None:
+        if handoff.token in self.live and handoff.token not in self.committed:
+            self.directory.commit(handoff)
+            self.committed.add(handoff.token)
             self.deadlines[handoff.token] = self.clock() + TTL
 
     @rule(
@@ -645,7 +645,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     def claim(self, handoff: Handoff, right: bool, kind: str, lease: int) -> None:
         asked = handoff.prompt if right else prompt(*[7] * handoff.prompt.num_tokens)
         digest = asked.digest(kind)  # type: ignore[arg-type]
-        state, granted = self.directory.claim(
+        state, granted = self.directory.lease(
             handoff.token,
             asked.num_tokens,
             digest,
@@ -653,19 +653,19 @@ class DirectoryMachine(RuleBasedStateMachine):
             lease,
         )
         if handoff.token not in self.live:
-            expected = ClaimState.UNKNOWN
+            expected = LeaseState.UNKNOWN
         elif not right:
-            expected = ClaimState.OTHER_PROMPT
+            expected = LeaseState.OTHER_PROMPT
         elif self.claimable(handoff):
-            expected = ClaimState.GRANTED
+            expected = LeaseState.GRANTED
             self.deadlines[handoff.token] = self.clock() + TTL
             self.leases.setdefault(handoff.token, {})[lease] = self.clock() + TTL
         else:
-            expected = ClaimState.PENDING
+            expected = LeaseState.PENDING
         assert state is expected
         waits = handoff.token in self.live and not self.claimable(handoff)
         assert self.directory.pending(handoff.token) == waits
-        assert granted is (handoff if expected is ClaimState.GRANTED else None)
+        assert granted is (handoff if expected is LeaseState.GRANTED else None)
 
     @rule(handoff=handoffs, lease=st.integers(1, 3))
     def release(self, handoff: Handoff, lease: int) -> None:
@@ -678,7 +678,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(handoff=handoffs)
     def drop(self, handoff: Handoff) -> None:
         self.directory.drop(handoff.token)
-        if handoff.token in self.sealed and not self.leases.get(handoff.token):
+        if handoff.token in self.committed and not self.leases.get(handoff.token):
             self.end(handoff.token)
 
     @rule(handoff=handoffs)

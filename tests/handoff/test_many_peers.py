@@ -9,7 +9,7 @@ import pytest
 
 from omni_connector.errors import IncompatiblePeerError
 from omni_connector.handoff import channel as channel_module
-from omni_connector.handoff.messages import Welcome
+from omni_connector.handoff.messages import HandshakeReply
 from omni_connector.kv.compatibility import CompatibilityKey
 
 from .engine import LONG, Asker, Engine, StartEngine, failure
@@ -17,11 +17,11 @@ from .engine import LONG, Asker, Engine, StartEngine, failure
 
 @pytest.fixture
 def strangers(
-    folder: Path, fingerprint: CompatibilityKey, welcome: Welcome
+    folder: Path, compatibility: CompatibilityKey, handshake_reply: HandshakeReply
 ) -> Iterator[list[Engine]]:
     """Engines that refuse everybody else."""
-    other = msgspec.structs.replace(fingerprint, model="other")
-    said = msgspec.structs.replace(welcome, fingerprint=other)
+    other = msgspec.structs.replace(compatibility, model="other")
+    said = msgspec.structs.replace(handshake_reply, compatibility=other)
     engines = [Engine(folder / f"other-{n}.sock", other, said) for n in range(3)]
     yield engines
     for engine in engines:
@@ -37,8 +37,8 @@ def test_peers_that_failed_are_in_nobodys_way(
     monkeypatch.setattr(channel_module, "MAX_PEERS", 2)
     monkeypatch.setattr(channel_module, "FORGET_REFUSAL_S", 1000.0)
     for stranger in strangers:
-        error = failure(asker.claim(stranger, stranger.handoff()))
+        error = failure(asker.request_lease(stranger, stranger.handoff()))
         assert isinstance(error, IncompatiblePeerError)
     engine = start_engine()
-    assert asker.claim(engine, engine.handoff()).result(LONG)
+    assert asker.request_lease(engine, engine.handoff()).result(LONG)
     assert list(asker.channel._peers) == [strangers[-1].address, engine.address]

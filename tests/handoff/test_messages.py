@@ -15,15 +15,15 @@ from omni_connector.handoff.messages import (
     MAX_MESSAGE_BYTES,
     MAX_TRANSPORTS,
     TOKEN_BYTES,
-    Claim,
-    Denied,
-    Granted,
-    Hello,
+    Handshake,
+    HandshakeReply,
+    LeaseDenied,
+    LeaseGranted,
+    LeaseRequest,
     Refused,
     Release,
     Reply,
     Request,
-    Welcome,
     decode_reply,
     decode_request,
     encode,
@@ -39,12 +39,16 @@ ENDPOINT = Endpoint(transport="shm", address="x", epoch=b"a" * 16, n_slots=8, sl
 TOKEN = b"t" * TOKEN_BYTES
 DIGEST = b"d" * DIGEST_BYTES
 
-REQUESTS: list[Request] = [Hello.of(PRINT), Claim(3, TOKEN, 40, DIGEST, "blocks"), Release(TOKEN)]
+REQUESTS: list[Request] = [
+    Handshake.of(PRINT),
+    LeaseRequest(3, TOKEN, 40, DIGEST, "blocks"),
+    Release(TOKEN),
+]
 REPLIES: list[Reply] = [
-    Welcome(TOKEN, "sha256", OF_TWO, ((ENDPOINT,), (ENDPOINT, ENDPOINT))),
+    HandshakeReply(TOKEN, "sha256", OF_TWO, ((ENDPOINT,), (ENDPOINT, ENDPOINT))),
     Refused("dtype", "a", "b"),
-    Granted(3, 40, (0, 2), (((0, 1), (5, 2)), ((7, 9),)), 12.5),
-    Denied(3, "unknown_token"),
+    LeaseGranted(3, 40, (0, 2), (((0, 1), (5, 2)), ((7, 9),)), 12.5),
+    LeaseDenied(3, "unknown_token"),
 ]
 
 
@@ -116,7 +120,7 @@ def test_noise_is_a_message_or_a_protocol_error(raw: bytes) -> None:
 
 
 def test_text_that_is_not_utf8_is_a_protocol_error() -> None:
-    raw = encode(Denied(1, "REASON"))
+    raw = encode(LeaseDenied(1, "REASON"))
     with pytest.raises(ProtocolError, match="malformed"):
         decode_reply(raw.replace(b"REASON", b"\xff\xfe\xff\xfe\xff\xfe"))
 
@@ -210,16 +214,18 @@ def test_replies_out_of_bounds_are_refused(message: Any, changes: dict[str, Any]
     ],
 )
 def test_a_fingerprint_out_of_bounds_is_refused(changes: dict[str, Any]) -> None:
-    hello = decode_request(edited(REQUESTS[0], fingerprint=msgspec.to_builtins(PRINT) | changes))
-    assert isinstance(hello, Hello)
+    handshake = decode_request(
+        edited(REQUESTS[0], fingerprint=msgspec.to_builtins(PRINT) | changes)
+    )
+    assert isinstance(handshake, Handshake)
     with pytest.raises(ProtocolError):
-        hello.decode_fingerprint()
+        handshake.decode_compatibility()
 
 
 def test_a_fingerprint_survives_the_wire() -> None:
-    hello = decode_request(encode(Hello.of(PRINT)))
-    assert isinstance(hello, Hello)
-    assert hello.decode_fingerprint() == PRINT
+    handshake = decode_request(encode(Handshake.of(PRINT)))
+    assert isinstance(handshake, Handshake)
+    assert handshake.decode_compatibility() == PRINT
 
 
 @pytest.mark.parametrize("field", ["model", "dtype", "kv_dtype", "integrity", "kv_heads"])

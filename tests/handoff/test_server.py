@@ -13,15 +13,15 @@ from omni_connector.handoff.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     TOKEN_BYTES,
-    Claim,
-    Denied,
-    Granted,
-    Hello,
+    Handshake,
+    HandshakeReply,
+    LeaseDenied,
+    LeaseGranted,
+    LeaseRequest,
     Refused,
     Release,
     Reply,
     Request,
-    Welcome,
     encode,
 )
 from omni_connector.handoff.prompt import Prompt
@@ -40,17 +40,21 @@ class Served:
     """A server, its directory, and what it counted."""
 
     def __init__(
-        self, clock: FakeClock, fingerprint: CompatibilityKey, welcome: Welcome, prompt: Prompt
+        self,
+        clock: FakeClock,
+        compatibility: CompatibilityKey,
+        handshake_reply: HandshakeReply,
+        prompt: Prompt,
     ) -> None:
         self.prompt = prompt
         self.counts: Counter[str] = Counter()
         self.directory = SlotDirectory(16, clock, TTL)
         self.server = ControlServer(
-            fingerprint=fingerprint,
-            welcome=welcome,
+            compatibility=compatibility,
+            handshake_reply=handshake_reply,
             directory=self.directory,
             clock=clock,
-            patience=PATIENCE,
+            pending_timeout=PATIENCE,
             count=lambda name: self.counts.update([name]),
         )
 
@@ -58,11 +62,11 @@ class Served:
         reply = self.server.receive(connection, encode(message))
         return [] if reply is None else [reply]
 
-    def handoff(self, *, filled: bool = True, sealed: bool = True) -> Handoff:
+    def handoff(self, *, filled: bool = True, committed: bool = True) -> Handoff:
         handoff = self.directory.open(self.prompt, [[None, None], [None]], [0, 3])
         assert handoff is not None
-        if sealed:
-            self.directory.seal(handoff)
+        if committed:
+            self.directory.commit(handoff)
         if filled:
             self.fill(handoff)
         return handoff
@@ -72,32 +76,34 @@ class Served:
         assert blocks is not None
         self.directory.filled(handoff, blocks)
 
-    def claim_of(self, handoff: Handoff, sequence: int = 1) -> Claim:
+    def claim_of(self, handoff: Handoff, sequence: int = 1) -> LeaseRequest:
         digest = self.prompt.digest("tokens")
-        return Claim(sequence, handoff.token, self.prompt.num_tokens, digest, "tokens")
+        return LeaseRequest(sequence, handoff.token, self.prompt.num_tokens, digest, "tokens")
 
 
 @pytest.fixture
 def served(
     clock: FakeClock,
-    fingerprint: CompatibilityKey,
-    welcome: Welcome,
+    compatibility: CompatibilityKey,
+    handshake_reply: HandshakeReply,
     make_prompt: Callable[..., Prompt],
 ) -> Served:
-    return Served(clock, fingerprint, welcome, make_prompt())
+    return Served(clock, compatibility, handshake_reply, make_prompt())
 
 
 @pytest.fixture
-def introduced(served: Served, fingerprint: CompatibilityKey, welcome: Welcome) -> Served:
-    assert served.say(ALICE, Hello.of(fingerprint)) == [welcome]
+def introduced(
+    served: Served, compatibility: CompatibilityKey, handshake_reply: HandshakeReply
+) -> Served:
+    assert served.say(ALICE, Handshake.of(compatibility)) == [handshake_reply]
     return served
 
 
 def test_a_peer_of_another_protocol_is_refused(
-    served: Served, fingerprint: CompatibilityKey
+    served: Served, compatibility: CompatibilityKey
 ) -> None:
     other = PROTOCOL_VERSION + 1
-    answer = served.say(ALICE, msgspec.structs.replace(Hello.of(fingerprint), protocol=other))
+    answer = served.say(ALICE, msgspec.structs.replace(Handshake.of(compatibility), protocol=other))
     assert answer == [Refused("protocol", str(PROTOCOL_VERSION), str(other))]
     assert served.counts["refused_peer"] == 1
 
@@ -107,29 +113,35 @@ def test_a_peer_of_another_protocol_is_refused(
     [("model", "other@1"), ("kv_dtype", "fp8"), ("kv_heads", 8)],
 )
 def test_a_peer_that_differs_is_told_the_field_and_both_values(
-    field: str, theirs: object, served: Served, fingerprint: CompatibilityKey
+    field: str, theirs: object, served: Served, compatibility: CompatibilityKey
 ) -> None:
-    hello = Hello.of(msgspec.structs.replace(fingerprint, **{field: theirs}))
-    assert served.say(ALICE, hello) == [
-        Refused(field, str(getattr(fingerprint, field)), str(theirs))
+    handshake = Handshake.of(msgspec.structs.replace(compatibility, **{field: theirs}))
+    assert served.say(ALICE, handshake) == [
+        Refused(field, str(getattr(compatibility, field)), str(theirs))
     ]
     assert served.counts["refused_peer"] == 1
     # and it stays a stranger
-    assert served.say(ALICE, served.claim_of(served.handoff())) == [Denied(1, "not_introduced")]
+    assert served.say(ALICE, served.claim_of(served.handoff())) == [
+        LeaseDenied(1, "not_introduced")
+    ]
 
 
 def test_a_refusal_of_long_values_still_fits_the_wire(
-    served: Served, fingerprint: CompatibilityKey
+    served: Served, compatibility: CompatibilityKey
 ) -> None:
     groups = (group_shape(kind="g" * 1000),) * 200
-    (answer,) = served.say(ALICE, Hello.of(msgspec.structs.replace(fingerprint, groups=groups)))
+    (answer,) = served.say(
+        ALICE, Handshake.of(msgspec.structs.replace(compatibility, groups=groups))
+    )
     assert isinstance(answer, Refused)
     assert msgspec.msgpack.decode(encode(answer), type=Refused) == answer
 
 
 def test_a_stranger_gets_no_slots(introduced: Served) -> None:
     handoff = introduced.handoff()
-    assert introduced.say(BOB, introduced.claim_of(handoff, 7)) == [Denied(7, "not_introduced")]
+    assert introduced.say(BOB, introduced.claim_of(handoff, 7)) == [
+        LeaseDenied(7, "not_introduced")
+    ]
     assert introduced.directory.usage()[2] == 0
 
 
@@ -139,7 +151,7 @@ def test_a_complete_handoff_is_granted_with_slots_and_generations(
     handoff = introduced.handoff()
     clock.advance(30)
     assert introduced.say(ALICE, introduced.claim_of(handoff, 5)) == [
-        Granted(
+        LeaseGranted(
             5,
             introduced.prompt.num_tokens,
             (0, 3),
@@ -155,8 +167,8 @@ def test_a_complete_handoff_is_granted_with_slots_and_generations(
 
 def test_an_unknown_token_is_denied(introduced: Served) -> None:
     digest = introduced.prompt.digest("tokens")
-    claim = Claim(3, bytes(TOKEN_BYTES), introduced.prompt.num_tokens, digest, "tokens")
-    assert introduced.say(ALICE, claim) == [Denied(3, "unknown_token")]
+    request = LeaseRequest(3, bytes(TOKEN_BYTES), introduced.prompt.num_tokens, digest, "tokens")
+    assert introduced.say(ALICE, request) == [LeaseDenied(3, "unknown_token")]
     assert introduced.counts["denied_unknown_token"] == 1
 
 
@@ -166,34 +178,34 @@ def test_another_prompt_is_denied_even_before_the_handoff_is_complete(
     other = make_prompt(extra=("salt=other",))
     for filled in (True, False):
         handoff = introduced.handoff(filled=filled)
-        claim = Claim(3, handoff.token, other.num_tokens, other.digest("tokens"), "tokens")
-        assert introduced.say(ALICE, claim) == [Denied(3, "other_prompt")]
+        request = LeaseRequest(3, handoff.token, other.num_tokens, other.digest("tokens"), "tokens")
+        assert introduced.say(ALICE, request) == [LeaseDenied(3, "other_prompt")]
     assert introduced.counts["denied_other_prompt"] == 2
-    assert not introduced.server.has_parked
+    assert not introduced.server.has_pending
 
 
 def test_a_claim_waits_until_the_handoff_is_complete(introduced: Served) -> None:
     handoff = introduced.handoff(filled=False)
     assert introduced.say(ALICE, introduced.claim_of(handoff, 4)) == []
-    assert introduced.server.has_parked
+    assert introduced.server.has_pending
     assert introduced.server.recheck() == []
     introduced.fill(handoff)
     ((to, answer),) = introduced.server.recheck()
     assert to == ALICE
-    assert isinstance(answer, Granted)
+    assert isinstance(answer, LeaseGranted)
     assert answer.sequence == 4
-    assert not introduced.server.has_parked
+    assert not introduced.server.has_pending
     assert introduced.server.recheck() == []
 
 
 def test_parked_claims_do_not_hold_each_other_up(introduced: Served) -> None:
-    slow = introduced.handoff(filled=False, sealed=False)
+    slow = introduced.handoff(filled=False, committed=False)
     quick = introduced.handoff(filled=False)
     introduced.say(ALICE, introduced.claim_of(slow, 1))
     introduced.say(ALICE, introduced.claim_of(quick, 2))
     introduced.fill(quick)
     assert [answer.sequence for _, answer in introduced.server.recheck()] == [2]  # type: ignore[union-attr]
-    assert introduced.server.has_parked
+    assert introduced.server.has_pending
 
 
 def test_a_parked_claim_is_not_digested_again_until_it_can_be_granted(
@@ -218,15 +230,15 @@ def test_a_claim_parked_past_its_patience_is_denied(introduced: Served, clock: F
     clock.advance(PATIENCE - 0.1)
     assert introduced.server.recheck() == []
     clock.advance(0.1)
-    assert introduced.server.recheck() == [(ALICE, Denied(4, "not_ready"))]
-    assert not introduced.server.has_parked
+    assert introduced.server.recheck() == [(ALICE, LeaseDenied(4, "not_ready"))]
+    assert not introduced.server.has_pending
 
 
 def test_a_handoff_dropped_under_a_parked_claim_is_denied_at_once(introduced: Served) -> None:
     handoff = introduced.handoff(filled=False)
     introduced.say(ALICE, introduced.claim_of(handoff, 4))
     introduced.directory.close(handoff.token)
-    assert introduced.server.recheck() == [(ALICE, Denied(4, "unknown_token"))]
+    assert introduced.server.recheck() == [(ALICE, LeaseDenied(4, "unknown_token"))]
 
 
 def test_a_release_gives_the_slots_back_and_is_not_answered(introduced: Served) -> None:
@@ -235,13 +247,13 @@ def test_a_release_gives_the_slots_back_and_is_not_answered(introduced: Served) 
     for _ in range(2):
         assert introduced.say(ALICE, Release(handoff.token, 1)) == []
         assert introduced.directory.usage() == (0, 0, 0)
-    assert introduced.say(ALICE, introduced.claim_of(handoff)) == [Denied(1, "unknown_token")]
+    assert introduced.say(ALICE, introduced.claim_of(handoff)) == [LeaseDenied(1, "unknown_token")]
 
 
 def test_a_release_ends_the_lease_of_its_own_claim_only(
-    introduced: Served, fingerprint: CompatibilityKey
+    introduced: Served, compatibility: CompatibilityKey
 ) -> None:
-    introduced.say(BOB, Hello.of(fingerprint))
+    introduced.say(BOB, Handshake.of(compatibility))
     handoff = introduced.handoff()
     introduced.say(ALICE, introduced.claim_of(handoff, 1))
     introduced.say(ALICE, introduced.claim_of(handoff, 2))
@@ -261,7 +273,7 @@ def test_a_claim_that_is_released_while_it_is_parked_is_not_granted(introduced: 
     handoff = introduced.handoff(filled=False)
     introduced.say(ALICE, introduced.claim_of(handoff, 4))
     introduced.say(ALICE, Release(handoff.token, 4))
-    assert not introduced.server.has_parked
+    assert not introduced.server.has_pending
     introduced.fill(handoff)
     assert introduced.server.recheck() == []
     assert introduced.directory.usage()[2] == 0
@@ -274,39 +286,39 @@ def test_who_will_never_claim_a_handoff_says_so(introduced: Served) -> None:
 
 
 def test_parked_claims_are_bounded(introduced: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "MAX_PARKED", 2)
+    monkeypatch.setattr(server_module, "MAX_PENDING", 2)
     handoff = introduced.handoff(filled=False)
     replies = [introduced.say(ALICE, introduced.claim_of(handoff, n)) for n in range(3)]
-    assert replies == [[], [], [Denied(2, "overloaded")]]
+    assert replies == [[], [], [LeaseDenied(2, "overloaded")]]
     introduced.fill(handoff)
     assert len(introduced.server.recheck()) == 2
 
 
 def test_sessions_are_bounded_and_those_in_use_stay(
-    introduced: Served, fingerprint: CompatibilityKey, monkeypatch: pytest.MonkeyPatch
+    introduced: Served, compatibility: CompatibilityKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "MAX_SESSIONS", 2)
     handoff = introduced.handoff()
-    hello = Hello.of(fingerprint)
-    introduced.say(BOB, hello)
+    handshake = Handshake.of(compatibility)
+    introduced.say(BOB, handshake)
     introduced.say(ALICE, introduced.claim_of(handoff))  # Bob is idle for longer now
-    introduced.say(CAROL, hello)
-    assert introduced.say(BOB, introduced.claim_of(handoff)) == [Denied(1, "not_introduced")]
-    assert isinstance(introduced.say(ALICE, introduced.claim_of(handoff))[0], Granted)
-    assert isinstance(introduced.say(CAROL, introduced.claim_of(handoff))[0], Granted)
+    introduced.say(CAROL, handshake)
+    assert introduced.say(BOB, introduced.claim_of(handoff)) == [LeaseDenied(1, "not_introduced")]
+    assert isinstance(introduced.say(ALICE, introduced.claim_of(handoff))[0], LeaseGranted)
+    assert isinstance(introduced.say(CAROL, introduced.claim_of(handoff))[0], LeaseGranted)
 
 
 def test_names_are_those_of_one_socket_only(
-    introduced: Served, fingerprint: CompatibilityKey, monkeypatch: pytest.MonkeyPatch
+    introduced: Served, compatibility: CompatibilityKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A peer chooses its name, and at a TCP socket it may be anybody."""
     monkeypatch.setattr(server_module, "MAX_SESSIONS", 2)
-    impostor = ALICE._replace(door=1)
-    claim = introduced.claim_of(introduced.handoff())
-    assert introduced.say(impostor, claim) == [Denied(1, "not_introduced")]
+    impostor = ALICE._replace(listener=1)
+    request = introduced.claim_of(introduced.handoff())
+    assert introduced.say(impostor, request) == [LeaseDenied(1, "not_introduced")]
     for n in range(5):
-        introduced.say(Connection(1, bytes([n])), Hello.of(fingerprint))
-    assert isinstance(introduced.say(ALICE, claim)[0], Granted)
+        introduced.say(Connection(1, bytes([n])), Handshake.of(compatibility))
+    assert isinstance(introduced.say(ALICE, request)[0], LeaseGranted)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +327,7 @@ def test_names_are_those_of_one_socket_only(
         b"",
         b"garbage",
         b"\x81\xa4type\xa5\xff\xff\xff\xff\xff",
-        encode(Denied(1, "a reply is no request")),
+        encode(LeaseDenied(1, "a reply is no request")),
         encode(Release(bytes(TOKEN_BYTES)))[:-1],
         bytes(MAX_MESSAGE_BYTES + 1),
     ],
@@ -325,33 +337,33 @@ def test_malformed_frames_are_counted_and_ignored(frame: bytes, introduced: Serv
     assert introduced.server.receive(ALICE, frame) is None
     assert introduced.counts == {"malformed_message": 1}
     answer = introduced.say(ALICE, introduced.claim_of(introduced.handoff()))
-    assert isinstance(answer[0], Granted)
+    assert isinstance(answer[0], LeaseGranted)
 
 
-def test_a_peer_without_a_page_is_refused(served: Served, fingerprint: CompatibilityKey) -> None:
+def test_a_peer_without_a_page_is_refused(served: Served, compatibility: CompatibilityKey) -> None:
     shape = msgspec.to_builtins(group_shape()) | {"pages": []}
-    plain = msgspec.to_builtins(fingerprint) | {"groups": [shape]}
-    hello = Hello(PROTOCOL_VERSION, msgspec.Raw(msgspec.msgpack.encode(plain)))
-    assert served.say(ALICE, hello) == [Refused("fingerprint", "", "malformed")]
+    plain = msgspec.to_builtins(compatibility) | {"groups": [shape]}
+    handshake = Handshake(PROTOCOL_VERSION, msgspec.Raw(msgspec.msgpack.encode(plain)))
+    assert served.say(ALICE, handshake) == [Refused("fingerprint", "", "malformed")]
     assert served.counts == {"malformed_message": 1}
 
 
 def test_a_message_that_cannot_be_handled_costs_its_sender_only(
     introduced: Served,
-    fingerprint: CompatibilityKey,
+    compatibility: CompatibilityKey,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    introduced.say(BOB, Hello.of(fingerprint))
-    claim = introduced.claim_of(introduced.handoff())
+    introduced.say(BOB, Handshake.of(compatibility))
+    request = introduced.claim_of(introduced.handoff())
     with monkeypatch.context() as patch:
-        patch.setattr(SlotDirectory, "claim", lambda *_: 1 // 0)
+        patch.setattr(SlotDirectory, "lease", lambda *_: 1 // 0)
         for _ in range(3):
-            (answer,) = introduced.say(ALICE, claim)
-            assert isinstance(answer, Refused | Denied)
+            (answer,) = introduced.say(ALICE, request)
+            assert isinstance(answer, Refused | LeaseDenied)
     assert introduced.counts == {"message_failed": 1}  # after it she is a stranger
-    assert introduced.say(ALICE, claim) == [Denied(1, "not_introduced")]
-    assert isinstance(introduced.say(BOB, claim)[0], Granted)
+    assert introduced.say(ALICE, request) == [LeaseDenied(1, "not_introduced")]
+    assert isinstance(introduced.say(BOB, request)[0], LeaseGranted)
     assert len([r for r in caplog.records if r.exc_info]) == 1
 
 
@@ -363,14 +375,14 @@ def test_a_parked_claim_that_cannot_be_answered_is_denied_and_the_others_are_not
     introduced.say(ALICE, introduced.claim_of(good, 2))
     introduced.fill(bad)
     introduced.fill(good)
-    claim = introduced.directory.claim
+    request = introduced.directory.lease
 
     def fail(token: bytes, *others: object) -> object:
         assert token != bad.token
-        return claim(token, *others)  # type: ignore[arg-type]
+        return request(token, *others)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(introduced.directory, "claim", fail)
+    monkeypatch.setattr(introduced.directory, "lease", fail)
     first, second = (answer for _, answer in introduced.server.recheck())
-    assert first == Denied(1, "not_ready")
-    assert isinstance(second, Granted)
+    assert first == LeaseDenied(1, "not_ready")
+    assert isinstance(second, LeaseGranted)
     assert introduced.counts == {"message_failed": 1}

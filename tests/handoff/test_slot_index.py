@@ -135,5 +135,5 @@ def test_what_is_found_is_what_every_single_key_finds(
             for _ in range(ends):
                 if held:
                     directory.close(held.pop(0).token)
-        assert (directory._holders >= 0).all()
+        assert (directory._users >= 0).all()
         assert np.count_nonzero(directory._free) == directory._num_free

@@ -19,10 +19,10 @@ from omni_connector.errors import ConfigError, PeerUnreachableError, TransportEr
 from omni_connector.handoff import channel as channel_module
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.messages import (
-    Claim,
-    Denied,
-    Hello,
-    Welcome,
+    Handshake,
+    HandshakeReply,
+    LeaseDenied,
+    LeaseRequest,
     decode_reply,
     encode,
 )
@@ -45,7 +45,7 @@ from . import curve
 from .engine import LONG, PROMPT, Asker, Engine, StartAsker, StartEngine, ask, failure, start_peer
 
 LOOPBACK = HostPort("127.0.0.1", 0)
-CLAIM = Claim(1, b"t" * 16, PROMPT.num_tokens, PROMPT.digest("tokens"), "tokens")
+CLAIM = LeaseRequest(1, b"t" * 16, PROMPT.num_tokens, PROMPT.digest("tokens"), "tokens")
 
 
 def make_key() -> ClusterKey:
@@ -138,10 +138,10 @@ def dealer(
 
 def test_engines_that_share_a_key_talk_over_tcp(engine: Engine, friend: Asker) -> None:
     handoff = engine.handoff()
-    grant = friend.claim_tcp(engine, handoff).result(LONG)
-    assert grant.address == engine.tcp == f"tcp://127.0.0.1:{port_of(engine)}"
-    assert grant.token == handoff.token
-    friend.channel.release(grant)
+    lease = friend.claim_tcp(engine, handoff).result(LONG)
+    assert lease.address == engine.tcp == f"tcp://127.0.0.1:{port_of(engine)}"
+    assert lease.token == handoff.token
+    friend.channel.release(lease)
     assert engine.directory.closed.get(timeout=LONG) == handoff.token
 
 
@@ -168,12 +168,12 @@ def test_ipv6_works_as_well(start_engine: StartEngine, friend: Asker) -> None:
 def test_the_unix_socket_stays_open_beside_and_needs_no_key(
     engine: Engine, friend: Asker, asker: Asker
 ) -> None:
-    grants = [
+    leases = [
         friend.claim_tcp(engine, engine.handoff()),
-        friend.claim(engine, engine.handoff()),
-        asker.claim(engine, engine.handoff()),
+        friend.request_lease(engine, engine.handoff()),
+        asker.request_lease(engine, engine.handoff()),
     ]
-    assert all(grant.result(LONG) for grant in grants)
+    assert all(lease.result(LONG) for lease in leases)
 
 
 def test_without_an_address_no_port_is_open(
@@ -181,7 +181,7 @@ def test_without_an_address_no_port_is_open(
 ) -> None:
     before = open_ports()
     engine = start_engine(key=KEY)
-    assert start_asker(KEY).claim(engine, engine.handoff()).result(LONG)
+    assert start_asker(KEY).request_lease(engine, engine.handoff()).result(LONG)
     assert engine.channel.tcp_address is None
     assert open_ports() == before
     second = start_engine("second.sock", listen_tcp=LOOPBACK, key=KEY)
@@ -190,9 +190,9 @@ def test_without_an_address_no_port_is_open(
     assert open_ports() == before
 
 
-def test_who_does_not_serve_opens_no_port(fingerprint: CompatibilityKey) -> None:
+def test_who_does_not_serve_opens_no_port(compatibility: CompatibilityKey) -> None:
     before = open_ports()
-    channel = ControlChannel(fingerprint=fingerprint, listen_tcp=LOOPBACK, key=KEY)
+    channel = ControlChannel(compatibility=compatibility, listen_tcp=LOOPBACK, key=KEY)
     try:
         assert channel.tcp_address is None
         assert open_ports() == before
@@ -232,14 +232,14 @@ def test_who_does_not_share_the_key_is_told_so_and_heard_by_nobody(
 
 
 def test_to_know_the_servers_public_key_is_not_enough(
-    engine: Engine, friend: Asker, fingerprint: CompatibilityKey, caplog: pytest.LogCaptureFixture
+    engine: Engine, friend: Asker, compatibility: CompatibilityKey, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The mark of ZAP: CURVE alone would let in who proves to have any key."""
     with dealer(engine, key=OTHER) as intruder:
         with intruder.get_monitor_socket(zmq.Event.HANDSHAKE_FAILED_AUTH) as monitor:
             intruder.connect(engine.tcp)
             intruder.send(b"garbage")
-            intruder.send(encode(Hello.of(fingerprint)))
+            intruder.send(encode(Handshake.of(compatibility)))
             assert monitor.poll(LONG * 1000)
             intruder.disable_monitor()
         assert not intruder.poll(100)
@@ -264,12 +264,12 @@ def test_nothing_can_be_read_on_the_wire(engine: Engine, friend: Asker) -> None:
     with Proxy(port_of(engine)) as proxy:
         handoff = engine.handoff()
         address = f"tcp://127.0.0.1:{proxy.port}"
-        future = ask(friend.channel, address, handoff.token, engine.welcome.epoch)
+        future = ask(friend.channel, address, handoff.token, engine.handshake_reply.epoch)
         assert future.result(LONG)
     wire = bytes(proxy.seen)
     assert len(wire) > 500
     assert handoff.token not in wire
-    assert engine.welcome.epoch not in wire
+    assert engine.handshake_reply.epoch not in wire
     assert b"bfloat16" not in wire
 
 
@@ -308,7 +308,7 @@ def test_who_connects_and_says_nothing_is_hung_up_on(quick: None, engine: Engine
 
 @pytest.mark.parametrize("doors", ["one", "the other"])
 def test_a_name_of_one_socket_means_nothing_at_the_other(
-    doors: str, start_engine: StartEngine, fingerprint: CompatibilityKey
+    doors: str, start_engine: StartEngine, compatibility: CompatibilityKey
 ) -> None:
     engine = start_engine(listen_tcp=LOOPBACK, key=KEY)
     first, second = engine.address, engine.tcp
@@ -322,15 +322,15 @@ def test_a_name_of_one_socket_means_nothing_at_the_other(
     ):
         real.connect(first)
         impostor.connect(second)
-        real.send(encode(Hello.of(fingerprint)))
+        real.send(encode(Handshake.of(compatibility)))
         assert real.poll(LONG * 1000)
-        assert isinstance(decode_reply(real.recv()), Welcome)
+        assert isinstance(decode_reply(real.recv()), HandshakeReply)
         impostor.send(encode(CLAIM))
         assert impostor.poll(LONG * 1000)
-        assert decode_reply(impostor.recv()) == Denied(1, "not_introduced")
+        assert decode_reply(impostor.recv()) == LeaseDenied(1, "not_introduced")
         real.send(encode(CLAIM))
         assert real.poll(LONG * 1000)
-        assert decode_reply(real.recv()) == Denied(1, "unknown_token")
+        assert decode_reply(real.recv()) == LeaseDenied(1, "unknown_token")
 
 
 def test_a_request_longer_than_any_ends_the_connection(engine: Engine, friend: Asker) -> None:
@@ -344,13 +344,15 @@ def test_a_request_longer_than_any_ends_the_connection(engine: Engine, friend: A
     assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
 
 
-def test_a_message_of_many_frames_is_ignored(engine: Engine, fingerprint: CompatibilityKey) -> None:
+def test_a_message_of_many_frames_is_ignored(
+    engine: Engine, compatibility: CompatibilityKey
+) -> None:
     with dealer(engine, key=KEY) as client:
         client.connect(engine.tcp)
         client.send_multipart([b"one", b"two"])
-        client.send(encode(Hello.of(fingerprint)))
+        client.send(encode(Handshake.of(compatibility)))
         assert client.poll(LONG * 1000)
-        assert isinstance(decode_reply(client.recv()), Welcome)
+        assert isinstance(decode_reply(client.recv()), HandshakeReply)
     assert engine.counts == {}
 
 
@@ -425,18 +427,18 @@ def test_a_message_that_does_not_end_ends_the_connection(
 
 
 def test_many_whole_messages_are_no_endless_one(
-    engine: Engine, fingerprint: CompatibilityKey
+    engine: Engine, compatibility: CompatibilityKey
 ) -> None:
-    hello = encode(Hello.of(fingerprint))
-    number = 2 * MAX_UNFINISHED_BYTES // len(hello)
+    handshake = encode(Handshake.of(compatibility))
+    number = 2 * MAX_UNFINISHED_BYTES // len(handshake)
     with dealer(engine, key=KEY, SNDHWM=1 << 20) as client:
         client.connect(engine.tcp)
         for _ in range(number):
-            client.send(hello)
+            client.send(handshake)
             time.sleep(1.5 / number)
         for _ in range(number):
             assert client.poll(LONG * 1000)
-            assert isinstance(decode_reply(client.recv()), Welcome)
+            assert isinstance(decode_reply(client.recv()), HandshakeReply)
 
 
 @pytest.mark.parametrize("bound", ["by number", "by files"])
@@ -616,8 +618,10 @@ def test_a_cut_link_fails_the_claims_on_it_and_the_server_forgets_it(
     with Proxy(port_of(engine)) as proxy:
         address = f"tcp://127.0.0.1:{proxy.port}"
         slow = engine.handoff(filled=False)
-        waiting = ask(friend.channel, address, slow.token, engine.welcome.epoch, timeout=600.0)
-        eventually(lambda: engine.server.has_parked)
+        waiting = ask(
+            friend.channel, address, slow.token, engine.handshake_reply.epoch, timeout=600.0
+        )
+        eventually(lambda: engine.server.has_pending)
         listener = engine.channel._listener
         assert listener is not None
         assert len(listener._connections) == 1
@@ -640,7 +644,7 @@ def test_whatever_connects_hosts_notices_within_ten_seconds_that_the_other_is_si
 def test_a_stopped_peer_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
-    fingerprint: CompatibilityKey,
+    compatibility: CompatibilityKey,
     start_asker: StartAsker,
     tmp_path: Path,
 ) -> None:
@@ -649,14 +653,14 @@ def test_a_stopped_peer_is_noticed(
     monkeypatch.setattr(sockets_module, "HEARTBEAT_TIMEOUT_MS", 2000)
     key = write_new_key(tmp_path / "key")
     asker = start_asker(key)
-    with start_peer(folder / "p.sock", fingerprint, str(tmp_path / "key")) as peer:
+    with start_peer(folder / "p.sock", compatibility, str(tmp_path / "key")) as peer:
         try:
             assert peer.stdout is not None
             token, address = json.loads(peer.stdout.readline())
             future = ask(
                 asker.channel, f"tcp://{address}", bytes.fromhex(token), b"k" * 16, timeout=600.0
             )
-            assert peer.stdout.readline() == "parked\n"
+            assert peer.stdout.readline() == "pending\n"
             os.kill(peer.pid, signal.SIGSTOP)
             assert "is gone" in str(failure(future))  # of itself the claim waits for 600 s
         finally:
@@ -669,7 +673,7 @@ def test_an_idle_connection_stays(lively: None, engine: Engine, start_asker: Sta
         address = f"tcp://127.0.0.1:{proxy.port}"
         for _ in range(2):
             token = engine.handoff().token
-            assert ask(asker.channel, address, token, engine.welcome.epoch).result(LONG)
+            assert ask(asker.channel, address, token, engine.handshake_reply.epoch).result(LONG)
             time.sleep(1.5)  # several times what a dead one would last
         assert proxy.connections == 1
     # Only now is it gone.
@@ -723,7 +727,9 @@ def test_an_engine_that_restarts_at_its_port_is_found_again_at_once(
     assert friend.gone.wait(LONG)
     again = HostPort("127.0.0.1", port_of(first))
     second = start_engine(listen_tcp=again, key=KEY, epoch=b"2" * 16)
-    assert friend.claim_tcp(second, second.handoff()).result(LONG).welcome.epoch == b"2" * 16
+    assert (
+        friend.claim_tcp(second, second.handoff()).result(LONG).handshake_reply.epoch == b"2" * 16
+    )
 
 
 def test_a_new_engine_is_found_before_the_end_of_the_old_one_is_known(
@@ -732,22 +738,22 @@ def test_a_new_engine_is_found_before_the_end_of_the_old_one_is_known(
     first = start_engine(listen_tcp=LOOPBACK, key=KEY)
     with Proxy(port_of(first)) as proxy:
         address = f"tcp://127.0.0.1:{proxy.port}"
-        grant = ask(friend.channel, address, first.handoff().token, first.welcome.epoch)
-        friend.channel.release(grant.result(LONG))
+        lease = ask(friend.channel, address, first.handoff().token, first.handshake_reply.epoch)
+        friend.channel.release(lease.result(LONG))
         # As when a host died: nothing ends the connection.
         second = start_engine("second.sock", listen_tcp=LOOPBACK, key=KEY, epoch=b"2" * 16)
         proxy.take_place(port_of(second))
         again = ask(friend.channel, address, second.handoff().token, b"2" * 16)
-        assert again.result(LONG).welcome.epoch == b"2" * 16
+        assert again.result(LONG).handshake_reply.epoch == b"2" * 16
         assert not friend.gone.is_set()
 
 
 def test_close_leaves_nothing(
-    folder: Path, fingerprint: CompatibilityKey, start_engine: StartEngine, friend: Asker
+    folder: Path, compatibility: CompatibilityKey, start_engine: StartEngine, friend: Asker
 ) -> None:
     before = len(os.listdir("/proc/self/fd"))
     engine = start_engine(listen_tcp=LOOPBACK, key=KEY)
-    asker = Asker(fingerprint, KEY)
+    asker = Asker(compatibility, KEY)
     assert asker.claim_tcp(engine, engine.handoff()).result(LONG)
     for _ in range(2):
         asker.channel.close()
@@ -825,15 +831,15 @@ def test_a_peer_may_be_named(
     address = f"tcp://node:{port_of(engine)}"
     for _ in range(2):
         token = engine.handoff().token
-        grant = ask(friend.channel, address, token, engine.welcome.epoch).result(LONG)
-        assert grant.address == address
+        lease = ask(friend.channel, address, token, engine.handshake_reply.epoch).result(LONG)
+        assert lease.address == address
     unknown = failure(ask(friend.channel, "tcp://nobody:5", b"t" * 16, b"e" * 16))
     assert isinstance(unknown, PeerUnreachableError)
     assert "nobody" in str(unknown)
 
 
 def test_a_name_that_is_looked_up_for_ever_holds_up_nothing(
-    monkeypatch: pytest.MonkeyPatch, engine: Engine, fingerprint: CompatibilityKey
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, compatibility: CompatibilityKey
 ) -> None:
     monkeypatch.setattr(resolver_module, "MAX_LOOKUPS", 2)
     asked, release = threading.Semaphore(0), threading.Event()
@@ -844,7 +850,7 @@ def test_a_name_that_is_looked_up_for_ever_holds_up_nothing(
         return [(socket.AF_INET, None, None, "", ("127.0.0.1", 1))]
 
     monkeypatch.setattr(resolver_module.socket, "getaddrinfo", look_up)
-    asker = Asker(fingerprint, KEY)
+    asker = Asker(compatibility, KEY)
     try:
         slow = [
             ask(asker.channel, f"tcp://slow:{n}", b"t" * 16, b"e" * 16, timeout=0.3) for n in (1, 2)

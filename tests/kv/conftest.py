@@ -19,7 +19,7 @@ from omni_connector.kv import (
     LayerSpec,
     SlotLayout,
 )
-from omni_connector.kv.staging import Lane, StagedCopier
+from omni_connector.kv.staging import StagedCopier, Stream
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 PADDABLE = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
@@ -258,7 +258,7 @@ def hybrids(draw: st.DrawFn) -> tuple[Cache, Cache]:
     return one, two
 
 
-class HostLane(Lane):
+class HostLane(Stream):
     """A lane whose work is done as soon as it is asked for; it notes what it was asked."""
 
     def __init__(self, *, pins: bool = False) -> None:

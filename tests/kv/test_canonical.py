@@ -17,7 +17,7 @@ from omni_connector.kv import (
     canonicalize,
     canonicalize_cross_layers,
 )
-from omni_connector.kv.runs import runs_of, split
+from omni_connector.kv.segments import segments_of, split
 
 
 def canonical_of(cache):
@@ -62,25 +62,29 @@ def test_runs_name_the_same_bytes_as_refs_however_they_are_split(kv, data):
     flat = cache.buffer.view(torch.uint8)
     for group in range(len(cache.groups)):
         block = data.draw(st.integers(0, cache.num_blocks - 1))
-        for runs in (
-            runs_of(canonical, layout, group),
-            [part for run in runs_of(canonical, layout, group) for part in split(run, limit)],
+        for segments in (
+            segments_of(canonical, layout, group),
+            [
+                part
+                for segment in segments_of(canonical, layout, group)
+                for part in split(segment, limit)
+            ],
         ):
             found = []
-            for run in runs:
-                assert run.slot_offset == len(found)
-                steps = [step for _, step in run.dims]
+            for segment in segments:
+                assert segment.slot_offset == len(found)
+                steps = [step for _, step in segment.dims]
                 rows = flat.as_strided(
-                    (*run.counts, run.row_bytes),
+                    (*segment.counts, segment.row_bytes),
                     (*steps, 1),
-                    run.start + block * run.block_stride,
+                    segment.start + block * segment.block_stride,
                 )
                 found += rows.flatten().tolist()
             assert found == cache.slot(group, block).tolist()
         assert all(
             part.nbytes <= limit
-            for run in runs_of(canonical, layout, group)
-            for part in split(run, limit)
+            for segment in segments_of(canonical, layout, group)
+            for part in split(segment, limit)
         )
 
 
@@ -88,7 +92,7 @@ def test_runs_name_the_same_bytes_as_refs_however_they_are_split(kv, data):
 def test_layers_of_one_shape_are_one_run(kv, layout):
     cache = kv.build(layout, 5, [[kv.Shape(layers=4, heads=3, tokens=2, content=8)]])
     canonical = canonical_of(cache)
-    assert len(runs_of(canonical, SlotLayout.of(canonical), 0)) == 1
+    assert len(segments_of(canonical, SlotLayout.of(canonical), 0)) == 1
 
 
 def test_groups_that_overlay_each_other_share_their_tensors(kv):

@@ -431,40 +431,40 @@ def test_a_cpu_cache_gets_the_cpu_copier_and_other_devices_are_refused(kv):
 def test_a_fence_is_waited_for_before_any_block_is_touched(kv):
     cache = kv.build("LBHNC", 3, [[kv.Shape(1, 1, 1, 8)]])
     canonical, layout = opened(cache)
-    lane = kv.HostLane()
-    copier = StagedCopier(canonical, layout, lane)
+    stream = kv.HostLane()
+    copier = StagedCopier(canonical, layout, stream)
     fence = copier.fence()
     slots = random_slots(3, layout)
     for verb in (copier.save, copier.load):
-        lane.log.clear()
+        stream.log.clear()
         verb(0, ids([0, 1]), slots, ids([0, 1]), checksum=False, fence=fence)
-        assert lane.log[0] == ("wait", fence)
-        assert lane.log[1][0] == "mark"
-    lane.log.clear()
+        assert stream.log[0] == ("wait", fence)
+        assert stream.log[1][0] == "mark"
+    stream.log.clear()
     copier.zero(0, ids([0, 1]), fence=fence)
-    assert lane.log == [("wait", fence), ("finish", None)]
+    assert stream.log == [("wait", fence), ("finish", None)]
 
 
 @pytest.mark.parametrize("verb", ["save", "load"])
 def test_a_staging_buffer_is_used_again_only_after_its_last_use_is_over(kv, verb):
     cache = kv.build("LBHNC", 5, [[kv.Shape(1, 1, 1, 8)]])
     canonical, layout = opened(cache)
-    lane = kv.HostLane()
-    copier = StagedCopier(canonical, layout, lane, staging_bytes=1)
+    stream = kv.HostLane()
+    copier = StagedCopier(canonical, layout, stream, staging_bytes=1)
     slots = random_slots(5, layout)
     getattr(copier, verb)(0, ids([0, 1, 2, 3, 4]), slots, ids([4, 3, 2, 1, 0]), checksum=False)
-    marks = [lane.log.index(("mark", n)) for n in range(1, 6)]
-    ends = [lane.log.index(("finish", n)) for n in range(1, 6)]
+    marks = [stream.log.index(("mark", n)) for n in range(1, 6)]
+    ends = [stream.log.index(("finish", n)) for n in range(1, 6)]
     assert all(marks[n] < ends[n] for n in range(5))
     assert all(ends[n] < marks[n + 2] for n in range(3))
-    assert lane.log[-1] == ("finish", None)
+    assert stream.log[-1] == ("finish", None)
 
 
 def test_the_device_is_idle_after_a_copy_that_failed(kv, monkeypatch):
     cache = kv.build("LBHNC", 3, [[kv.Shape(1, 1, 1, 8)]])
     canonical, layout = opened(cache)
-    lane = kv.HostLane()
-    copier = StagedCopier(canonical, layout, lane, staging_bytes=1)
+    stream = kv.HostLane()
+    copier = StagedCopier(canonical, layout, stream, staging_bytes=1)
     slots = random_slots(3, layout)
 
     def broken(block_ids, staged):
@@ -475,7 +475,7 @@ def test_the_device_is_idle_after_a_copy_that_failed(kv, monkeypatch):
     )
     with pytest.raises(RuntimeError, match="out of memory"):
         copier.save(0, ids([0, 1]), slots, ids([0, 1]), checksum=False)
-    assert lane.log[-1] == ("finish", None)
+    assert stream.log[-1] == ("finish", None)
 
 
 def test_a_loads_checksum_is_of_the_bytes_loaded_even_when_the_slot_is_rewritten(

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omni_connector.kv import SlotLayout, canonicalize
-from omni_connector.kv.runs import runs_of
+from omni_connector.kv.segments import segments_of
 
 
 def value_of(group, layer, place, shape):
@@ -100,4 +100,4 @@ def test_only_the_bytes_that_a_group_needs_are_in_its_slots(kv):
         slots = SlotLayout.of(canonical)
         assert slots.group_bytes == (4 * page.page, 2 * state.page)
         for group, size in enumerate(slots.group_bytes):
-            assert sum(run.nbytes for run in runs_of(canonical, slots, group)) == size
+            assert sum(segment.nbytes for segment in segments_of(canonical, slots, group)) == size

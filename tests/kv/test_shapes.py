@@ -54,7 +54,7 @@ def test_peers_that_can_read(ours: GroupShape, theirs: GroupShape, ranks: tuple[
     [
         (group_shape(), group_shape(kind="mla_attention"), (1, 1), "kind of group 0"),
         (group_shape(), group_shape(replicated=True), (1, 1), "replicated of group 0"),
-        (group_shape(), group_shape(keeps="window", span=8), (1, 1), "keeps of group 0"),
+        (group_shape(), group_shape(attention_type="window", span=8), (1, 1), "keeps of group 0"),
         (group_shape(), group_shape(layers="odd"), (1, 1), "layers of group 0"),
         (of_block(16), of_block(24), (1, 1), "block_size of group 0"),
         (of_block(16), of_block(16, order="H{h}.N{n}.C32"), (1, 1), "pages of group 0"),
@@ -74,7 +74,7 @@ def test_peers_that_cannot_read_are_told_what_differs(
 
 
 def test_another_number_of_groups_is_named_by_the_families() -> None:
-    window = group_shape(kind="sliding_window", keeps="window", span=8)
+    window = group_shape(kind="sliding_window", attention_type="window", span=8)
     found = difference((group_shape(), window), 1, (group_shape(),), 1, 2)
     assert found == ("groups", "full_attention, sliding_window", "full_attention")
 
@@ -86,16 +86,18 @@ def test_states_are_the_same_bytes_in_blocks_of_any_size() -> None:
 
 
 @given(
-    keeps=st.sampled_from(["all", "window", "chunk", "last"]),
+    attention_type=st.sampled_from(["all", "window", "chunk", "last"]),
     block_size=st.integers(1, 20),
     span=st.integers(1, 60),
     num_tokens=st.integers(1, 200),
 )
 def test_needed_blocks_are_those_of_the_tokens_that_the_next_one_reads(
-    keeps: Any, block_size: int, span: int, num_tokens: int
+    attention_type: Any, block_size: int, span: int, num_tokens: int
 ) -> None:
-    bounded = keeps in ("window", "chunk")
-    group = group_shape(block_size=block_size, keeps=keeps, span=span if bounded else 0)
+    bounded = attention_type in ("window", "chunk")
+    group = group_shape(
+        block_size=block_size, attention_type=attention_type, span=span if bounded else 0
+    )
     needed = group.needed(num_tokens)
     assert needed.stop == -(-num_tokens // block_size)
     read = {
@@ -103,7 +105,7 @@ def test_needed_blocks_are_those_of_the_tokens_that_the_next_one_reads(
         "window": range(max(0, num_tokens + 1 - span), num_tokens),
         "chunk": range(num_tokens - num_tokens % span, num_tokens),
         "last": range(num_tokens - 1, num_tokens),
-    }[keeps]
+    }[attention_type]
     assert {token // block_size for token in read} <= set(needed)
     # and at most the block that the first of them lies in more than that
-    assert len(needed) <= len({token // block_size for token in read}) + (keeps != "all")
+    assert len(needed) <= len({token // block_size for token in read}) + (attention_type != "all")

@@ -294,7 +294,7 @@ def test_view_outlives_the_owner() -> None:
 
 def test_closed_arena_refuses_and_held_arrays_stay_valid() -> None:
     before = open_fds()
-    arena = Arena.create(2, 4096, populate=True)
+    arena = Arena.create(2, 4096, prefault=True)
     view = view_of(arena)
     held, seen = arena.slots, view.slots
     for _ in range(2):
@@ -331,11 +331,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_memory_is_allocated_ahead_of_use(monkeypatch: pytest.MonkeyPatch, modern: bool) -> None:
     slot_bytes, n_slots = 1 << 20, 64
     for module in (arena_module, population):
-        monkeypatch.setattr(module, "POPULATE_AHEAD", 4 << 20)
-    monkeypatch.setattr(population, "_POPULATE_CHUNK", 1 << 20)
+        monkeypatch.setattr(module, "PREFAULT_AHEAD", 4 << 20)
+    monkeypatch.setattr(population, "_PREFAULT_CHUNK", 1 << 20)
     if not modern:  # what a kernel before 5.14 answers to that advice
         monkeypatch.setattr(population, "MADV_POPULATE_WRITE", 0x7FFF)
-    with Arena.create(n_slots, slot_bytes, populate=True) as arena:
+    with Arena.create(n_slots, slot_bytes, prefault=True) as arena:
         wait_until(lambda: allocated(arena) >= 4 << 20)
         arena.slots[40] = 1
         arena.touch(20)
@@ -349,7 +349,7 @@ def test_memory_is_allocated_ahead_of_use(monkeypatch: pytest.MonkeyPatch, moder
 
 def test_close_while_memory_is_being_allocated_gives_it_all_back() -> None:
     before = open_fds()
-    arena = Arena.create(512, 1 << 20, populate=True)
+    arena = Arena.create(512, 1 << 20, prefault=True)
     arena.touch(511)
     arena.close()
     assert open_fds() == before
@@ -378,9 +378,9 @@ def test_slot_has_memory_once_populated(
         return os.fstat(arena.fd).st_blocks * 512
 
     before = allocated()
-    arena.populate(1, SLOT_BYTES)
+    arena.prefault(1, SLOT_BYTES)
     assert allocated() == before
-    arena.populate(3, 4097)
+    arena.prefault(3, 4097)
     assert allocated() == before + SLOT_BYTES
     assert (arena.slots[1] == 7).all()
 
@@ -395,7 +395,7 @@ def test_population_without_memory_is_an_error(
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(TransportError, match="no memory for 100 bytes of slot 2"):
-        arena.populate(2, 100)
+        arena.prefault(2, 100)
     arena.close()
     with pytest.raises(TransportError, match="closed"):
-        arena.populate(2, 100)
+        arena.prefault(2, 100)

@@ -91,20 +91,20 @@ def test_quarantined_memory_is_nobodys_until_it_is_over(
 def test_peers_are_set_aside_for_what_they_have_in_quarantine(pool: Pool, clock: FakeClock) -> None:
     pool.quarantine("bad", pool.take(SIZE), MAX_PEER_BYTES - 1)
     pool.quarantine("good", pool.take(SIZE), 1)
-    assert pool.set_aside() == []
+    assert pool.backed_off() == []
     clock.advance(1)
     pool.quarantine("bad", pool.take(SIZE), 1)
-    assert pool.set_aside() == ["bad"]
+    assert pool.backed_off() == ["bad"]
     clock.advance(QUARANTINE_S - 1)
     pool.tidy()
-    assert pool.set_aside() == []
+    assert pool.backed_off() == []
     assert pool.quarantined_bytes == 1
 
 
 def test_where_too_much_is_in_quarantine_all_who_failed_are_set_aside(pool: Pool) -> None:
     for number in range(5):
         pool.quarantine(f"peer {number}", pool.take(SIZE), MAX_BYTES // 5 + 1)
-    assert len(pool.set_aside()) == 5
+    assert len(pool.backed_off()) == 5
 
 
 def test_memory_that_there_is_not_is_a_transport_error() -> None:

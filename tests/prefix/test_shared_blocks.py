@@ -13,14 +13,16 @@ from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.shared_blocks import (
     TRAILER_BYTES,
+    add_trailer,
     block_key,
-    holder,
     key_prefix,
-    seal,
+    owning_rank,
     verify,
 )
 
-SHAPE = GroupShape(kind="full_attention", block_size=16, keeps="all", layers="x", pages=("p",))
+SHAPE = GroupShape(
+    kind="full_attention", block_size=16, attention_type="all", layers="x", pages=("p",)
+)
 OURS = CompatibilityKey(
     model="m@1", dtype="a", kv_dtype="auto", integrity="full", kv_heads=2, ranks=1, groups=(SHAPE,)
 )
@@ -68,7 +70,7 @@ def test_every_block_has_a_key_of_its_own() -> None:
 
 def test_what_all_ranks_hold_alike_is_the_first_ones() -> None:
     latent = msgspec.structs.replace(SHAPE, replicated=True)
-    assert [holder(SHAPE, 1), holder(latent, 1)] == [1, 0]
+    assert [owning_rank(SHAPE, 1), owning_rank(latent, 1)] == [1, 0]
 
 
 @given(
@@ -80,7 +82,7 @@ def test_a_changed_byte_is_noticed_wherever_it_is(content: bytes, place: int, ch
     size = len(content)
     row = np.zeros(size + TRAILER_BYTES + 8, np.uint8)
     row[:size] = np.frombuffer(content, np.uint8)
-    length = seal(row, size, xxhash.xxh3_64_intdigest(content), "key")
+    length = add_trailer(row, size, xxhash.xxh3_64_intdigest(content), "key")
     assert length == size + TRAILER_BYTES
     verify(row, size, xxhash.xxh3_64_intdigest(row[:size].tobytes()), "key")
     row[place % length] ^= change
@@ -90,6 +92,6 @@ def test_a_changed_byte_is_noticed_wherever_it_is(content: bytes, place: int, ch
 
 def test_a_sound_entry_of_another_key_is_refused() -> None:
     row = np.zeros(64, np.uint8)
-    seal(row, 40, xxhash.xxh3_64_intdigest(bytes(40)), "one")
+    add_trailer(row, 40, xxhash.xxh3_64_intdigest(bytes(40)), "one")
     with pytest.raises(ChecksumError):
         verify(row, 40, xxhash.xxh3_64_intdigest(bytes(40)), "other")

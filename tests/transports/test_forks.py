@@ -45,7 +45,7 @@ print_ = CompatibilityKey(
     model="m", dtype="d", kv_dtype="k", integrity="full", kv_heads=2, ranks=1, groups=(shape,)
 )
 server = ControlServer(
-    fingerprint=print_,
+    compatibility key=print_,
     welcome=Welcome(b"e" * 16, "", print_, ((endpoint,),)),
     directory=SlotDirectory(1, time.monotonic, 60.0),
     clock=time.monotonic,
@@ -53,7 +53,7 @@ server = ControlServer(
     count=lambda name: None,
 )
 channel = ControlChannel(
-    fingerprint=print_,
+    compatibility key=print_,
     server=server,
     listen=folder / "control.sock",
     listen_tcp=HostPort("127.0.0.1", 0),

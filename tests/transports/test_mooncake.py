@@ -230,7 +230,7 @@ def test_of_a_large_read_that_fails_only_the_failed_part_counts(
     buffer = engine.fetch("127.0.0.1:1", spans, time.monotonic() + WAIT_S)
     assert np.array_equal(buffer[: 256 << 20 : 1 << 20], np.arange(256))
     assert engine.pool.quarantined_bytes == 64 << 20
-    assert engine.pool.set_aside() == []
+    assert engine.pool.backed_off() == []
     # The buffer that came, and of the one that did not, the batch that failed.
     assert resident() - before < (256 + 64 + 32) << 20
     engine.pool.give_back(buffer)

@@ -265,7 +265,7 @@ def test_no_descriptor_is_left(place: Path) -> None:
     with (
         SharedMemoryTransport(folder=place) as one,
         SharedMemoryTransport(folder=place) as other,
-        Arena.create(2, 4096, populate=True) as arena,
+        Arena.create(2, 4096, prefault=True) as arena,
     ):
         publish(arena, 0, 1, b"content")
         for _ in range(3):

@@ -50,7 +50,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from omni_connector.handoff.directory import Handoff, SlotDirectory
 from omni_connector.memory.arena import Arena
 from omni_connector.plugin import CONNECTOR_NAME, register
-from omni_connector.testing import hollow, inspection
+from omni_connector.testing import inspection, no_op
 from omni_connector.testing.simulation import check
 from omni_connector.testing.toy import BLOCK, SLOT, kv_cache_config
 from omni_connector.testing.toy_runner import ToyRunner
@@ -126,7 +126,7 @@ class InProcessEngine:
         model: folder of `write_model`.
         role: `kv_role`; None makes an engine without connector, the reference.
         engine_id: name that peers find it by.
-        connector: `OmniKVConnector` or `HollowConnector`.
+        connector: `OmniKVConnector` or `NoOpConnector`.
         extra: `kv_connector_extra_config`.
         policy: `kv_load_failure_policy`.
         usable_blocks: KV blocks that requests can have.
@@ -167,14 +167,14 @@ class InProcessEngine:
         self.engine_id = engine_id or f"engine-{next(_numbers)}"
         transfer = None
         if role is not None:
-            hollowed = connector == "HollowConnector"
+            hollowed = connector == "NoOpConnector"
             settings = {} if hollowed else {"arena_gib": 0.004, **(extra or {})}
             if connector == "MultiConnector":
                 child = {"kv_connector": CONNECTOR_NAME, "kv_role": role}
                 settings = {"connectors": [{**child, "kv_connector_extra_config": settings}]}
             transfer = KVTransferConfig(
                 kv_connector=connector,
-                kv_connector_module_path=hollow.MODULE if hollowed else None,
+                kv_connector_module_path=no_op.MODULE if hollowed else None,
                 kv_role=role,
                 engine_id=self.engine_id,
                 kv_load_failure_policy=policy,

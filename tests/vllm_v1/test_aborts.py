@@ -127,7 +127,7 @@ def test_granted_but_without_room_to_load(engine, tokens, still_serve):
     load = decode.half._receiver._loads[waiting]
     load.future.result(10)
     decode.step()
-    assert load.grant is not None
+    assert load.lease is not None
     assert load.job_id is None
     assert prefill.usage[2] == 1
     decode.abort(waiting)
@@ -215,7 +215,7 @@ def test_a_lease_that_is_never_released_expires(engine):
     load = decode.half._receiver._loads[waiting]
     load.future.result(10)
     decode.step()
-    assert load.grant is not None
+    assert load.lease is not None
     assert prefill.usage == (6, 0, 1)
     wait(lambda: prefill.usage[0] == 0)  # the decode engine stands still
     assert prefill.usage[2] == 0

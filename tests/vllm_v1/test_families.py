@@ -33,7 +33,7 @@ def test_tokens_are_those_of_a_single_engine(engine, family, chunk, caching):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_connector_that_moves_nothing_is_found_out(engine, family):
-    options = {"family": family, "connector": "HollowConnector"}
+    options = {"family": family, "connector": "NoOpConnector"}
     prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
     for length in LENGTHS[1:]:
         asked = prompt(length)

@@ -54,7 +54,7 @@ def test_tokens_are_those_of_a_single_engine(engine, tokens, length, chunk, over
 @pytest.mark.parametrize("length", LENGTHS[1:])
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 def test_a_connector_that_moves_nothing_is_found_out(engine, tokens, length, overlap):
-    options = {"connector": "HollowConnector", "async_scheduling": overlap}
+    options = {"connector": "NoOpConnector", "async_scheduling": overlap}
     prefill = engine("kv_producer", **options)
     decode = engine("kv_consumer", **options)
     assert hand_off(prefill, decode, prompt(length)) != tokens(prompt(length), 6)

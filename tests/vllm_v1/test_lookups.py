@@ -17,12 +17,24 @@ from omni_connector.testing.clock import FakeClock
 from .harness import wait
 from .stores import Shelf
 
-FULL = GroupShape(kind="full_attention", block_size=16, keeps="all", layers="x", pages=("p",))
+FULL = GroupShape(
+    kind="full_attention", block_size=16, attention_type="all", layers="x", pages=("p",)
+)
 WINDOW = GroupShape(
-    kind="sliding_window", block_size=16, keeps="window", span=40, layers="x", pages=("p",)
+    kind="sliding_window",
+    block_size=16,
+    attention_type="window",
+    window=40,
+    layers="x",
+    pages=("p",),
 )
 LATENT = GroupShape(
-    kind="mla_attention", block_size=16, keeps="all", layers="x", replicated=True, pages=("p",)
+    kind="mla_attention",
+    block_size=16,
+    attention_type="all",
+    layers="x",
+    replicated=True,
+    pages=("p",),
 )
 
 

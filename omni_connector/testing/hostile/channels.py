@@ -16,9 +16,9 @@ import zmq
 
 from omni_connector.errors import OmniError
 from omni_connector.handoff.channel import ControlChannel
-from omni_connector.handoff.client import ClaimDeniedError, PendingClaim
+from omni_connector.handoff.client import LeaseDeniedError, PendingLease
 from omni_connector.handoff.directory import SlotDirectory
-from omni_connector.handoff.messages import Claim, Denied, Refused, decode_reply, encode
+from omni_connector.handoff.messages import LeaseDenied, LeaseRequest, Refused, decode_reply, encode
 from omni_connector.handoff.server import ControlServer
 from omni_connector.net.keys import ClusterKey
 from omni_connector.net.peers import HostPort
@@ -30,9 +30,9 @@ from omni_connector.testing.hostile.control import (
     PROMPT,
     SLOTS,
     Asked,
-    fingerprint,
+    compatibility,
+    handshake_reply,
     requests,
-    welcome,
 )
 from omni_connector.testing.hostile.mutation import distort_msgpack
 from omni_connector.testing.hostile.trial import Parser
@@ -48,14 +48,16 @@ def serving() -> Iterator[Parser]:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="omni-", dir="/tmp")))
         inner = stack.enter_context(requests())
         server = ControlServer(
-            fingerprint=fingerprint(),
-            welcome=welcome(),
+            compatibility=compatibility(),
+            handshake_reply=handshake_reply(),
             directory=SlotDirectory(SLOTS, time.monotonic, 10.0),
             clock=time.monotonic,
-            patience=10.0,
+            pending_timeout=10.0,
             count=lambda name: None,
         )
-        channel = ControlChannel(fingerprint=fingerprint(), server=server, listen=folder / "c.sock")
+        channel = ControlChannel(
+            compatibility=compatibility(), server=server, listen=folder / "c.sock"
+        )
         stack.callback(channel.close)
         context = make_context()
         stack.callback(context.destroy, 0)
@@ -72,11 +74,11 @@ def serving() -> Iterator[Parser]:
         def parse(frames: list[bytes]) -> bool | str:
             number = next(numbers)
             peer.send_multipart(frames)
-            peer.send(encode(Claim(number, b"n" * 16, 1, b"d" * 32, "tokens")))
+            peer.send(encode(LeaseRequest(number, b"n" * 16, 1, b"d" * 32, "tokens")))
             said: bool | str = "nothing"
             while peer.poll(_WAIT_MS):
                 reply = decode_reply(peer.recv())
-                if isinstance(reply, Denied):
+                if isinstance(reply, LeaseDenied):
                     if reply.sequence == number:
                         return said
                     said = f"denied: {reply.reason}"
@@ -101,7 +103,7 @@ def asking() -> Iterator[Parser]:
     numbers = itertools.count()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="omni-", dir="/tmp")))
-        channel = ControlChannel(fingerprint=fingerprint())
+        channel = ControlChannel(compatibility=compatibility())
         stack.callback(channel.close)
         context = make_context()
         stack.callback(context.destroy, 0)
@@ -111,13 +113,13 @@ def asking() -> Iterator[Parser]:
             router = context.socket(zmq.ROUTER)
             try:
                 router.bind(f"ipc://{path}")
-                claim = PendingClaim(b"t" * 16, PROMPT, EPOCH, "", time.monotonic() + _WAIT_S)
-                channel.claim(f"ipc://{path}", claim)
+                pending = PendingLease(b"t" * 16, PROMPT, EPOCH, "", time.monotonic() + _WAIT_S)
+                channel.request_lease(f"ipc://{path}", pending)
                 assert router.poll(_WAIT_MS), "the peer is not asked"
                 name, _ = router.recv_multipart()
                 for frame in (*frames, last):
                     router.send_multipart([name, frame[: MAX_MESSAGE_BYTES - 1]])
-                error = claim.future.exception(_WAIT_S)
+                error = pending.future.exception(_WAIT_S)
             finally:
                 router.close(0)
                 with contextlib.suppress(FileNotFoundError):
@@ -126,7 +128,7 @@ def asking() -> Iterator[Parser]:
                 return True
             assert isinstance(error, OmniError), repr(error)
             kind = type(error).__name__
-            return f"{kind}: other epoch" if isinstance(error, ClaimDeniedError) else kind
+            return f"{kind}: other epoch" if isinstance(error, LeaseDeniedError) else kind
 
         def alive() -> None:
             assert channel.alive

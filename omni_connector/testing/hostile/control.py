@@ -10,16 +10,16 @@ from typing import Final
 import msgspec
 
 from omni_connector.errors import OmniError
-from omni_connector.handoff.client import Grant, PeerSession, PendingClaim
+from omni_connector.handoff.client import Lease, PeerSession, PendingLease
 from omni_connector.handoff.directory import Handoff, SlotDirectory
 from omni_connector.handoff.messages import (
-    Claim,
-    Denied,
-    Granted,
-    Hello,
+    Handshake,
+    HandshakeReply,
+    LeaseDenied,
+    LeaseGranted,
+    LeaseRequest,
     Refused,
     Release,
-    Welcome,
     decode_reply,
     encode,
 )
@@ -41,7 +41,9 @@ BLOCKS: Final = ([0, 1, 2], [0, 1, 2])
 # In place of the tokens of two hand-offs, which the directory draws.
 _READY: Final = b"<token of ready>"
 _FILLING: Final = b"<token, filling>"
-_CONNECTIONS: Final = tuple(Connection(door, name) for door in (0, 1) for name in (b"a", b"b"))
+_CONNECTIONS: Final = tuple(
+    Connection(listener, name) for listener in (0, 1) for name in (b"a", b"b")
+)
 
 
 def shape(**changes: object) -> GroupShape:
@@ -49,14 +51,14 @@ def shape(**changes: object) -> GroupShape:
     values = {
         "kind": "full_attention",
         "block_size": 16,
-        "keeps": "all",
+        "attention_type": "all",
         "layers": "even",
         "pages": ("H2.N16.C64", "H2.N16.C64"),
     }
     return msgspec.convert(values | changes, GroupShape)
 
 
-def fingerprint(ranks: int = 1, **changes: object) -> CompatibilityKey:
+def compatibility(ranks: int = 1, **changes: object) -> CompatibilityKey:
     """What an engine of two cache groups keeps; the changes are of the first group."""
     return CompatibilityKey(
         model="m@1",
@@ -67,7 +69,7 @@ def fingerprint(ranks: int = 1, **changes: object) -> CompatibilityKey:
         ranks=ranks,
         groups=(
             shape(**changes),
-            shape(kind="sliding_window", keeps="window", span=64, layers="odd"),
+            shape(kind="sliding_window", attention_type="window", window=64, layers="odd"),
         ),
     )
 
@@ -77,14 +79,14 @@ def readers() -> list[CompatibilityKey]:
     halves = tuple(page.replace("H2", "H1") for page in ("H2.N16.C64", "H2.N16.C64"))
     both = {"pages": halves}
     return [
-        fingerprint(),
-        fingerprint(block_size=32, pages=("H2.N32.C64", "H2.N32.C64")),
-        fingerprint(pages=("N16.H2.C64", "H2.N16.C64")),
-        fingerprint(block_size=8, pages=("N8.H2.C64", "H2.N8.C64")),
+        compatibility(),
+        compatibility(block_size=32, pages=("H2.N32.C64", "H2.N32.C64")),
+        compatibility(pages=("N16.H2.C64", "H2.N16.C64")),
+        compatibility(block_size=8, pages=("N8.H2.C64", "H2.N8.C64")),
         msgspec.structs.replace(
-            fingerprint(2, **both),
+            compatibility(2, **both),
             groups=tuple(
-                msgspec.structs.replace(group, pages=halves) for group in fingerprint().groups
+                msgspec.structs.replace(group, pages=halves) for group in compatibility().groups
             ),
         ),
     ]
@@ -95,12 +97,12 @@ def endpoint(address: str = "/tmp/o/a-0123456789abcdef01234567.sock") -> Endpoin
     return Endpoint(transport="shm", address=address, epoch=EPOCH, n_slots=SLOTS, slot_bytes=8192)
 
 
-def welcome() -> Welcome:
+def handshake_reply() -> HandshakeReply:
     """What the engine tells peers of itself."""
-    return Welcome(EPOCH, "sha256:16:seed", fingerprint(), ((endpoint(),),))
+    return HandshakeReply(EPOCH, "sha256:16:seed", compatibility(), ((endpoint(),),))
 
 
-def granted(handoff: Handoff | None = None) -> Granted:
+def granted(handoff: Handoff | None = None) -> LeaseGranted:
     """The slots of a hand-off, or of one that could be."""
     groups = (
         tuple(tuple((16 * g + i, 1) for i in blocks) for g, blocks in enumerate(BLOCKS))
@@ -110,7 +112,7 @@ def granted(handoff: Handoff | None = None) -> Granted:
             for slots, generations in zip(handoff.slots, handoff.generations, strict=True)
         )
     )
-    return Granted(1, PROMPT.num_tokens, (0, 0), groups, TTL_S)
+    return LeaseGranted(1, PROMPT.num_tokens, (0, 0), groups, TTL_S)
 
 
 class _Served:
@@ -121,19 +123,19 @@ class _Served:
         self.directory = SlotDirectory(SLOTS, self.clock, TTL_S)
         self.counted = 0
         self.server = ControlServer(
-            fingerprint=fingerprint(),
-            welcome=welcome(),
+            compatibility=compatibility(),
+            handshake_reply=handshake_reply(),
             directory=self.directory,
             clock=self.clock,
-            patience=TTL_S / 10,
+            pending_timeout=TTL_S / 10,
             count=self._count,
         )
         digest = PROMPT.digest("tokens")
-        self.corpus = [encode(Hello.of(reader)) for reader in readers()]
+        self.corpus = [encode(Handshake.of(reader)) for reader in readers()]
         for token in (_READY, _FILLING, b"t" * 16):
             self.corpus += [
-                encode(Claim(1, token, PROMPT.num_tokens, digest, "tokens")),
-                encode(Claim(2, token, PROMPT.num_tokens, b"d" * 32, "blocks")),
+                encode(LeaseRequest(1, token, PROMPT.num_tokens, digest, "tokens")),
+                encode(LeaseRequest(2, token, PROMPT.num_tokens, b"d" * 32, "blocks")),
                 encode(Release(token)),
                 encode(Release(token, 1)),
             ]
@@ -162,17 +164,20 @@ class _Served:
             # What falls into the server's last net got through all the others.
             assert reply.field != "message", "the server could not handle it"
             return f"refused for its {reply.field.split(' ')[0]}"
-        return f"denied: {reply.reason}" if isinstance(reply, Denied) else True
+        return f"denied: {reply.reason}" if isinstance(reply, LeaseDenied) else True
 
     def alive(self) -> None:
         self.clock.advance(TTL_S / 5)
         for _, reply in self.server.recheck():
             assert decode_reply(encode(reply)) == reply
-        assert not self.server.has_parked, "a claim waits beyond its patience"
+        assert not self.server.has_pending, "a claim waits beyond its patience"
         self._offer()
         ready = self.handoffs[_READY].token
-        claim = Claim(9, ready, PROMPT.num_tokens, PROMPT.digest("tokens"), "tokens")
-        for message, answer in ((Hello.of(fingerprint()), Welcome), (claim, Granted)):
+        request = LeaseRequest(9, ready, PROMPT.num_tokens, PROMPT.digest("tokens"), "tokens")
+        for message, answer in (
+            (Handshake.of(compatibility()), HandshakeReply),
+            (request, LeaseGranted),
+        ):
             answered = self.server.receive(_CONNECTIONS[0], encode(message))
             assert isinstance(answered, answer), f"{type(message).__name__}: {answered}"
         self.clock.advance(TTL_S * 10)
@@ -195,7 +200,7 @@ class _Served:
                 blocks = self.directory.copying(handoff, [(g, i) for g in (0, 1) for i in range(3)])
                 assert blocks is not None
                 self.directory.filled(handoff, blocks)
-                self.directory.seal(handoff)
+                self.directory.commit(handoff)
             self.handoffs[placeholder] = handoff
 
 
@@ -211,13 +216,13 @@ class Asked:
 
     def __init__(self) -> None:
         self.clock = FakeClock()
-        other = msgspec.structs.replace(fingerprint(), model="m@2")
+        other = msgspec.structs.replace(compatibility(), model="m@2")
         self.corpus = [
-            encode(welcome()),
+            encode(handshake_reply()),
             encode(granted()),
-            encode(Denied(1, "unknown_token")),
+            encode(LeaseDenied(1, "unknown_token")),
             encode(Refused("model", "m@1", "m@2")),
-            encode(Welcome(EPOCH, "", other, ((endpoint(),),))),
+            encode(HandshakeReply(EPOCH, "", other, ((endpoint(),),))),
         ]
 
     def make(self, rng: random.Random) -> list[bytes]:
@@ -228,11 +233,11 @@ class Asked:
         return frames
 
     def parse(self, frames: list[bytes]) -> bool | str:
-        session = PeerSession("ipc://x", fingerprint(), self.clock)
+        session = PeerSession("ipc://x", compatibility(), self.clock)
         deadline = self.clock() + 10
-        claims: list[Future[Grant]] = [Future(), Future()]
+        claims: list[Future[Lease]] = [Future(), Future()]
         for future in claims:
-            session.claim(PendingClaim(b"t" * 16, PROMPT, EPOCH, "", deadline, future))
+            session.request_lease(PendingLease(b"t" * 16, PROMPT, EPOCH, "", deadline, future))
         sent = []
         for frame in frames:
             sent += session.receive(frame)
@@ -251,7 +256,7 @@ class Asked:
         return type(error).__name__
 
 
-def _done(claims: "list[Future[Grant]]") -> bool:
+def _done(claims: "list[Future[Lease]]") -> bool:
     return all(future.done() for future in claims)
 
 

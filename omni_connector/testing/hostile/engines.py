@@ -18,7 +18,7 @@ from omni_connector.testing.hostile.mutation import distort_value
 from omni_connector.testing.hostile.settings import PARAMS
 from omni_connector.testing.hostile.trial import Parser
 from omni_connector.testing.simulation.check import leftovers, sizes
-from omni_connector.testing.simulation.clients import HANDOFF, PATIENCE_S, Sent, text
+from omni_connector.testing.simulation.clients import HANDOFF, TIMEOUT_S, Sent, text
 from omni_connector.testing.simulation.cluster import Cluster
 from omni_connector.testing.simulation.engine import SimulatedEngine
 from omni_connector.testing.simulation.plan import Plan
@@ -101,7 +101,7 @@ class _Engines:
         world.story.clear()
         ends: list[tuple[Any, bool]] = []
         sent = Sent(
-            f"r{world.acts}", target, 2, world.now + PATIENCE_S, lambda *end: ends.append(end)
+            f"r{world.acts}", target, 2, world.now + TIMEOUT_S, lambda *end: ends.append(end)
         )
         self.cluster.sent[sent.request_id] = sent
         target.submit(sent.request_id, text(0, length), 2, params=params)

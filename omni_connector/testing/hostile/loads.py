@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 from omni_connector.errors import PeerUnreachableError
 from omni_connector.handoff import loading
 from omni_connector.handoff import receiver as receiving
-from omni_connector.handoff.client import Grant, PeerSession, PendingClaim
+from omni_connector.handoff.client import Lease, PeerSession, PendingLease
 from omni_connector.handoff.jobs import LoadSpec
 from omni_connector.handoff.loading import Loader
-from omni_connector.handoff.messages import Granted, Welcome, encode
+from omni_connector.handoff.messages import HandshakeReply, LeaseGranted, encode
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.kv import SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.copy_threads import Outcome, Work
 from omni_connector.kv.ledger import CopyLedger
 from omni_connector.memory.arena import Arena
-from omni_connector.testing.hostile.control import EPOCH, PROMPT, fingerprint, readers
+from omni_connector.testing.hostile.control import EPOCH, PROMPT, compatibility, readers
 from omni_connector.testing.hostile.mutation import distort_msgpack
 from omni_connector.testing.hostile.trial import Parser
 from omni_connector.transports.base import Endpoint
@@ -49,15 +49,15 @@ class _Channel:
         self._ours = ours
         self._frames = frames
 
-    def claim(self, address: str, claim: PendingClaim) -> None:
-        """As `ControlChannel.claim`, answered at once."""
+    def request_lease(self, address: str, pending: PendingLease) -> None:
+        """As `ControlChannel.pending`, answered at once."""
         session = PeerSession(address, self._ours, time.monotonic)
-        session.claim(claim)
+        session.request_lease(pending)
         for frame in self._frames:
             session.receive(frame)
         session.fail(PeerUnreachableError("no answer in time"))
 
-    def release(self, grant: Grant) -> None:
+    def release(self, lease: Lease) -> None:
         """As `ControlChannel.release`."""
 
 
@@ -133,7 +133,7 @@ class _Copier:
 
 
 class _Decoder:
-    """A decode engine of some fingerprint: its half beside the scheduler, and its loads."""
+    """A decode engine of some compatibility key: its half beside the scheduler, and its loads."""
 
     def __init__(self, ours: CompatibilityKey, connector: SharedMemoryTransport) -> None:
         self.ours = ours
@@ -162,7 +162,7 @@ class _Decoder:
             channel=channel,
             ledger=ledger,
             address_of=lambda remote: "ipc://x",
-            fingerprint=self.ours,
+            compatibility=self.ours,
             group_ids=(0, 1),
             hash_id="",
             load_timeout=timeout,
@@ -245,6 +245,6 @@ def answers() -> Iterator[Parser]:
 
 def _corpus(endpoint: Endpoint) -> tuple[bytes, bytes]:
     groups = tuple(tuple((3 * g + i, 1) for i in range(3)) for g in range(2))
-    granted = Granted(1, PROMPT.num_tokens, (0, 0), groups, 1000.0)
-    welcome = Welcome(EPOCH, "", fingerprint(), ((endpoint,),))
-    return encode(welcome), encode(granted)
+    granted = LeaseGranted(1, PROMPT.num_tokens, (0, 0), groups, 1000.0)
+    handshake_reply = HandshakeReply(EPOCH, "", compatibility(), ((endpoint,),))
+    return encode(handshake_reply), encode(granted)

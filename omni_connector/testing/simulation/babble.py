@@ -13,15 +13,15 @@ from omni_connector.handoff.messages import (
     DIGEST_BYTES,
     PROTOCOL_VERSION,
     TOKEN_BYTES,
-    Claim,
-    Denied,
-    Granted,
-    Hello,
+    Handshake,
+    HandshakeReply,
+    LeaseDenied,
+    LeaseGranted,
+    LeaseRequest,
     Refused,
     Release,
     Reply,
     Request,
-    Welcome,
     decode_reply,
     decode_request,
     encode,
@@ -45,28 +45,28 @@ def path_of(engine: str) -> str:
 def babble(net: Net, engine: str, draw: random.Random) -> None:
     """A stranger connects to an engine and says some things."""
     link = net.link(STRANGER, path_of(engine), SimulatedPoller())
-    fingerprint = net.heard
+    compatibility = net.heard
     for _ in range(draw.randrange(1, 12)):
-        message = _request(fingerprint, draw)
+        message = _request(compatibility, draw)
         net.world.tell(f"a stranger says {_short(message)}")
         link.send(encode(message))
 
 
-def _request(fingerprint: CompatibilityKey | None, draw: random.Random) -> Request:
+def _request(compatibility: CompatibilityKey | None, draw: random.Random) -> Request:
     kind = draw.choice((0, 0, 0, 1, 2, 3))
-    if kind == 0 and fingerprint is not None:
-        said = fingerprint if draw.random() < 0.3 else _mutated(fingerprint, draw)
-        return Hello(
+    if kind == 0 and compatibility is not None:
+        said = compatibility if draw.random() < 0.3 else _mutated(compatibility, draw)
+        return Handshake(
             draw.choice((PROTOCOL_VERSION, PROTOCOL_VERSION, 0, _FAR - 1)),
             msgspec.Raw(msgspec.msgpack.encode(said)),
         )
     if kind == 1:
-        return Hello(
+        return Handshake(
             PROTOCOL_VERSION, msgspec.Raw(msgspec.msgpack.encode(draw.choice((0, {}, []))))
         )
     if kind == 2:
         return Release(draw.randbytes(TOKEN_BYTES))
-    return Claim(
+    return LeaseRequest(
         draw.choice((0, 1, (1 << 62) - 1)),
         draw.randbytes(TOKEN_BYTES),
         draw.choice((0, 1, _FAR - 1)),
@@ -75,27 +75,27 @@ def _request(fingerprint: CompatibilityKey | None, draw: random.Random) -> Reque
     )
 
 
-def _mutated(fingerprint: CompatibilityKey, draw: random.Random) -> CompatibilityKey:
+def _mutated(compatibility: CompatibilityKey, draw: random.Random) -> CompatibilityKey:
     """One that differs in something, if that is one."""
     try:
-        return _changed(fingerprint, draw)
+        return _changed(compatibility, draw)
     except ValueError:
-        return fingerprint
+        return compatibility
 
 
-def _changed(fingerprint: CompatibilityKey, draw: random.Random) -> CompatibilityKey:
-    groups = list(fingerprint.groups)
+def _changed(compatibility: CompatibilityKey, draw: random.Random) -> CompatibilityKey:
+    groups = list(compatibility.groups)
     change = draw.choice((0, 1, 2, 3, 4, 4, 4, 5, 6, 7))
     if change == 0:
-        return msgspec.structs.replace(fingerprint, ranks=draw.choice((1, 2, 3, 1024)))
+        return msgspec.structs.replace(compatibility, ranks=draw.choice((1, 2, 3, 1024)))
     if change == 1:
-        return msgspec.structs.replace(fingerprint, groups=())
+        return msgspec.structs.replace(compatibility, groups=())
     if change == 2:
-        return msgspec.structs.replace(fingerprint, groups=(*groups, *groups))
+        return msgspec.structs.replace(compatibility, groups=(*groups, *groups))
     if change == 3:
-        return msgspec.structs.replace(fingerprint, kv_heads=draw.choice((0, 1, 7, _FAR - 1)))
+        return msgspec.structs.replace(compatibility, kv_heads=draw.choice((0, 1, 7, _FAR - 1)))
     if not groups:
-        return fingerprint
+        return compatibility
     at = draw.randrange(len(groups))
     group = groups[at]
     if change == 4:
@@ -110,7 +110,7 @@ def _changed(fingerprint: CompatibilityKey, draw: random.Random) -> Compatibilit
         groups[at] = msgspec.structs.replace(group, replicated=not group.replicated)
     else:
         groups[at] = msgspec.structs.replace(group, kind=draw.choice(("", "mamba", "x" * 1000)))
-    return msgspec.structs.replace(fingerprint, groups=tuple(groups))
+    return msgspec.structs.replace(compatibility, groups=tuple(groups))
 
 
 class Liar(Actor):
@@ -132,7 +132,7 @@ class Liar(Actor):
         self._draw = draw
         self._arenas = list(arenas)
         self._epoch = draw.randbytes(TOKEN_BYTES)
-        self._fingerprint: CompatibilityKey | None = None
+        self._compatibility: CompatibilityKey | None = None
         self._router = Router(SimulatedPoller())
         self._router.poller.turns = self
         net.routers[path_of(name)] = (f"liar {name}", self._router)
@@ -173,25 +173,25 @@ class Liar(Actor):
 
     def _replies(self, message: Request) -> list[Reply]:
         draw = self._draw
-        if isinstance(message, Hello):
-            self._fingerprint = message.decode_fingerprint()
-            return _sayable(self._welcome, draw)
-        if isinstance(message, Claim):
+        if isinstance(message, Handshake):
+            self._compatibility = message.decode_compatibility()
+            return _sayable(self._handshake_reply, draw)
+        if isinstance(message, LeaseRequest):
             return _sayable(lambda: self._answer(message), draw)
         return []
 
-    def _welcome(self) -> Reply:
-        draw, fingerprint = self._draw, self._fingerprint
-        assert fingerprint is not None
+    def _handshake_reply(self) -> Reply:
+        draw, compatibility = self._draw, self._compatibility
+        assert compatibility is not None
         if draw.random() < 0.1:
             return Refused("model", "a", "b")
         if draw.random() < 0.3:
-            fingerprint = _mutated(fingerprint, draw)
-        return Welcome(
+            compatibility = _mutated(compatibility, draw)
+        return HandshakeReply(
             self._epoch,
             draw.choice(("", "x")),
-            fingerprint,
-            tuple(self._endpoints() for _ in range(fingerprint.ranks)),
+            compatibility,
+            tuple(self._endpoints() for _ in range(compatibility.ranks)),
         )
 
     def _endpoints(self) -> tuple[Endpoint, ...]:
@@ -210,15 +210,15 @@ class Liar(Actor):
             ),
         )
 
-    def _answer(self, claim: Claim) -> Reply:
-        draw, fingerprint = self._draw, self._fingerprint
-        assert fingerprint is not None
-        sequence = claim.sequence if draw.random() < 0.9 else draw.randrange(9)
+    def _answer(self, request: LeaseRequest) -> Reply:
+        draw, compatibility = self._draw, self._compatibility
+        assert compatibility is not None
+        sequence = request.sequence if draw.random() < 0.9 else draw.randrange(9)
         if draw.random() < 0.1:
-            return Denied(sequence, draw.choice(("", "unknown_token", "x" * 1000)))
-        num_tokens = claim.num_tokens if draw.random() < 0.8 else draw.choice((0, 1, _FAR - 1))
-        needed = [group.needed(min(num_tokens, 1 << 12)) for group in fingerprint.groups]
-        firsts = tuple(each.start for each in needed)
+            return LeaseDenied(sequence, draw.choice(("", "unknown_token", "x" * 1000)))
+        num_tokens = request.num_tokens if draw.random() < 0.8 else draw.choice((0, 1, _FAR - 1))
+        needed = [group.needed(min(num_tokens, 1 << 12)) for group in compatibility.groups]
+        first_blocks = tuple(each.start for each in needed)
         groups = tuple(
             # Generations that no arena has: what it names is never what was published.
             tuple((draw.choice((0, 1, _FAR - 1)), _FAR + i) for i in range(len(each)))
@@ -226,10 +226,12 @@ class Liar(Actor):
         )
         if draw.random() < 0.3:
             groups = draw.choice(((), groups[:-1], (*groups, ()), tuple(() for _ in groups)))
-            firsts = (*firsts, 0)[: len(groups)]
+            first_blocks = (*first_blocks, 0)[: len(groups)]
         if draw.random() < 0.1:
-            firsts = tuple(first + 1 for first in firsts)
-        return Granted(sequence, num_tokens, firsts, groups, draw.choice((0.0, 0.01, 5.0, 1e12)))
+            first_blocks = tuple(first + 1 for first in first_blocks)
+        return LeaseGranted(
+            sequence, num_tokens, first_blocks, groups, draw.choice((0.0, 0.01, 5.0, 1e12))
+        )
 
 
 def _sayable(make: Callable[[], Reply], draw: random.Random) -> list[Reply]:

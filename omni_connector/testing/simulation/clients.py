@@ -17,7 +17,7 @@ from omni_connector.testing.simulation.world import Violation
 
 HANDOFF: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 
-PATIENCE_S: Final = 90.0
+TIMEOUT_S: Final = 90.0
 """Seconds in which a request must end: the connector's timeouts, and the time in a queue."""
 
 
@@ -76,7 +76,7 @@ class Clients(Deployment):
                 other.deadline = self._deadline()
 
     def _deadline(self) -> float:
-        return self.world.now - self.lag + PATIENCE_S + self._slack
+        return self.world.now - self.lag + TIMEOUT_S + self._slack
 
     def _look(self, engine: SimulatedEngine, waiters: Waiters, asking: Asking) -> None:
         name = engine.name

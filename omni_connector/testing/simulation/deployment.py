@@ -116,7 +116,7 @@ class Deployment:
             transports=transports,
             block_store=lambda settings, lends: SimulatedStore(self.shelf, model),
             copier=copier,
-            populate=False,
+            prefault=False,
         )
 
     def new_weights(self) -> int:

@@ -75,7 +75,7 @@ MENDED: Final = (
         (
             "omni_connector.handoff.receiver",
             "        return self._idle_time() - load.idle_before > _FRESH_S",
-            "        age = self._clock() - load.grant.received\n"
+            "        age = self._clock() - load.lease.received\n"
             "        return min(age, self._idle_time() - load.idle_before) > _FRESH_S",
         ),
     ),

@@ -30,8 +30,8 @@ OWN: Final = (
         "blocks are saved before they are full",
         (
             "omni_connector.handoff.sender",
-            "min(end, computed // group.block_size)",
-            "min(end, -(-computed // group.block_size))",
+            "else computed // group.block_size",
+            "else -(-computed // group.block_size)",
         ),
     ),
     mutant(
@@ -39,8 +39,8 @@ OWN: Final = (
         "a recurrent state is saved before its last token",
         (
             "omni_connector.handoff.sender",
-            'end = 0 if group.keeps == "last" else min(',
-            'end = end if group.keeps == "last" else min(',
+            'whole = 0 if group.attention_type == "last" else',
+            'whole = end if group.attention_type == "last" else',
         ),
     ),
     mutant(
@@ -75,7 +75,7 @@ OWN: Final = (
     mutant(
         "shared slots are not held",
         "a slot that two hand-offs share goes with the first",
-        ("omni_connector.handoff.directory", "        self._holders[shared] += 1\n", ""),
+        ("omni_connector.handoff.directory", "        self._users[shared] += 1\n", ""),
     ),
     mutant(
         "nothing expires",
@@ -162,7 +162,7 @@ OWN: Final = (
         "a lease stays until its time is over, although its load has ended",
         (
             "omni_connector.handoff.receiver",
-            "                self._channel.release(grant)\n",
+            "                self._channel.release(lease)\n",
             "                pass\n",
         ),
     ),
@@ -180,7 +180,7 @@ OWN: Final = (
         "what a peer grants is not checked",
         (
             "omni_connector.handoff.receiver",
-            "            problem = self._check(grant, load.prompt)\n",
+            "            problem = self._check(lease, load.prompt)\n",
             "            problem = None\n",
         ),
     ),
@@ -198,10 +198,10 @@ OWN: Final = (
         "a grant that comes twice is used twice",
         (
             "omni_connector.handoff.client",
-            "    def _granted(self, message: Granted) -> list[Request]:\n"
-            "        claim = self._waiting.pop(message.sequence, None)\n",
-            "    def _granted(self, message: Granted) -> list[Request]:\n"
-            "        claim = self._waiting.get(message.sequence)\n",
+            "    def _lease_granted(self, message: LeaseGranted) -> list[Request]:\n"
+            "        pending = self._waiting.pop(message.sequence, None)\n",
+            "    def _lease_granted(self, message: LeaseGranted) -> list[Request]:\n"
+            "        pending = self._waiting.get(message.sequence)\n",
         ),
     ),
     mutant(
@@ -218,7 +218,7 @@ OWN: Final = (
         "a prompt is handed off with the window of a token too many",
         (
             "omni_connector.vllm_v1.scheduler",
-            "        self._stops_early = not keeps_all(kv_cache_config)\n",
+            "        self._stops_early = not attends_to_all(kv_cache_config)\n",
             "        self._stops_early = False\n",
         ),
     ),
@@ -272,7 +272,7 @@ OWN: Final = (
     mutant(
         "nobody seals",
         "a finished prefill cannot be claimed",
-        ("omni_connector.handoff.sender", "        self._directory.seal(handoff)\n", ""),
+        ("omni_connector.handoff.sender", "        self._directory.commit(handoff)\n", ""),
     ),
     mutant(
         "grants that nobody awaits are kept",
@@ -280,7 +280,7 @@ OWN: Final = (
         (
             "omni_connector.handoff.client",
             "            # The caller has given up: end the lease.\n"
-            "            return [Release(claim.token, message.sequence)]",
+            "            return [Release(pending.token, message.sequence)]",
             "            return []",
         ),
     ),
@@ -340,8 +340,8 @@ OWN: Final = (
         "who rejects one child's request takes the slots from its siblings",
         (
             "omni_connector.handoff.directory",
-            "            if handoff is not None and handoff.sealed and not handoff.leases:\n",
-            "            if handoff is not None and handoff.sealed:\n",
+            "            if handoff is not None and handoff.committed and not handoff.leases:\n",
+            "            if handoff is not None and handoff.committed:\n",
         ),
     ),
 )

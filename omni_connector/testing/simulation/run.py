@@ -289,7 +289,7 @@ def laboratory() -> Iterator[None]:
     patched: list[tuple[Any, str, Any]] = [
         (jobs, "BATCH_BYTES", 1),
         (store_jobs, "_MAX_ROWS", 2),
-        (store_jobs, "_TRAYS", 2),
+        (store_jobs, "_STAGING_BUFFERS", 2),
         (time, "sleep", _no_sleep),
     ]
     unraisable = sys.unraisablehook

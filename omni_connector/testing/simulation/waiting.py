@@ -106,9 +106,9 @@ def leases_hold(name: str, half: Any, owners: Mapping[str, Any]) -> None:
     for load in loads:
         engine_id = load.remote.remote_engine_id
         owner = owners.get(engine_id)
-        if load.grant is None or owner is None or owner._clock() >= load.grant.expires:
+        if load.lease is None or owner is None or owner._clock() >= load.lease.expires:
             continue
-        handoff = owner._directory._handoffs.get(load.grant.token)
+        handoff = owner._directory._handoffs.get(load.lease.token)
         if handoff is None or not handoff.leases:
             raise Violation(
                 "lease_lost",

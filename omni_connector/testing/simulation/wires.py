@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import zmq
 
-from omni_connector.handoff.messages import Hello, decode_request
+from omni_connector.handoff.messages import Handshake, decode_request
 from omni_connector.testing.simulation.world import NEVER, Actor, World
 
 STRANGER: Final = "stranger"
@@ -141,8 +141,8 @@ class SimulatedLink:
     def send(self, frame: bytes, flags: int = 0) -> None:
         if self._net.heard is None and self.owner != STRANGER:
             message = decode_request(frame)
-            if isinstance(message, Hello):
-                self._net.heard = message.decode_fingerprint()
+            if isinstance(message, Handshake):
+                self._net.heard = message.decode_compatibility()
         if self._router is not None:
             self._to_server.send([self._name, frame])
 

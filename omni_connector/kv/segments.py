@@ -9,7 +9,7 @@ from omni_connector.kv.slots import SlotLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Segment:
     """Rows of contiguous bytes at regular distances, packed one after the other in a slot.
 
     Args:
@@ -42,7 +42,9 @@ class Run:
         return total
 
 
-def runs_of(canonical: CanonicalKVCaches, layout: SlotLayout, group: int) -> tuple[Run, ...]:
+def segments_of(
+    canonical: CanonicalKVCaches, layout: SlotLayout, group: int
+) -> tuple[Segment, ...]:
     """The runs of one group's content, in slot order."""
     refs = canonical.group_data_refs[group]
     return _joined(
@@ -51,7 +53,7 @@ def runs_of(canonical: CanonicalKVCaches, layout: SlotLayout, group: int) -> tup
     )
 
 
-def padding_of(canonical: CanonicalKVCaches, group: int) -> tuple[Run, ...]:
+def padding_of(canonical: CanonicalKVCaches, group: int) -> tuple[Segment, ...]:
     """The runs that one group reserves for its content but does not use; in no slot."""
     return _joined(
         _run(canonical, ref, ref.page_size_bytes, ref.padded_size_bytes, 0)
@@ -60,7 +62,7 @@ def padding_of(canonical: CanonicalKVCaches, group: int) -> tuple[Run, ...]:
     )
 
 
-def reserved_of(canonical: CanonicalKVCaches, group: int) -> tuple[Run, ...]:
+def reserved_of(canonical: CanonicalKVCaches, group: int) -> tuple[Segment, ...]:
     """The runs of one group's content and padding; in no slot."""
     return _joined(
         _run(canonical, ref, 0, ref.padded_size_bytes, 0)
@@ -70,9 +72,9 @@ def reserved_of(canonical: CanonicalKVCaches, group: int) -> tuple[Run, ...]:
 
 def _run(
     canonical: CanonicalKVCaches, ref: CanonicalKVCacheRef, first: int, end: int, slot_offset: int
-) -> Run:
+) -> Segment:
     tensor = canonical.tensors[ref.tensor_idx].tensor
-    return Run(
+    return Segment(
         storage=tensor.untyped_storage().data_ptr(),
         start=int(tensor.storage_offset()) + first,
         dims=(),
@@ -82,46 +84,46 @@ def _run(
     )
 
 
-def _joined(parts: Iterable[Run]) -> tuple[Run, ...]:
-    runs = list(parts)
-    while len(shorter := _merge(runs)) < len(runs):
-        runs = shorter
-    return tuple(runs)
+def _joined(parts: Iterable[Segment]) -> tuple[Segment, ...]:
+    segments = list(parts)
+    while len(shorter := _merge(segments)) < len(segments):
+        segments = shorter
+    return tuple(segments)
 
 
-def split(run: Run, limit: int) -> Iterator[Run]:
+def split(segment: Segment, limit: int) -> Iterator[Segment]:
     """Cut a run into runs of at most `limit` bytes a block, in slot order."""
-    if run.nbytes <= limit:
-        yield run
+    if segment.nbytes <= limit:
+        yield segment
         return
-    count, distance = run.dims[0] if run.dims else (run.row_bytes, 1)
-    inner = run.nbytes // count
+    count, distance = segment.dims[0] if segment.dims else (segment.row_bytes, 1)
+    inner = segment.nbytes // count
     step = max(1, limit // inner)
     for first in range(0, count, step):
         taken = min(step, count - first)
         part = replace(
-            run,
-            start=run.start + first * distance,
-            slot_offset=run.slot_offset + first * inner,
+            segment,
+            start=segment.start + first * distance,
+            slot_offset=segment.slot_offset + first * inner,
         )
-        if not run.dims:
+        if not segment.dims:
             yield replace(part, row_bytes=taken)
         elif taken > 1:
-            yield replace(part, dims=((taken, distance), *run.dims[1:]))
+            yield replace(part, dims=((taken, distance), *segment.dims[1:]))
         else:
-            yield from split(replace(part, dims=run.dims[1:]), limit)
+            yield from split(replace(part, dims=segment.dims[1:]), limit)
 
 
-def _merge(runs: Sequence[Run]) -> list[Run]:
+def _merge(segments: Sequence[Segment]) -> list[Segment]:
     """Join neighbours of the same shape that lie at one distance from each other."""
-    merged: list[Run] = []
+    merged: list[Segment] = []
     first = 0
-    while first < len(runs):
-        head = runs[first]
+    while first < len(segments):
+        head = segments[first]
         end = first + 1
         distance = 0
-        while end < len(runs) and _alike(head, runs[end]):
-            gap = runs[end].start - runs[end - 1].start
+        while end < len(segments) and _alike(head, segments[end]):
+            gap = segments[end].start - segments[end - 1].start
             if gap <= 0 or (end > first + 1 and gap != distance):
                 break
             distance = gap
@@ -131,7 +133,7 @@ def _merge(runs: Sequence[Run]) -> list[Run]:
     return merged
 
 
-def _alike(one: Run, other: Run) -> bool:
+def _alike(one: Segment, other: Segment) -> bool:
     return (one.storage, one.dims, one.row_bytes, one.block_stride) == (
         other.storage,
         other.dims,
@@ -140,12 +142,12 @@ def _alike(one: Run, other: Run) -> bool:
     )
 
 
-def _repeat(run: Run, count: int, distance: int) -> Run:
+def _repeat(segment: Segment, count: int, distance: int) -> Segment:
     if count == 1:
-        return run
-    if not run.dims and distance == run.row_bytes:
-        return replace(run, row_bytes=count * run.row_bytes)
-    if run.dims and distance == run.dims[0][0] * run.dims[0][1]:
-        inner, step = run.dims[0]
-        return replace(run, dims=((count * inner, step), *run.dims[1:]))
-    return replace(run, dims=((count, distance), *run.dims))
+        return segment
+    if not segment.dims and distance == segment.row_bytes:
+        return replace(segment, row_bytes=count * segment.row_bytes)
+    if segment.dims and distance == segment.dims[0][0] * segment.dims[0][1]:
+        inner, step = segment.dims[0]
+        return replace(segment, dims=((count * inner, step), *segment.dims[1:]))
+    return replace(segment, dims=((count, distance), *segment.dims))

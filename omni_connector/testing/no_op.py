@@ -4,7 +4,7 @@
 It is the negative control of every correctness test: a test that it passes cannot see the KV
 cache. And as it completes every load at once, it measures what a hand-off costs in vLLM alone.
 
-Load it by `kv_connector="HollowConnector"` and `kv_connector_module_path=MODULE`.
+Load it by `kv_connector="NoOpConnector"` and `kv_connector_module_path=MODULE`.
 """
 
 from collections.abc import Iterable
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-MODULE = "omni_connector.testing.hollow"
+MODULE = "omni_connector.testing.no_op"
 
 
 @dataclass
-class HollowMetadata(KVConnectorMetadata):
+class NoOpMetadata(KVConnectorMetadata):
     """Requests whose loads are to be reported done."""
 
     claimed: set[str] = field(default_factory=set)
 
 
-class HollowConnector(KVConnectorBase_V1, SupportsHMA):
+class NoOpConnector(KVConnectorBase_V1, SupportsHMA):
     """Answers every prefill with parameters, and claims every load that has them."""
 
     def __init__(
@@ -76,7 +76,7 @@ class HollowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         claimed, self._claimed = self._claimed, set()
-        return HollowMetadata(claimed)
+        return NoOpMetadata(claimed)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
@@ -98,7 +98,7 @@ class HollowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, HollowMetadata)
+        assert isinstance(metadata, NoOpMetadata)
         self._claimed |= metadata.claimed
 
     def wait_for_layer_load(self, layer_name: str) -> None:
