@@ -1,7 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rooms count with this. `vllm_v1.metrics` passes the counts on to vLLM."""
 
-from typing import Protocol
+from typing import Final, Protocol
+
+from omni_connector.errors import (
+    ChecksumError,
+    PeerRefusedError,
+    PeerUnreachableError,
+    StaleSlotError,
+)
+
+_KINDS: Final[dict[type[Exception], str]] = {
+    StaleSlotError: "stale_slot",
+    ChecksumError: "checksum_mismatch",
+    PeerUnreachableError: "peer_unreachable",
+    PeerRefusedError: "peer_refused",
+}
 
 
 class Stats(Protocol):
@@ -15,3 +29,8 @@ class Stats(Protocol):
 
     def time(self, name: str, seconds: float) -> None:
         """Record a duration."""
+
+
+def failure_kind(error: Exception, other: str) -> str:
+    """What failures of this error are counted as; `other` where it is none that peers cause."""
+    return next((kind for cls, kind in _KINDS.items() if isinstance(error, cls)), other)

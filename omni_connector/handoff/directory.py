@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slot directory: what the slots hold, who may read them, and when a lease expires.
+"""The slot directory: which hand-off holds which slots, who may read them, and until when.
 
 One directory lives in an engine's scheduler half and decides for all its ranks: slot number n
 is slot n of every rank's arena. The engine's thread and the control thread use it, under one lock
-that nobody holds during I/O. A prompt may have tens of thousands of blocks, so arrays hold what is
-known of the slots.
-
-A slot is *free*, *taken* for a block that will be copied, *busy* while a worker copies into it, or
-*ready*. Hand-offs hold slots in any state. Those of equal prompts, or of prompts that begin alike,
-hold the same slots, and each block is copied once. A ready slot that has a key and that no hand-off
-holds is *cached*: while there is room it is kept, and later hand-offs of its prefix use it.
+that nobody holds during I/O.
 
 Each decode request that asks for a hand-off gets a lease. A hand-off ends with its last lease; when
 its time to live passes without a lease request or a release; or when a copy into one of its slots
@@ -18,7 +12,6 @@ fails.
 
 import secrets
 import threading
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -29,10 +22,9 @@ import numpy as np
 from omni_connector.errors import ArenaFullError
 from omni_connector.handoff.messages import TOKEN_BYTES, DigestKind
 from omni_connector.handoff.prompt import Prompt
-from omni_connector.handoff.slot_index import Ints, SlotIndex, SlotKey
 from omni_connector.kv.ledger import Block
-
-_NONE: Ints = np.empty(0, np.int64)
+from omni_connector.memory.slot_index import Ints, SlotKey
+from omni_connector.memory.slot_pool import NONE, SlotPool
 
 
 class LeaseState(Enum):
@@ -73,14 +65,6 @@ class Handoff:
     leases: dict[Hashable, float] = field(default_factory=dict)
     closed: bool = False
 
-    def slot(self, block: Block) -> int:
-        """Slot of a block."""
-        return int(self.slots[block[0]][block[1] - self.first_blocks[block[0]]])
-
-    def generation(self, block: Block) -> int:
-        """Generation of the slot of a block."""
-        return int(self.generations[block[0]][block[1] - self.first_blocks[block[0]]])
-
     def places(self, blocks: Sequence[Block]) -> Iterator[tuple[int, Ints]]:
         """Where blocks are in `slots`: each group, and the positions in its array."""
         for g, members in groupby(blocks, key=lambda block: block[0]):
@@ -88,25 +72,22 @@ class Handoff:
 
     def slots_of(self, blocks: Sequence[Block]) -> Ints:
         """Slots of several blocks."""
-        return np.concatenate([_NONE, *(self.slots[g][at] for g, at in self.places(blocks))])
+        return np.concatenate([NONE, *(self.slots[g][at] for g, at in self.places(blocks))])
 
     @property
     def held(self) -> Ints:
         """All its slots."""
-        return np.concatenate([*self.slots, _NONE])
+        return np.concatenate([*self.slots, NONE])
 
 
 class SlotDirectory:
-    """Allocates the slots of an arena, and keeps its hand-offs and their leases.
+    """Keeps the hand-offs of an arena, and their leases.
 
     Args:
         num_slots: slots of each rank's arena.
         clock: seconds, monotonic.
         ttl: seconds that a hand-off waits for a lease request, and a lease for its release.
         randbytes: returns so many bytes that nobody can guess.
-
-    Attributes:
-        releases: changes when a slot becomes free or cached.
     """
 
     def __init__(
@@ -117,29 +98,20 @@ class SlotDirectory:
         randbytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         self.num_slots = num_slots
-        self.releases = 0
         self._clock = clock
         self._ttl = ttl
         self._randbytes = randbytes
         self._lock = threading.Lock()
-        self._generation: Ints = np.zeros(num_slots, np.int64)
-        self._users: Ints = np.zeros(num_slots, np.int64)
-        self._busy = np.zeros(num_slots, bool)
-        self._ready = np.zeros(num_slots, bool)
-        self._index = SlotIndex(self._generation)
-        self._keyed = self._index.keyed
-        self._free = np.ones(num_slots, bool)
-        self._num_free = num_slots
-        # Cached slots in batches, the oldest first, each batch with a stamp. A slot whose stamp
-        # differs from its batch's is no longer cached, or was cached again later.
-        self._stamp: Ints = np.zeros(num_slots, np.int64)
-        self._batches: deque[tuple[int, Ints]] = deque()
-        self._last_stamp = 0
-        self._num_cached = 0
+        self._pool = SlotPool(num_slots)
         self._handoffs: dict[bytes, Handoff] = {}
         self._twins: dict[Hashable, dict[bytes, Handoff]] = {}
         self._num_leases = 0
         self._void: list[Ints] = []  # slots whose readers have not been told that they are void
+
+    @property
+    def releases(self) -> int:
+        """Changes when a slot becomes free or cached."""
+        return self._pool.releases
 
     def open(
         self,
@@ -174,64 +146,17 @@ class SlotDirectory:
             twins = self._twins.get(identity)
             if twins:
                 slots = next(iter(twins.values())).slots
-                self._users[np.concatenate(slots)] += 1
+                self._pool.hold(np.concatenate(slots))
+            elif (found := self._pool.take(keys, first_blocks)) is not None:
+                slots = found
             else:
-                found = self._allocate(keys, first_blocks, total)
-                if found is None:
-                    return None
-                slots = np.split(found, np.cumsum([len(group) for group in keys])[:-1])
-            generations = [self._generation[group] for group in slots]
-            if not twins:
-                for g, group in enumerate(keys):
-                    self._index.remember(g, group, first_blocks[g], slots[g], generations[g])
+                return None
+            generations = [self._pool.generation[group] for group in slots]
             token = self._randbytes(TOKEN_BYTES)
             handoff = Handoff(token, prompt, keys, first_blocks, slots, generations, identity)
             self._handoffs[handoff.token] = handoff
             self._twins.setdefault(identity, {})[handoff.token] = handoff
             return handoff
-
-    def _allocate(
-        self, keys: Sequence[Sequence[SlotKey | None]], first_blocks: Sequence[int], total: int
-    ) -> Ints | None:
-        parts = (self._index.find(g, group, first_blocks[g]) for g, group in enumerate(keys))
-        found: Ints = np.concatenate([_NONE, *parts])
-        lacks = found < 0
-        shared = found[~lacks]
-        needed = total - len(shared)
-        from_cache = shared[self._stamp[shared] > 0]
-        if needed > self._num_free + self._num_cached - len(from_cache):
-            return None
-        self._stamp[from_cache] = 0
-        self._num_cached -= len(from_cache)
-        self._users[shared] += 1
-        if needed:
-            found[lacks] = self._take(needed)
-        return found
-
-    def _take(self, count: int) -> Ints:
-        numbers = np.flatnonzero(self._free)[:count]  # low slots are warm and consecutive
-        self._free[numbers] = False
-        self._num_free -= len(numbers)
-        if len(numbers) < count:
-            numbers = np.concatenate([numbers, self._evict(count - len(numbers))])
-        self._generation[numbers] += 1
-        self._ready[numbers] = self._keyed[numbers] = False
-        self._users[numbers] = 1
-        return numbers
-
-    def _evict(self, count: int) -> Ints:
-        evicted: list[Ints] = []
-        self._num_cached -= count
-        while count:
-            stamp, batch = self._batches.popleft()
-            batch = batch[self._stamp[batch] == stamp]
-            if len(batch) > count:
-                self._batches.appendleft((stamp, batch[count:]))
-                batch = batch[:count]
-            self._stamp[batch] = 0
-            evicted.append(batch)
-            count -= len(batch)
-        return np.concatenate(evicted)
 
     def copying(self, handoff: Handoff, blocks: Sequence[Block]) -> list[Block] | None:
         """Choose the blocks that a worker shall copy now, and make their slots busy until
@@ -242,41 +167,31 @@ class SlotDirectory:
                 return None
             chosen: list[Block] = []
             for g, at in handoff.places(blocks):
-                numbers = handoff.slots[g][at]
-                mine = ~(self._busy[numbers] | self._ready[numbers])
-                at, numbers = at[mine], numbers[mine]
+                at = at[self._pool.lacks(handoff.slots[g][at])]
                 chosen += [(g, i) for i in (at + handoff.first_blocks[g]).tolist()]
-                self._busy[numbers] = True
-                self._index.name(g, [handoff.keys[g][i] for i in at.tolist()], numbers)
+                keys = [handoff.keys[g][i] for i in at.tolist()]
+                self._pool.fill(g, keys, handoff.slots[g][at])
             return chosen
 
     def filled(self, handoff: Handoff, blocks: Sequence[Block]) -> None:
         """Every rank has committed these blocks."""
         with self._lock:
-            numbers = handoff.slots_of(blocks)
-            self._busy[numbers] = False
-            self._ready[numbers] = True
-            self._settle(numbers[self._users[numbers] == 0])
+            self._pool.filled(handoff.slots_of(blocks))
 
     def unfilled(self, handoff: Handoff, blocks: Sequence[Block]) -> None:
         """The copies were cancelled or have failed: close every hand-off that holds one of these
         slots, so that nobody reads them."""
         with self._lock:
             numbers = handoff.slots_of(blocks)
-            self._busy[numbers] = self._keyed[numbers] = False
-            # A rank may have committed the slot nevertheless; the next copy must be another one.
-            self._generation[numbers] += 1
-            unheld = numbers[self._users[numbers] == 0]
-            if len(unheld) < len(numbers):
+            if self._pool.unfilled(numbers):
                 for each in list(self._handoffs.values()):
                     if np.isin(each.held, numbers).any():
                         self._close(each)
-            self._settle(unheld)
 
     def wanted(self, handoff: Handoff, blocks: Sequence[Block]) -> bool:
         """Whether another hand-off holds slots of these blocks of a closed one."""
         with self._lock:
-            return bool(self._users[handoff.slots_of(blocks)].any())
+            return self._pool.any_held(handoff.slots_of(blocks))
 
     def commit(self, handoff: Handoff) -> None:
         """The prefill is finished; the hand-off's time to live begins."""
@@ -323,8 +238,7 @@ class SlotDirectory:
             return handoff is not None and self._waits(handoff)
 
     def _waits(self, handoff: Handoff) -> bool:
-        held = handoff.held
-        return not handoff.committed or not bool((self._ready[held] | self._busy[held]).all())
+        return not handoff.committed or bool(self._pool.lacks(handoff.held).any())
 
     def release(self, token: bytes, lease: Hashable) -> None:
         """End a lease, and with the last one the hand-off. Unknown ones are ignored."""
@@ -361,26 +275,8 @@ class SlotDirectory:
         del twins[handoff.token]
         if not twins:
             del self._twins[handoff.identity]
-        held = handoff.held[::-1]  # so that the end of a prefix is evicted before its beginning
-        self._users[held] -= 1
-        self._settle(held[self._users[held] == 0])
-
-    def _settle(self, unheld: Ints) -> None:
-        """Cache or free slots that no hand-off holds."""
-        # A copy under way may be cancelled now, so no other hand-off may find its slot.
-        self._keyed[unheld[~self._ready[unheld]]] = False
-        idle = unheld[~self._busy[unheld]]
-        keep = self._ready[idle] & self._keyed[idle]
-        kept, gone = idle[keep], idle[~keep]
-        if len(kept):
-            self._last_stamp += 1
-            self._stamp[kept] = self._last_stamp
-            self._batches.append((self._last_stamp, kept))
-            self._num_cached += len(kept)
-        self._free[gone] = True
-        self._ready[gone] = False
-        self._num_free += len(gone)
-        self.releases += 1
+        # In this order the end of a prefix is evicted before its beginning.
+        self._pool.let_go(handoff.held[::-1])
 
     def expire(self) -> int:
         """End the leases and the hand-offs that are past their time; returns how many hand-offs."""
@@ -407,7 +303,7 @@ class SlotDirectory:
             self._void_all()
             numbers = np.unique(np.concatenate(self._void))
             self._void.clear()
-            return numbers.tolist(), self._generation[numbers].tolist()
+            return numbers.tolist(), self._pool.generation[numbers].tolist()
 
     def void_unless(self, valid: Callable[[], bool]) -> bool:
         """Do the work of a `void` that is due, before it is called; returns whether there was any.
@@ -419,7 +315,7 @@ class SlotDirectory:
             valid: returns False from the reset until `void` is about to be called.
         """
         with self._lock:
-            if valid() or not (self._handoffs or self._num_cached):
+            if valid() or not (self._handoffs or self._pool.num_cached):
                 return False
             self._void_all()
             return True
@@ -428,18 +324,12 @@ class SlotDirectory:
         leased = [each.held for each in self._handoffs.values() if each.leases]
         for handoff in list(self._handoffs.values()):
             self._close(handoff)
-        self._index.clear()
-        cached = np.flatnonzero(self._stamp)
-        self._stamp[cached] = 0
-        self._batches.clear()
-        self._num_cached = 0
-        self._settle(cached)
-        numbers = np.unique(np.concatenate([*leased, _NONE]))
-        self._generation[numbers] += 1
+        self._pool.forget()
+        numbers = np.unique(np.concatenate([*leased, NONE]))
+        self._pool.generation[numbers] += 1
         self._void.append(numbers)
 
     def usage(self) -> tuple[int, int, int]:
         """(slots held, slots cached, leases)."""
         with self._lock:
-            held = self.num_slots - self._num_free - self._num_cached
-            return held, self._num_cached, self._num_leases
+            return self._pool.num_held, self._pool.num_cached, self._num_leases

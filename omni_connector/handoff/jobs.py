@@ -7,21 +7,16 @@ Loads have a module of their own, `loading`.
 import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.errors import (
-    ChecksumError,
-    PeerRefusedError,
-    PeerUnreachableError,
-    StaleSlotError,
-)
 from omni_connector.kv import BlockCopier, SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.copy_threads import NO_JOB_ID, Outcome, Work
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec
+from omni_connector.stats import failure_kind
 from omni_connector.transports import Arena
 from omni_connector.transports.base import Endpoint
 
@@ -162,14 +157,3 @@ def batch_blocks(layout: SlotLayout) -> list[int]:
     """For each group the blocks that are copied and committed at once, so that a peer can read the
     first ones while the last are still being copied."""
     return [max(1, BATCH_BYTES // max(1, size)) for size in layout.group_bytes]
-
-
-def failure_kind(error: Exception, other: str) -> str:
-    """The metrics' name of what went wrong."""
-    kinds: dict[type[Any], str] = {
-        StaleSlotError: "stale_slot",
-        ChecksumError: "checksum_mismatch",
-        PeerUnreachableError: "peer_unreachable",
-        PeerRefusedError: "peer_refused",
-    }
-    return next((kind for cls, kind in kinds.items() if isinstance(error, cls)), other)

@@ -18,12 +18,13 @@ from omni_connector.errors import (
     SlotPendingError,
     StaleSlotError,
 )
-from omni_connector.handoff.jobs import LoadSpec, batch_blocks, failure_kind
+from omni_connector.handoff.jobs import LoadSpec, batch_blocks
 from omni_connector.kv import BlockCopier, HeadSlice, SlotConverter, SlotLayout, head_sources
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.copy_threads import Outcome, Work
 from omni_connector.kv.shapes import GroupShape, converter, same_bytes
 from omni_connector.kv.spans import NULL_BLOCK_ID, expand
+from omni_connector.stats import failure_kind
 from omni_connector.transports import Endpoint, RemoteArena
 from omni_connector.transports.choice import Transports
 from omni_connector.transports.peer_arenas import OpenArenas, PeerArenas

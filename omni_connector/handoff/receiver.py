@@ -2,9 +2,9 @@
 """The scheduler half of a decode engine: leases at prefill engines, and the loads that they allow.
 
 The lease request is sent when the request arrives, and the control thread takes the answer;
-meanwhile the request waits in vLLM's queue. If anything fails before the load starts, this engine computes the
-prompt. If the load fails, the worker reports it, and vLLM recomputes or fails the request as
-`kv_load_failure_policy` says.
+meanwhile the request waits in vLLM's queue. If anything fails before the load starts, this engine
+computes the prompt. If the load fails, the worker reports it, and vLLM recomputes or fails the
+request as `kv_load_failure_policy` says.
 """
 
 import logging

@@ -20,11 +20,11 @@ from omni_connector.handoff.directory import Handoff, SlotDirectory
 from omni_connector.handoff.jobs import SaveSpec
 from omni_connector.handoff.params import handoff_answer, no_handoff_answer
 from omni_connector.handoff.prompt import Prompt
-from omni_connector.handoff.slot_index import SlotKey
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.ledger import CANCELLED, Block, CopyLedger, CopyWork
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
+from omni_connector.memory.slot_index import SlotKey
 from omni_connector.net.peers import HostPort
 from omni_connector.stats import Stats
 

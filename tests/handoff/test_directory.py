@@ -22,12 +22,22 @@ from omni_connector.errors import ArenaFullError
 from omni_connector.handoff.directory import Handoff, LeaseState, SlotDirectory
 from omni_connector.handoff.messages import DIGEST_BYTES, TOKEN_BYTES
 from omni_connector.handoff.prompt import Prompt
-from omni_connector.handoff.slot_index import SlotKey
 from omni_connector.kv.ledger import Block
+from omni_connector.memory.slot_index import SlotKey
 from omni_connector.testing import FakeClock
 
 TTL = 120.0
 Keys = Sequence[SlotKey | None]
+
+
+def slot_of(handoff: Handoff, block: Block) -> int:
+    group, index = block
+    return int(handoff.slots[group][index - handoff.first_blocks[group]])
+
+
+def generation_of(handoff: Handoff, block: Block) -> int:
+    group, index = block
+    return int(handoff.generations[group][index - handoff.first_blocks[group]])
 
 
 def key(n: int) -> SlotKey:
@@ -68,7 +78,7 @@ def missing(directory: SlotDirectory, handoff: Handoff) -> set[Block]:
         (g, i)
         for g, group in enumerate(slots(handoff))
         for i, number in enumerate(group)
-        if not directory._ready[number]
+        if not directory._pool._ready[number]
     }
 
 
@@ -465,7 +475,7 @@ def test_keys_that_were_evicted_are_not_kept_for_ever(clock: FakeClock) -> None:
     directory = SlotDirectory(4, clock, TTL)
     for n in range(100):
         cached(directory, key(n))
-    assert len(directory._index._by_key[0]) <= 4 * 4 + 1
+    assert len(directory._pool._index._by_key[0]) <= 4 * 4 + 1
     assert missing(directory, opened(directory, [key(98), key(99)])) == set()
 
 
@@ -506,7 +516,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         return {n for n, taken in self.content.items() if taken.busy}
 
     def block(self, handoff: Handoff, place: Block) -> _Taken:
-        return self.content[handoff.slot(place)]
+        return self.content[slot_of(handoff, place)]
 
     def places(self, handoff: Handoff) -> list[Block]:
         return [(g, i) for g, group in enumerate(slots(handoff)) for i in range(len(group))]
@@ -557,7 +567,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         used: set[int] = set()
         for g, group in enumerate(keys):
             for i, block_key in enumerate(group):
-                number, generation = handoff.slot((g, i)), handoff.generation((g, i))
+                number, generation = slot_of(handoff, (g, i)), generation_of(handoff, (g, i))
                 assert number not in used
                 used.add(number)
                 if generation > self.generation[number]:
@@ -600,16 +610,16 @@ class DirectoryMachine(RuleBasedStateMachine):
         for place in blocks:
             taken = self.block(handoff, place)
             taken.busy = False
-            taken.ready = handoff.slot(place) in self.held()
+            taken.ready = slot_of(handoff, place) in self.held()
 
     @rule(copy=consumes(copies))
     def unfilled(self, copy: tuple[Handoff, list[Block]]) -> None:
         handoff, blocks = copy
-        numbers = {handoff.slot(place) for place in blocks}
+        numbers = {slot_of(handoff, place) for place in blocks}
         self.directory.unfilled(handoff, blocks)
         for place in blocks:
             self.block(handoff, place).busy = False
-            self.generation[handoff.slot(place)] += 1  # a reader may have the old one
+            self.generation[slot_of(handoff, place)] += 1  # a reader may have the old one
         for token, each in list(self.live.items()):
             if numbers & {n for group in slots(each) for n in group}:
                 assert each.closed

@@ -102,12 +102,7 @@ MENDED: Final = (
         "after new weights a hand-off shares slots that were filled before",
         (
             "omni_connector.handoff.directory",
-            "        self._index.clear()\n"
-            "        cached = np.flatnonzero(self._stamp)\n"
-            "        self._stamp[cached] = 0\n"
-            "        self._batches.clear()\n"
-            "        self._num_cached = 0\n"
-            "        self._settle(cached)\n",
+            "        self._pool.forget()\n",
             "",
         ),
     ),
@@ -193,9 +188,9 @@ MENDED: Final = (
         "defect 6: slots being filled are not shared",
         "two hand-offs both copy into the slot that they share",
         (
-            "omni_connector.handoff.directory",
-            "                mine = ~(self._busy[numbers] | self._ready[numbers])\n",
-            "                mine = ~self._ready[numbers]\n",
+            "omni_connector.memory.slot_pool",
+            "= ~(self._busy[numbers] | self._ready[numbers])",
+            "= ~self._ready[numbers]",
         ),
     ),
     mutant(
@@ -262,7 +257,7 @@ MENDED: Final = (
         "waiters: nobody wakes them",
         "slots come free, and who waits for some is not given them",
         (
-            "omni_connector.handoff.directory",
+            "omni_connector.memory.slot_pool",
             "        self._num_free += len(gone)\n        self.releases += 1\n",
             "        self._num_free += len(gone)\n",
         ),

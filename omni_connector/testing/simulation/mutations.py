@@ -20,8 +20,8 @@ OWN: Final = (
         "a slot keeps its generation",
         "what a slot held before is taken for what it holds",
         (
-            "omni_connector.handoff.directory",
-            "        self._generation[numbers] += 1\n        self._ready[numbers] =",
+            "omni_connector.memory.slot_pool",
+            "        self.generation[numbers] += 1\n        self._ready[numbers] =",
             "        self._ready[numbers] =",
         ),
     ),
@@ -75,7 +75,7 @@ OWN: Final = (
     mutant(
         "shared slots are not held",
         "a slot that two hand-offs share goes with the first",
-        ("omni_connector.handoff.directory", "        self._users[shared] += 1\n", ""),
+        ("omni_connector.memory.slot_pool", "        self._users[shared] += 1\n", ""),
     ),
     mutant(
         "nothing expires",
@@ -235,7 +235,7 @@ OWN: Final = (
         "busy slots are free",
         "a slot that is being filled is given to another prompt",
         (
-            "omni_connector.handoff.directory",
+            "omni_connector.memory.slot_pool",
             "        idle = unheld[~self._busy[unheld]]\n",
             "        idle = unheld\n",
         ),
@@ -244,7 +244,7 @@ OWN: Final = (
         "names outlive their slots",
         "a slot that holds another block by now is found by its former key",
         (
-            "omni_connector.handoff.slot_index",
+            "omni_connector.memory.slot_index",
             "        alive = (self._generation[slots] == packed // self._num_slots) & "
             "self.keyed[slots]\n"
             "        return",

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Allocates the slots of an arena: which are free, held, being filled, or cached.
+
+A slot is *free*, *taken* for a block that will be copied, *busy* while a worker copies into it, or
+*ready*. Users hold slots in any state. Those whose prompts begin alike hold the same slots, and
+each block is copied once. A ready slot that has a key and that nobody holds is *cached*: while
+there is room it is kept, and later prompts that begin like it use it.
+
+A prompt may have tens of thousands of blocks, so arrays hold what is known of the slots.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.memory.slot_index import Ints, SlotIndex, SlotKey
+
+NONE: Final[Ints] = np.empty(0, np.int64)
+"""No slots."""
+
+
+class SlotPool:
+    """The slots of one arena. The caller holds a lock.
+
+    Args:
+        num_slots: of the arena.
+
+    Attributes:
+        generation: of each slot; it grows with each use. (slots,) int64.
+        releases: changes when a slot becomes free or cached.
+        num_cached: slots that are cached.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.generation: Ints = np.zeros(num_slots, np.int64)
+        self.releases = 0
+        self.num_cached = 0
+        self._users: Ints = np.zeros(num_slots, np.int64)
+        self._busy = np.zeros(num_slots, bool)
+        self._ready = np.zeros(num_slots, bool)
+        self._index = SlotIndex(self.generation)
+        self._keyed = self._index.keyed
+        self._free = np.ones(num_slots, bool)
+        self._num_free = num_slots
+        # Cached slots in batches, the oldest first, each batch with a stamp. A slot whose stamp
+        # differs from its batch's is no longer cached, or was cached again later.
+        self._stamp: Ints = np.zeros(num_slots, np.int64)
+        self._batches: deque[tuple[int, Ints]] = deque()
+        self._last_stamp = 0
+
+    @property
+    def num_held(self) -> int:
+        """Slots that are neither free nor cached."""
+        return len(self.generation) - self._num_free - self.num_cached
+
+    def take(
+        self, keys: Sequence[Sequence[SlotKey | None]], first_blocks: Sequence[int]
+    ) -> list[Ints] | None:
+        """Hold a slot for each block of a prompt: the one that has its key, else a new one.
+
+        Args:
+            keys: for each cache group the key of each block; None for a block that has none. The
+                caller does not change them any more.
+            first_blocks: for each cache group the logical index of the first of these blocks.
+
+        Returns:
+            The slots of each group; None when there is no room now.
+        """
+        parts = (self._index.find(g, group, first_blocks[g]) for g, group in enumerate(keys))
+        found: Ints = np.concatenate([NONE, *parts])
+        lacks = found < 0
+        shared = found[~lacks]
+        needed = len(found) - len(shared)
+        from_cache = shared[self._stamp[shared] > 0]
+        if needed > self._num_free + self.num_cached - len(from_cache):
+            return None
+        self._stamp[from_cache] = 0
+        self.num_cached -= len(from_cache)
+        self._users[shared] += 1
+        if needed:
+            found[lacks] = self._new(needed)
+        slots = np.split(found, np.cumsum([len(group) for group in keys])[:-1])
+        for g, group in enumerate(keys):
+            generations = self.generation[slots[g]]
+            self._index.remember(g, group, first_blocks[g], slots[g], generations)
+        return slots
+
+    def _new(self, count: int) -> Ints:
+        numbers = np.flatnonzero(self._free)[:count]  # low slots are warm and consecutive
+        self._free[numbers] = False
+        self._num_free -= len(numbers)
+        if len(numbers) < count:
+            numbers = np.concatenate([numbers, self._evict(count - len(numbers))])
+        self.generation[numbers] += 1
+        self._ready[numbers] = self._keyed[numbers] = False
+        self._users[numbers] = 1
+        return numbers
+
+    def _evict(self, count: int) -> Ints:
+        evicted: list[Ints] = []
+        self.num_cached -= count
+        while count:
+            stamp, batch = self._batches.popleft()
+            batch = batch[self._stamp[batch] == stamp]
+            if len(batch) > count:
+                self._batches.appendleft((stamp, batch[count:]))
+                batch = batch[:count]
+            self._stamp[batch] = 0
+            evicted.append(batch)
+            count -= len(batch)
+        return np.concatenate(evicted)
+
+    def hold(self, numbers: Ints) -> None:
+        """Hold slots that another user holds already."""
+        self._users[numbers] += 1
+
+    def let_go(self, numbers: Ints) -> None:
+        """End one user's hold. Slots that nobody else holds are cached or free, and those that come
+        first are evicted first."""
+        self._users[numbers] -= 1
+        self._settle(numbers[self._users[numbers] == 0])
+
+    def any_held(self, numbers: Ints) -> bool:
+        """Whether somebody holds one of these slots."""
+        return bool(self._users[numbers].any())
+
+    def lacks(self, numbers: Ints) -> NDArray[np.bool_]:
+        """Which of these slots have no content, and get none from a copy under way."""
+        lacks: NDArray[np.bool_] = ~(self._busy[numbers] | self._ready[numbers])
+        return lacks
+
+    def fill(self, group: int, keys: Sequence[SlotKey | None], numbers: Ints) -> None:
+        """Copies into these slots begin; from now on they are found by their keys."""
+        self._busy[numbers] = True
+        self._index.name(group, keys, numbers)
+
+    def filled(self, numbers: Ints) -> None:
+        """Every rank has committed these slots."""
+        self._busy[numbers] = False
+        self._ready[numbers] = True
+        self._settle(numbers[self._users[numbers] == 0])
+
+    def unfilled(self, numbers: Ints) -> bool:
+        """Copies were cancelled or have failed; returns whether somebody holds one of the slots."""
+        self._busy[numbers] = self._keyed[numbers] = False
+        # A rank may have committed the slot nevertheless; the next copy must be another one.
+        self.generation[numbers] += 1
+        unheld = numbers[self._users[numbers] == 0]
+        self._settle(unheld)
+        return len(unheld) < len(numbers)
+
+    def _settle(self, unheld: Ints) -> None:
+        """Cache or free slots that nobody holds."""
+        # A copy under way may be cancelled now, so no other user may find its slot.
+        self._keyed[unheld[~self._ready[unheld]]] = False
+        idle = unheld[~self._busy[unheld]]
+        keep = self._ready[idle] & self._keyed[idle]
+        kept, gone = idle[keep], idle[~keep]
+        if len(kept):
+            self._last_stamp += 1
+            self._stamp[kept] = self._last_stamp
+            self._batches.append((self._last_stamp, kept))
+            self.num_cached += len(kept)
+        self._free[gone] = True
+        self._ready[gone] = False
+        self._num_free += len(gone)
+        self.releases += 1
+
+    def forget(self) -> None:
+        """Free the cached slots, and let no slot be found by its key."""
+        self._index.clear()
+        cached = np.flatnonzero(self._stamp)
+        self._stamp[cached] = 0
+        self._batches.clear()
+        self.num_cached = 0
+        self._settle(cached)
