@@ -129,6 +129,10 @@ class PeerSession:
         leased = self._leases > 0 and self._clock() < self._leased_until
         return not (self._unsent or self._waiting or leased)
 
+    @property
+    def _awaits_handshake(self) -> bool:
+        return self._handshake_reply is None and self.failure is None
+
     def release(self, lease: Lease) -> Release:
         """What to send when a lease is not needed any more."""
         self._leases = max(0, self._leases - 1)
@@ -212,8 +216,8 @@ class PeerSession:
         return [self.handshake()]
 
     def _lease_granted(self, message: LeaseGranted) -> list[Request]:
-        pending = self._waiting.pop(message.sequence, None)
-        if pending is None or self._handshake_reply is None:
+        pending, reply = self._waiting.pop(message.sequence, None), self._handshake_reply
+        if pending is None or reply is None:
             return []
         if not pending.future.set_running_or_notify_cancel():
             # The caller has given up: end the lease.
@@ -222,27 +226,14 @@ class PeerSession:
         expires = now + message.lease_s
         self._leases += 1
         self._leased_until = max(self._leased_until, expires)
-        pending.future.set_result(
-            Lease(
-                self.address,
-                pending.token,
-                message.sequence,
-                self._handshake_reply,
-                message,
-                now,
-                expires,
-            )
-        )
+        lease = Lease(self.address, pending.token, message.sequence, reply, message, now, expires)
+        pending.future.set_result(lease)
         return []
 
     def tick(self) -> list[Request]:
         """Fail the requests that are past their deadline; returns what to send now."""
         now = self._clock()
-        if (
-            self._handshake_reply is None
-            and self.failure is None
-            and now >= self._introduction_ends
-        ):
+        if self._awaits_handshake and now >= self._introduction_ends:
             self.fail(PeerUnreachableError(f"no answer to the handshake from {self.address}"))
         late = PeerUnreachableError(f"no answer from {self.address} in time")
         for pending in [pending for pending in self._unsent if pending.deadline <= now]:
@@ -258,7 +249,7 @@ class PeerSession:
     def deadline(self) -> float:
         """Seconds of the clock when `tick` next has something to do."""
         deadlines = [pending.deadline for pending in [*self._unsent, *self._waiting.values()]]
-        if self._handshake_reply is None and self.failure is None:
+        if self._awaits_handshake:
             deadlines.append(self._introduction_ends)
         return min(deadlines, default=float("inf"))
 

@@ -102,16 +102,11 @@ class SlotDirectory:
         self._ttl = ttl
         self._randbytes = randbytes
         self._lock = threading.Lock()
-        self._pool = SlotPool(num_slots)
+        self.pool = SlotPool(num_slots)
         self._handoffs: dict[bytes, Handoff] = {}
         self._twins: dict[Hashable, dict[bytes, Handoff]] = {}
         self._num_leases = 0
         self._void: list[Ints] = []  # slots whose readers have not been told that they are void
-
-    @property
-    def releases(self) -> int:
-        """Changes when a slot becomes free or cached."""
-        return self._pool.releases
 
     def open(
         self,
@@ -146,12 +141,12 @@ class SlotDirectory:
             twins = self._twins.get(identity)
             if twins:
                 slots = next(iter(twins.values())).slots
-                self._pool.hold(np.concatenate(slots))
-            elif (found := self._pool.take(keys, first_blocks)) is not None:
+                self.pool.hold(np.concatenate(slots))
+            elif (found := self.pool.take(keys, first_blocks)) is not None:
                 slots = found
             else:
                 return None
-            generations = [self._pool.generation[group] for group in slots]
+            generations = [self.pool.generation[group] for group in slots]
             token = self._randbytes(TOKEN_BYTES)
             handoff = Handoff(token, prompt, keys, first_blocks, slots, generations, identity)
             self._handoffs[handoff.token] = handoff
@@ -167,23 +162,23 @@ class SlotDirectory:
                 return None
             chosen: list[Block] = []
             for g, at in handoff.places(blocks):
-                at = at[self._pool.lacks(handoff.slots[g][at])]
+                at = at[self.pool.lacks(handoff.slots[g][at])]
                 chosen += [(g, i) for i in (at + handoff.first_blocks[g]).tolist()]
                 keys = [handoff.keys[g][i] for i in at.tolist()]
-                self._pool.fill(g, keys, handoff.slots[g][at])
+                self.pool.fill(g, keys, handoff.slots[g][at])
             return chosen
 
     def filled(self, handoff: Handoff, blocks: Sequence[Block]) -> None:
         """Every rank has committed these blocks."""
         with self._lock:
-            self._pool.filled(handoff.slots_of(blocks))
+            self.pool.filled(handoff.slots_of(blocks))
 
     def unfilled(self, handoff: Handoff, blocks: Sequence[Block]) -> None:
         """The copies were cancelled or have failed: close every hand-off that holds one of these
         slots, so that nobody reads them."""
         with self._lock:
             numbers = handoff.slots_of(blocks)
-            if self._pool.unfilled(numbers):
+            if self.pool.unfilled(numbers):
                 for each in list(self._handoffs.values()):
                     if np.isin(each.held, numbers).any():
                         self._close(each)
@@ -191,7 +186,7 @@ class SlotDirectory:
     def wanted(self, handoff: Handoff, blocks: Sequence[Block]) -> bool:
         """Whether another hand-off holds slots of these blocks of a closed one."""
         with self._lock:
-            return self._pool.any_held(handoff.slots_of(blocks))
+            return self.pool.any_held(handoff.slots_of(blocks))
 
     def commit(self, handoff: Handoff) -> None:
         """The prefill is finished; the hand-off's time to live begins."""
@@ -238,7 +233,7 @@ class SlotDirectory:
             return handoff is not None and self._waits(handoff)
 
     def _waits(self, handoff: Handoff) -> bool:
-        return not handoff.committed or bool(self._pool.lacks(handoff.held).any())
+        return not handoff.committed or bool(self.pool.lacks(handoff.held).any())
 
     def release(self, token: bytes, lease: Hashable) -> None:
         """End a lease, and with the last one the hand-off. Unknown ones are ignored."""
@@ -276,7 +271,7 @@ class SlotDirectory:
         if not twins:
             del self._twins[handoff.identity]
         # In this order the end of a prefix is evicted before its beginning.
-        self._pool.let_go(handoff.held[::-1])
+        self.pool.let_go(handoff.held[::-1])
 
     def expire(self) -> int:
         """End the leases and the hand-offs that are past their time; returns how many hand-offs."""
@@ -303,7 +298,7 @@ class SlotDirectory:
             self._void_all()
             numbers = np.unique(np.concatenate(self._void))
             self._void.clear()
-            return numbers.tolist(), self._pool.generation[numbers].tolist()
+            return numbers.tolist(), self.pool.generation[numbers].tolist()
 
     def void_unless(self, valid: Callable[[], bool]) -> bool:
         """Do the work of a `void` that is due, before it is called; returns whether there was any.
@@ -315,7 +310,7 @@ class SlotDirectory:
             valid: returns False from the reset until `void` is about to be called.
         """
         with self._lock:
-            if valid() or not (self._handoffs or self._pool.num_cached):
+            if valid() or not (self._handoffs or self.pool.num_cached):
                 return False
             self._void_all()
             return True
@@ -324,12 +319,12 @@ class SlotDirectory:
         leased = [each.held for each in self._handoffs.values() if each.leases]
         for handoff in list(self._handoffs.values()):
             self._close(handoff)
-        self._pool.forget()
+        self.pool.forget()
         numbers = np.unique(np.concatenate([*leased, NONE]))
-        self._pool.generation[numbers] += 1
+        self.pool.generation[numbers] += 1
         self._void.append(numbers)
 
     def usage(self) -> tuple[int, int, int]:
         """(slots held, slots cached, leases)."""
         with self._lock:
-            return self._pool.num_held, self._pool.num_cached, self._num_leases
+            return self.pool.num_held, self.pool.num_cached, self._num_leases

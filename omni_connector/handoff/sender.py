@@ -131,8 +131,8 @@ class HandoffSender:
         large one for ever. Only the first is tried, and only when slots were released."""
         while self._waiting:
             send = self._waiting[0]
-            if send.refusal is None and self._tried != (send, self._directory.releases):
-                self._tried = send, self._directory.releases
+            if send.refusal is None and self._tried != (send, self._directory.pool.releases):
+                self._tried = send, self._directory.pool.releases
                 try:
                     send.handoff = self._directory.open(send.prompt, send.keys, send.first_blocks)
                 except ArenaFullError as error:

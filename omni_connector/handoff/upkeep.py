@@ -25,27 +25,29 @@ class Upkeep:
     Args:
         folder: the runtime folder.
         clock: seconds, monotonic.
+        directory: whose leases it ends. None where nothing is handed off.
+        valid: whether the directory's KV is of the engine's weights; it voids the directory if not.
 
     Attributes:
         channel: its thread calls `tick`.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        clock: Callable[[], float],
+        directory: SlotDirectory | None = None,
+        valid: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._folder = folder
         self._clock = clock
-        self._directory: SlotDirectory | None = None
-        self._valid: Callable[[], bool] = lambda: True
+        self._directory = directory
+        self._valid = valid
         self.channel: ControlChannel | None = None
         self._next_sweep = clock() + _SWEEP_S
         self._next_expiry = clock()
         self._lock = threading.Lock()
         self._events: Counter[str] = Counter()
-
-    def keep(self, directory: SlotDirectory, valid: Callable[[], bool]) -> None:
-        """From now on end the leases of this directory, and void it once `valid` returns False:
-        when its KV is not of the engine's weights any more."""
-        self._valid = valid
-        self._directory = directory
 
     def tick(self) -> None:
         """Do what is due; called about twice a second."""

@@ -137,12 +137,13 @@ class _Assembly:
         self._folder = runtime_dir(config.namespace)
         self._peers = Peers(config.peers)
         self._key = None if config.key_file is None else load_key(config.key_file)
-        self._upkeep = Upkeep(self._folder, self._clock)
+        self._directory = self._new_directory() if transfer.is_kv_producer else None
+        self._upkeep = Upkeep(self._folder, self._clock, self._directory, self._weights.holds)
 
     def scheduler(self) -> OmniScheduler:
         """The half. Nothing is left open where it cannot be made."""
         self._upkeep.sweep()
-        directory = self._directory() if self._transfer.is_kv_producer else None
+        directory = self._directory
         channel = self._channel(None if directory is None else self._server(directory))
         self._upkeep.channel = channel
         try:
@@ -166,7 +167,7 @@ class _Assembly:
             stats=self._stats,
         )
 
-    def _directory(self) -> SlotDirectory:
+    def _new_directory(self) -> SlotDirectory:
         if len(self._arenas) != self._ours.ranks:
             raise ConfigError("a rank of this engine has no arena")
         return SlotDirectory(
@@ -177,7 +178,6 @@ class _Assembly:
         )
 
     def _server(self, directory: SlotDirectory) -> ControlServer:
-        self._upkeep.keep(directory, self._weights.holds)
         return ControlServer(
             compatibility=self._ours,
             handshake_reply=HandshakeReply(self._epoch, self._hash_id, self._ours, self._arenas),

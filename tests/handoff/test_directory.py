@@ -78,7 +78,7 @@ def missing(directory: SlotDirectory, handoff: Handoff) -> set[Block]:
         (g, i)
         for g, group in enumerate(slots(handoff))
         for i, number in enumerate(group)
-        if not directory._pool._ready[number]
+        if not directory.pool._ready[number]
     }
 
 
@@ -475,7 +475,7 @@ def test_keys_that_were_evicted_are_not_kept_for_ever(clock: FakeClock) -> None:
     directory = SlotDirectory(4, clock, TTL)
     for n in range(100):
         cached(directory, key(n))
-    assert len(directory._pool._index._by_key[0]) <= 4 * 4 + 1
+    assert len(directory.pool._index._by_key[0]) <= 4 * 4 + 1
     assert missing(directory, opened(directory, [key(98), key(99)])) == set()
 
 

@@ -12,7 +12,7 @@ def group_shape(**changes: Any) -> GroupShape:
     values: dict[str, Any] = {
         "kind": "full_attention",
         "block_size": 16,
-        "keeps": "all",
+        "attention_type": "all",
         "layers": "even",
         "pages": ("H2.N16.C64", "H2.N16.C64"),
     }

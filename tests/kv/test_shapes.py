@@ -11,7 +11,7 @@ from omni_connector.kv.shapes import GroupShape, difference, same_bytes
 
 from .shapes import group_shape
 
-STATE: dict[str, Any] = {"kind": "mamba", "keeps": "last", "pages": ("C99", "C99")}
+STATE: dict[str, Any] = {"kind": "mamba", "attention_type": "last", "pages": ("C99", "C99")}
 LATENT: dict[str, Any] = {
     "kind": "mla_attention",
     "replicated": True,

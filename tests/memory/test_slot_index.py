@@ -89,10 +89,10 @@ def test_runs_do_not_grow_with_prompts_that_continue_each_other() -> None:
         words += [str(number)] * 7
         copied(directory, chain(*words, ""))
         copied(directory, chain(*words, ""))
-    assert len(directory._pool._index._runs) == 1
+    assert len(directory.pool._index._runs) == 1
     for number in range(4 * slot_index._RUNS):
         copied(directory, chain(*[str(number)] * 2 * slot_index._PIECE))
-    assert len(directory._pool._index._runs) == slot_index._RUNS
+    assert len(directory.pool._index._runs) == slot_index._RUNS
 
 
 words = st.lists(st.sampled_from("ab"), min_size=1, max_size=9)
@@ -110,7 +110,7 @@ def test_what_is_found_is_what_every_single_key_finds(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slot_index, "_PIECE", piece)
         directory = SlotDirectory(slots, lambda: 0.0, 60.0)
-        index = directory._pool._index
+        index = directory.pool._index
         held: list[Handoff] = []
         holds: dict[int, SlotKey | None] = {}
         for number, (text, tail, ends) in enumerate(prompts):
@@ -135,5 +135,5 @@ def test_what_is_found_is_what_every_single_key_finds(
             for _ in range(ends):
                 if held:
                     directory.close(held.pop(0).token)
-        assert (directory._pool._users >= 0).all()
-        assert np.count_nonzero(directory._pool._free) == directory._pool._num_free
+        assert (directory.pool._users >= 0).all()
+        assert np.count_nonzero(directory.pool._free) == directory.pool._num_free

@@ -102,7 +102,7 @@ MENDED: Final = (
         "after new weights a hand-off shares slots that were filled before",
         (
             "omni_connector.handoff.directory",
-            "        self._pool.forget()\n",
+            "        self.pool.forget()\n",
             "",
         ),
     ),

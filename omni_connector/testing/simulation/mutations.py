@@ -199,9 +199,9 @@ OWN: Final = (
         (
             "omni_connector.handoff.client",
             "    def _lease_granted(self, message: LeaseGranted) -> list[Request]:\n"
-            "        pending = self._waiting.pop(message.sequence, None)\n",
+            "        pending, reply = self._waiting.pop(message.sequence, None), self",
             "    def _lease_granted(self, message: LeaseGranted) -> list[Request]:\n"
-            "        pending = self._waiting.get(message.sequence)\n",
+            "        pending, reply = self._waiting.get(message.sequence), self",
         ),
     ),
     mutant(
