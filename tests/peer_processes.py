@@ -36,7 +36,7 @@ def publish(slot, generation, content):
 
 transport = SharedMemoryTransport(folder=Path(sys.argv[1]))
 connector = SharedMemoryConnector(folder=Path(sys.argv[1]))
-arena = Arena.create(4, 8192, populate=True)
+arena = Arena.create(4, 8192, prefault=True)
 """
 
 EXPORT = """

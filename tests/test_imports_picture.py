@@ -33,7 +33,7 @@ def test_the_page_has_the_picture_that_the_script_makes_now() -> None:
 def test_an_import_that_is_new_changes_the_picture(script: Any) -> None:
     rooms = script.read_rooms(script.PACKAGE)
     before = script.picture(rooms)
-    assert script.picture({**rooms, "errors": rooms["errors"] | {"stats"}}) != before
+    assert script.picture({**rooms, "errors": rooms["errors"] | {"turns"}}) != before
 
 
 def test_imports_are_read_wherever_they_stand(script: Any, tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ class Arena(_Mapping):
         Args:
             n_slots: number of slots, at least one.
             slot_bytes: bytes of a slot, a positive multiple of `PAGE_BYTES`.
-            populate: allocate memory in the background, ahead of the slots in use. The first
+            prefault: allocate memory in the background, ahead of the slots in use. The first
                 touch of a page costs many times a copy into it.
             randbytes: where the epoch, which names this arena, comes from.
 

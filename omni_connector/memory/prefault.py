@@ -56,7 +56,7 @@ class Prefaulter:
         self._stopped = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(
-            target=self._run, name="omni-connector-populate", daemon=True
+            target=self._run, name="omni-connector-prefault", daemon=True
         )
         self._thread.start()
 

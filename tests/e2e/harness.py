@@ -57,7 +57,7 @@ class References:
         None where that was no number at all, so that the answer could not be written as JSON.
         """
 
-        def ask_hollow(member: Member) -> reference.Answer | None:
+        def ask_no_op(member: Member) -> reference.Answer | None:
             member.probe.spoil()
             try:
                 return ask(member.engine, prompt, kv_transfer_params={"do_remote_prefill": True})
@@ -66,7 +66,7 @@ class References:
                     raise
                 return None
 
-        return self._once("hollow", recipe, prompt, ask_hollow)
+        return self._once("no-op", recipe, prompt, ask_no_op)
 
     def _once(
         self,

@@ -54,7 +54,12 @@ def test_peers_that_can_read(ours: GroupShape, theirs: GroupShape, ranks: tuple[
     [
         (group_shape(), group_shape(kind="mla_attention"), (1, 1), "kind of group 0"),
         (group_shape(), group_shape(replicated=True), (1, 1), "replicated of group 0"),
-        (group_shape(), group_shape(attention_type="window", span=8), (1, 1), "keeps of group 0"),
+        (
+            group_shape(),
+            group_shape(attention_type="window", window=8),
+            (1, 1),
+            "attention_type of group 0",
+        ),
         (group_shape(), group_shape(layers="odd"), (1, 1), "layers of group 0"),
         (of_block(16), of_block(24), (1, 1), "block_size of group 0"),
         (of_block(16), of_block(16, order="H{h}.N{n}.C32"), (1, 1), "pages of group 0"),
@@ -74,7 +79,7 @@ def test_peers_that_cannot_read_are_told_what_differs(
 
 
 def test_another_number_of_groups_is_named_by_the_families() -> None:
-    window = group_shape(kind="sliding_window", attention_type="window", span=8)
+    window = group_shape(kind="sliding_window", attention_type="window", window=8)
     found = difference((group_shape(), window), 1, (group_shape(),), 1, 2)
     assert found == ("groups", "full_attention, sliding_window", "full_attention")
 
@@ -96,7 +101,7 @@ def test_needed_blocks_are_those_of_the_tokens_that_the_next_one_reads(
 ) -> None:
     bounded = attention_type in ("window", "chunk")
     group = group_shape(
-        block_size=block_size, attention_type=attention_type, span=span if bounded else 0
+        block_size=block_size, attention_type=attention_type, window=span if bounded else 0
     )
     needed = group.needed(num_tokens)
     assert needed.stop == -(-num_tokens // block_size)

@@ -407,7 +407,7 @@ def test_memory_is_had_for_what_is_written(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(store.arena, "populate", lambda *each: asked.append(each))
+    monkeypatch.setattr(store.arena, "prefault", lambda *each: asked.append(each))
     put(store, "k", bytes(SLOT_BYTES + 10))
     put(store, "k", b"again, in other slots")
     store.drop("k")
@@ -424,7 +424,7 @@ def test_object_there_is_no_memory_for_is_refused(
     def fail(*_: object) -> None:
         raise OSError(errno.ENOMEM, "no memory")
 
-    monkeypatch.setattr(arena, "populate", fail)
+    monkeypatch.setattr(arena, "prefault", fail)
     with pytest.raises(TransportError, match="no memory"):
         put(store, "k", bytes(2 * SLOT_BYTES))
     monkeypatch.undo()

@@ -29,7 +29,7 @@ from pathlib import Path
 import msgspec
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
-from omni_connector.handoff.messages import CompatibilityKey, Welcome
+from omni_connector.handoff.messages import CompatibilityKey, HandshakeReply
 from omni_connector.handoff.server import ControlServer
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.net.keys import own_key
@@ -40,20 +40,20 @@ from omni_connector.transports.shm import SharedMemoryTransport
 folder = Path(sys.argv[1])
 connector = SharedMemoryTransport(folder=folder)
 endpoint = connector.export(Arena.create(1, 4096), "arena")
-shape = GroupShape(kind="f", block_size=16, keeps="all", layers="l", pages=("H2.N16.C64",))
+shape = GroupShape(kind="f", block_size=16, attention_type="all", layers="l", pages=("H2.N16.C64",))
 print_ = CompatibilityKey(
     model="m", dtype="d", kv_dtype="k", integrity="full", kv_heads=2, ranks=1, groups=(shape,)
 )
 server = ControlServer(
-    compatibility key=print_,
-    welcome=Welcome(b"e" * 16, "", print_, ((endpoint,),)),
+    compatibility=print_,
+    handshake_reply=HandshakeReply(b"e" * 16, "", print_, ((endpoint,),)),
     directory=SlotDirectory(1, time.monotonic, 60.0),
     clock=time.monotonic,
-    patience=60.0,
+    pending_timeout=60.0,
     count=lambda name: None,
 )
 channel = ControlChannel(
-    compatibility key=print_,
+    compatibility=print_,
     server=server,
     listen=folder / "control.sock",
     listen_tcp=HostPort("127.0.0.1", 0),

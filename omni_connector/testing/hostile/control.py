@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -48,14 +48,14 @@ _CONNECTIONS: Final = tuple(
 
 def shape(**changes: object) -> GroupShape:
     """A cache group of two layers."""
-    values = {
+    values: dict[str, Any] = {
         "kind": "full_attention",
         "block_size": 16,
         "attention_type": "all",
         "layers": "even",
         "pages": ("H2.N16.C64", "H2.N16.C64"),
     }
-    return msgspec.convert(values | changes, GroupShape)
+    return GroupShape(**(values | changes))
 
 
 def compatibility(ranks: int = 1, **changes: object) -> CompatibilityKey:
