@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from omni_connector.handoff.directory import SlotDirectory
-from omni_connector.testing.simulation import HASHES_VARIABLE, __main__, mutants
+from omni_connector.testing.simulation import HASHES_VARIABLE, __main__
 from omni_connector.testing.simulation.campaign import campaign, replayed
-from omni_connector.testing.simulation.mutations import MUTANTS
+from omni_connector.testing.simulation.mutants import command as mutants
+from omni_connector.testing.simulation.mutants.mutations import MUTANTS
 from omni_connector.testing.simulation.plan import plan_of
 from omni_connector.testing.simulation.run import laboratory, run
 

@@ -20,11 +20,11 @@ from omni_connector.testing.hostile.trial import Parser
 from omni_connector.testing.simulation.check import leftovers, sizes
 from omni_connector.testing.simulation.clients import HANDOFF, TIMEOUT_S, Sent, text
 from omni_connector.testing.simulation.cluster import Cluster
-from omni_connector.testing.simulation.engine import SimulatedEngine
+from omni_connector.testing.simulation.engines.engine import SimulatedEngine
+from omni_connector.testing.simulation.engines.settings import HANDOFF_TTL_S, EngineShape
 from omni_connector.testing.simulation.plan import Plan
 from omni_connector.testing.simulation.run import laboratory
-from omni_connector.testing.simulation.settings import HANDOFF_TTL_S, EngineShape
-from omni_connector.testing.simulation.world import Violation
+from omni_connector.testing.simulation.surroundings.world import Violation
 
 _LENGTH: Final = 13
 _LENGTHS: Final = (1, 2, _LENGTH, _LENGTH, _LENGTH)

@@ -10,10 +10,10 @@ from typing import Any, Final
 from vllm.v1.engine import FinishReason
 
 from omni_connector.testing.simulation.deployment import Deployment
-from omni_connector.testing.simulation.engine import SimulatedEngine
+from omni_connector.testing.simulation.engines.engine import SimulatedEngine
 from omni_connector.testing.simulation.plan import Plan
+from omni_connector.testing.simulation.surroundings.world import Violation
 from omni_connector.testing.simulation.waiting import Asking, Waiters, being_saved, leases_hold
-from omni_connector.testing.simulation.world import Violation
 
 HANDOFF: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 

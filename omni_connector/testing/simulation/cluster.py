@@ -5,12 +5,12 @@ import random
 from collections.abc import Iterator
 from typing import Any, Final
 
-from omni_connector.testing.simulation.babble import Liar, babble
 from omni_connector.testing.simulation.clients import Clients
-from omni_connector.testing.simulation.memory import SimulatedTransport
 from omni_connector.testing.simulation.plan import Plan
+from omni_connector.testing.simulation.surroundings.babble import Liar, babble
+from omni_connector.testing.simulation.surroundings.memory import SimulatedTransport
+from omni_connector.testing.simulation.surroundings.world import Violation
 from omni_connector.testing.simulation.weights import updating
-from omni_connector.testing.simulation.world import Violation
 from omni_connector.transports.base import Endpoint
 
 _OPERATOR_S: Final = 60.0

@@ -6,19 +6,24 @@ import itertools
 from typing import Any, Final
 
 from omni_connector.kv import make_copier
-from omni_connector.testing.simulation.connector import SURROUNDINGS_OF
-from omni_connector.testing.simulation.copiers import RaisingCopier
-from omni_connector.testing.simulation.engine import SimulatedEngine
-from omni_connector.testing.simulation.memory import (
+from omni_connector.testing.simulation.engines.connector import SURROUNDINGS_OF
+from omni_connector.testing.simulation.engines.copiers import RaisingCopier
+from omni_connector.testing.simulation.engines.engine import SimulatedEngine
+from omni_connector.testing.simulation.plan import Plan
+from omni_connector.testing.simulation.surroundings.memory import (
     Host,
     Shelf,
     SimulatedStore,
     SimulatedTransport,
 )
-from omni_connector.testing.simulation.plan import Plan
+from omni_connector.testing.simulation.surroundings.wires import (
+    STRANGER,
+    Net,
+    SimulatedSockets,
+    Weather,
+)
+from omni_connector.testing.simulation.surroundings.world import SimulatedTurns, World
 from omni_connector.testing.simulation.waiting import Asking, Waiters
-from omni_connector.testing.simulation.wires import STRANGER, Net, SimulatedSockets, Weather
-from omni_connector.testing.simulation.world import SimulatedTurns, World
 from omni_connector.transports.choice import Transports
 from omni_connector.vllm_v1.surroundings import Surroundings
 

@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from omni_connector.testing.simulation.settings import EngineShape, Policy, Role
+from omni_connector.testing.simulation.engines.settings import EngineShape, Policy, Role
 
 _FAMILIES: Final = (
     "full",

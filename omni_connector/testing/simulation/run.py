@@ -23,10 +23,10 @@ from omni_connector.prefix import store_jobs
 from omni_connector.testing.simulation import HASHES_VARIABLE
 from omni_connector.testing.simulation.check import held_by, leftovers, sizes
 from omni_connector.testing.simulation.cluster import Cluster
-from omni_connector.testing.simulation.engine import SimulatedEngine
+from omni_connector.testing.simulation.engines.engine import SimulatedEngine
+from omni_connector.testing.simulation.engines.settings import HANDOFF_TTL_S
 from omni_connector.testing.simulation.plan import Plan
-from omni_connector.testing.simulation.settings import HANDOFF_TTL_S
-from omni_connector.testing.simulation.world import Violation
+from omni_connector.testing.simulation.surroundings.world import Violation
 
 _QUIET_S: Final = 700.0
 """Seconds after which everything that is remembered for a while is forgotten too."""

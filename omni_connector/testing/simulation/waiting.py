@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from omni_connector.testing.simulation.engine import SimulatedEngine
-from omni_connector.testing.simulation.world import Violation
+from omni_connector.testing.simulation.engines.engine import SimulatedEngine
+from omni_connector.testing.simulation.surroundings.world import Violation
 
 _STOOD_STILL_S: Final = 0.2
 

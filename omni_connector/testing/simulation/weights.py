@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from vllm.v1.core.sched.interface import PauseState
 
-from omni_connector.testing.simulation.engine import SimulatedEngine
+from omni_connector.testing.simulation.engines.engine import SimulatedEngine
 
 if TYPE_CHECKING:
     from omni_connector.testing.simulation.cluster import Cluster

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from omni_connector.testing.toy import kv_cache_config, write_model
 from omni_connector.vllm_v1.compat import tell_hash_block_size
 
-MODULE: Final = "omni_connector.testing.simulation.connector"
+MODULE: Final = "omni_connector.testing.simulation.engines.connector"
 WINDOW: Final = 10
 MAX_LENGTH: Final = 512
 

@@ -3,8 +3,8 @@
 
 from typing import Final
 
-from omni_connector.testing.simulation.faults import Mutant, mutant
-from omni_connector.testing.simulation.mended import MENDED
+from omni_connector.testing.simulation.mutants.faults import Mutant, mutant
+from omni_connector.testing.simulation.mutants.mended import MENDED
 
 OWN: Final = (
     mutant(

@@ -24,8 +24,8 @@ from types import ModuleType
 from typing import Any, Final
 
 from omni_connector.testing.simulation import HASHES_VARIABLE
-from omni_connector.testing.simulation.faults import Mutant
-from omni_connector.testing.simulation.mutations import MUTANTS
+from omni_connector.testing.simulation.mutants.faults import Mutant
+from omni_connector.testing.simulation.mutants.mutations import MUTANTS
 
 MOST_SEEDS: Final = 1000
 
@@ -215,7 +215,3 @@ class _Finder:
     def exec_module(self, module: ModuleType) -> None:
         code = compile(self._sources[module.__name__], str(self._origin), "exec")
         exec(code, module.__dict__)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

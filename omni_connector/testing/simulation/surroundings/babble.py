@@ -30,8 +30,13 @@ from omni_connector.handoff.params import handoff_answer
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.memory.arena_format import EPOCH_BYTES
 from omni_connector.net.runtime import runtime_dir, socket_path
-from omni_connector.testing.simulation.wires import STRANGER, Net, Router, SimulatedPoller
-from omni_connector.testing.simulation.world import NEVER, Actor
+from omni_connector.testing.simulation.surroundings.wires import (
+    STRANGER,
+    Net,
+    Router,
+    SimulatedPoller,
+)
+from omni_connector.testing.simulation.surroundings.world import NEVER, Actor
 from omni_connector.transports.base import Endpoint
 
 _FAR = 1 << 40

@@ -27,14 +27,20 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from omni_connector.testing import inspection
-from omni_connector.testing.simulation.lifecycles import LIFECYCLES, alone
-from omni_connector.testing.simulation.settings import (
+from omni_connector.testing.simulation.engines.lifecycles import LIFECYCLES, alone
+from omni_connector.testing.simulation.engines.settings import (
     EngineShape,
     cache_config,
     extra_config,
     vllm_config,
 )
-from omni_connector.testing.simulation.world import NEVER, Actor, Killed, Violation, World
+from omni_connector.testing.simulation.surroundings.world import (
+    NEVER,
+    Actor,
+    Killed,
+    Violation,
+    World,
+)
 from omni_connector.testing.toy import reference
 from omni_connector.testing.toy_runner import ToyRunner, WrongBytes
 from omni_connector.vllm_v1.compat import waiting_with_blocks

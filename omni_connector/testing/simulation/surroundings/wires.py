@@ -9,7 +9,7 @@ from typing import Any, Final
 import zmq
 
 from omni_connector.handoff.messages import Handshake, decode_request
-from omni_connector.testing.simulation.world import NEVER, Actor, World
+from omni_connector.testing.simulation.surroundings.world import NEVER, Actor, World
 
 STRANGER: Final = "stranger"
 

@@ -3,7 +3,7 @@
 
 from typing import Final
 
-from omni_connector.testing.simulation.faults import mutant
+from omni_connector.testing.simulation.mutants.faults import mutant
 
 # Of defect 2 one is not here: that an engine's own loads are void at its reset. What it was granted
 # before it asks for again anyway, and vLLM resets nothing while it loads. tests/vllm_v1/test_epochs
