@@ -121,7 +121,7 @@ class SlotDirectory:
             keys: for each cache group the key of each block to be held. A key names all blocks
                 before its own too. It is None where only an equal prompt can use the block: the
                 last one, which is not full, or where blocks are not hashed. They must not change.
-            firsts: for each cache group the logical index of the first of these blocks; None: 0.
+            first_blocks: for each group the logical index of the first of these blocks; else 0.
 
         Returns:
             The hand-off, or None when there is no room now.
@@ -142,11 +142,11 @@ class SlotDirectory:
             if twins:
                 slots = next(iter(twins.values())).slots
                 self.pool.hold(np.concatenate(slots))
-            elif (found := self.pool.take(keys, first_blocks)) is not None:
-                slots = found
+                generations = [self.pool.generation[group] for group in slots]
+            elif (taken := self.pool.take(keys, first_blocks)) is not None:
+                slots, generations = taken
             else:
                 return None
-            generations = [self.pool.generation[group] for group in slots]
             token = self._randbytes(TOKEN_BYTES)
             handoff = Handoff(token, prompt, keys, first_blocks, slots, generations, identity)
             self._handoffs[handoff.token] = handoff

@@ -58,7 +58,7 @@ class SlotPool:
 
     def take(
         self, keys: Sequence[Sequence[SlotKey | None]], first_blocks: Sequence[int]
-    ) -> list[Ints] | None:
+    ) -> tuple[list[Ints], list[Ints]] | None:
         """Hold a slot for each block of a prompt: the one that has its key, else a new one.
 
         Args:
@@ -67,7 +67,7 @@ class SlotPool:
             first_blocks: for each cache group the logical index of the first of these blocks.
 
         Returns:
-            The slots of each group; None when there is no room now.
+            The slots of each group, and their generations; None when there is no room now.
         """
         parts = (self._index.find(g, group, first_blocks[g]) for g, group in enumerate(keys))
         found: Ints = np.concatenate([NONE, *parts])
@@ -83,10 +83,10 @@ class SlotPool:
         if needed:
             found[lacks] = self._new(needed)
         slots = np.split(found, np.cumsum([len(group) for group in keys])[:-1])
+        generations = [self.generation[group] for group in slots]
         for g, group in enumerate(keys):
-            generations = self.generation[slots[g]]
-            self._index.remember(g, group, first_blocks[g], slots[g], generations)
-        return slots
+            self._index.remember(g, group, first_blocks[g], slots[g], generations[g])
+        return slots, generations
 
     def _new(self, count: int) -> Ints:
         numbers = np.flatnonzero(self._free)[:count]  # low slots are warm and consecutive
