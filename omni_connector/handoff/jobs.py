@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from omni_connector.kv import BlockCopier, SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.copy_threads import NO_JOB_ID, Outcome, Work
+from omni_connector.kv.layered import Forward, LayeredSave, Stretches
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec
 from omni_connector.stats import failure_kind
 from omni_connector.transports import Arena
@@ -66,27 +67,54 @@ class Saver:
     Args:
         arena: whose slots are written.
         copier, layout: of this rank's KV caches.
+        stretches: their layers; the copier knows them.
         checksum: whether slots carry checksums.
     """
 
     def __init__(
-        self, *, arena: Arena, copier: BlockCopier, layout: SlotLayout, checksum: bool
+        self,
+        *,
+        arena: Arena,
+        copier: BlockCopier,
+        layout: SlotLayout,
+        stretches: Stretches,
+        checksum: bool,
     ) -> None:
         self._arena = arena
         self._copier = copier
         self._layout = layout
+        self._stretches = stretches
         self._checksum = checksum
 
     def work(self, job_id: int, spec: SaveSpec, fence: object) -> Work:
-        """The body of a save; see `Work`. Slots that it did not commit are void when it ends."""
+        """The body of a save; see `Work`. Slots that it did not commit are void when it ends.
 
-        def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
+        Args:
+            fence: of the copier; or the forward pass that the save follows.
+        """
+        forward = Forward.of(fence)
+
+        def work(cancelled: Callable[[], bool]) -> Generator[bool | None, None, Outcome]:
             outcome = Outcome(job_id)
             complete = False
+            copied = spec.blocks.block_ids != NULL_BLOCK_ID
             try:
+                copies = LayeredSave(
+                    self._copier,
+                    self._stretches,
+                    forward,
+                    spec.blocks,
+                    self._arena.slots,
+                    spec.slots,
+                    checksum=self._checksum,
+                )
+                if not forward.ended:
+                    self._begin_write(spec.slots[copied], spec.generations[copied])
+                    yield True
+                    outcome.early = yield from copies.follow(cancelled)
                 for group, places in spec.blocks.batches(batch_blocks(self._layout)):
                     if cancelled() or not (
-                        yield from self._save(spec, group, places, fence, cancelled)
+                        yield from self._save(spec, group, places, copies, cancelled)
                     ):
                         outcome.failure = "cancelled"
                         break
@@ -101,7 +129,6 @@ class Saver:
                 if not complete and not self._arena.closed:
                     # Readers that wait for these slots learn that they will not come with this
                     # generation. Who still reads a closed arena sees its owner go.
-                    copied = spec.blocks.block_ids != NULL_BLOCK_ID
                     self._begin_write(spec.slots[copied], spec.generations[copied] + 1)
             return outcome
 
@@ -122,21 +149,13 @@ class Saver:
         spec: SaveSpec,
         group: int,
         places: NDArray[np.int64],
-        fence: object,
+        copies: LayeredSave,
         cancelled: Callable[[], bool],
     ) -> Generator[bool, None, bool]:
         slots, generations = spec.slots[places], spec.generations[places]
-        self._begin_write(slots, generations)
+        self._begin_write(slots, generations)  # once more, where it followed the forward pass
         yield True
-        checksums = self._copier.save(
-            group,
-            spec.blocks.block_ids[places],
-            self._arena.slots,
-            slots,
-            checksum=self._checksum,
-            fence=fence,
-            cancelled=cancelled,
-        )
+        checksums = copies.finish(group, places, cancelled)
         if checksums is None:
             return False
         yield True

@@ -18,6 +18,7 @@ from omni_connector.kv import (
     canonicalize_cross_layers,
 )
 from omni_connector.kv.copy_threads import NO_JOB_ID, CopyThread, Outcome, Work
+from omni_connector.kv.layered import Forward, Stretches
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import TransferSpec
 from omni_connector.prefix.block_store import BlockStore
@@ -104,6 +105,9 @@ class OmniWorker:
         self._loads = CopyThread("omni-load", _PROCESS_CORES, surroundings.start)
         self._metadata: OmniConnectorMetadata | None = None
         self._loads_started = self._saves_started = True
+        # The forward pass under way that saves follow, and those that follow it.
+        self._forward: Forward | None = None
+        self._following: dict[int, TransferSpec] = {}
         # By the kind of job: the thread that makes it, and what makes its body.
         self._bodies: dict[
             type[TransferSpec], tuple[CopyThread, Callable[[int, Any, object], Work]]
@@ -124,7 +128,7 @@ class OmniWorker:
             ConfigError: the arena would not hold a single slot.
         """
         groups = group_specs(self._kv_cache_config)
-        self._open(canonicalize(groups, kv_caches, self._kv_cache_config.num_blocks))
+        self._open(canonicalize(groups, kv_caches, self._kv_cache_config.num_blocks), kv_caches)
 
     def register_cross_layers(self, kv_cache: "torch.Tensor", dims: str) -> None:
         """Like `register_kv_caches`, with one tensor of all layers.
@@ -138,19 +142,26 @@ class OmniWorker:
         self._open(
             canonicalize_cross_layers(
                 group_specs(config), kv_cache, names, config.num_blocks, dims=dims
-            )
+            ),
+            dict(zip(names, kv_cache.unbind(dims.index("L")), strict=True)),
         )
 
-    def _open(self, canonical: CanonicalKVCaches) -> None:
+    def _open(self, canonical: CanonicalKVCaches, views: "Mapping[str, torch.Tensor]") -> None:
+        """Take the caches in canonical form, and each layer's view of them."""
         layout = SlotLayout.of(canonical)
         self._layout = layout
-        self._copier = self._surroundings.copier(canonical, layout)
+        addresses = [
+            {layer.name: views[layer.name].data_ptr() for layer in group.layers}
+            for group in group_specs(self._kv_cache_config)
+        ]
+        stretches = Stretches.of(canonical, layout, addresses)
+        self._copier = self._surroundings.copier(stretches.canonical, stretches.layout)
         orders = kernel_orders(self._kv_cache_config, self._layers, canonical.page_orders)
         attention = attention_of(self._kv_cache_config, self._layers)
         groups = group_shapes(self._kv_cache_config, orders, attention)
         endpoints: tuple[Endpoint, ...] = ()
         if self._sizing is not None:
-            endpoints = self._open_arena(self._sizing, self._copier, layout, groups)
+            endpoints = self._open_arena(self._sizing, self._copier, layout, stretches, groups)
         if self._store is not None:
             self._store_jobs = StoreJobs(
                 store=self._store,
@@ -185,6 +196,7 @@ class OmniWorker:
         sizing: ArenaSizing,
         copier: BlockCopier,
         layout: SlotLayout,
+        stretches: Stretches,
         groups: tuple[GroupShape, ...],
     ) -> tuple[Endpoint, ...]:
         slot_bytes = layout.slot_bytes
@@ -200,6 +212,7 @@ class OmniWorker:
             arena=self._arena,
             copier=copier,
             layout=layout,
+            stretches=stretches,
             checksum=self._checksum or self._transports.needs_checksums,
         )
         self._bodies[SaveSpec] = self._saves, self._saver.work
@@ -230,8 +243,12 @@ class OmniWorker:
 
     def bind(self, metadata: OmniConnectorMetadata) -> None:
         """Take the work of a step."""
+        if self._following:  # the forward pass before this one has not come to its end
+            self._saves.cancel(set(self._following))
+            self._following = {}
         self._metadata = metadata
         self._loads_started = self._saves_started = False
+        self._forward = Forward() if metadata.saves else None
 
     def clear(self) -> None:
         """End of a step: whatever the runner did not start by itself starts now."""
@@ -252,23 +269,55 @@ class OmniWorker:
             return
         self._loads_started = True
         if metadata.loads:
-            self._start(metadata.loads)
+            self._start(metadata.loads, None if self._copier is None else self._copier.fence())
+
+    def layer_computed(self, layer: str) -> None:
+        """The forward pass has computed the KV of a layer; returns at once.
+
+        The first time in a step, its saves to slots start: never sooner, as blocks may be zeroed
+        and copied before.
+        """
+        forward = self._forward
+        if forward is None or self._copier is None or self._metadata is None:
+            return
+        forward.computed(layer, self._copier.fence())
+        if self._following:
+            self._saves.notify()
+            return
+        saves = self._metadata.saves.items()
+        self._following = {job_id: spec for job_id, spec in saves if type(spec) is SaveSpec}
+        if self._following:
+            self._start_void(self._metadata)
+            self._start(self._following, forward)
+        else:
+            self._forward = None
 
     def start_saves(self) -> None:
-        """Start the step's saves; returns at once. Call it when the forward has been launched."""
+        """Start those of the step's saves that have not been; returns at once. Call it when the
+        forward has been launched."""
         metadata = self._metadata
         if metadata is None or self._saves_started:
             return
         self._saves_started = True
+        fence = None if self._copier is None else self._copier.fence()
+        following, self._following = self._following, {}
+        if following:
+            assert self._forward is not None
+            self._forward.end(fence)
+            self._saves.notify()
+        else:
+            self._start_void(metadata)
+        self._forward = None
+        if left := {each: metadata.saves[each] for each in metadata.saves if each not in following}:
+            self._start(left, fence)
+
+    def _start_void(self, metadata: OmniConnectorMetadata) -> None:
         if metadata.void[0]:
             # After the copies under way, before any into the same slots.
             assert self._saver is not None
             self._saves.submit(NO_JOB_ID, self._saver.void_work(*metadata.void))
-        if metadata.saves:
-            self._start(metadata.saves)
 
-    def _start(self, jobs: Mapping[int, TransferSpec]) -> None:
-        fence = None if self._copier is None else self._copier.fence()
+    def _start(self, jobs: Mapping[int, TransferSpec], fence: object = None) -> None:
         for job_id, spec in jobs.items():
             if not self.transfer_async(job_id, spec, fence=fence):
                 bad = frozenset(spec.blocks.held)
@@ -280,7 +329,8 @@ class OmniWorker:
         Args:
             job_id: what this rank's report calls it.
             spec: what is copied.
-            fence: of the copier, when the blocks may be read or written; None for now.
+            fence: of the copier, when the blocks may be read or written; or the forward pass that
+                a save follows; None for now.
 
         Returns:
             Whether it was started. It is not before the caches that it needs are registered, nor
@@ -327,6 +377,8 @@ class OmniWorker:
         if done:
             self._stats.count(f"bytes_{done}", outcome.size)
             self._stats.count(f"blocks_{done}", outcome.blocks)
+        if outcome.early:
+            self._stats.count("bytes_saved_early", outcome.early)
 
     def take_finished_loads(self) -> tuple[set[str], set[str]]:
         """Requests whose loads ended, and those of them that failed as a whole."""

@@ -6,7 +6,8 @@ The older ones are those that `compat` describes: they load before the forward p
 `wait_for_save` only after one, and pass on less.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -41,7 +42,8 @@ def v1(
     for worker in workers:
         worker.bind_connector_metadata(_metadata(step))
     breathe()
-    batch = runner.forward(step)
+    with _by_layer(workers, runner, step, breathe):
+        batch = runner.forward(step)
     breathe()
     for worker in workers:
         worker.start_load_kv(_no_context())
@@ -60,7 +62,8 @@ def v2(
         worker.handle_preemptions(_metadata(step))
         worker.bind_connector_metadata(_metadata(step))
     breathe()
-    batch = runner.forward(step)
+    with _by_layer(workers, runner, step, breathe):
+        batch = runner.forward(step)
     breathe()
     for worker in workers:
         worker.start_load_kv(_no_context())
@@ -102,7 +105,8 @@ def _old(
         worker.bind_connector_metadata(_metadata(step))
         worker.start_load_kv(_no_context())
     breathe()
-    batch = runner.execute(step)
+    with _by_layer(workers, runner, step, breathe):
+        batch = runner.execute(step)
     breathe()
     outputs = []
     for worker in workers:
@@ -119,6 +123,27 @@ def _old(
         worker.clear_connector_metadata()
         outputs.append(model_output(*batch, output))
     return outputs
+
+
+@contextlib.contextmanager
+def _by_layer(
+    workers: Workers, runner: ToyRunner, step: SchedulerOutput, breathe: Breathe
+) -> Iterator[None]:
+    """What vLLM's attention layers do: they tell the connector when they have been computed. They
+    do not where a graph of the whole model is replayed, as it is for batches of some sizes."""
+
+    def computed(layer: str) -> None:
+        for worker in workers:
+            worker.save_kv_layer(layer, _no_context(), _no_context())
+            if _metadata(step).saves:
+                breathe()
+
+    if step.total_num_scheduled_tokens % 4:
+        runner.layer_computed = computed
+    try:
+        yield
+    finally:
+        runner.layer_computed = None
 
 
 def _output(worker: KVConnectorBase_V1, step: SchedulerOutput) -> KVConnectorOutput:
