@@ -160,11 +160,13 @@ class CopyThread:
 
     def _turn(self) -> float | None:
         with self._changed:
-            job = next((each for each in self._queue if each.cancelled or not each.waits), None)
-            if job is None:
+            due = (i for i, each in enumerate(self._queue) if each.cancelled or not each.waits)
+            place = next(due, None)
+            if place is None:
                 return None if self._closing else WOKEN
-            self._queue.remove(job)
-            self._running, notified = job, self._notified
+            job = self._running = self._queue[place]
+            del self._queue[place]
+            notified = self._notified
         outcome: Outcome | None = None
         goes_on: bool | None = False
         started = time.perf_counter()
@@ -186,7 +188,7 @@ class CopyThread:
                 self._queue.append(job)
             else:
                 job.waits = goes_on is UNTIL_NOTIFIED and notified == self._notified
-                self._queue.appendleft(job)
+                self._queue.insert(place, job)
             self._changed.notify_all()
         return _NOT_YET_S if goes_on is False and outcome is None else 0.0
 

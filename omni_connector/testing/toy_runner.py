@@ -121,7 +121,7 @@ class ToyRunner:
             start = computed[request_id]
             batch.append(self._part(request_id, start, start + num_tokens))
             undone += self._write(batch[-1])
-        if self.layer_computed is not None:
+        if batch and self.layer_computed is not None:
             self._write_by_layer(batch, undone, self.layer_computed)
         sampled = []
         for each in batch:

@@ -55,6 +55,43 @@ OWN: Final = (
         ),
     ),
     mutant(
+        "a layer is copied too soon",
+        "the layer after one that was computed is copied with it",
+        (
+            "omni_connector.kv.layered",
+            "            if left and self._forward.has(left[0].layers):\n",
+            "            if left and self._forward.has(left[0].layers | (left[1:] and left[0].layers)) "
+            "or len(left) == 1:\n",
+        ),
+    ),
+    mutant(
+        "a layer is not hashed",
+        "the checksum of a slot omits what was copied first",
+        (
+            "omni_connector.kv.layered",
+            "        if self._checksum:\n            for place, slot",
+            "        if self._checksum and stretch.first:\n            for place, slot",
+        ),
+    ),
+    mutant(
+        "layers are missing",
+        "a slot is published without the layers that told nothing",
+        (
+            "omni_connector.kv.layered",
+            "        for stretch in stretches[done:]:\n",
+            "        for stretch in ():\n",
+        ),
+    ),
+    mutant(
+        "a pass that died is published",
+        "a save goes on that follows a forward pass which never ended",
+        (
+            "omni_connector.vllm_v1.worker",
+            "            self._saves.cancel(set(self._following))\n",
+            "            self._forward.end(None)\n            self._saves.notify()\n",
+        ),
+    ),
+    mutant(
         "checksums are not compared",
         "bytes that changed on their way are served",
         (
