@@ -56,12 +56,11 @@ OWN: Final = (
     ),
     mutant(
         "a layer is copied too soon",
-        "the layer after one that was computed is copied with it",
+        "layers are copied before they are computed, once one of them is",
         (
             "omni_connector.kv.layered",
             "            if left and self._forward.has(left[0].layers):\n",
-            "            if left and self._forward.has(left[0].layers | (left[1:] and left[0].layers)) "
-            "or len(left) == 1:\n",
+            "            if left and self._forward._computed:\n",
         ),
     ),
     mutant(
@@ -80,15 +79,6 @@ OWN: Final = (
             "omni_connector.kv.layered",
             "        for stretch in stretches[done:]:\n",
             "        for stretch in ():\n",
-        ),
-    ),
-    mutant(
-        "a pass that died is published",
-        "a save goes on that follows a forward pass which never ended",
-        (
-            "omni_connector.vllm_v1.worker",
-            "            self._saves.cancel(set(self._following))\n",
-            "            self._forward.end(None)\n            self._saves.notify()\n",
         ),
     ),
     mutant(
