@@ -7,6 +7,7 @@ Loads have a module of their own, `loading`.
 import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -66,48 +67,28 @@ class Saver:
 
     Args:
         arena: whose slots are written.
-        copier, layout: of this rank's KV caches.
-        stretches: their layers; the copier knows them.
+        copier, stretches: of this rank's KV caches; the copier knows the stretches.
         checksum: whether slots carry checksums.
     """
 
     def __init__(
-        self,
-        *,
-        arena: Arena,
-        copier: BlockCopier,
-        layout: SlotLayout,
-        stretches: Stretches,
-        checksum: bool,
+        self, *, arena: Arena, copier: BlockCopier, stretches: Stretches, checksum: bool
     ) -> None:
         self._arena = arena
-        self._copier = copier
-        self._layout = layout
-        self._stretches = stretches
-        self._checksum = checksum
+        self._layout = stretches.layout
+        self._copies = partial(LayeredSave, copier, stretches, checksum)
 
     def work(self, job_id: int, spec: SaveSpec, fence: object) -> Work:
         """The body of a save; see `Work`. Slots that it did not commit are void when it ends.
-
-        Args:
-            fence: of the copier; or the forward pass that the save follows.
-        """
+        `fence` is that of the copier, or the forward pass that the save follows."""
         forward = Forward.of(fence)
+        copied = spec.blocks.block_ids != NULL_BLOCK_ID
 
         def work(cancelled: Callable[[], bool]) -> Generator[bool | None, None, Outcome]:
             outcome = Outcome(job_id)
             complete = False
-            copied = spec.blocks.block_ids != NULL_BLOCK_ID
             try:
-                copies = LayeredSave(
-                    self._copier,
-                    self._stretches,
-                    forward,
-                    spec.blocks,
-                    self._arena.slots,
-                    spec.slots,
-                    checksum=self._checksum,
-                )
+                copies = self._copies(forward, spec.blocks, self._arena.slots, spec.slots)
                 if not forward.ended:
                     self._begin_write(spec.slots[copied], spec.generations[copied])
                     yield True

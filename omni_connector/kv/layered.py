@@ -146,25 +146,23 @@ class LayeredSave:
     """The copies of one save.
 
     Args:
-        copier: made of `stretches.canonical`.
-        stretches: the layers of the groups.
+        copier, stretches: of the KV cache; the copier was made for the stretches.
+        checksum: whether slots have checksums.
         forward: the pass that fills the blocks.
         blocks: what is copied.
         slots: `(n_slots, slot_bytes)`, writable.
         slot_ids: the slot of each of `blocks.block_ids`, unused for a null block.
-        checksum: whether slots have checksums.
     """
 
     def __init__(
         self,
         copier: BlockCopier,
         stretches: Stretches,
+        checksum: bool,
         forward: Forward,
         blocks: BlockSpans,
         slots: NDArray[np.uint8],
         slot_ids: NDArray[np.int64],
-        *,
-        checksum: bool,
     ) -> None:
         self._copier = copier
         self._stretches = stretches.of_groups

@@ -161,7 +161,7 @@ class OmniWorker:
         groups = group_shapes(self._kv_cache_config, orders, attention)
         endpoints: tuple[Endpoint, ...] = ()
         if self._sizing is not None:
-            endpoints = self._open_arena(self._sizing, self._copier, layout, stretches, groups)
+            endpoints = self._open_arena(self._sizing, self._copier, stretches, groups)
         if self._store is not None:
             self._store_jobs = StoreJobs(
                 store=self._store,
@@ -195,11 +195,10 @@ class OmniWorker:
         self,
         sizing: ArenaSizing,
         copier: BlockCopier,
-        layout: SlotLayout,
         stretches: Stretches,
         groups: tuple[GroupShape, ...],
     ) -> tuple[Endpoint, ...]:
-        slot_bytes = layout.slot_bytes
+        slot_bytes = stretches.layout.slot_bytes
         size = sizing.size(slot_bytes, groups)
         self._arena = Arena.create(
             size.slots,
@@ -211,7 +210,6 @@ class OmniWorker:
         self._saver = Saver(
             arena=self._arena,
             copier=copier,
-            layout=layout,
             stretches=stretches,
             checksum=self._checksum or self._transports.needs_checksums,
         )

@@ -50,11 +50,11 @@ class Saving:
         self.copies = LayeredSave(
             self.copier,
             self.stretches,
+            checksum,
             self.forward,
             self.blocks,
             self.slots,
             np.arange(count)[::-1].copy(),
-            checksum=checksum,
         )
         self.pieces = self.copies.follow(never)
 
