@@ -133,10 +133,12 @@ class CopyThread:
     def notify(self) -> None:
         """Let the jobs go on that wait for this; returns at once."""
         with self._changed:
-            self._notified += 1
-            for job in self._queue:
+            self._notified += 1  # for one that looks just now, and is about to wait
+            waiting = [job for job in self._queue if job.waits]
+            for job in waiting:
                 job.waits = False
-        self._thread.wake()
+        if waiting:
+            self._thread.wake()
 
     def close(self) -> None:
         """Cancel everything and stop the thread. Idempotent, within `CLOSE_S` seconds.
