@@ -57,6 +57,8 @@ class ToyRunner:
         layer_computed: called in a forward pass with each attention layer, when the KV of the
             whole batch is written in it and none in the layers after it; None computes request
             by request. Layers that keep a state tell nothing, as in vLLM.
+        halves: whether a batch is computed in two halves, one after the other, as vLLM does with
+            `--enable-dbo`: each of them tells of all layers.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class ToyRunner:
     ) -> None:
         self.weights = weights
         self.layer_computed: Callable[[str], None] | None = None
+        self.halves = False
         self._kinds = kinds_of(config, len(kv_caches))
         self._groups: list[_Attention | _State] = []
         layers = {
@@ -196,8 +199,9 @@ class ToyRunner:
         """Take it all back, and write it layer by layer."""
         for put in reversed(before):
             put.cache[put.place] = put.content
-        for name, g, number in self._order:
-            for part in batch:
+        halves = (batch[::2], batch[1::2]) if self.halves and len(batch) > 1 else (batch,)
+        for half, (name, g, number) in itertools.product(halves, self._order):
+            for part in half:
                 for put in part.puts[g][number]:
                     put.cache[put.place] = put.content
             if self._kinds[g].keeps != "state":

@@ -297,17 +297,19 @@ class OmniWorker:
         if metadata is None or self._saves_started:
             return
         self._saves_started = True
-        fence = None if self._copier is None else self._copier.fence()
+        forward, self._forward = self._forward, None
         following, self._following = self._following, {}
-        if following:
-            assert self._forward is not None
-            self._forward.end(fence)
-            self._saves.notify()
-        else:
+        if not following:
             self._start_void(metadata)
-        self._forward = None
-        if left := {each: metadata.saves[each] for each in metadata.saves if each not in following}:
-            self._start(left, fence)
+        if not metadata.saves:
+            return
+        fence = None if self._copier is None else self._copier.fence()
+        if following:
+            assert forward is not None
+            forward.end(fence)
+            self._saves.notify()
+        saves = metadata.saves.items()
+        self._start({job_id: spec for job_id, spec in saves if job_id not in following}, fence)
 
     def _start_void(self, metadata: OmniConnectorMetadata) -> None:
         if metadata.void[0]:

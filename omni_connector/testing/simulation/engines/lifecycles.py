@@ -130,7 +130,8 @@ def _by_layer(
     workers: Workers, runner: ToyRunner, step: SchedulerOutput, breathe: Breathe
 ) -> Iterator[None]:
     """What vLLM's attention layers do: they tell the connector when they have been computed. They
-    do not where a graph of the whole model is replayed, as it is for batches of some sizes."""
+    do not where a graph of the whole model is replayed, and do so twice where a batch is computed
+    in two halves, as happens here with batches of some sizes."""
 
     def computed(layer: str) -> None:
         for worker in workers:
@@ -140,6 +141,7 @@ def _by_layer(
 
     if step.total_num_scheduled_tokens % 4:
         runner.layer_computed = computed
+    runner.halves = step.total_num_scheduled_tokens % 4 == 1
     try:
         yield
     finally:

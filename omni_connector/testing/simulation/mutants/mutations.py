@@ -82,6 +82,15 @@ OWN: Final = (
         ),
     ),
     mutant(
+        "a layer is copied once",
+        "where a batch is computed in two halves, the layers of the second are not copied again",
+        (
+            "omni_connector.kv.layered",
+            "        return not layers.isdisjoint(self._again)\n",
+            "        return False\n",
+        ),
+    ),
+    mutant(
         "checksums are not compared",
         "bytes that changed on their way are served",
         (
