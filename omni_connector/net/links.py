@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sockets of a control channel: it listens, connects to peers and waits with them."""
 
+import contextlib
 import math
 import os
 from collections.abc import Callable
@@ -79,7 +80,7 @@ class ZmqSockets:
     def __init__(self) -> None:
         self._context = make_context()
         self._path: Path | None = None
-        self.poller: Poller = _ZmqPoller()
+        self.poller: Poller = ZmqPoller()
 
     def serve(self, path: Path) -> Socket:
         router = self._context.socket(zmq.ROUTER)
@@ -116,7 +117,9 @@ class ZmqSockets:
             self._context.destroy(linger=0)
 
 
-class _ZmqPoller:
+class ZmqPoller:
+    """Waits for sockets of ZeroMQ; see `Poller`."""
+
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
@@ -138,7 +141,8 @@ class _ZmqPoller:
         self._poller.poll(None if seconds == WOKEN else math.ceil(seconds * 1000))
 
     def wake(self) -> None:
-        os.eventfd_write(self._fd, 1)
+        with contextlib.suppress(OSError):  # if it is closed, nobody waits any more
+            os.eventfd_write(self._fd, 1)
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

@@ -254,10 +254,12 @@ class SimulatedTurns(Actor):
         *,
         sleep: Sleep | None = None,
         cores: frozenset[int] | None = None,
+        end: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(f"{owner}'s {name}", owner)
         self._world = world
         self._turn = turn
+        self._end = end
         self._alive = True
         self.sleep = sleep
         self.is_shared = name in _SHARED_THREADS
@@ -306,6 +308,8 @@ class SimulatedTurns(Actor):
     def _once(self) -> float | None:
         try:
             seconds = self._turn()
+            if seconds is None:
+                self._end()
         except (Violation, Killed):
             raise
         except BaseException as error:
