@@ -70,7 +70,6 @@ class SimulatedPoller:
 
     def __init__(self) -> None:
         self.turns: Any = None
-        self.broken = False
         self._sockets: list[Any] = []
 
     def register(self, socket: Any) -> None:
@@ -80,8 +79,6 @@ class SimulatedPoller:
         self._sockets.remove(socket)
 
     def ready(self) -> dict[Any, int]:
-        if self.broken:
-            raise OSError("there is nothing to poll with")
         return {socket: zmq.POLLIN for socket in self._sockets if socket.inbox}
 
     def wait(self, seconds: float) -> None:

@@ -261,7 +261,6 @@ class SimulatedTurns(Actor):
         self._turn = turn
         self._end = end
         self._alive = True
-        self.sleep = sleep
         self.is_shared = name in _SHARED_THREADS
         self._idle = 0
         self._woken = False
@@ -280,9 +279,10 @@ class SimulatedTurns(Actor):
         return self._alive
 
     def die(self) -> None:
-        """End in the middle of what it does, as a thread does that an interpreter's error ends."""
+        """End in the middle of what it does, as a thread does whose turn raises."""
         self._alive = False
         self._world.remove(self)
+        self._end()
 
     def join(self, timeout: float) -> None:
         """Make all turns that are left; the caller has told it to end."""
