@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sockets of a control channel: it listens, connects to peers and waits with them."""
 
-import contextlib
 import math
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -121,6 +121,7 @@ class ZmqPoller:
     """Waits for sockets of ZeroMQ; see `Poller`."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._fd, zmq.POLLIN)
@@ -141,11 +142,13 @@ class ZmqPoller:
         self._poller.poll(None if seconds == WOKEN else math.ceil(seconds * 1000))
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # if it is closed, nobody waits any more
-            os.eventfd_write(self._fd, 1)
+        with self._lock:
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
 
     def close(self) -> None:
-        fd, self._fd = self._fd, -1
+        with self._lock:  # another file may have this number from now on
+            fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
