@@ -262,22 +262,20 @@ class CpuCopier(BlockCopier):
         ]
         stored = copy.slots[:, : group.row_bytes]
         bound = _HASHED_BYTES if copy.checksum else _COPIED_BYTES
-        sums = np.zeros(len(copy.block_ids), np.uint64)
-        at = 0
+        sums: list[int] = []
         for block, slot, count in consecutive(
             copy.block_ids, copy.slot_ids, max(1, bound // max(1, group.row_bytes))
         ):
             if cancelled is not None and cancelled():
                 return None
-            if not copy.checksum:
+            if copy.checksum:
+                sums += _copy_hashed(parts, stored, block, slot, count, saving)
+            else:
                 for part in parts:
                     part.copy(block, slot, count, saving)
-            else:
-                sums[at : at + count] = _copy_hashed(parts, stored, block, slot, count, saving)
             if not saving:
                 _zero(group.padding, block, count)
-            at += count
-        return sums
+        return np.array(sums, np.uint64) if sums else np.zeros(len(copy.block_ids), np.uint64)
 
 
 def _copy_hashed(
