@@ -204,14 +204,12 @@ class _GroupParts:
     """The blocks of one group, as the host copies them.
 
     Args:
-        row_bytes: bytes of one block.
         whole: its segments, in slot order.
         hashed: the same cut so small that they are hashed while they are still in the cache.
         padding: what the group reserves beside its content, `(num_blocks, ...)` each.
         reserved: content and padding, `(num_blocks, ...)` each.
     """
 
-    row_bytes: int
     whole: list[_Part]
     hashed: list[_Part]
     padding: list[NDArray[np.uint8]]
@@ -223,7 +221,6 @@ class _GroupParts:
         content = content_of(pages)
         cut = [part for segment in content for part in split(segment, _HASHED_BYTES)]
         return cls(
-            sum(page.nbytes for page in pages),
             [_Part.of(canonical, segment) for segment in content],
             [_Part.of(canonical, segment) for segment in cut],
             [_Part.of(canonical, segment).blocks for segment in padding_of(pages)],
@@ -260,11 +257,12 @@ class CpuCopier(BlockCopier):
         parts = [
             part.beside(copy.slots) for part in (group.hashed if copy.checksum else group.whole)
         ]
-        stored = copy.slots[:, : group.row_bytes]
+        size = self._layout.group_bytes[copy.group]
+        stored = copy.slots[:, :size]
         bound = _HASHED_BYTES if copy.checksum else _COPIED_BYTES
         sums: list[int] = []
         for block, slot, count in consecutive(
-            copy.block_ids, copy.slot_ids, max(1, bound // max(1, group.row_bytes))
+            copy.block_ids, copy.slot_ids, max(1, bound // max(1, size))
         ):
             if cancelled is not None and cancelled():
                 return None
