@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from omni_connector.kv import BlockCopier, SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.copy_threads import NO_JOB_ID, Outcome, Work
 from omni_connector.kv.layered import Forward, LayeredSave, Stretches
-from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec
+from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec, check_ids
 from omni_connector.stats import failure_kind
 from omni_connector.transports import Arena
 from omni_connector.transports.base import Endpoint
@@ -41,6 +41,11 @@ class SaveSpec(TransferSpec):
     generations: NDArray[np.int64]
     keys: list[bytes]
 
+    def check(self, num_blocks: int, num_slots: int) -> None:
+        TransferSpec.check(self, num_blocks, num_slots)
+        copied = self.blocks.block_ids != NULL_BLOCK_ID
+        check_ids(self.slots[copied], num_slots, "slot", written=True)
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LoadSpec(TransferSpec):
@@ -54,6 +59,8 @@ class LoadSpec(TransferSpec):
         timeout: seconds from its arrival until the job is given up.
         source: what the peer keeps; None where all its slots hold the bytes of our blocks.
     """
+
+    fills_blocks: ClassVar[bool] = True
 
     slots: BlockSpans
     generations: NDArray[np.int64]

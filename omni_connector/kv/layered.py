@@ -6,17 +6,16 @@ The copier sees each stretch as a group of its own, and the checksum of a slot g
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.kv.canonical import CanonicalKVCaches
+from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
 from omni_connector.kv.copy_threads import UNTIL_NOTIFIED
-from omni_connector.kv.copying import BlockCopier
-from omni_connector.kv.slots import SlotLayout
+from omni_connector.kv.copying import BlockCopier, BlockCopy
 from omni_connector.kv.spans import BlockSpans
 
 _HASHED_BYTES: Final = 1024 * 1024
@@ -115,29 +114,21 @@ class Stretches:
             layout: its slots.
             addresses: for each group where the bytes of each layer begin, in block 0.
         """
-        sizes = list(layout.group_bytes)
-        all_refs, all_offsets = list(canonical.group_data_refs), list(layout.ref_offsets)
+        pages, sizes = list(canonical.pages), list(layout.group_bytes)
         of_groups = []
-        for group, group_addresses in enumerate(addresses):
-            names: dict[int, set[str]] = {}
-            for name, address in group_addresses.items():
-                names.setdefault(address, set()).add(name)
-            refs, offsets = canonical.group_data_refs[group], layout.ref_offsets[group]
-            starts = [canonical.tensors[ref.tensor_idx].tensor.data_ptr() for ref in refs]
-            bounds = [i for i, start in enumerate(starts) if i == 0 or start in names]
+        for group_pages, group_addresses in zip(canonical.pages, addresses, strict=True):
             stretches = []
-            for i, end in zip(bounds, [*bounds[1:], len(refs)], strict=True):
-                first = offsets[i]
-                size = sum(ref.page_size_bytes for ref in refs[i:end])
-                layers = frozenset(names.get(starts[i], ()))
-                stretches.append(Stretch(len(sizes), first, first + size, layers))
-                sizes.append(size)
-                all_refs.append(refs[i:end])
-                all_offsets.append(tuple(offset - first for offset in offsets[i:end]))
+            for page in group_pages:
+                at = page.storage + page.start
+                layers = frozenset(name for name, each in group_addresses.items() if each == at)
+                end = page.slot_offset + page.nbytes
+                stretches.append(Stretch(len(pages), page.slot_offset, end, layers))
+                pages.append((replace(page, slot_offset=0),))
+                sizes.append(page.nbytes)
             of_groups.append(tuple(stretches))
         return cls(
-            CanonicalKVCaches(canonical.tensors, all_refs, canonical.page_orders),
-            SlotLayout(tuple(sizes), layout.slot_bytes, tuple(all_offsets)),
+            replace(canonical, pages=tuple(pages)),
+            SlotLayout(tuple(sizes), layout.slot_bytes),
             tuple(of_groups),
         )
 
@@ -222,15 +213,9 @@ class LayeredSave:
         """
         stretches, done = self._stretches[group], self._done[group]
         if not done or any(self._forward.repeated(each.layers) for each in stretches[:done]):
-            return self._copier.save(
-                group,
-                self._block_ids[places],
-                self._slots,
-                self._slot_ids[places],
-                checksum=self._checksum,
-                fence=self._forward.fence,
-                cancelled=cancelled,
-            )
+            ids = self._block_ids[places], self._slots, self._slot_ids[places]
+            whole = BlockCopy(group, *ids, self._checksum, self._forward.fence)
+            return self._copier.save(whole, cancelled=cancelled)
         for stretch in stretches[done:]:
             for batch in _batches(places, stretch):
                 if not self._copy(stretch, batch, cancelled):
@@ -242,15 +227,10 @@ class LayeredSave:
         self, stretch: Stretch, places: NDArray[np.int64], cancelled: Callable[[], bool]
     ) -> bool:
         part, slot_ids = self._slots[:, stretch.first : stretch.end], self._slot_ids[places]
-        copied = self._copier.save(
-            stretch.number,
-            self._block_ids[places],
-            part,
-            slot_ids,
-            checksum=False,
-            fence=self._forward.fence,
-            cancelled=cancelled,
+        copy = BlockCopy(
+            stretch.number, self._block_ids[places], part, slot_ids, False, self._forward.fence
         )
+        copied = self._copier.save(copy, cancelled=cancelled)
         if copied is None:
             return False
         if self._checksum:

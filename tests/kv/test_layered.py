@@ -308,3 +308,26 @@ def test_a_real_thread_sleeps_until_it_is_notified(waiting, made):
         thread.notify()
     thread.close()
     assert thread.take_ended()[0].failure is None
+
+
+def test_a_layer_of_a_device_goes_to_pinned_slots_in_batches_of_its_own_size(kv):
+    from omni_connector.kv.staging import StagedCopier
+
+    lane = kv.HostLane(pins=True)
+    source = kv.build("LBHNC", 9, [[kv.Shape(4, 2, 16, 128)]], seed=1)
+    made = []
+
+    def make(canonical, layout, slots):
+        made.append(StagedCopier(canonical, layout, lane, staging_bytes=layout.slot_bytes))
+        made[0].pin(slots)
+        return made[0]
+
+    saving = Saving(make, source, source.clone())
+    saving.compute(saving.layers[0])
+    while not saving.advance(1):
+        pass
+    # Eight blocks: a slot's room holds one layer of four of them.
+    assert sum(verb == "mark" for verb, _ in lane.log) == 2
+    assert not made[0]._bounced
+    saving.end()
+    saving.check(3)
