@@ -137,11 +137,11 @@ class ControlChannel:
         """Ask the peer at `address` for a hand-off; returns at once.
 
         Its future gets a `Lease`, or an `OmniError` before its deadline. Cancel it to give
-        up: the lease of a grant that comes later is ended.
+        up: a lease that comes later is ended.
         """
-        self._post(lambda: self._claim(address, pending))
+        self._post(lambda: self._request(address, pending))
 
-    def _claim(self, address: str, pending: PendingLease) -> None:
+    def _request(self, address: str, pending: PendingLease) -> None:
         try:
             peer = self._peer(address, pending.epoch)
             if isinstance(peer, OmniError):

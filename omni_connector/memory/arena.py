@@ -312,7 +312,7 @@ class Arena(_Mapping):
         _barrier()
 
     def close(self) -> None:
-        """Stop population, unmap, and close the memfd. Peers keep what they mapped. Idempotent."""
+        """Stop prefaulting, unmap, and close the memfd. Peers keep what they mapped. Idempotent."""
         if self._prefaulter is not None:
             self._prefaulter.stop()
         super().close()

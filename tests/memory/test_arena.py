@@ -22,7 +22,7 @@ from omni_connector.errors import (
     TransportError,
 )
 from omni_connector.memory import arena as arena_module
-from omni_connector.memory import prefault as population
+from omni_connector.memory import prefault as prefault_module
 from omni_connector.memory.arena import (
     SEALS,
     Arena,
@@ -330,11 +330,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("modern", [True, False])
 def test_memory_is_allocated_ahead_of_use(monkeypatch: pytest.MonkeyPatch, modern: bool) -> None:
     slot_bytes, n_slots = 1 << 20, 64
-    for module in (arena_module, population):
+    for module in (arena_module, prefault_module):
         monkeypatch.setattr(module, "PREFAULT_AHEAD", 4 << 20)
-    monkeypatch.setattr(population, "_PREFAULT_CHUNK", 1 << 20)
+    monkeypatch.setattr(prefault_module, "_PREFAULT_CHUNK", 1 << 20)
     if not modern:  # what a kernel before 5.14 answers to that advice
-        monkeypatch.setattr(population, "MADV_POPULATE_WRITE", 0x7FFF)
+        monkeypatch.setattr(prefault_module, "MADV_POPULATE_WRITE", 0x7FFF)
     with Arena.create(n_slots, slot_bytes, prefault=True) as arena:
         wait_until(lambda: allocated(arena) >= 4 << 20)
         arena.slots[40] = 1
@@ -371,7 +371,7 @@ def test_slot_has_memory_once_populated(
     arena: Arena, monkeypatch: pytest.MonkeyPatch, kernel_can: bool
 ) -> None:
     if not kernel_can:  # before Linux 5.14 the advice is unknown
-        monkeypatch.setattr(population, "MADV_POPULATE_WRITE", 9999)
+        monkeypatch.setattr(prefault_module, "MADV_POPULATE_WRITE", 9999)
     arena.slots[1] = 7
 
     def allocated() -> int:
@@ -385,10 +385,8 @@ def test_slot_has_memory_once_populated(
     assert (arena.slots[1] == 7).all()
 
 
-def test_population_without_memory_is_an_error(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(population, "MADV_POPULATE_WRITE", 9999)
+def test_prefault_without_memory_is_an_error(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefault_module, "MADV_POPULATE_WRITE", 9999)
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no space")

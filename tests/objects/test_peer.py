@@ -23,7 +23,7 @@ from omni_connector.objects.object_store import ObjectStore, StoredObject
 from omni_connector.objects.peer import ANSWERS, Find, Found, Missing, Peer, Read
 from omni_connector.objects.shm import SharedMemoryConnector
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.shm import Attach, Grant
+from omni_connector.transports.shm import Attach, AttachReply
 
 SOON_S = 20.0
 KEY = ObjectKey("0", "1", "key")
@@ -94,7 +94,7 @@ def found(runs: Any, length: int = 10, generation: int = 1, **endpoint: Any) -> 
         Missing(KEY.digest),
         Missing(b"another"),
         Refusal("no"),
-        Grant(EPOCH, 1, 4096),
+        AttachReply(EPOCH, 1, 4096),
     ],
 )
 def test_hostile_descriptions_of_objects_do_no_harm(
@@ -104,7 +104,7 @@ def test_hostile_descriptions_of_objects_do_no_harm(
 
         def answer(question: object) -> tuple[Any, int | None]:
             if isinstance(question, Attach):
-                return Grant(EPOCH, 2, 4096), os.dup(arena.fd)
+                return AttachReply(EPOCH, 2, 4096), os.dup(arena.fd)
             if isinstance(said, Found):
                 here = msgspec.structs.replace(said.endpoint, address=address)
                 return msgspec.structs.replace(said, endpoint=here), None
@@ -147,7 +147,7 @@ def test_peer_that_changes_its_arena_is_read_from_the_new_one(
     def answer(question: object) -> tuple[Any, int | None]:
         arena = current[0].arena
         if isinstance(question, Attach):
-            return Grant(arena.epoch, 2, 4096), os.dup(arena.fd)
+            return AttachReply(arena.epoch, 2, 4096), os.dup(arena.fd)
         stored = current[0].find(KEY.digest)
         assert stored is not None
         return Found(KEY.digest, Endpoint.of(arena, "shm", address), stored), None

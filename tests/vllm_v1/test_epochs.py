@@ -57,7 +57,7 @@ def test_slots_that_were_cached_are_not_handed_off_again(engine, after, reset):
 
 
 @pytest.mark.parametrize("reset", RESETS)
-def test_what_was_handed_off_before_is_not_claimed_after(engine, after, reset):
+def test_what_was_handed_off_before_is_not_leased_after(engine, after, reset):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     for each in (prefill, decode):
@@ -87,7 +87,7 @@ def test_an_idle_engine_frees_its_slots_soon_after_a_reset(engine, after):
     assert_clean(prefill, decode)
 
 
-def test_a_grant_from_before_is_not_used(engine, after):
+def test_a_lease_from_before_is_not_used(engine, after):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
@@ -101,7 +101,7 @@ def test_a_grant_from_before_is_not_used(engine, after):
     assert_clean(prefill, decode)
 
 
-def test_what_was_granted_before_the_peer_was_reset_is_not_used(engine, after):
+def test_a_lease_from_before_the_peer_was_reset_is_not_used(engine, after):
     """The decode engine was reset first; its request came before the prefill engine was."""
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     answer = prefill.generate(PROMPT, params=HANDOFF).params
@@ -118,7 +118,7 @@ def test_what_was_granted_before_the_peer_was_reset_is_not_used(engine, after):
     assert_clean(prefill, decode)
 
 
-def test_what_was_granted_a_while_ago_is_asked_for_again_and_leaves_one_lease(engine, tokens):
+def test_a_lease_of_a_while_ago_is_requested_again_and_leaves_one(engine, tokens):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     request_id = decode.submit(PROMPT, max_tokens=6, params=answer)

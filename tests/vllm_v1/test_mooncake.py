@@ -11,7 +11,7 @@ from omni_connector.testing.toy import BLOCK, FAMILIES
 from omni_connector.transports.mooncake import MooncakeTransport
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt, run
-from .test_failed_loads import FAILURES, PROMPT, copier_fails, granted, peer_is_gone
+from .test_failed_loads import FAILURES, PROMPT, copier_fails, leased, peer_is_gone
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 
@@ -81,7 +81,7 @@ def test_a_failed_load_is_computed(engine, tokens, spoil):
         pytest.skip("what is copied here is a copy already; tests/transports has the case")
     prefill = engine("kv_producer", extra=MOONCAKE)
     decode = engine("kv_consumer", policy="recompute", extra=MOONCAKE)
-    request_id = granted(prefill, decode)
+    request_id = leased(prefill, decode)
     spoil(prefill, decode)
     decode.settle()
     assert decode.answers[request_id].tokens == tokens(PROMPT, 6)
@@ -137,7 +137,7 @@ def test_wrong_bytes_are_found_out(engine, tokens, monkeypatch):
     prefill = engine("kv_producer", extra=MOONCAKE)
     decode = engine("kv_consumer", extra=MOONCAKE)
     monkeypatch.setattr(Loader, "_compare", lambda *_: None)
-    request_id = granted(prefill, decode)
+    request_id = leased(prefill, decode)
     for handoff in prefill.handoffs:
         for slot in handoff.slots[0]:
             np.bitwise_xor(arena := prefill.arena().slots[slot], 0x55, out=arena)
@@ -152,7 +152,7 @@ def test_bytes_that_travel_are_checked_whatever_the_integrity(engine, tokens, bl
     prefill = engine("kv_producer", extra=extra)
     decode = engine("kv_consumer", extra=extra, block_size=block_size)
     assert hand_off(prefill, decode, prompt(90)) == tokens(prompt(90), 6)
-    request_id = granted(prefill, decode)
+    request_id = leased(prefill, decode)
     handoff = prefill.handoffs[0]
     arena, (one, two, *_) = prefill.arena(), handoff.slots[0]
     arena.slots[[one, two]] = arena.slots[[two, one]]

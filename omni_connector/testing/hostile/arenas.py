@@ -39,8 +39,8 @@ from omni_connector.testing.hostile.trial import Parser
 from omni_connector.testing.slots import read
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.mooncake import MooncakeArena
-from omni_connector.transports.mooncake_engine import Span
-from omni_connector.transports.shm import Attach, Grant, MappedArena
+from omni_connector.transports.mooncake_engine import MemoryRange
+from omni_connector.transports.shm import Attach, AttachReply, MappedArena
 
 N_SLOTS: Final = 8
 SLOT_BYTES: Final = 2 * PAGE_BYTES
@@ -133,13 +133,13 @@ class _Reach:
         self._memory = memory
         self.pool = Pool(lambda buffer: None, lambda buffer: None, 0)
 
-    def fetch(self, peer: str, spans: Sequence[Span], deadline: float) -> NDArray[np.uint8]:
+    def fetch(self, peer: str, ranges: Sequence[MemoryRange], deadline: float) -> NDArray[np.uint8]:
         """As `Engine.fetch`."""
         parts = []
-        for span in spans:
-            if span.address < 0 or span.address + span.size > self._memory.size:
+        for each in ranges:
+            if each.address < 0 or each.address + each.size > self._memory.size:
                 raise PeerUnreachableError("no such memory")
-            parts.append(self._memory[span.address : span.address + span.size])
+            parts.append(self._memory[each.address : each.address + each.size])
         return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
 
@@ -224,7 +224,7 @@ def object_places() -> Iterator[Parser]:
     buffers = Buffers()
     encode = msgspec.msgpack.encode
     found = Found(_DIGEST, endpoint, stored)
-    others = Missing(_DIGEST), Grant(arena.epoch, N_SLOTS, SLOT_BYTES), Refusal("no")
+    others = Missing(_DIGEST), AttachReply(arena.epoch, N_SLOTS, SLOT_BYTES), Refusal("no")
     corpus = [encode(each) for each in (found, *others)]
 
     def make(rng: random.Random) -> tuple[bool, bytes]:

@@ -138,7 +138,7 @@ class _Engines:
         return "waits" if waits else "aborted"
 
     def answer(self) -> dict[str, Any]:
-        """The params of a hand-off of the first engine that nobody has claimed."""
+        """The params of a hand-off of the first engine that nobody has leased."""
         directory = self.engines[0].halves[0]._directory
         token = self._answer.get("omni_token", "")
         if bytes.fromhex(token) not in directory._handoffs:

@@ -71,7 +71,7 @@ class Asking:
         """Look at a scheduler half that has just built a step.
 
         Raises:
-            Violation: a grant is asked for again although the engine has hardly stood still since.
+            Violation: a lease is requested again although the engine has hardly stood still since.
         """
         loads = half._receiver._loads if half._receiver is not None else {}
         seconds = self._engine.unoccupied.seconds
@@ -86,14 +86,14 @@ class Asking:
             if seconds - before < _STOOD_STILL_S:
                 raise Violation(
                     "asks_again",
-                    f"{self._engine.name} asks again for what {request_id} was granted, although "
+                    f"{self._engine.name} requests the lease of {request_id} again, although "
                     "it has hardly stood still since",
                 )
         self._asked = now
 
 
 def leases_hold(name: str, half: Any, owners: Mapping[str, Any]) -> None:
-    """Look at what a scheduler half was granted, where nothing went wrong.
+    """Look at the leases of a scheduler half, where nothing went wrong.
 
     Args:
         name: of its engine.
@@ -112,7 +112,7 @@ def leases_hold(name: str, half: Any, owners: Mapping[str, Any]) -> None:
         if handoff is None or not handoff.leases:
             raise Violation(
                 "lease_lost",
-                f"{engine_id} does not hold what it granted {_id(load)} at {name}",
+                f"{engine_id} does not hold what {_id(load)} has a lease for at {name}",
             )
 
 
