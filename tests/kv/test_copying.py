@@ -216,32 +216,24 @@ def test_one_tensor_of_all_layers_is_copied_like_their_views(make_copier, dims, 
     assert loaded.tolist() == sums.tolist()
 
 
-def test_a_copier_that_copies_nothing_fails_the_check(kv):
-    class NoOpCopier(CpuCopier):
-        def _copy(self, group, block_ids, *args):
-            return np.zeros(len(block_ids), np.uint64)
+class NoOpCopier(CpuCopier):
+    def _copy(self, group, block_ids, *args):
+        return np.zeros(len(block_ids), np.uint64)
 
+
+class SavesOnly(CpuCopier):
+    def load(self, group, block_ids, *args, **kwargs):
+        return np.zeros(len(block_ids), np.uint64)
+
+
+@pytest.mark.parametrize("copier", [NoOpCopier, SavesOnly])
+def test_a_copier_that_does_not_copy_fails_the_check(kv, copier):
     shapes = [[kv.Shape(layers=2, heads=1, tokens=2, content=8)]]
     source = kv.build("LBHNC", 3, shapes, seed=1)
     target = kv.build("LBHNC", 3, shapes, seed=2)
     with pytest.raises(AssertionError):
         check_transfer(
-            lambda canonical, layout, slots: NoOpCopier(canonical, layout),
-            source, target, 0, [(1, 2)], [0], False, 0,
-        )  # fmt: skip
-
-
-def test_a_copier_that_loads_nothing_fails_the_check(kv):
-    class SavesOnly(CpuCopier):
-        def load(self, group, block_ids, *args, **kwargs):
-            return np.zeros(len(block_ids), np.uint64)
-
-    shapes = [[kv.Shape(layers=2, heads=1, tokens=2, content=8)]]
-    source = kv.build("LBHNC", 3, shapes, seed=1)
-    target = kv.build("LBHNC", 3, shapes, seed=2)
-    with pytest.raises(AssertionError):
-        check_transfer(
-            lambda canonical, layout, slots: SavesOnly(canonical, layout),
+            lambda canonical, layout, slots: copier(canonical, layout),
             source, target, 0, [(1, 2)], [0], False, 0,
         )  # fmt: skip
 
