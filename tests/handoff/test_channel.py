@@ -37,6 +37,7 @@ from omni_connector.handoff.messages import (
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net import links as control_sockets
+from omni_connector.testing import inspection
 
 from .engine import LONG, PROMPT, Asker, StartEngine, ask, failure, start_peer
 
@@ -299,7 +300,7 @@ def test_a_strangers_frames_do_not_stop_the_server(start_engine: StartEngine, as
         while raw.recv(4096):  # until the server hangs up
             pass
     assert asker.request_lease(engine, engine.handoff()).result(LONG)
-    assert engine.channel._thread.is_alive()
+    assert inspection.channel_runs(engine.channel)
 
 
 def test_a_malformed_answer_fails_the_lease_requests(folder: Path, asker: Asker) -> None:
@@ -312,7 +313,7 @@ def test_a_malformed_answer_fails_the_lease_requests(folder: Path, asker: Asker)
         connection, _ = liar.recv_multipart()
         liar.send_multipart([connection, b"\x81\xa4type\xa5\xff\xff\xff\xff\xff"])
         assert "malformed message" in str(failure(future))
-    assert asker.channel._thread.is_alive()
+    assert inspection.channel_runs(asker.channel)
 
 
 def test_close_is_idempotent_and_leaves_nothing(
@@ -329,8 +330,8 @@ def test_close_is_idempotent_and_leaves_nothing(
     for _ in range(2):
         channel.close()
         engine.channel.close()
-    assert not channel._thread.is_alive()
-    assert not engine.channel._thread.is_alive()
+    assert not inspection.channel_runs(channel)
+    assert not inspection.channel_runs(engine.channel)
     assert list(folder.iterdir()) == []
     assert open_files() == before
 
@@ -520,7 +521,7 @@ def test_the_peer_that_was_idle_longest_makes_room(
         lease = asker.request_lease(engine, engine.handoff()).result(LONG)
         asker.channel.release(lease)
         assert engine.directory.closed.get(timeout=LONG) == lease.token
-    assert list(asker.channel._peers) == [engine.address for engine in engines[1:]]
+    assert inspection.engines_asked(asker.channel) == [engine.address for engine in engines[1:]]
     # One that is in use stays, and with it the way for its release.
     kept = asker.request_lease(engines[1], engines[1].handoff()).result(LONG)
     pending = asker.request_lease(engines[2], engines[2].handoff(filled=False))

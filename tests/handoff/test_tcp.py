@@ -39,6 +39,7 @@ from omni_connector.net.listener import (
 )
 from omni_connector.net.peers import HostPort, parse_host_port
 from omni_connector.net.zeromq import make_context
+from omni_connector.testing import inspection
 from omni_connector.testing.ports import free_port
 
 from . import curve
@@ -537,7 +538,7 @@ def test_a_crowd_at_the_port_does_not_hold_up_the_end(
     try:
         time.sleep(0.5)
         engine.channel.close()
-        assert not engine.channel._thread.is_alive()
+        assert not inspection.channel_runs(engine.channel)
     finally:
         stop.set()
         for thread in threads:
@@ -624,13 +625,11 @@ def test_a_cut_link_fails_the_lease_requests_on_it_and_the_server_forgets_it(
             friend.channel, address, slow.token, engine.handshake_reply.epoch, timeout=600.0
         )
         eventually(lambda: engine.server.has_pending)
-        listener = engine.channel._listener
-        assert listener is not None
-        assert len(listener._connections) == 1
+        assert inspection.connections(engine.channel) == 1
         proxy.cut.set()
         assert "is gone" in str(failure(waiting))
         assert friend.gone.wait(LONG)
-        eventually(lambda: not listener._connections)
+        eventually(lambda: not inspection.connections(engine.channel))
     assert friend.lease_by_tcp(engine, engine.handoff()).result(LONG)
 
 
@@ -703,7 +702,7 @@ def test_a_peer_that_is_not_there_is_not_looked_for_with_every_request(
 def test_failed_peers_are_forgotten(monkeypatch: pytest.MonkeyPatch, friend: Asker) -> None:
     monkeypatch.setattr(channel_module, "FORGET_REFUSAL_S", 0.1)
     failure(ask(friend.channel, f"tcp://127.0.0.1:{free_port()}", b"t" * 16, b"e" * 16))
-    eventually(lambda: not friend.channel._peers)
+    eventually(lambda: not inspection.engines_asked(friend.channel))
 
 
 def test_a_host_that_does_not_answer_fails_the_lease_request(quick: None, friend: Asker) -> None:
@@ -865,7 +864,7 @@ def test_a_name_that_is_looked_up_for_ever_holds_up_nothing(
         assert asker.lease_by_tcp(engine, engine.handoff()).result(LONG)
         assert all("in time" in str(failure(each)) for each in slow)
         asker.channel.close()
-        assert not asker.channel._thread.is_alive()
+        assert not inspection.channel_runs(asker.channel)
     finally:
         release.set()
         asker.channel.close()

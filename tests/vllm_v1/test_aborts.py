@@ -3,6 +3,7 @@
 
 import pytest
 
+from omni_connector.testing import inspection
 from omni_connector.testing.toy import BLOCK
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt, slots, wait
@@ -124,7 +125,7 @@ def test_leased_but_without_room_to_load(engine, tokens, still_serve):
     decode.step()
     answer = prefill.generate(prompt(LENGTH), params=HANDOFF).params
     waiting = decode.submit(prompt(LENGTH), max_tokens=6, params=answer)
-    load = decode.half._receiver._loads[waiting]
+    load = inspection.fetches(decode.half)[waiting]
     load.future.result(10)
     decode.step()
     assert load.lease is not None
@@ -212,7 +213,7 @@ def test_a_lease_that_is_never_released_expires(engine):
     decode.step()
     answer = prefill.generate(prompt(LENGTH), params=HANDOFF).params
     waiting = decode.submit(prompt(LENGTH), max_tokens=6, params=answer)
-    load = decode.half._receiver._loads[waiting]
+    load = inspection.fetches(decode.half)[waiting]
     load.future.result(10)
     decode.step()
     assert load.lease is not None

@@ -230,5 +230,5 @@ def test_a_step_with_nothing_to_do_makes_no_work(engine):
     metadata = scheduled.kv_connector_metadata
     for work in (metadata.saves, metadata.loads, metadata.cancel):
         assert not work
-    both.scheduler.update_from_output(scheduled, both._execute(scheduled))
+    both.scheduler.update_from_output(scheduled, both.execute(scheduled))
     both.settle()

@@ -34,6 +34,7 @@ from omni_connector.objects import shm as object_sockets
 from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.object_store import ObjectStore
 from omni_connector.objects.peer import ANSWERS, Find, Found, Missing, Read, read_object
+from omni_connector.testing import inspection
 from omni_connector.testing.hostile.mutation import damage, distort_msgpack
 from omni_connector.testing.hostile.trial import Parser
 from omni_connector.testing.slots import read
@@ -55,8 +56,7 @@ class _Owner:
     def __init__(self) -> None:
         self.arena = Arena.create(N_SLOTS, SLOT_BYTES, randbytes=lambda count: b"E" * count)
         geometry = ArenaGeometry(N_SLOTS, SLOT_BYTES)
-        assert self.arena._map is not None
-        self.bytes: NDArray[np.uint8] = np.frombuffer(self.arena._map, np.uint8)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(inspection.mapped(self.arena), np.uint8)
         checksum = xxhash.xxh3_64_intdigest(_CONTENT)
         for slot in range(N_SLOTS):
             self.arena.begin_write(slot, slot + 1)
@@ -218,7 +218,7 @@ def object_places() -> Iterator[Parser]:
     store = ObjectStore(arena)
     for key in ("other", "k"):
         stored = store.store(ObjectKey("0", "1", key), [memoryview(_CONTENT * 4)])
-    memory: NDArray[np.uint8] = np.frombuffer(arena._map, np.uint8)  # type: ignore[arg-type]
+    memory: NDArray[np.uint8] = np.frombuffer(inspection.mapped(arena), np.uint8)
     engine: Any = _Reach(memory)
     endpoint = Endpoint.of(arena, "mooncake", "x")
     buffers = Buffers()
