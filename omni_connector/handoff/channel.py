@@ -22,13 +22,13 @@ import zmq
 from omni_connector.errors import ConfigError, OmniError, PeerUnreachableError, ProtocolError
 from omni_connector.handoff.client import Lease, PeerSession, PendingLease
 from omni_connector.handoff.messages import Release, Reply, Request, encode
-from omni_connector.handoff.server import Connection, ControlServer
+from omni_connector.handoff.server import ControlServer, PeerConnection
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net.keys import ClusterKey
 from omni_connector.net.links import Sockets, ZmqSockets
 from omni_connector.net.listener import TcpListener
 from omni_connector.net.peers import HostPort, parse_host, parse_host_port
-from omni_connector.net.resolver import Found, Resolver
+from omni_connector.net.resolver import Resolved, Resolver
 from omni_connector.turns import StartTurns, TurnThread
 
 logger = logging.getLogger(__name__)
@@ -264,12 +264,12 @@ class ControlChannel:
             except zmq.Again:
                 return
             if len(frames) == 2:
-                connection = Connection(listener, frames[0])
+                connection = PeerConnection(listener, frames[0])
                 reply = self._server.receive(connection, frames[1])
                 if reply is not None:
                     self._guarded(self._reply, connection, reply)
 
-    def _reply(self, connection: Connection, reply: Reply) -> None:
+    def _reply(self, connection: PeerConnection, reply: Reply) -> None:
         # A peer that does not read its answers loses them, and its lease requests time out.
         with contextlib.suppress(zmq.Again):
             self._routers[connection.listener].send_multipart(
@@ -337,7 +337,7 @@ class ControlChannel:
         post = self._post
         self._resolver.look_up(target, lambda found: post(lambda: self._resolved(peer, found)))
 
-    def _resolved(self, peer: _Peer, found: Found) -> None:
+    def _resolved(self, peer: _Peer, found: Resolved) -> None:
         session = peer.session
         if self._closing or session.failure or self._peers.get(session.address) is not peer:
             return  # nobody waits for this peer

@@ -14,7 +14,7 @@ from omni_connector.net.peers import HostPort, parse_host
 
 MAX_LOOKUPS: Final = 16
 
-Found = HostPort | PeerUnreachableError
+Resolved = HostPort | PeerUnreachableError
 
 
 def resolve(address: HostPort) -> HostPort:
@@ -39,7 +39,7 @@ class Resolver:
     def __init__(self) -> None:
         self._free = threading.BoundedSemaphore(MAX_LOOKUPS)
 
-    def look_up(self, address: HostPort, done: Callable[[Found], None]) -> None:
+    def look_up(self, address: HostPort, done: Callable[[Resolved], None]) -> None:
         """Have another thread call `done` with what `resolve` returns or raises.
 
         If too many lookups are under way, or no thread can be started, `done` is called at once.
@@ -56,8 +56,8 @@ class Resolver:
             self._free.release()
             done(PeerUnreachableError(f"cannot look up {address.host!r}: {error}"))
 
-    def _look_up(self, address: HostPort, done: Callable[[Found], None]) -> None:
-        found: Found
+    def _look_up(self, address: HostPort, done: Callable[[Resolved], None]) -> None:
+        found: Resolved
         try:
             found = resolve(address)
         except PeerUnreachableError as error:

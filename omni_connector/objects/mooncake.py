@@ -23,8 +23,7 @@ from omni_connector.memory.arena import Arena
 from omni_connector.net.keys import ClusterKey, load_key
 from omni_connector.net.listener import TcpListener
 from omni_connector.net.peers import HostPort, Peers, is_loopback, parse_host
-from omni_connector.net.resolver import Found as Resolved
-from omni_connector.net.resolver import Resolver
+from omni_connector.net.resolver import Resolved, Resolver
 from omni_connector.net.runtime import loopback_key
 from omni_connector.net.unix import Refusal
 from omni_connector.net.zeromq import Link, make_context

@@ -42,7 +42,7 @@ from omni_connector.transports.base import (
     Site,
     check_destination,
 )
-from omni_connector.transports.mooncake_engine import Engine, MemoryRange
+from omni_connector.transports.mooncake_engine import MemoryRange, TransferEngine
 
 _ADDRESS: Final = re.compile(
     r"(?P<protocol>tcp|rdma)://(?P<engine>[][A-Za-z0-9.:_-]+)/(?P<base>[0-9a-f]{1,16})\Z"
@@ -74,7 +74,7 @@ class MooncakeTransport(ArenaTransport):
         allows: Callable[[str], bool] = is_loopback,
     ) -> None:
         settings = settings or MooncakeSettings()
-        self._engine = Engine(settings, settings.host or host)
+        self._engine = TransferEngine(settings, settings.host or host)
         self._allows = allows
         self._lock = threading.Lock()
         self._closed = False
@@ -204,7 +204,7 @@ class _Export:
 class MooncakeArena(RemoteArena):
     """A peer's arena, read by address."""
 
-    def __init__(self, engine: Engine, endpoint: Endpoint, peer: str, base: int) -> None:
+    def __init__(self, engine: TransferEngine, endpoint: Endpoint, peer: str, base: int) -> None:
         self.endpoint = endpoint
         self._engine = engine
         self._peer = peer

@@ -128,7 +128,7 @@ class StoreClient:
         self._lock = threading.Lock()
         self._store: Any = None
         self._registered: dict[int, NDArray[np.uint8]] = {}
-        self.turns: Final = Turns(clock)
+        self.turns: Final = KeyTurns(clock)
         self._users = 0
         self._running = 0
         self._closed = False
@@ -376,7 +376,7 @@ class StoreClient:
             _register(store, memory)
 
 
-class Turns:
+class KeyTurns:
     """Lets one thread at a time work on each name."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

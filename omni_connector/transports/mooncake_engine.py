@@ -49,7 +49,7 @@ class MemoryRange(NamedTuple):
     size: int
 
 
-class Engine:
+class TransferEngine:
     """The Transfer Engine of one connector, started by its first use.
 
     Args:

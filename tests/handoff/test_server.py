@@ -25,7 +25,7 @@ from omni_connector.handoff.messages import (
     encode,
 )
 from omni_connector.handoff.prompt import Prompt
-from omni_connector.handoff.server import Connection, ControlServer
+from omni_connector.handoff.server import ControlServer, PeerConnection
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.testing import FakeClock
 
@@ -33,7 +33,7 @@ from ..kv.shapes import group_shape
 
 TTL = 100.0
 PENDING_TIMEOUT = 10.0
-ALICE, BOB, CAROL = (Connection(0, name) for name in (b"alice", b"bob", b"carol"))
+ALICE, BOB, CAROL = (PeerConnection(0, name) for name in (b"alice", b"bob", b"carol"))
 
 
 class Served:
@@ -58,7 +58,7 @@ class Served:
             count=lambda name: self.counts.update([name]),
         )
 
-    def say(self, connection: Connection, message: Request) -> list[Reply]:
+    def say(self, connection: PeerConnection, message: Request) -> list[Reply]:
         reply = self.server.receive(connection, encode(message))
         return [] if reply is None else [reply]
 
@@ -325,7 +325,7 @@ def test_names_are_those_of_one_socket_only(
     request = introduced.request_for(introduced.handoff())
     assert introduced.say(impostor, request) == [LeaseDenied(1, "not_introduced")]
     for n in range(5):
-        introduced.say(Connection(1, bytes([n])), Handshake.of(compatibility))
+        introduced.say(PeerConnection(1, bytes([n])), Handshake.of(compatibility))
     assert isinstance(introduced.say(ALICE, request)[0], LeaseGranted)
 
 

@@ -42,7 +42,7 @@ from omni_connector.testing.conformance import TransportConformance, publish, re
 from omni_connector.transports import mooncake_engine
 from omni_connector.transports.base import Endpoint, RemoteArena
 from omni_connector.transports.mooncake import MooncakeArena, MooncakeTransport
-from omni_connector.transports.mooncake_engine import Engine, MemoryRange, cut, join
+from omni_connector.transports.mooncake_engine import MemoryRange, TransferEngine, cut, join
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 
@@ -223,7 +223,7 @@ def test_of_a_large_read_that_fails_only_the_failed_part_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mooncake_engine, "_QUICK_S", WAIT_S)  # whatever else this machine does
-    engine = Engine(SETTINGS, LOOPBACK)
+    engine = TransferEngine(SETTINGS, LOOPBACK)
     engine._engine = Memory(3)  # the third of four batches, and all is read once more
     before = resident()
     ranges = [MemoryRange(n << 20, 1 << 20) for n in range(256)]
@@ -265,7 +265,7 @@ def test_memory_of_failed_reads_is_unregistered_when_it_is_free_again(
 ) -> None:
     """With RDMA, which reads into registered memory only."""
     monkeypatch.setattr(memory_pool, "QUARANTINE_S", 0.0)
-    engine = Engine(MooncakeSettings(protocol="rdma"), LOOPBACK)
+    engine = TransferEngine(MooncakeSettings(protocol="rdma"), LOOPBACK)
     engine._engine = inner = Registering()
     for _ in range(3):
         with pytest.raises(PeerUnreachableError):
@@ -660,7 +660,7 @@ def test_joined_and_cut_ranges_are_the_same_bytes(ranges: list[MemoryRange], siz
 
 
 def test_an_engine_that_is_closed_does_nothing() -> None:
-    engine = Engine(SETTINGS, LOOPBACK)
+    engine = TransferEngine(SETTINGS, LOOPBACK)
     assert engine.address
     engine.close()
     engine.close()

@@ -24,7 +24,7 @@ from omni_connector.handoff.messages import (
     encode,
 )
 from omni_connector.handoff.prompt import Prompt
-from omni_connector.handoff.server import Connection, ControlServer
+from omni_connector.handoff.server import ControlServer, PeerConnection
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.testing.clock import FakeClock
@@ -42,7 +42,7 @@ BLOCKS: Final = ([0, 1, 2], [0, 1, 2])
 _READY: Final = b"<token of ready>"
 _FILLING: Final = b"<token, filling>"
 _CONNECTIONS: Final = tuple(
-    Connection(listener, name) for listener in (0, 1) for name in (b"a", b"b")
+    PeerConnection(listener, name) for listener in (0, 1) for name in (b"a", b"b")
 )
 
 
