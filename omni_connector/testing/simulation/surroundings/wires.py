@@ -90,7 +90,6 @@ class SimulatedPoller:
 
     def __init__(self) -> None:
         self.turns: Any = None
-        self.broken = False
         self._sockets: list[Any] = []
 
     def register(self, socket: Any) -> None:
@@ -100,8 +99,6 @@ class SimulatedPoller:
         self._sockets.remove(socket)
 
     def ready(self) -> dict[Any, int]:
-        if self.broken:
-            raise OSError("there is nothing to poll with")
         return {socket: zmq.POLLIN for socket in self._sockets if socket.inbox}
 
     def wait(self, seconds: float) -> None:
