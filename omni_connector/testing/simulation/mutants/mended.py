@@ -271,13 +271,4 @@ MENDED: Final = (
             "            pass\n",
         ),
     ),
-    mutant(
-        "a second load after a failed one",
-        "several requests whose hand-off failed wait for each other's blocks",
-        (
-            "omni_connector.vllm_v1.scheduler",
-            "                self._shared.load_nothing(request.request_id)\n",
-            "                pass\n",
-        ),
-    ),
 )
