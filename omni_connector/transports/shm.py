@@ -280,7 +280,11 @@ def map_arena(connection: Connection, endpoint: Endpoint, deadline: float) -> Ar
         if granted != wanted:
             raise IncompatiblePeerError("arena", wanted, granted)
         return ArenaView.open(
-            descriptor, epoch=grant.epoch, n_slots=grant.n_slots, slot_bytes=grant.slot_bytes
+            descriptor,
+            epoch=grant.epoch,
+            n_slots=grant.n_slots,
+            slot_bytes=grant.slot_bytes,
+            prefault=True,
         )
     finally:
         os.close(descriptor)
