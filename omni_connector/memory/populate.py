@@ -23,11 +23,12 @@ _PAUSE_S = 0.001
 
 
 def main(
-    fd: int, busy_fd: int, size: int, window: int, advice: int, idle: int, *cores: int
+    parent: int, fd: int, busy_fd: int, size: int, window: int, advice: int, idle: int, *cores: int
 ) -> None:
     """Serve the process that started this one.
 
     Args:
+        parent: its process id.
         fd: the memfd of the arena.
         busy_fd: a page of memory whose first byte is not 0 while a copy runs.
         size: bytes of the file.
@@ -36,7 +37,6 @@ def main(
         idle: whether to run at idle priority.
         cores: this process may run on them.
     """
-    parent = os.getppid()
     with contextlib.suppress(OSError):  # the cpuset may have shrunk
         os.sched_setaffinity(0, cores)
     if idle:

@@ -182,15 +182,22 @@ class Prefaulter:
         with self._lock:
             if self._stopped.is_set():
                 raise OSError(errno.ECANCELED, "the arena is closed")
-            numbers = (self._fd, flag, size, _WINDOW, advice_of(self._huge_pages), _IDLE)
-            arguments = [str(int(number)) for number in (*numbers, *sorted(_CORES))]
+            advice = advice_of(self._huge_pages)
+            numbers = (os.getpid(), self._fd, flag, size, _WINDOW, advice, _IDLE, *sorted(_CORES))
+            arguments = [str(int(number)) for number in numbers]
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", populate.__file__, *arguments],
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    populate.__file__,
+                    *(str(int(each)) for each in numbers),
+                ],
                 bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                pass_fds=numbers[:2],
+                pass_fds=(self._fd, flag),
             )
             return self._process
 
@@ -295,7 +302,9 @@ def advise(mapped: mmap.mmap, setting: HugePages) -> None:
 
 def got(setting: HugePages, address: int) -> str:
     """One line on which pages the mapping that starts here has."""
-    if setting != "auto" or not expected(setting):
+    if setting == "hugetlb":
+        return "all of it in reserved huge pages"
+    if not expected(setting):
         return explain(setting)
     return f"{mapped_huge(address) / GIB:.2f} of it in huge pages"
 
