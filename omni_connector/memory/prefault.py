@@ -186,13 +186,7 @@ class Prefaulter:
             numbers = (os.getpid(), self._fd, flag, size, _WINDOW, advice, _IDLE, *sorted(_CORES))
             arguments = [str(int(number)) for number in numbers]
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    populate.__file__,
-                    *(str(int(each)) for each in numbers),
-                ],
+                [sys.executable, "-I", "-S", populate.__file__, *arguments],
                 bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
