@@ -44,6 +44,9 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _WINDOW: Final = 64 << 20
 _STEP: Final = 2 << 20
 
+# Smaller arenas are not worth a process.
+_LARGE = 64 << 20
+
 _CLOSE_S: Final = 5.0
 _PAUSE_S: Final = 0.002
 
@@ -120,6 +123,8 @@ class _Steps:
 class Prefaulter:
     """Has the memory of an arena allocated and mapped, from its start, in the background.
 
+    A small arena's by its thread alone.
+
     Args:
         fd: the memfd, of which this keeps a duplicate.
         mapped: its owner's mapping, from the start of the file.
@@ -166,6 +171,9 @@ class Prefaulter:
         steps = self._steps
         assert steps is not None
         try:
+            if steps.size < _LARGE:
+                self._whole = steps.map(0, steps.size, self._go_on)
+                return
             with _shown_copies() as flag, self._start(steps.size, flag) as process:
                 self._whole = self._populate(steps, process)
         except (OSError, ValueError) as error:
@@ -217,7 +225,7 @@ class Prefaulter:
             if not process.stdout.read(1):
                 raise OSError(errno.EPIPE, f"the process that allocates it ended at byte {start}")
             end = min(start + _WINDOW, steps.size)
-            if not steps.map(start, end, lambda: _wait_for_copies(self._stopped)):
+            if not steps.map(start, end, self._go_on):
                 return False
         logger.info(
             "The arena's memory is allocated: %.2f GiB, %s",
@@ -225,6 +233,9 @@ class Prefaulter:
             got(self._huge_pages, steps.address),
         )
         return True
+
+    def _go_on(self) -> bool:
+        return _wait_for_copies(self._stopped)
 
 
 class ReaderPrefaulter:

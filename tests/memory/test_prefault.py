@@ -28,6 +28,7 @@ WINDOW = 4 * MIB
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_IDLE", False)  # other tests may keep all cores busy
     monkeypatch.setattr(module, "_WINDOW", WINDOW)
+    monkeypatch.setattr(module, "_LARGE", 0)
 
 
 class Memory:
@@ -96,6 +97,17 @@ def test_all_of_it_is_allocated_and_mapped(
     prefaulter.stop()
     assert open_fds() == before
     memory.mapped.close()
+
+
+def test_a_small_arena_needs_no_process(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LARGE", SIZE + 1)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with COPIES:
+        prefaulter = Prefaulter(memory.fd, memory.mapped)
+        assert memory.allocated == 0
+    wait_until(lambda: finished(prefaulter))
+    assert memory.allocated >= SIZE
+    prefaulter.stop()
 
 
 def test_a_kernel_without_population_gets_the_memory_too(
