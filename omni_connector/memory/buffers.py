@@ -124,6 +124,7 @@ def share_out(work: Callable[[_Item], None], items: Iterable[_Item], nbytes: int
             errors.append(error)
             collections.deque(left, maxlen=0)
 
+    # These threads make no turns, as they live within this one call, which waits for their end.
     others = [
         threading.Thread(target=take_part, name="omni-connector-copy", daemon=True)
         for _ in range(threads - 1)
