@@ -21,6 +21,7 @@ import numpy as np
 from data_plane import FULL, LAYERS, RESULTS, Cache, Memcpy, block_ids, machine, timed
 
 from omni_connector.handoff.jobs import BATCH_BYTES
+from omni_connector.kv.copying import BlockCopy
 from omni_connector.memory.arena import Arena, ArenaView
 from omni_connector.memory.huge_pages import explain
 from omni_connector.turns import COPIES
@@ -82,7 +83,7 @@ def save(pair: Pair, cache: Cache, blocks: np.ndarray) -> None:
             for slot in slots[batch].tolist():
                 pair.arena.begin_write(slot, pair.generation)
             sums = cache.copier.save(
-                0, blocks[batch], pair.arena.slots, slots[batch], checksum=True
+                BlockCopy(0, blocks[batch], pair.arena.slots, slots[batch], True)
             )
             for slot, each in zip(slots[batch].tolist(), sums.tolist(), strict=True):
                 pair.arena.publish(slot, pair.generation, b"", length, each)
@@ -95,7 +96,9 @@ def load(pair: Pair, cache: Cache, blocks: np.ndarray) -> None:
             wanted = [
                 pair.view.verify(slot, pair.generation).checksum for slot in slots[batch].tolist()
             ]
-            sums = cache.copier.load(0, blocks[batch], pair.view.slots, slots[batch], checksum=True)
+            sums = cache.copier.load(
+                BlockCopy(0, blocks[batch], pair.view.slots, slots[batch], True)
+            )
             for slot in slots[batch].tolist():
                 pair.view.verify(slot, pair.generation)
             if sums.tolist() != wanted:
