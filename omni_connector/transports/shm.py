@@ -282,7 +282,11 @@ def map_arena(connection: Connection, endpoint: Endpoint, deadline: float) -> Ar
         if theirs != wanted:
             raise IncompatiblePeerError("arena", wanted, theirs)
         return ArenaView.open(
-            descriptor, epoch=reply.epoch, n_slots=reply.n_slots, slot_bytes=reply.slot_bytes
+            descriptor,
+            epoch=reply.epoch,
+            n_slots=reply.n_slots,
+            slot_bytes=reply.slot_bytes,
+            prefault=True,
         )
     finally:
         os.close(descriptor)
