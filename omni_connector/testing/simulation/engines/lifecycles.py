@@ -6,8 +6,7 @@ The older ones are those that `compat` describes: they load before the forward p
 `wait_for_save` only after one, and pass on less.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -78,8 +77,7 @@ LIFECYCLES: Final[dict[str, Lifecycle]] = {"v1": v1, "v2": v2, "old": old, "olde
 def _forward(
     workers: Workers, runner: ToyRunner, step: SchedulerOutput, breathe: Breathe
 ) -> list[ModelRunnerOutput]:
-    with _by_layer(workers, runner, step, breathe):
-        batch = runner.forward(step)
+    batch = runner.forward(step)
     breathe()
     for worker in workers:
         worker.start_load_kv(_no_context())
@@ -104,8 +102,7 @@ def _old(
         worker.bind_connector_metadata(_metadata(step))
         worker.start_load_kv(_no_context())
     breathe()
-    with _by_layer(workers, runner, step, breathe):
-        batch = runner.execute(step)
+    batch = runner.execute(step)
     breathe()
     outputs = []
     for worker in workers:
@@ -122,29 +119,6 @@ def _old(
         worker.clear_connector_metadata()
         outputs.append(model_output(*batch, output))
     return outputs
-
-
-@contextlib.contextmanager
-def _by_layer(
-    workers: Workers, runner: ToyRunner, step: SchedulerOutput, breathe: Breathe
-) -> Iterator[None]:
-    """What vLLM's attention layers do: they tell the connector when they have been computed. They
-    do not where a graph of the whole model is replayed, and do so twice where a batch is computed
-    in two halves, as happens here with batches of some sizes."""
-
-    def computed(layer: str) -> None:
-        for worker in workers:
-            worker.save_kv_layer(layer, _no_context(), _no_context())
-            if _metadata(step).saves:
-                breathe()
-
-    if step.total_num_scheduled_tokens % 4:
-        runner.layer_computed = computed
-    runner.halves = step.total_num_scheduled_tokens % 4 == 1
-    try:
-        yield
-    finally:
-        runner.layer_computed = None
 
 
 def connector_output(worker: KVConnectorBase_V1, step: SchedulerOutput) -> KVConnectorOutput:
