@@ -84,9 +84,9 @@ class _Step:
     slots: Blocks
     generations: Blocks
 
-    def parts(self, size: int) -> Iterator["_Step"]:
-        """The same in steps of so many blocks."""
-        ours, theirs = self.block_size, self.plan.block_size
+    def parts(self, sizes: Sequence[int]) -> Iterator["_Step"]:
+        """The same in steps of so many blocks, by group."""
+        ours, theirs, size = self.block_size, self.plan.block_size, sizes[self.group]
         for at in range(0, len(self.block_ids), size):
             indices = self.indices[at : at + size]
             tokens = int(indices[0]) * ours, int(indices[-1] + 1) * ours
@@ -114,6 +114,7 @@ class Loader:
         checksum: whether slots carry checksums.
         clock: seconds, monotonic.
         start: starts the threads that fetch.
+        threads: that share one copy.
     """
 
     def __init__(
@@ -128,8 +129,12 @@ class Loader:
         checksum: bool,
         clock: Callable[[], float],
         start: StartTurns,
+        threads: int = 1,
     ) -> None:
         self._clock = clock
+        self._batches = batch_blocks(layout)
+        # Read in place, a batch has a part for each thread.
+        self._shared_batches = [-(-size // threads) * threads for size in self._batches]
         self._threads = PeerThreads(start)
         self._arenas = PeerArenas(transports, self._threads, clock, start=start)
         self._copier = copier
@@ -171,6 +176,12 @@ class Loader:
                     if not self._attached(job, arenas, remotes):
                         yield False
                         continue
+                    if steps:
+                        sizes = self._shared_batches if arenas.mapped else self._batches
+                        waiting.clear()
+                        waiting.extend(part for each in steps for part in each.parts(sizes))
+                        steps.clear()
+                        continue
                     try:
                         slots = self._slots(job, step, list(waiting), ahead, arenas, remotes)
                         if slots is None:
@@ -190,7 +201,7 @@ class Loader:
                         # The blocks before the bad one are good: they are loaded one by one.
                         ahead.close()
                         waiting.popleft()
-                        waiting.extendleft(reversed(list(step.parts(1))))
+                        waiting.extendleft(reversed(list(step.parts([1] * len(self._groups)))))
                         continue
                     waiting.popleft()
                     outcome.blocks += len(step.block_ids)
@@ -266,7 +277,8 @@ class Loader:
                 spec.slots.block_ids[own][numbers - first],
                 spec.generations[own][numbers - first],
             )
-            steps += whole.parts(batch_blocks(self._layout)[g])
+            if whole.block_ids.size:
+                steps.append(whole)
         return steps, zeros
 
     def _attached(self, job: LoadSpec, arenas: OpenArenas, remotes: _Remotes) -> bool:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copying blocks of a KV cache into slots and back: on the host, and the choice of copier."""
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 
 from omni_connector.errors import LayoutError
 from omni_connector.kv.canonical import CanonicalKVCaches
+from omni_connector.kv.native import ALIGNMENT, native_copy
 from omni_connector.kv.segments import Segment, padding_of, reserved_of, segments_of, split
 from omni_connector.kv.slots import SlotLayout
 
@@ -20,6 +23,21 @@ _HASHED_BYTES = 512 * 1024
 
 _COPIED_BYTES = 4 * 1024 * 1024
 """Bytes copied between two looks at whether the copy is still wanted."""
+
+
+_SHARED_BYTES = 1024 * 1024
+"""Bytes of a copy from which a helper takes a part: it wakes in the time of as many."""
+
+_Item = TypeVar("_Item")
+
+
+class Sharing(Protocol):
+    """Threads that share work; see `omni_connector.memory.buffers.Helpers`."""
+
+    threads: int
+
+    def share(self, work: Callable[[_Item], None], items: Sequence[_Item]) -> None:
+        """Call `work` with each item; returns once no thread works on any of them."""
 
 
 class BlockCopier(ABC):
@@ -228,11 +246,53 @@ class _Part:
     end: int
 
 
-class CpuCopier(BlockCopier):
-    """Copies a KV cache in the host's memory, on the calling thread, without holding the GIL."""
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of one group's content, as addresses; each `(rows,)`.
 
-    def __init__(self, canonical: CanonicalKVCaches, layout: SlotLayout) -> None:
+    Attributes:
+        starts, strides: address of each in block 0, and bytes from one block to the next.
+        offsets, lengths: its first byte in a slot, and its bytes.
+    """
+
+    starts: NDArray[np.int64]
+    strides: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> "_Rows":
+        rows: list[tuple[int, int, int, int]] = []
+        for segment in segments:
+            start, offset = segment.storage + segment.start, segment.slot_offset
+            for i, index in enumerate(np.ndindex(segment.counts)):
+                at = sum(n * step for n, (_, step) in zip(index, segment.dims, strict=True))
+                length = segment.row_bytes
+                rows.append((start + at, segment.block_stride, offset + i * length, length))
+        return cls(*np.array(rows, np.int64).reshape(-1, 4).T.copy())
+
+    def blocks(self, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Their addresses in blocks `(blocks, rows)`."""
+        return self.starts + block_ids[:, None] * self.strides
+
+    def slots(self, slots: NDArray[np.uint8], slot_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Their addresses in slots `(slots, rows)`."""
+        return self.offsets + (slots.ctypes.data + slot_ids[:, None] * slots.strides[0])
+
+
+class CpuCopier(BlockCopier):
+    """Copies a KV cache in the host's memory, without holding the GIL.
+
+    Args:
+        canonical, layout: the cache, and the slots.
+        helpers: share in each copy; None leaves all of it to the calling thread.
+    """
+
+    def __init__(
+        self, canonical: CanonicalKVCaches, layout: SlotLayout, helpers: Sharing | None = None
+    ) -> None:
         super().__init__(canonical, layout)
+        self._helpers = helpers
         buffers = {}
         for tensor in canonical.tensors:
             storage = tensor.tensor.untyped_storage()
@@ -240,6 +300,7 @@ class CpuCopier(BlockCopier):
             buffers[storage.data_ptr()] = whole.numpy()
         groups = range(len(layout.group_bytes))
         segments = [segments_of(canonical, layout, group) for group in groups]
+        self._rows = [_Rows.of(group) for group in segments]
         self._padding = [
             [self._part(segment, buffers).blocks for segment in padding_of(canonical, group)]
             for group in groups
@@ -280,6 +341,7 @@ class CpuCopier(BlockCopier):
                 reserved[block : block + count] = 0
 
     def close(self) -> None:
+        self._rows = []
         self._whole = []
         self._hashed = []
         self._padding = []
@@ -296,6 +358,72 @@ class CpuCopier(BlockCopier):
         cancelled: Callable[[], bool] | None,
         saving: bool,
     ) -> NDArray[np.uint64] | None:
+        count = len(block_ids)
+        sums = np.zeros(count, np.uint64)
+        given_up: list[slice] = []
+
+        def copy(part: slice) -> None:
+            ids = block_ids[part], slot_ids[part]
+            found = self._copy_part(group, *ids, slots, checksum, cancelled, saving)
+            if found is None:
+                given_up.append(part)
+            else:
+                sums[part] = found
+
+        parts = 1
+        if self._helpers is not None:
+            size = self._layout.group_bytes[group]
+            parts = max(1, min(self._helpers.threads, count, count * size // _SHARED_BYTES))
+        ends = [count * part // parts for part in range(parts + 1)]
+        slices = [slice(first, end) for first, end in itertools.pairwise(ends)]
+        if self._helpers is None or parts == 1:
+            copy(slices[0])
+        else:
+            self._helpers.share(copy, slices)
+        return None if given_up else sums
+
+    def _copy_part(
+        self,
+        group: int,
+        block_ids: NDArray[np.int64],
+        slot_ids: NDArray[np.int64],
+        slots: NDArray[np.uint8],
+        checksum: bool,
+        cancelled: Callable[[], bool] | None,
+        saving: bool,
+    ) -> NDArray[np.uint64] | None:
+        rows, native = self._rows[group], native_copy()
+        targets, sources = rows.blocks(block_ids), rows.slots(slots, slot_ids)
+        if saving:
+            targets, sources = sources, targets
+        if native is None or not targets.size or (targets % ALIGNMENT).any():
+            return self._copy_rows(group, block_ids, slot_ids, slots, checksum, cancelled, saving)
+        sums = np.zeros(len(block_ids), np.uint64)
+        step = len(block_ids)
+        if cancelled is not None:
+            step = max(1, _COPIED_BYTES // self._layout.group_bytes[group])
+        for at in range(0, len(block_ids), step):
+            if cancelled is not None and cancelled():
+                return None
+            some = slice(at, at + step)
+            sums[some] = native(targets[some], sources[some], rows.lengths, checksum)
+        if not saving and self._padding[group]:
+            for block, _, count in consecutive(block_ids, slot_ids, len(block_ids)):
+                for padding in self._padding[group]:
+                    padding[block : block + count] = 0
+        return sums
+
+    def _copy_rows(
+        self,
+        group: int,
+        block_ids: NDArray[np.int64],
+        slot_ids: NDArray[np.int64],
+        slots: NDArray[np.uint8],
+        checksum: bool,
+        cancelled: Callable[[], bool] | None,
+        saving: bool,
+    ) -> NDArray[np.uint64] | None:
+        """The same by numpy, row by row."""
         size = self._layout.group_bytes[group]
         limit = max(1, (_HASHED_BYTES if checksum else _COPIED_BYTES) // max(1, size))
         pairs = [
@@ -335,15 +463,17 @@ def _rows(slots: NDArray[np.uint8], part: _Part) -> NDArray[np.uint8]:
     return slots[:, part.first : part.end].reshape(slots.shape[0], *part.blocks.shape[1:])
 
 
-def make_copier(canonical: CanonicalKVCaches, layout: SlotLayout) -> BlockCopier:
-    """The copier for the device that the KV cache lies on.
+def make_copier(
+    canonical: CanonicalKVCaches, layout: SlotLayout, helpers: Sharing | None = None
+) -> BlockCopier:
+    """The copier for the device that the KV cache lies on; `helpers` share in copies on a CPU.
 
     Raises:
         LayoutError: a device that is neither a CPU nor a CUDA device.
     """
     device = canonical.tensors[0].tensor.device
     if device.type == "cpu":
-        return CpuCopier(canonical, layout)
+        return CpuCopier(canonical, layout, helpers)
     if device.type == "cuda":
         # Imported here, because they import this module.
         from omni_connector.kv.cuda import CudaStream

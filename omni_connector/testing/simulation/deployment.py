@@ -110,7 +110,7 @@ class Deployment:
             each = transport()
             return Transports([each], [each])
 
-        def copier(caches: Any, layout: Any) -> Any:
+        def copier(caches: Any, layout: Any, helpers: Any) -> Any:  # no thread runs by itself
             return RaisingCopier(world, self.raising, make_copier(caches, layout))
 
         return Surroundings(
