@@ -3,15 +3,22 @@
 
 Work beside an engine's thread is written as a turn: a function that does one piece of work and
 returns when the next turn is due. `TurnThread` calls it on a thread of its own; the simulation
-calls the turns of all threads in an order that it draws.
+calls the turns of all threads in an order that it draws. A call that nobody can end is no turn: see
+`omni_connector.bounded`.
+
+To end a thread, its owner sets what makes the next turn return None, wakes the thread, and joins it
+with a timeout. In a process that was forked the thread is not alive, and joining it does not wait.
 """
 
 import contextlib
+import logging
 import math
 import os
 import threading
 from collections.abc import Callable
 from typing import Final, Protocol
+
+logger = logging.getLogger(__name__)
 
 Turn = Callable[[], float | None]
 """Does one piece of work. Returns the seconds until the next turn; `WOKEN` to wait until it is
@@ -48,9 +55,10 @@ class StartTurns(Protocol):
 
     Args:
         name: the thread's name.
-        turn: is called until it returns None.
+        turn: is called until it returns None. If it raises, that is logged and ends the thread.
         sleep: waits between turns; None for a plain wait that `wake` ends.
         cores: CPU cores that the thread may run on; None for those of the creating thread.
+        end: is called last on the thread, also when a turn has raised.
     """
 
     def __call__(
@@ -60,6 +68,7 @@ class StartTurns(Protocol):
         *,
         sleep: Sleep | None = None,
         cores: frozenset[int] | None = None,
+        end: Callable[[], object] = lambda: None,
     ) -> Turns: ...
 
 
@@ -73,8 +82,10 @@ class TurnThread:
         *,
         sleep: Sleep | None = None,
         cores: frozenset[int] | None = None,
+        end: Callable[[], object] = lambda: None,
     ) -> None:
         self._turn = turn
+        self._end = end
         self._sleep = sleep or _Bell()
         self._cores = cores
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -95,9 +106,14 @@ class TurnThread:
             # them. If the cpuset has shrunk since, the inherited cores are still right.
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, self._cores)
-        while (seconds := self._turn()) is not None:
-            if seconds > 0:
-                self._sleep.wait(seconds)
+        try:
+            while (seconds := self._turn()) is not None:
+                if seconds > 0:
+                    self._sleep.wait(seconds)
+        except Exception:
+            logger.exception("The thread %s failed and ends; please report it", self._thread.name)
+        finally:
+            self._end()
 
 
 class _Bell:

@@ -44,6 +44,27 @@ def test_a_thread_that_is_woken_makes_a_turn_also_if_it_was_not_yet_asleep():
     assert not thread.is_alive()
 
 
+def test_a_turn_that_raises_is_logged_and_ends_the_thread(caplog):
+    ended = []
+
+    def turn() -> None:
+        raise ValueError("a fault")
+
+    thread = TurnThread("omni-test", turn, end=lambda: ended.append(True))
+    thread.join(LONG)
+    assert not thread.is_alive()
+    assert ended == [True]
+    [record] = caplog.records
+    assert "omni-test" in record.getMessage()
+    assert "a fault" in str(record.exc_info)
+
+
+def test_the_end_comes_after_the_last_turn():
+    made = []
+    TurnThread("omni-test", lambda: made.append("turn"), end=lambda: made.append("end")).join(LONG)
+    assert made == ["turn", "end"]
+
+
 def test_a_thread_runs_on_the_cores_that_it_is_given():
     core = min(os.sched_getaffinity(0))
     found = []

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +29,7 @@ from omni_connector.net.keys import ClusterKey
 from omni_connector.net.links import Sockets, ZmqSockets
 from omni_connector.net.listener import TcpListener
 from omni_connector.net.peers import HostPort, parse_host, parse_host_port
-from omni_connector.net.resolver import Found, Resolver
+from omni_connector.net.resolver import Resolver
 from omni_connector.turns import StartTurns, TurnThread
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,6 @@ class ControlChannel:
         self._closing = False
         self._ended = False
         self._post_lock = threading.Lock()
-        self._close_lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
         self._told: set[tuple[str, str]] = set()
         self._resolver = Resolver()
@@ -121,7 +121,7 @@ class ControlChannel:
             self._poller.register(socket)
         self._process = os.getpid()
         self._next_tick = clock()
-        self._thread = start("omni-control", self._turn, sleep=self._poller)
+        self._thread = start("omni-control", self._turn, sleep=self._poller, end=self._end)
 
     @property
     def tcp_address(self) -> HostPort | None:
@@ -183,12 +183,9 @@ class ControlChannel:
         """Stop the thread and remove the socket, within `CLOSE_S` seconds. Idempotent."""
         if os.getpid() != self._process:  # they belong to the parent process
             return
-        with self._close_lock:
-            self._closing = True
-            self._post(lambda: None)
-            self._thread.join(CLOSE_S)
-            if not self._thread.is_alive():
-                self._poller.close()
+        self._closing = True
+        self._post(lambda: None)
+        self._thread.join(CLOSE_S)
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._post_lock:
@@ -199,23 +196,8 @@ class ControlChannel:
         self._guarded(command)  # it fails its future, as the channel is closed
 
     def _turn(self) -> float | None:
-        if not self._closing:
-            try:
-                return self._attend_all()
-            except Exception:
-                logger.exception(
-                    "The control channel stopped: no hand-offs until this engine restarts"
-                )
-        self._closing = True
-        with self._post_lock:
-            self._ended = True
-        self._run_commands()
-        for peer in self._peers.values():
-            peer.session.fail(PeerUnreachableError("the control channel is closed"))
-        self._sockets.close()
-        return None
-
-    def _attend_all(self) -> float:
+        if self._closing:
+            return None
         ready = self._poller.ready()
         self._run_commands()
         if self._listener is not None:
@@ -236,6 +218,19 @@ class ControlChannel:
                 self._guarded(self._reply, *answer)
         wake_at = min([self._next_tick, *(p.session.deadline() for p in self._peers.values())])
         return max(0.0, wake_at - self._clock())
+
+    def _end(self) -> None:
+        if not self._closing:
+            logger.error("The control channel stopped: no hand-offs until this engine restarts")
+        self._closing = True
+        with self._post_lock:
+            self._ended = True
+        self._run_commands()
+        for peer in self._peers.values():
+            peer.session.fail(PeerUnreachableError("the control channel is closed"))
+        self._resolver.close()
+        self._sockets.close()
+        self._poller.close()
 
     def _run_commands(self) -> None:
         while self._commands:
@@ -335,19 +330,20 @@ class ControlChannel:
             self._connect(peer, target)
             return
         post = self._post
-        self._resolver.look_up(target, lambda found: post(lambda: self._resolved(peer, found)))
+        self._resolver.look_up(target).add_done_callback(
+            lambda found: post(lambda: self._resolved(peer, found))
+        )
 
-    def _resolved(self, peer: _Peer, found: Found) -> None:
+    def _resolved(self, peer: _Peer, found: "Future[HostPort]") -> None:
         session = peer.session
         if self._closing or session.failure or self._peers.get(session.address) is not peer:
             return  # nobody waits for this peer
-        if isinstance(found, PeerUnreachableError):
-            session.fail(found)
-            return
         try:
-            self._connect(peer, found)
+            self._connect(peer, found.result())
+        except PeerUnreachableError as error:
+            session.fail(error)
         except (ValueError, zmq.ZMQError) as error:
-            session.fail(PeerUnreachableError(f"cannot connect to {found}: {error}"))
+            session.fail(PeerUnreachableError(f"cannot connect to {found.result()}: {error}"))
 
     def _connect(self, peer: _Peer, target: str | HostPort) -> None:
         peer.link = link = self._sockets.link(target, self._key)

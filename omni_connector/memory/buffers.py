@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.errors import TransportError
+from omni_connector.turns import WOKEN, Turns, TurnThread
 
 # Buffers of this size and more lie on pages of their own; numpy makes the smaller ones.
 LARGE_BYTES: Final = 1 << 20
@@ -139,6 +140,7 @@ def share_out(work: Callable[[_Item], None], items: Iterable[_Item], nbytes: int
     if threads > 1:
         threads = min(threads, len(os.sched_getaffinity(0)))
     call = _Call(work, items)
+    # These threads make no turns, as they live within this one call, which waits for their end.
     others = [
         threading.Thread(target=call.take_part, name=_THREAD_NAME, daemon=True)
         for _ in range(threads - 1)
@@ -171,7 +173,7 @@ class Helpers:
         self.threads = threads
         self._cores = cores
         self._changed = threading.Condition()
-        self._helpers: list[threading.Thread] = []
+        self._helpers: list[Turns] = []
         # One entry for each helper that is still wanted.
         self._wanted: collections.deque[_Call[Any]] = collections.deque()
         self._closed = False
@@ -188,7 +190,8 @@ class Helpers:
             with self._changed:
                 self._start()
                 self._wanted.extend([call] * wanted)
-                self._changed.notify_all()
+            for helper in self._helpers:
+                helper.wake()
         call.take_part()
         if wanted > 0:
             self._end(call)
@@ -211,10 +214,11 @@ class Helpers:
         with self._changed:
             self._closed = True
             helpers, self._helpers = self._helpers, []
-            self._changed.notify_all()
+        for helper in helpers:
+            helper.wake()
         deadline = time.monotonic() + timeout
-        for thread in helpers:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        for helper in helpers:
+            helper.join(max(0.0, deadline - time.monotonic()))
 
     def _start(self) -> None:
         # Holds the lock.
@@ -222,24 +226,18 @@ class Helpers:
             return
         with contextlib.suppress(RuntimeError):  # the system has no more threads: fewer help
             for _ in range(self.threads - 1):
-                thread = threading.Thread(target=self._help, name=_THREAD_NAME, daemon=True)
-                thread.start()
-                self._helpers.append(thread)
+                self._helpers.append(TurnThread(_THREAD_NAME, self._turn, cores=self._cores))
 
-    def _help(self) -> None:
-        if self._cores is not None:
-            with contextlib.suppress(OSError):  # the cpuset has shrunk since
-                os.sched_setaffinity(0, self._cores)
-        while True:
-            with self._changed:
-                while not self._wanted and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                call = self._wanted.popleft()
-                call.helping += 1
-            call.take_part()
-            with self._changed:
-                call.helping -= 1
-                self._changed.notify_all()
-            del call  # it holds what was worked on
+    def _turn(self) -> float | None:
+        with self._changed:
+            if self._closed:
+                return None
+            if not self._wanted:
+                return WOKEN
+            call = self._wanted.popleft()
+            call.helping += 1
+        call.take_part()
+        with self._changed:
+            call.helping -= 1
+            self._changed.notify_all()
+        return 0.0

@@ -3,6 +3,7 @@
 
 import math
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -79,7 +80,7 @@ class ZmqSockets:
     def __init__(self) -> None:
         self._context = make_context()
         self._path: Path | None = None
-        self.poller: Poller = _ZmqPoller()
+        self.poller: Poller = ZmqPoller()
 
     def serve(self, path: Path) -> Socket:
         router = self._context.socket(zmq.ROUTER)
@@ -116,8 +117,11 @@ class ZmqSockets:
             self._context.destroy(linger=0)
 
 
-class _ZmqPoller:
+class ZmqPoller:
+    """Waits for sockets of ZeroMQ; see `Poller`."""
+
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._fd, zmq.POLLIN)
@@ -138,10 +142,13 @@ class _ZmqPoller:
         self._poller.poll(None if seconds == WOKEN else math.ceil(seconds * 1000))
 
     def wake(self) -> None:
-        os.eventfd_write(self._fd, 1)
+        with self._lock:
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
 
     def close(self) -> None:
-        fd, self._fd = self._fd, -1
+        with self._lock:  # another file may have this number from now on
+            fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 

@@ -5,16 +5,14 @@ Both sides of a connection choose alike: the first IPv4 address of a name, else 
 """
 
 import socket
-import threading
-from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Final
 
-from omni_connector.errors import PeerUnreachableError
+from omni_connector.bounded import CallThreads
+from omni_connector.errors import PeerUnreachableError, TransportError
 from omni_connector.net.peers import HostPort, parse_host
 
 MAX_LOOKUPS: Final = 16
-
-Found = HostPort | PeerUnreachableError
 
 
 def resolve(address: HostPort) -> HostPort:
@@ -34,34 +32,23 @@ def resolve(address: HostPort) -> HostPort:
 
 
 class Resolver:
-    """Looks up names, each on a thread of its own; no call waits."""
+    """Looks up names on threads of its own; no call waits."""
 
     def __init__(self) -> None:
-        self._free = threading.BoundedSemaphore(MAX_LOOKUPS)
+        self._calls = CallThreads("omni-resolve", MAX_LOOKUPS)
 
-    def look_up(self, address: HostPort, done: Callable[[Found], None]) -> None:
-        """Have another thread call `done` with what `resolve` returns or raises.
+    def look_up(self, address: HostPort) -> "Future[HostPort]":
+        """What `resolve` returns or raises, later.
 
-        If too many lookups are under way, or no thread can be started, `done` is called at once.
+        If too many lookups are under way, or no thread can be started, the future fails at once.
         """
-        if not self._free.acquire(blocking=False):
-            done(PeerUnreachableError(f"{MAX_LOOKUPS} host names are being looked up already"))
-            return
-        thread = threading.Thread(
-            target=self._look_up, args=(address, done), name="omni-resolve", daemon=True
-        )
         try:
-            thread.start()
-        except RuntimeError as error:  # the system allows no more threads
-            self._free.release()
-            done(PeerUnreachableError(f"cannot look up {address.host!r}: {error}"))
+            return self._calls.start(lambda: resolve(address))
+        except TransportError as error:
+            failed: Future[HostPort] = Future()
+            failed.set_exception(PeerUnreachableError(f"cannot look up {address.host!r}: {error}"))
+            return failed
 
-    def _look_up(self, address: HostPort, done: Callable[[Found], None]) -> None:
-        found: Found
-        try:
-            found = resolve(address)
-        except PeerUnreachableError as error:
-            found = error
-        finally:
-            self._free.release()
-        done(found)
+    def close(self) -> None:
+        """Look up nothing more. Idempotent."""
+        self._calls.close()

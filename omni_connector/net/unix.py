@@ -36,6 +36,7 @@ from omni_connector.errors import (
 )
 from omni_connector.net import runtime
 from omni_connector.net.forks import forget_in_child
+from omni_connector.turns import WOKEN, TurnThread
 
 logger = logging.getLogger(__name__)
 
@@ -253,6 +254,7 @@ class Listener:
         self._questions = questions
         self._answer = answer
         self._selector = selectors.DefaultSelector()
+        self._ready: list[tuple[selectors.SelectorKey, int]] = []
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
@@ -262,16 +264,14 @@ class Listener:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._process = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="omni-connector-shm", daemon=True)
-        self._thread.start()
+        self._watch(self._wake_reader, lambda reader: reader.recv(4096))
+        self._thread = TurnThread("omni-connector-shm", self._turn, sleep=self, end=self._end)
         forget_in_child(self, Listener._abandon)
 
     @property
     def alive(self) -> bool:
         """Whether the thread answers questions."""
-        return (
-            self._thread.is_alive() and not self._stopped.is_set() and os.getpid() == self._process
-        )
+        return self._thread.is_alive() and not self._stopped.is_set()
 
     def add(self, path: Path) -> None:
         """Listen at a path.
@@ -323,10 +323,20 @@ class Listener:
         with self._lock:
             self._stopped.set()
             listening = [self._unlink(path) for path in list(self._sockets)]
-            self._wake()
+            self.wake()
         self._thread.join(_CLOSE_S)
         for each in (*listening, self._wake_writer):
             each.close()
+
+    def wait(self, seconds: float) -> None:
+        """The thread waits between its turns; see `Sleep`."""
+        self._ready = self._selector.select(None if seconds == WOKEN else seconds)
+
+    def wake(self) -> None:
+        """Make the thread take a turn; see `Sleep`."""
+        # If the pipe is full, the thread wakes anyway; if it is closed, there is no thread.
+        with contextlib.suppress(OSError):
+            self._wake_writer.send(b"\0")
 
     def _abandon(self) -> None:
         # In a process that was forked: the parent goes on with the files and its selector.
@@ -347,32 +357,25 @@ class Listener:
 
     def _do(self, task: Callable[[], None]) -> None:
         self._todo.append(task)
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
-        # If the pipe is full, the thread wakes anyway; if it is closed, there is no thread.
-        with contextlib.suppress(OSError):
-            self._wake_writer.send(b"\0")
+    def _turn(self) -> float | None:
+        for key, _ in self._ready:
+            watched: socket.socket = key.fileobj  # type: ignore[assignment]
+            if watched.fileno() >= 0:  # it may have been closed earlier in this round
+                key.data(watched)
+        # Tasks that are added meanwhile are for the next round.
+        for _ in range(len(self._todo)):
+            self._todo.popleft()()
+        return None if self._stopped.is_set() else WOKEN
 
-    def _run(self) -> None:
-        self._watch(self._wake_reader, lambda reader: reader.recv(4096))
-        try:
-            while not self._stopped.is_set():
-                for key, _ in self._selector.select():
-                    watched: socket.socket = key.fileobj  # type: ignore[assignment]
-                    if watched.fileno() >= 0:  # it may have been closed earlier in this round
-                        key.data(watched)
-                # Tasks that are added meanwhile are for the next round.
-                for _ in range(len(self._todo)):
-                    self._todo.popleft()()
-        finally:
-            with self._lock:
-                self._stopped.set()
-                listening = [self._unlink(path) for path in list(self._sockets)]
-            for each in (*listening, *self._connections):
-                each.close()
-            self._selector.close()
-            self._wake_reader.close()
+    def _end(self) -> None:
+        with self._lock:
+            self._stopped.set()
+            listening = [self._unlink(path) for path in list(self._sockets)]
+        self._selector.close()
+        for each in (*listening, *self._connections, self._wake_reader):
+            each.close()
 
     def _watch(self, watched: socket.socket, handle: Callable[[socket.socket], object]) -> None:
         self._selector.register(watched, selectors.EVENT_READ, handle)

@@ -7,10 +7,8 @@ settings, and asks there where an object is.
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -21,9 +19,9 @@ from omni_connector.config import MooncakeSettings
 from omni_connector.errors import ConfigError, PeerUnreachableError, ProtocolError, TransportError
 from omni_connector.memory.arena import Arena
 from omni_connector.net.keys import ClusterKey, load_key
+from omni_connector.net.links import ZmqPoller
 from omni_connector.net.listener import TcpListener
 from omni_connector.net.peers import HostPort, Peers, is_loopback, parse_host
-from omni_connector.net.resolver import Found as Resolved
 from omni_connector.net.resolver import Resolver
 from omni_connector.net.runtime import loopback_key
 from omni_connector.net.unix import Refusal
@@ -34,10 +32,11 @@ from omni_connector.objects.peer import ENCODER, QUESTIONS, Answer, Find, Found,
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.mooncake import MooncakeTransport
 from omni_connector.transports.mooncake_engine import address_towards
+from omni_connector.turns import TurnThread
 
 logger = logging.getLogger(__name__)
 
-_POLL_MS: Final = 100
+_PASS_S: Final = 0.1
 _AT_ONCE: Final = 64
 _CLOSE_S: Final = 5.0
 _CATCH_UP_S: Final = 0.3
@@ -162,6 +161,7 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
         if self._server is not None:
             self._server.close()
         super().close()
+        self._resolver.close()
         self._context.destroy(0)
 
     def details(self) -> dict[str, Any]:
@@ -217,14 +217,10 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
             raise TransportError("the connector is the parent's: a forked process makes its own")
 
     def _connect(self, address: HostPort, deadline: float) -> "_TcpLine":
-        looked_up: Future[Resolved] = Future()
-        self._resolver.look_up(address, looked_up.set_result)
         try:
-            found = looked_up.result(max(0.0, deadline - time.monotonic()))
+            found = self._resolver.look_up(address).result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             raise PeerUnreachableError(f"{address.host!r} is still being looked up") from None
-        if isinstance(found, PeerUnreachableError):
-            raise found
         try:
             link = Link(self._context, found, self._key or loopback_key())
         except zmq.ZMQError as error:
@@ -319,10 +315,12 @@ class ObjectServer:
             self._context.destroy(0)
             raise
         self.address = self._listener.address
-        self._stopped = threading.Event()
+        self._poller = ZmqPoller()
+        for each in (self._listener.router, *self._listener.watched):
+            self._poller.register(each)
+        self._closing = False
         self._passes = 0
-        self._thread = threading.Thread(target=self._run, name="omni-objects", daemon=True)
-        self._thread.start()
+        self._thread = TurnThread("omni-objects", self._turn, sleep=self._poller, end=self._end)
 
     @property
     def alive(self) -> bool:
@@ -333,28 +331,28 @@ class ObjectServer:
         """Wait a moment until the messages that have arrived so far are handled."""
         wanted, deadline = self._passes + 2, time.monotonic() + _CATCH_UP_S
         while self._passes < wanted and time.monotonic() < deadline and self.alive:
-            time.sleep(_POLL_MS / 10000)
+            self._thread.wake()
+            time.sleep(_PASS_S / 100)
 
     def close(self) -> None:
         """Stop answering. Idempotent."""
-        self._stopped.set()
+        self._closing = True
+        self._thread.wake()
         self._thread.join(_CLOSE_S)
 
-    def _run(self) -> None:
-        try:
-            poller = zmq.Poller()
-            for each in (self._listener.router, *self._listener.watched):
-                poller.register(each, zmq.POLLIN)
-            while not self._stopped.is_set():
-                ready = dict(poller.poll(_POLL_MS))
-                self._listener.attend(ready)
-                if self._listener.router in ready:
-                    self._answer_some()
-                self._passes += 1
-        except Exception:  # `health` reports that the thread has ended
-            logger.exception("The thread that says where objects are has ended")
-        finally:
-            self._context.destroy(0)
+    def _turn(self) -> float | None:
+        if self._closing:
+            return None
+        ready = self._poller.ready()
+        self._listener.attend(ready)
+        if self._listener.router in ready:
+            self._answer_some()
+        self._passes += 1
+        return _PASS_S
+
+    def _end(self) -> None:
+        self._context.destroy(0)
+        self._poller.close()
 
     def _answer_some(self) -> None:
         router = self._listener.router

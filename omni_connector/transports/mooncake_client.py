@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_connector.bounded import CallThreads
 from omni_connector.errors import OmniError, PeerUnreachableError, TransportError
-from omni_connector.transports.bounded import CallThreads
 from omni_connector.transports.mooncake_lib import store_module
 
 logger = logging.getLogger(__name__)
@@ -124,13 +124,13 @@ class StoreClient:
         self.settings: Final = settings
         self._module: Final = store_module()
         self._clock = clock
-        self._threads = CallThreads("omni-mooncake", _MAX_CALLS)
+        # A store must not be closed while a call uses it.
+        self._threads = CallThreads("omni-mooncake", _MAX_CALLS, self._end)
         self._lock = threading.Lock()
         self._store: Any = None
         self._registered: dict[int, NDArray[np.uint8]] = {}
         self.turns: Final = Turns(clock)
         self._users = 0
-        self._running = 0
         self._closed = False
         self._ended = threading.Event()
         # When the master stopped answering; None while it answers.
@@ -186,12 +186,7 @@ class StoreClient:
         self.check()
         with self._lock:
             store = self._store
-            self._running += 1
-        try:
-            return self._threads.start(lambda: self._run(call, store))
-        except BaseException:
-            self._leave()
-            raise
+        return self._threads.start(lambda: call(store))
 
     def codes(self, future: "Future[list[int]]", deadline: float) -> list[int]:
         """The codes that a call has returned.
@@ -250,29 +245,12 @@ class StoreClient:
     def _leave_store(self, timeout: float) -> None:
         with self._lock:
             first, self._closed = not self._closed, True
-            idle = first and not self._running and not self._asking
-        if idle:
-            threading.Thread(target=self._end, name="omni-mooncake-close", daemon=True).start()
         if first:
             self._threads.close()
         if not self._ended.wait(timeout) and first:
             logger.warning("Mooncake's client did not close within %g s and is left", timeout)
 
-    def _run(self, call: Callable[[Any], list[int]], store: Any) -> list[int]:
-        try:
-            return call(store)
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._running -= 1
-            last = self._closed and not self._running and not self._asking
-        if last:
-            self._end()
-
     def _end(self) -> None:
-        # Called once, by whatever ends last: a store must not be closed while a call uses it.
         with self._lock:
             store, self._store = self._store, None
         if store is not None:
@@ -345,9 +323,6 @@ class StoreClient:
                 self._backoff = min(2 * self._backoff, _MAX_BACKOFF_S)
                 self._tell()
             self._changed.notify_all()
-            last = self._closed and not self._running
-        if last:
-            self._end()
 
     def _set_up(self) -> None:
         settings = self.settings

@@ -13,9 +13,9 @@ import pytest
 from omni_connector.handoff.directory import SlotDirectory
 from omni_connector.testing.simulation import HASHES_VARIABLE, __main__
 from omni_connector.testing.simulation.campaign import campaign, replayed
+from omni_connector.testing.simulation.draws import plan_of
 from omni_connector.testing.simulation.mutants import command as mutants
 from omni_connector.testing.simulation.mutants.mutations import MUTANTS
-from omni_connector.testing.simulation.plan import plan_of
 from omni_connector.testing.simulation.run import laboratory, run
 
 pytestmark = pytest.mark.vllm

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from omni_connector.testing.simulation.plan import Plan, plan_of
+from omni_connector.testing.simulation.draws import plan_of
+from omni_connector.testing.simulation.plan import Plan
 from omni_connector.testing.simulation.run import Failure, laboratory, run, told
 
 _COLLECT_EVERY = 25

@@ -154,12 +154,9 @@ class Cluster(Clients):
         self.excuses = self.expected_errors = True
         self.world.tell(f"{thread} of {engine} ends")
         for turns in target.turns(thread):
-            if thread == "omni-control":  # it ends its claims, and logs its end
+            if thread == "omni-control":
                 self.deaf.add(engine)
-                turns.sleep.broken = True
-                turns.wake()
-            else:
-                turns.die()
+            turns.die()
 
     def babble(self, engine: str, number: int) -> None:
         """A stranger sends a serving engine messages that decode, with any content."""

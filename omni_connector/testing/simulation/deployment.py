@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from omni_connector.kv import make_copier
 from omni_connector.testing.simulation.engines.connector import SURROUNDINGS_OF
-from omni_connector.testing.simulation.engines.copiers import RaisingCopier
+from omni_connector.testing.simulation.engines.copiers import TroubledCopier
 from omni_connector.testing.simulation.engines.engine import SimulatedEngine
 from omni_connector.testing.simulation.plan import Plan
 from omni_connector.testing.simulation.surroundings.memory import (
@@ -48,11 +48,17 @@ class Deployment:
         self.world = World(plan.seed, plan.pace)
         self.net = Net(
             self.world,
-            Weather(*(trouble.get(name, 0.0) for name in ("lost", "doubled", "late"))),
+            Weather(
+                **{
+                    name: trouble.get(name, 0.0)
+                    for name in ("lost", "doubled", "late", "late_answers")
+                }
+            ),
         )
         self.host = Host(self.world, mapped=plan.mapped)
         self.host.failing = trouble.get("failing", 0.0)
         self.host.slow = trouble.get("slow", 0.0)
+        self._slow_copies = trouble.get("slow_copies", 0.0)
         self.host.garbled = trouble.get("garbled", 0.0)
         self.shelf = Shelf(self.world)
         self.shelf.absent = trouble.get("store_absent", 0.0)
@@ -111,7 +117,9 @@ class Deployment:
             return Transports([each], [each])
 
         def copier(caches: Any, layout: Any, helpers: Any) -> Any:  # no thread runs by itself
-            return RaisingCopier(world, self.raising, make_copier(caches, layout))
+            return TroubledCopier(
+                world, self.raising, self._slow_copies, make_copier(caches, layout)
+            )
 
         return Surroundings(
             clock=world.clock,

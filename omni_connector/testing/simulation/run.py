@@ -26,7 +26,7 @@ from omni_connector.testing.simulation.cluster import Cluster
 from omni_connector.testing.simulation.engines.engine import SimulatedEngine
 from omni_connector.testing.simulation.engines.settings import HANDOFF_TTL_S
 from omni_connector.testing.simulation.plan import Plan
-from omni_connector.testing.simulation.surroundings.world import Violation
+from omni_connector.testing.simulation.surroundings.world import Killed, Violation
 
 _QUIET_S: Final = 700.0
 """Seconds after which everything that is remembered for a while is forgotten too."""
@@ -233,6 +233,8 @@ class _Errors(logging.Handler):
         ]
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and isinstance(record.exc_info[1], Killed):
+            return  # no process writes a log after its SIGKILL
         text = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
             text += f" ({type(record.exc_info[1]).__name__}: {record.exc_info[1]})"

@@ -15,7 +15,13 @@ _SETTLE_S: Final = 1.0
 
 
 def updating(
-    cluster: "Cluster", mode: str, running: bool, connector: bool, first: str, sleep: bool
+    cluster: "Cluster",
+    mode: str,
+    running: bool,
+    connector: bool,
+    first: str,
+    sleep: bool,
+    hasty: float,
 ) -> Iterator[float]:
     """What an operator does to all engines; yields seconds until the next thing.
 
@@ -25,6 +31,7 @@ def updating(
         connector: whether the connector is told of the reset.
         first: what comes first, the `weights` or the `reset`.
         sleep: whether the engines sleep meanwhile.
+        hasty: how often clients send their decode requests between two engines' resets.
     """
     world = cluster.world
     state = PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW
@@ -59,7 +66,7 @@ def updating(
         world.tell(f"{engine.name} is reset")
         if sleep and engine.alive:
             engine.runner.spoil(list(range(engine.shape.blocks + 1)), number)
-        if world.draw.random() < 0.3:
+        if world.draw.random() < hasty:
             cluster.hasten()
         yield world.draw.choice((0.0, 0.01, 0.5))
         engine.runner.weights = cluster.weights

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copier whose copies raise now and then."""
+"""A copier whose copies raise now and then, or take a while."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,16 +8,20 @@ from omni_connector.kv import BlockCopier
 from omni_connector.testing.simulation.surroundings.world import World
 
 
-class RaisingCopier:
-    """Passes everything on, or raises.
+class TroubledCopier:
+    """Passes everything on, later, or raises.
 
     Args:
         raising: how often a `save` or a `load` does.
+        slow: seconds that a `save` takes at most, before it reads the blocks.
     """
 
-    def __init__(self, world: World, raising: Mapping[str, float], inner: BlockCopier) -> None:
+    def __init__(
+        self, world: World, raising: Mapping[str, float], slow: float, inner: BlockCopier
+    ) -> None:
         self._world = world
         self._raising = raising
+        self._slow = slow
         self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
@@ -25,6 +29,8 @@ class RaisingCopier:
 
     def save(self, *args: Any, **kwargs: Any) -> Any:
         self._strike("save")
+        if self._slow:
+            self._world.wait(self._slow * self._world.draw.random())
         return self._inner.save(*args, **kwargs)
 
     def load(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,19 +19,36 @@ class Weather:
 
     Attributes:
         lost, doubled, late: how often a message is.
+        late_answers: how often an answer is late, beside that, but not too late to be used.
     """
 
-    def __init__(self, lost: float = 0.0, doubled: float = 0.0, late: float = 0.0) -> None:
+    def __init__(
+        self,
+        lost: float = 0.0,
+        doubled: float = 0.0,
+        late: float = 0.0,
+        late_answers: float = 0.0,
+    ) -> None:
         self.lost = lost
         self.doubled = doubled
         self.late = late
+        self.late_answers = late_answers
 
 
 class Pipe(Actor):
     """One direction of a connection: what is sent arrives in order, each at a time of its own."""
 
-    def __init__(self, net: "Net", name: str, inbox: "deque[Any]", poller: "SimulatedPoller"):
+    def __init__(
+        self,
+        net: "Net",
+        name: str,
+        inbox: "deque[Any]",
+        poller: "SimulatedPoller",
+        *,
+        brings_answers: bool = False,
+    ) -> None:
         super().__init__(name)
+        self._brings_answers = brings_answers
         self._net = net
         self._inbox = inbox
         self._poller = poller
@@ -46,6 +63,9 @@ class Pipe(Actor):
         delay = 0.0
         if world.chance(weather.late):
             delay = world.draw.uniform(0.5, 6.0)
+        elif self._brings_answers and world.chance(weather.late_answers):
+            delay = world.draw.uniform(0.5, 3.0)
+        if delay:
             world.tell(f"a message is {delay:.1f} s late ({self.name})")
         self._frames.append((world.now + delay, frame))
         if world.chance(weather.doubled):
@@ -70,7 +90,6 @@ class SimulatedPoller:
 
     def __init__(self) -> None:
         self.turns: Any = None
-        self.broken = False
         self._sockets: list[Any] = []
 
     def register(self, socket: Any) -> None:
@@ -80,8 +99,6 @@ class SimulatedPoller:
         self._sockets.remove(socket)
 
     def ready(self) -> dict[Any, int]:
-        if self.broken:
-            raise OSError("there is nothing to poll with")
         return {socket: zmq.POLLIN for socket in self._sockets if socket.inbox}
 
     def wait(self, seconds: float) -> None:
@@ -131,7 +148,7 @@ class SimulatedLink:
         self.socket: Any = self
         self.inbox: deque[Any] = deque()
         self.monitor = _Socket()
-        self.to_client = Pipe(net, f"to {name.decode()}", self.inbox, poller)
+        self.to_client = Pipe(net, f"to {name.decode()}", self.inbox, poller, brings_answers=True)
         self._to_server = Pipe(net, f"from {name.decode()}", router.inbox, router.poller)
         self._lost = Pipe(net, f"end of {name.decode()}", self.monitor.inbox, poller)
         for pipe in (self.to_client, self._to_server, self._lost):

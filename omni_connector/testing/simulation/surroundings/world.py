@@ -254,12 +254,13 @@ class SimulatedTurns(Actor):
         *,
         sleep: Sleep | None = None,
         cores: frozenset[int] | None = None,
+        end: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(f"{owner}'s {name}", owner)
         self._world = world
         self._turn = turn
+        self._end = end
         self._alive = True
-        self.sleep = sleep
         self.is_shared = name in _SHARED_THREADS
         self._idle = 0
         self._woken = False
@@ -278,9 +279,10 @@ class SimulatedTurns(Actor):
         return self._alive
 
     def die(self) -> None:
-        """End in the middle of what it does, as a thread does that an interpreter's error ends."""
+        """End in the middle of what it does, as a thread does whose turn raises."""
         self._alive = False
         self._world.remove(self)
+        self._end()
 
     def join(self, timeout: float) -> None:
         """Make all turns that are left; the caller has told it to end."""
@@ -306,6 +308,8 @@ class SimulatedTurns(Actor):
     def _once(self) -> float | None:
         try:
             seconds = self._turn()
+            if seconds is None:
+                self._end()
         except (Violation, Killed):
             raise
         except BaseException as error:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls into libraries without deadlines, on threads that nobody has to wait for."""
+"""Calls into libraries without deadlines, on threads that nobody has to wait for.
+
+These calls are no turns (see `omni_connector.turns`), because nobody can end them.
+"""
 
 import queue
 import threading
@@ -21,11 +24,13 @@ class CallThreads:
     Args:
         name: of the threads.
         limit: how many calls may be under way, those that nobody waits for any more included.
+        end: is called once, after `close` and after the last call has ended.
     """
 
-    def __init__(self, name: str, limit: int) -> None:
+    def __init__(self, name: str, limit: int, end: Callable[[], object] = lambda: None) -> None:
         self._name: Final = name
         self._limit: Final = limit
+        self._end: Final = end
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
@@ -34,16 +39,12 @@ class CallThreads:
         self._idle = 0
         self._closed = False
 
-    @property
-    def running(self) -> int:
-        """Calls that have not ended."""
-        return self._threads - self._idle
-
     def start(self, call: Callable[[], _Result]) -> "Future[_Result]":
         """Make a call on a thread; returns at once.
 
         Raises:
-            TransportError: too many calls are under way, or this is closed.
+            TransportError: too many calls are under way, no thread can be started, or this is
+                closed.
         """
         future: Future[_Result] = Future()
         with self._lock:
@@ -52,20 +53,30 @@ class CallThreads:
             if self._idle:
                 self._idle -= 1
             elif self._threads < self._limit:
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
-                self._threads += 1
+                self._start()
             else:
-                raise TransportError(f"{self._limit} calls are under way and do not end")
+                raise TransportError(f"{self._limit} calls are under way on {self._name}")
             self._calls.put((future, call))
         return future
 
     def close(self) -> None:
         """Start nothing more; threads end with their calls. Idempotent."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                for _ in range(self._threads):
-                    self._calls.put(None)
+            if self._closed:
+                return
+            self._closed = True
+            unused = not self._threads
+            for _ in range(self._threads):
+                self._calls.put(None)
+        if unused:
+            self._end()
+
+    def _start(self) -> None:
+        try:
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        except RuntimeError as error:  # the system allows no more threads
+            raise TransportError(str(error)) from error
+        self._threads += 1
 
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:
@@ -80,6 +91,11 @@ class CallThreads:
                 future.set_result(result)
             # Let go of the arguments now, not when the next call comes.
             del item, future, call
+        with self._lock:
+            self._threads -= 1
+            last = not self._threads
+        if last:
+            self._end()
 
     def _rest(self) -> None:
         with self._lock:
