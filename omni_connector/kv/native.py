@@ -187,6 +187,8 @@ def _compiled() -> NativeCopy:
         checksum: bool,
     ) -> NDArray[np.uint64]:
         slots, rows = targets.shape
+        if sources.shape != targets.shape or lengths.shape != (rows,):
+            raise ValueError(f"rows {targets.shape} from {sources.shape}, lengths {lengths.shape}")
         targets, sources, lengths = map(np.ascontiguousarray, (targets, sources, lengths))
         sums = np.zeros(slots, np.uint64)
         state = create() if checksum and rows else None
