@@ -34,9 +34,14 @@ import msgspec
 import numpy as np
 import torch
 
-from omni_connector.kv.canonical import GroupSpec, LayerSpec, canonicalize
-from omni_connector.kv.copying import make_copier
-from omni_connector.kv.slots import SlotLayout
+from omni_connector.kv import (
+    BlockCopy,
+    GroupSpec,
+    LayerSpec,
+    SlotLayout,
+    canonicalize,
+    make_copier,
+)
 from omni_connector.transports import Arena, Endpoint
 from omni_connector.transports.shm import SharedMemoryTransport
 
@@ -153,7 +158,8 @@ def read_peer() -> None:
             wanted = [remote.verify(slot, generation).checksum for slot in range(moved)]
             found = []
             for group, ids, slots in caches[kind].parts(blocks):
-                sums = caches[kind].copier.load(group, ids, remote.slots, slots, checksum=checksum)
+                copy = BlockCopy(group, ids, remote.slots, slots, checksum)
+                sums = caches[kind].copier.load(copy)
                 found += sums.tolist()
             for slot in range(moved):
                 remote.verify(slot, generation)
@@ -190,7 +196,8 @@ def measure(page_bytes: int, moved_bytes: int, repeats: int, folder: Path) -> li
             for slot in range(moved):
                 arena.begin_write(slot, generation)
             for group, ids, slots in caches[kind].parts(blocks):
-                sums = caches[kind].copier.save(group, ids, arena.slots, slots, checksum=checksum)
+                copy = BlockCopy(group, ids, arena.slots, slots, checksum)
+                sums = caches[kind].copier.save(copy)
                 length = caches[kind].layout.group_bytes[group]
                 for slot, each in zip(slots.tolist(), sums.tolist(), strict=True):
                     arena.publish(slot, generation, b"", length, each)

@@ -7,15 +7,15 @@ Loads have a module of their own, `loading`.
 import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.kv import BlockCopier, SlotLayout
+from omni_connector.kv import BlockCopier, BlockCopy, SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.copy_threads import NO_JOB_ID, Outcome, Work
-from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec
+from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec, check_ids
 from omni_connector.stats import failure_kind
 from omni_connector.transports import Arena
 from omni_connector.transports.base import Endpoint
@@ -39,6 +39,11 @@ class SaveSpec(TransferSpec):
     generations: NDArray[np.int64]
     keys: list[bytes]
 
+    def check(self, num_blocks: int, num_slots: int) -> None:
+        TransferSpec.check(self, num_blocks, num_slots)
+        copied = self.blocks.block_ids != NULL_BLOCK_ID
+        check_ids(self.slots[copied], num_slots, "slot", written=True)
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LoadSpec(TransferSpec):
@@ -52,6 +57,8 @@ class LoadSpec(TransferSpec):
         timeout: seconds from its arrival until the job is given up.
         source: what the peer keeps; None where all its slots hold the bytes of our blocks.
     """
+
+    fills_blocks: ClassVar[bool] = True
 
     slots: BlockSpans
     generations: NDArray[np.int64]
@@ -128,13 +135,9 @@ class Saver:
         slots, generations = spec.slots[places], spec.generations[places]
         self._begin_write(slots, generations)
         yield True
+        block_ids = spec.blocks.block_ids[places]
         checksums = self._copier.save(
-            group,
-            spec.blocks.block_ids[places],
-            self._arena.slots,
-            slots,
-            checksum=self._checksum,
-            fence=fence,
+            BlockCopy(group, block_ids, self._arena.slots, slots, self._checksum, fence),
             cancelled=cancelled,
         )
         if checksums is None:

@@ -19,7 +19,14 @@ from omni_connector.errors import (
     StaleSlotError,
 )
 from omni_connector.handoff.jobs import LoadSpec, batch_blocks
-from omni_connector.kv import BlockCopier, HeadSlice, SlotConverter, SlotLayout, head_sources
+from omni_connector.kv import (
+    BlockCopier,
+    BlockCopy,
+    HeadSlice,
+    SlotConverter,
+    SlotLayout,
+    head_sources,
+)
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.copy_threads import Outcome, Work
 from omni_connector.kv.shapes import GroupShape, converter, same_bytes
@@ -363,13 +370,9 @@ class Loader:
         )
 
     def _copy(self, step: _Step, slots: Slots, fence: object) -> Generator[bool, None, None]:
+        checked = self._checksum or not slots.in_place
         checksums = self._copier.load(
-            step.group,
-            step.block_ids,
-            slots.rows,
-            slots.index,
-            checksum=self._checksum or not slots.in_place,
-            fence=fence,
+            BlockCopy(step.group, step.block_ids, slots.rows, slots.index, checked, fence)
         )
         yield True
         self._compare(step, checksums.tolist(), slots)
@@ -397,14 +400,8 @@ class Loader:
                 checksums.append(xxhash.xxh3_64_intdigest(content.data) if checked else 0)
             yield True
             self._compare(step, checksums, slots)
-        self._copier.load(
-            step.group,
-            step.block_ids,
-            made,
-            np.arange(len(made), dtype=np.int64),
-            checksum=False,
-            fence=fence,
-        )
+        rows = np.arange(len(made), dtype=np.int64)
+        self._copier.load(BlockCopy(step.group, step.block_ids, made, rows, False, fence))
 
     def _compare(self, step: _Step, checksums: list[int], slots: Slots) -> None:
         for slot, checksum, published in zip(step.slots, checksums, slots.published(), strict=True):

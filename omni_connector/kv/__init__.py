@@ -14,18 +14,19 @@ if TYPE_CHECKING:
         CanonicalKVCacheTensor,
         GroupSpec,
         LayerSpec,
+        SlotLayout,
         canonicalize,
         canonicalize_cross_layers,
     )
     from omni_connector.kv.convert import SlotConverter
-    from omni_connector.kv.copying import BlockCopier, CpuCopier, make_copier
+    from omni_connector.kv.copying import BlockCopier, BlockCopy, CpuCopier, make_copier
     from omni_connector.kv.heads import HeadSlice, head_sources
-    from omni_connector.kv.slots import SlotLayout
     from omni_connector.kv.spans import BlockSpans, GroupSpan, expand
     from omni_connector.kv.staging import StagedCopier
 
 _HOMES = {
     "BlockCopier": "copying",
+    "BlockCopy": "copying",
     "BlockSpans": "spans",
     "CanonicalKVCacheRef": "canonical",
     "CanonicalKVCacheTensor": "canonical",
@@ -36,7 +37,7 @@ _HOMES = {
     "HeadSlice": "heads",
     "LayerSpec": "canonical",
     "SlotConverter": "convert",
-    "SlotLayout": "slots",
+    "SlotLayout": "canonical",
     "StagedCopier": "staging",
     "canonicalize": "canonical",
     "canonicalize_cross_layers": "canonical",
@@ -47,6 +48,7 @@ _HOMES = {
 
 __all__ = [
     "BlockCopier",
+    "BlockCopy",
     "BlockSpans",
     "CanonicalKVCacheRef",
     "CanonicalKVCacheTensor",

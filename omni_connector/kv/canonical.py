@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The canonical form of a KV cache: per group, the contiguous byte runs that make up one block.
+"""The canonical form of a KV cache: per group, which bytes make up one block, and a slot.
 
 An engine hands over strided views `[B, H, N, C]` (blocks, heads, tokens, content) of one
 buffer, in one of several memory layouts; older ones also views with K and V apart, or one
-tensor of all layers. Everything after this module sees `int8` tensors `(num_blocks, page)`
-instead, and for each group the runs of them that hold a block's bytes.
+tensor of all layers. The canonical form has one `Segment` for each layer's page instead, which
+is what copiers use; and the rows of these segments as `int8` tensors `(num_blocks, page)`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
 import torch
 
 from omni_connector.errors import LayoutError
+from omni_connector.kv.segments import Segment, packed
+
+SLOT_ALIGNMENT: Final = 4096
+"""Bytes of which a slot's size is a multiple: a memory page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCacheTensor:
-    """One run of bytes of every block.
+    """One row of bytes of every block.
 
     Args:
         tensor: int8 `(num_blocks, page)`; its rows may lie further apart than they are long.
@@ -103,26 +106,69 @@ class CanonicalKVCacheRef:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCaches:
-    """A KV cache in canonical form.
+    """A KV cache in canonical form. A layer that reads another one's cache has no page of its own.
 
     Args:
-        tensors: the distinct runs; layers of several groups may share one.
-        group_data_refs: for each group its runs, in layer order and then address order.
+        tensors: the distinct rows; layers of several groups may share one.
+        group_data_refs: for each group its rows, in layer order and then address order.
         page_orders: for each group the byte order inside each page that a slot holds, slowest
             dimension first, such as `H2.N16.C256` (C in bytes; `N8.H2.N16.C256` where a block
             of 128 tokens is stored as kernel blocks of 16). Equal strings mean pages of equal
-            byte order, whatever the layouts they came from. A layer that reads another one's
-            cache has no page of its own.
+            byte order, whatever the layouts they came from.
+        pages: for each group the same pages, in slot order.
+        storages: the memory that the pages lie in, by its address.
     """
 
     tensors: list[CanonicalKVCacheTensor]
     group_data_refs: list[list[CanonicalKVCacheRef]]
     page_orders: tuple[tuple[str, ...], ...]
+    pages: tuple[tuple[Segment, ...], ...]
+    storages: dict[int, torch.UntypedStorage]
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the cache."""
         return int(self.tensors[0].tensor.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache lies."""
+        return self.tensors[0].tensor.device
+
+    def view(self, segment: Segment, word: torch.dtype) -> torch.Tensor:
+        """A segment of all blocks, `(num_blocks, *counts, words)`.
+
+        Args:
+            segment: part of one of the pages, or of several.
+            word: an integer dtype, whose size divides the segment's start, rows and distances.
+        """
+        width = word.itemsize
+        blocks = torch.empty(0, dtype=word, device=self.device)
+        return blocks.set_(
+            self.storages[segment.storage],
+            segment.start // width,
+            (self.num_blocks, *segment.counts, segment.row_bytes // width),
+            (segment.block_stride // width, *(step // width for _, step in segment.dims), 1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """What a slot holds: one block of one group, all its pages, packed without gaps.
+
+    Args:
+        group_bytes: for each group the bytes of one block; they start at the slot's first byte.
+        slot_bytes: bytes of every slot: the largest group's, rounded up to a memory page.
+    """
+
+    group_bytes: tuple[int, ...]
+    slot_bytes: int
+
+    @classmethod
+    def of(cls, canonical: CanonicalKVCaches) -> "SlotLayout":
+        """Lay out the slots of a KV cache."""
+        sizes = tuple(sum(page.nbytes for page in pages) for pages in canonical.pages)
+        return cls(sizes, -(-max(sizes) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT)
 
 
 class _Dim(NamedTuple):
@@ -131,20 +177,6 @@ class _Dim(NamedTuple):
     name: str
     size: int
     step: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Page:
-    """One layer's page: `segment_bytes` contiguous bytes at each of `starts` (bytes into the
-    storage, block 0), the same again every `block_stride` bytes."""
-
-    storage: torch.UntypedStorage
-    device: torch.device
-    starts: tuple[int, ...]
-    segment_bytes: int
-    padded_segment_bytes: int
-    block_stride: int
-    order: str
 
 
 def canonicalize(
@@ -176,65 +208,20 @@ def canonicalize(
     if not any(group.layers for group in groups):
         raise LayoutError("a KV cache without layers")
 
-    indices: dict[tuple[int, int], int] = {}
-    pages: list[_Page] = []
-    starts: list[int] = []
-    widths: list[int] = []
-    group_refs: list[list[CanonicalKVCacheRef]] = []
-    orders: list[tuple[str, ...]] = []
-    for group in groups:
-        # A layer that reads another layer's cache appears in the group under its own name;
-        # its bytes are stored once, at their first place.
-        refs: dict[int, CanonicalKVCacheRef] = {}
-        stored: dict[tuple[int, ...], tuple[str, int]] = {}
-        for layer in group.layers:
-            if layer.name not in kv_caches:
-                raise LayoutError(f"layer {layer.name}: no KV cache was registered for it")
-            page = _page_of(layer, kv_caches[layer.name], num_blocks, dims)
-            segments = []
-            for start in page.starts:
-                key = (page.storage.data_ptr() + start, page.block_stride)
-                index = indices.setdefault(key, len(pages))
-                if index == len(pages):
-                    pages.append(page)
-                    starts.append(start)
-                    widths.append(0)
-                widths[index] = max(widths[index], page.padded_segment_bytes)
-                segments.append(index)
-            shape = page.order, page.padded_segment_bytes
-            if stored.setdefault(tuple(segments), shape) != shape:
-                raise LayoutError(
-                    f"layer {layer.name}: its pages {shape} are another layer's "
-                    f"{stored[tuple(segments)]}"
-                )
-            for index in segments:
-                refs[index] = CanonicalKVCacheRef(
-                    index, page.segment_bytes, page.padded_segment_bytes
-                )
-        _check_disjoint(
-            group.kind,
-            (
-                (
-                    pages[i].storage.data_ptr() + starts[i],
-                    ref.padded_size_bytes,
-                    pages[i].block_stride,
-                )
-                for i, ref in refs.items()
-            ),
-            num_blocks,
-        )
-        if len(refs) != sum(len(segments) for segments in stored):
-            raise LayoutError(f"{group.kind} group: layers share some of their bytes, not all")
-        group_refs.append(list(refs.values()))
-        orders.append(tuple(order for order, _ in stored.values()))
-
-    tensors = [
-        CanonicalKVCacheTensor(_rows(page, start, width, num_blocks), width)
-        for page, start, width in zip(pages, starts, widths, strict=True)
-    ]
-    if len({tensor.tensor.device for tensor in tensors}) != 1:
+    named = [layer.name for group in groups for layer in group.layers]
+    for name in named:
+        if name not in kv_caches:
+            raise LayoutError(f"layer {name}: no KV cache was registered for it")
+    grouped = [_pages_of(group, kv_caches, num_blocks, dims) for group in groups]
+    devices = {kv_caches[name].device for name in named}
+    if len(devices) != 1:
         raise LayoutError("the layers of the KV cache lie on several devices")
-    return CanonicalKVCaches(tensors, group_refs, tuple(orders))
+    pages = tuple(tuple(page for page, _ in group) for group in grouped)
+    orders = tuple(tuple(order for _, order in group) for group in grouped)
+    stores = [kv_caches[name].untyped_storage() for name in named]
+    storages = {storage.data_ptr(): storage for storage in stores}
+    tensors, refs = _rows_of(pages, storages, num_blocks, devices.pop())
+    return CanonicalKVCaches(tensors, refs, orders, pages, storages)
 
 
 def canonicalize_cross_layers(
@@ -279,8 +266,34 @@ def canonicalize_cross_layers(
     return canonicalize(groups, views, num_blocks, dims=dims.replace("L", ""))
 
 
-def _page_of(layer: LayerSpec, view: torch.Tensor, num_blocks: int, dims: str) -> _Page:
-    """Resolve one layer's view, checked against its spec and its storage."""
+def _pages_of(
+    group: GroupSpec, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, dims: str
+) -> list[tuple[Segment, str]]:
+    """The distinct pages of a group in slot order, each with its byte order."""
+    # A layer that reads another layer's cache appears in the group under its own name;
+    # its bytes are stored once, at their first place.
+    stored: dict[tuple[object, ...], tuple[Segment, str]] = {}
+    slot_bytes = 0
+    for layer in group.layers:
+        page, order = _page_of(layer, kv_caches[layer.name], num_blocks, dims)
+        place = page.storage + page.start, page.dims, page.block_stride
+        if place not in stored:
+            stored[place] = replace(page, slot_offset=slot_bytes), order
+            slot_bytes += page.nbytes
+        first, first_order = stored[place]
+        if (order, page.padded_bytes) != (first_order, first.padded_bytes):
+            raise LayoutError(
+                f"layer {layer.name}: its pages {order, page.padded_bytes} are another "
+                f"layer's {first_order, first.padded_bytes}"
+            )
+    _check_disjoint(group.kind, (page for page, _ in stored.values()), num_blocks)
+    return list(stored.values())
+
+
+def _page_of(
+    layer: LayerSpec, view: torch.Tensor, num_blocks: int, dims: str
+) -> tuple[Segment, str]:
+    """One layer's page and its byte order, checked against its spec and its storage."""
     where = f"layer {layer.name}"
     found = f"shape {tuple(view.shape)}, strides {view.stride()}, {view.dtype}"
     if view.ndim != len(dims):
@@ -305,45 +318,33 @@ def _page_of(layer: LayerSpec, view: torch.Tensor, num_blocks: int, dims: str) -
     parts = [part for part in parts if part.size > 1]
     parts.sort(key=lambda part: part.step, reverse=True)
 
-    outer = list(parts)
-    segment_bytes = 1
-    while outer and outer[-1].step == segment_bytes:
-        segment_bytes *= outer.pop().size
-    extent = segment_bytes
-    for dim in reversed(outer):
-        if dim.step < extent:
+    rows, row_bytes = packed([(part.size, part.step) for part in parts], 1)
+    extent = row_bytes
+    for count, distance in reversed(rows):
+        if distance < extent:
             raise LayoutError(f"{where}: the bytes of a block overlap ({found})")
-        extent += dim.step * (dim.size - 1)
+        extent += distance * (count - 1)
 
-    padded_segment_bytes = segment_bytes
-    if not outer:
-        padded_segment_bytes = layer.padded_page_bytes
+    padded_bytes = row_bytes
+    if not rows:
+        padded_bytes = layer.padded_page_bytes
     elif layer.padded_page_bytes != layer.page_bytes:
         raise LayoutError(f"{where}: a padded page in several runs ({found})")
-    if num_blocks > 1 and block_stride < padded_segment_bytes:
+    if num_blocks > 1 and block_stride < padded_bytes:
         raise LayoutError(
-            f"{where}: expected blocks {padded_segment_bytes} bytes apart or more, "
+            f"{where}: expected blocks {padded_bytes} bytes apart or more, "
             f"found {block_stride} ({found})"
         )
 
-    first = view.storage_offset() * item
-    offsets = product(*(range(0, dim.size * dim.step, dim.step) for dim in outer))
-    starts = tuple(int(first + sum(offset)) for offset in offsets)
     storage = view.untyped_storage()
-    end = starts[-1] + (num_blocks - 1) * block_stride + padded_segment_bytes
+    first = int(view.storage_offset()) * item
+    end = first + extent - row_bytes + (num_blocks - 1) * block_stride + padded_bytes
     if end > storage.nbytes():
         raise LayoutError(
             f"{where}: expected a buffer of {end} bytes or more, found {storage.nbytes()} ({found})"
         )
-    return _Page(
-        storage,
-        view.device,
-        starts,
-        segment_bytes,
-        padded_segment_bytes,
-        block_stride,
-        _order(parts),
-    )
+    page = Segment(storage.data_ptr(), first, rows, row_bytes, padded_bytes, block_stride)
+    return page, _order(parts)
 
 
 def _order(dims: Sequence[_Dim]) -> str:
@@ -362,15 +363,39 @@ def _order(dims: Sequence[_Dim]) -> str:
     return ".".join(f"{name}{size}" for name, size in sizes)
 
 
-def _rows(page: _Page, start: int, width: int, num_blocks: int) -> torch.Tensor:
-    """View `width` bytes at `start` of every block as int8 `(num_blocks, width)`."""
-    empty = torch.empty(0, dtype=torch.int8, device=page.device)
-    return empty.set_(page.storage, start, (num_blocks, width), (page.block_stride, 1))
+def _rows_of(
+    pages: Sequence[Sequence[Segment]],
+    storages: Mapping[int, torch.UntypedStorage],
+    num_blocks: int,
+    device: torch.device,
+) -> tuple[list[CanonicalKVCacheTensor], list[list[CanonicalKVCacheRef]]]:
+    """The rows of all pages as tensors, each distinct one once and as wide as its widest page."""
+    indices: dict[tuple[int, int, int], int] = {}
+    widths: list[int] = []
+    refs: list[list[CanonicalKVCacheRef]] = []
+    for group in pages:
+        refs.append([])
+        for page in group:
+            for start in page.row_starts:
+                index = indices.setdefault((page.storage, start, page.block_stride), len(indices))
+                widths += [0] * (len(indices) - len(widths))
+                widths[index] = max(widths[index], page.padded_bytes)
+                refs[-1].append(CanonicalKVCacheRef(index, page.row_bytes, page.padded_bytes))
+    tensors = []
+    for (storage, start, stride), width in zip(indices, widths, strict=True):
+        rows = torch.empty(0, dtype=torch.int8, device=device)
+        rows.set_(storages[storage], start, (num_blocks, width), (stride, 1))
+        tensors.append(CanonicalKVCacheTensor(rows, width))
+    return tensors, refs
 
 
-def _check_disjoint(kind: str, segments: Iterable[tuple[int, int, int]], num_blocks: int) -> None:
-    """Refuse runs (address, bytes, block stride) of one group that share a byte."""
-    ordered = sorted(segments)
+def _check_disjoint(kind: str, pages: Iterable[Segment], num_blocks: int) -> None:
+    """Refuse pages of one group that share a byte of any block."""
+    ordered = sorted(
+        (page.storage + start, page.padded_bytes, page.block_stride)
+        for page in pages
+        for start in page.row_starts
+    )
     for i, (start, size, stride) in enumerate(ordered):
         end = start + (num_blocks - 1) * stride + size
         for other_start, other_size, other_stride in ordered[i + 1 :]:

@@ -16,7 +16,8 @@ import ctypes
 import functools
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -139,6 +140,60 @@ NativeCopy = Callable[
 """Copies rows between addresses: targets and sources `(slots, rows)`, lengths in bytes `(rows,)`.
 Given true, it returns the xxh3-64 of each slot's rows, else zeros. Targets are multiples of
 `ALIGNMENT`. The caller answers for the addresses, and for the memory until the call has ended."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The rows of a block's content as addresses, in the order in which a slot packs them.
+
+    Attributes:
+        starts, strides: address of each in block 0, and bytes from one block to the next `(rows,)`.
+        offsets, lengths: its first byte in a slot, and its bytes `(rows,)`.
+        num_blocks: how many blocks there are.
+    """
+
+    starts: NDArray[np.int64]
+    strides: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    num_blocks: int
+
+    @classmethod
+    def of(cls, parts: Sequence[NDArray[np.uint8]]) -> "Rows":
+        """Those of parts `(num_blocks, *counts, row_bytes)`, whose memory the caller keeps."""
+        rows: list[tuple[int, int, int]] = []
+        for part in parts:
+            stride, *steps, _ = part.strides
+            for index in np.ndindex(part.shape[1:-1]):
+                at = sum(n * step for n, step in zip(index, steps, strict=True))
+                rows.append((part.ctypes.data + at, stride, part.shape[-1]))
+        starts, strides, lengths = np.array(rows, np.int64).reshape(-1, 3).T.copy()
+        num_blocks = min((len(part) for part in parts), default=0)
+        return cls(starts, strides, np.cumsum(lengths) - lengths, lengths, num_blocks)
+
+    def blocks(self, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Their addresses in blocks `(blocks, rows)`.
+
+        Raises:
+            IndexError: a block that does not exist.
+        """
+        _require(block_ids, self.num_blocks if self.lengths.size else None)
+        return self.starts + block_ids[:, None] * self.strides
+
+    def slots(self, slots: NDArray[np.uint8], slot_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Their addresses in slots `(slots, rows)`.
+
+        Raises:
+            IndexError: a slot that does not exist.
+        """
+        _require(slot_ids, len(slots))
+        return self.offsets + (slots.ctypes.data + slot_ids[:, None] * slots.strides[0])
+
+
+def _require(ids: NDArray[np.int64], limit: int | None) -> None:
+    # Outside of numpy, an id that does not exist is another's memory.
+    if limit is not None and ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < limit:
+        raise IndexError(f"ids from {ids.min()} to {ids.max()}, of {limit}")
 
 
 @functools.cache

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a block as few regular runs, each copied in one call."""
+"""The bytes of a block as few regular segments, each copied in one call."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-
-from omni_connector.kv.canonical import CanonicalKVCacheRef, CanonicalKVCaches
-from omni_connector.kv.slots import SlotLayout
+from itertools import product
+from math import prod
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,19 +13,21 @@ class Segment:
 
     Args:
         storage: address of the storage that holds them.
-        start: bytes from the storage's first to this run's first, in block 0.
+        start: bytes from the storage's first to this segment's first, in block 0.
         dims: (count, distance in bytes) of the rows, slowest first; empty for one row.
         row_bytes: bytes of one row.
+        padded_bytes: bytes that are reserved for one row, at least `row_bytes`.
         block_stride: bytes from one block to the next.
-        slot_offset: bytes from the slot's first to this run's first.
+        slot_offset: bytes from the slot's first to this segment's first.
     """
 
     storage: int
     start: int
     dims: tuple[tuple[int, int], ...]
     row_bytes: int
+    padded_bytes: int
     block_stride: int
-    slot_offset: int
+    slot_offset: int = 0
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -36,63 +37,62 @@ class Segment:
     @property
     def nbytes(self) -> int:
         """Bytes of one block."""
-        total = self.row_bytes
-        for count, _ in self.dims:
-            total *= count
-        return total
+        return self.row_bytes * prod(self.counts)
+
+    @property
+    def row_starts(self) -> Iterator[int]:
+        """Bytes from the storage's first to each row's first, in block 0 and in slot order."""
+        for offsets in product(*(range(0, count * step, step) for count, step in self.dims)):
+            yield self.start + sum(offsets)
 
 
-def segments_of(
-    canonical: CanonicalKVCaches, layout: SlotLayout, group: int
-) -> tuple[Segment, ...]:
-    """The runs of one group's content, in slot order."""
-    refs = canonical.group_data_refs[group]
+def packed(
+    dims: Sequence[tuple[int, int]], row_bytes: int
+) -> tuple[tuple[tuple[int, int], ...], int]:
+    """The same rows in as few dimensions, and as long, as will do: (dims, row_bytes).
+
+    Args:
+        dims: (count, distance in bytes) of the rows, slowest first.
+        row_bytes: bytes of one row.
+    """
+    kept: list[tuple[int, int]] = []
+    for count, distance in reversed(dims):
+        if not kept and distance == row_bytes:
+            row_bytes *= count
+        elif kept and distance == kept[-1][0] * kept[-1][1]:
+            kept[-1] = count * kept[-1][0], kept[-1][1]
+        else:
+            kept.append((count, distance))
+    return tuple(reversed(kept)), row_bytes
+
+
+def content_of(pages: Iterable[Segment]) -> list[Segment]:
+    """The segments of one group's content, in slot order, given its pages."""
+    return _joined(replace(page, padded_bytes=page.row_bytes) for page in pages)
+
+
+def padding_of(pages: Iterable[Segment]) -> list[Segment]:
+    """The segments that one group reserves for its content but does not use; in no slot."""
     return _joined(
-        _run(canonical, ref, 0, ref.page_size_bytes, offset)
-        for ref, offset in zip(refs, layout.ref_offsets[group], strict=True)
+        _bytes_of(page, page.row_bytes, page.padded_bytes)
+        for page in pages
+        if page.row_bytes < page.padded_bytes
     )
 
 
-def padding_of(canonical: CanonicalKVCaches, group: int) -> tuple[Segment, ...]:
-    """The runs that one group reserves for its content but does not use; in no slot."""
-    return _joined(
-        _run(canonical, ref, ref.page_size_bytes, ref.padded_size_bytes, 0)
-        for ref in canonical.group_data_refs[group]
-        if ref.page_size_bytes < ref.padded_size_bytes
-    )
+def reserved_of(pages: Iterable[Segment]) -> list[Segment]:
+    """The segments of one group's content and padding; in no slot."""
+    return _joined(_bytes_of(page, 0, page.padded_bytes) for page in pages)
 
 
-def reserved_of(canonical: CanonicalKVCaches, group: int) -> tuple[Segment, ...]:
-    """The runs of one group's content and padding; in no slot."""
-    return _joined(
-        _run(canonical, ref, 0, ref.padded_size_bytes, 0)
-        for ref in canonical.group_data_refs[group]
-    )
-
-
-def _run(
-    canonical: CanonicalKVCaches, ref: CanonicalKVCacheRef, first: int, end: int, slot_offset: int
-) -> Segment:
-    tensor = canonical.tensors[ref.tensor_idx].tensor
-    return Segment(
-        storage=tensor.untyped_storage().data_ptr(),
-        start=int(tensor.storage_offset()) + first,
-        dims=(),
-        row_bytes=end - first,
-        block_stride=int(tensor.stride(0)),
-        slot_offset=slot_offset,
-    )
-
-
-def _joined(parts: Iterable[Segment]) -> tuple[Segment, ...]:
-    segments = list(parts)
-    while len(shorter := _merge(segments)) < len(segments):
-        segments = shorter
-    return tuple(segments)
+def _bytes_of(page: Segment, first: int, end: int) -> Segment:
+    """Some bytes of each row."""
+    size = end - first
+    return replace(page, start=page.start + first, row_bytes=size, padded_bytes=size, slot_offset=0)
 
 
 def split(segment: Segment, limit: int) -> Iterator[Segment]:
-    """Cut a run into runs of at most `limit` bytes a block, in slot order."""
+    """Cut a segment into segments of at most `limit` bytes a block, in slot order."""
     if segment.nbytes <= limit:
         yield segment
         return
@@ -107,11 +107,19 @@ def split(segment: Segment, limit: int) -> Iterator[Segment]:
             slot_offset=segment.slot_offset + first * inner,
         )
         if not segment.dims:
-            yield replace(part, row_bytes=taken)
+            yield replace(part, row_bytes=taken, padded_bytes=taken)
         elif taken > 1:
             yield replace(part, dims=((taken, distance), *segment.dims[1:]))
         else:
             yield from split(replace(part, dims=segment.dims[1:]), limit)
+
+
+def _joined(parts: Iterable[Segment]) -> list[Segment]:
+    """Join the segments of pages that follow one another in slots."""
+    segments = list(parts)
+    while len(shorter := _merge(segments)) < len(segments):
+        segments = shorter
+    return segments
 
 
 def _merge(segments: Sequence[Segment]) -> list[Segment]:
@@ -128,7 +136,10 @@ def _merge(segments: Sequence[Segment]) -> list[Segment]:
                 break
             distance = gap
             end += 1
-        merged.append(_repeat(head, end - first, distance))
+        if end > first + 1:
+            dims, row_bytes = packed([(end - first, distance), *head.dims], head.row_bytes)
+            head = replace(head, dims=dims, row_bytes=row_bytes, padded_bytes=row_bytes)
+        merged.append(head)
         first = end
     return merged
 
@@ -140,14 +151,3 @@ def _alike(one: Segment, other: Segment) -> bool:
         other.row_bytes,
         other.block_stride,
     )
-
-
-def _repeat(segment: Segment, count: int, distance: int) -> Segment:
-    if count == 1:
-        return segment
-    if not segment.dims and distance == segment.row_bytes:
-        return replace(segment, row_bytes=count * segment.row_bytes)
-    if segment.dims and distance == segment.dims[0][0] * segment.dims[0][1]:
-        inner, step = segment.dims[0]
-        return replace(segment, dims=((count * inner, step), *segment.dims[1:]))
-    return replace(segment, dims=((count, distance), *segment.dims))

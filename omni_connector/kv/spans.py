@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Self
+from typing import ClassVar, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,12 +96,46 @@ class TransferSpec:
     """What a job copies. Each kind of job adds where to, or where from.
 
     Attributes:
+        fills_blocks: whether the blocks are written, not read.
         blocks: the KV blocks; a null block stands for one that is not copied.
         request_id: the request that waits for it; empty where none does.
     """
 
+    fills_blocks: ClassVar[bool] = False
+
     blocks: BlockSpans
     request_id: str = ""
+
+    def check(self, num_blocks: int, num_slots: int) -> None:
+        """Refuse a job whose ids do not fit; copiers rely on that.
+
+        Args:
+            num_blocks: of the KV cache.
+            num_slots: of this engine's own arena.
+
+        Raises:
+            IndexError: there is no such block or slot.
+            ValueError: a block or slot would be written twice.
+        """
+        held = self.blocks.block_ids[self.blocks.block_ids != NULL_BLOCK_ID]
+        check_ids(held, num_blocks, "block", written=self.fills_blocks)
+
+
+def check_ids(ids: NDArray[np.int64], limit: int, what: str, *, written: bool) -> None:
+    """Refuse ids that are not below `limit`, or of which one is written twice.
+
+    Raises:
+        IndexError: there is no such block or slot.
+        ValueError: an id is there twice, and `written`.
+    """
+    outside = ids[(ids < 0) | (ids >= limit)]
+    if outside.size:
+        raise IndexError(f"{what} {outside[0]} of {limit}")
+    if written:
+        ordered = np.sort(ids)
+        again = ordered[1:][ordered[1:] == ordered[:-1]]
+        if again.size:
+            raise ValueError(f"{what} {again[0]} is written twice")
 
 
 class GroupSpan(NamedTuple):

@@ -13,10 +13,9 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.kv.canonical import CanonicalKVCaches
-from omni_connector.kv.copying import BlockCopier, consecutive
-from omni_connector.kv.segments import Segment, padding_of, reserved_of, segments_of
-from omni_connector.kv.slots import SlotLayout
+from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
+from omni_connector.kv.copying import BlockCopier, BlockCopy, consecutive
+from omni_connector.kv.segments import Segment, content_of, padding_of, reserved_of
 
 _STAGING_BYTES = 32 * 1024 * 1024
 """Enough to keep a PCIe link busy; two of them, so that a device and its host work at once."""
@@ -62,7 +61,7 @@ class Stream(ABC):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A run of all blocks `(num_blocks, *counts, words)`, and its words of a staged row."""
+    """A segment of all blocks `(num_blocks, *counts, words)`, and its words of a staged row."""
 
     blocks: torch.Tensor
     first: int
@@ -78,7 +77,7 @@ class GroupOnDevice:
     """The blocks of one group, as a device gathers and scatters them.
 
     Args:
-        parts: the runs of a block, in slot order.
+        parts: the segments of a block, in slot order.
         word: the widest integer that divides every size and address of them.
         row_bytes: bytes of one block.
         padding: what the group reserves beside its content, `(num_blocks, ...)` each.
@@ -92,9 +91,10 @@ class GroupOnDevice:
     reserved: tuple[torch.Tensor, ...]
 
     @classmethod
-    def of(cls, canonical: CanonicalKVCaches, layout: SlotLayout, group: int) -> "GroupOnDevice":
+    def of(cls, canonical: CanonicalKVCaches, group: int) -> "GroupOnDevice":
         """The blocks of group `group`."""
-        segments = segments_of(canonical, layout, group)
+        pages = canonical.pages[group]
+        segments = content_of(pages)
         width, views = _words(canonical, segments)
         parts = []
         for segment, blocks in zip(segments, views, strict=True):
@@ -103,9 +103,9 @@ class GroupOnDevice:
         return cls(
             tuple(parts),
             _WORDS[width],
-            layout.group_bytes[group],
-            _words(canonical, padding_of(canonical, group))[1],
-            _words(canonical, reserved_of(canonical, group))[1],
+            sum(page.nbytes for page in pages),
+            _words(canonical, padding_of(pages))[1],
+            _words(canonical, reserved_of(pages))[1],
         )
 
     def gather(self, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
@@ -131,11 +131,7 @@ class GroupOnDevice:
 def _words(
     canonical: CanonicalKVCaches, segments: Sequence[Segment]
 ) -> tuple[int, tuple[torch.Tensor, ...]]:
-    """View runs of all blocks as the widest words that divide all of them; how wide, in bytes."""
-    storages = {
-        tensor.tensor.untyped_storage().data_ptr(): tensor.tensor.untyped_storage()
-        for tensor in canonical.tensors
-    }
+    """View segments of all blocks as the widest words that divide all of them; how wide."""
     # Devices gather element by element: bytes one at a time would be the slowest choice.
     width = 8 if segments else 1
     for segment in segments:
@@ -148,17 +144,7 @@ def _words(
             segment.block_stride,
             *distances,
         )
-    views = []
-    for segment in segments:
-        blocks = torch.empty(0, dtype=_WORDS[width], device=canonical.tensors[0].tensor.device)
-        blocks.set_(
-            storages[segment.storage],
-            segment.start // width,
-            (canonical.num_blocks, *segment.counts, segment.row_bytes // width),
-            (segment.block_stride // width, *(step // width for _, step in segment.dims), 1),
-        )
-        views.append(blocks)
-    return width, tuple(views)
+    return width, tuple(canonical.view(segment, _WORDS[width]) for segment in segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +161,9 @@ class _Batch:
 class _Call:
     """One save or load: what its batches have in common."""
 
+    copy: BlockCopy
     on_device: GroupOnDevice
-    slots: NDArray[np.uint8]
     direct: torch.Tensor | None
-    checksum: bool
     sums: NDArray[np.uint64]
 
 
@@ -204,11 +189,11 @@ class StagedCopier(BlockCopier):
         *,
         staging_bytes: int = _STAGING_BYTES,
     ) -> None:
-        super().__init__(canonical, layout)
+        super().__init__(layout)
         self._stream = stream
-        self._device = canonical.tensors[0].tensor.device
+        self._device = canonical.device
         self._groups = [
-            GroupOnDevice.of(canonical, layout, group) for group in range(len(layout.group_bytes))
+            GroupOnDevice.of(canonical, group) for group in range(len(layout.group_bytes))
         ]
         self._rows = max(1, staging_bytes // layout.slot_bytes)
         self._staged: list[torch.Tensor] = []
@@ -226,22 +211,13 @@ class StagedCopier(BlockCopier):
             self._pinned.append((address, address + slots.nbytes))
 
     def _copy(
-        self,
-        group: int,
-        block_ids: NDArray[np.int64],
-        slot_ids: NDArray[np.int64],
-        slots: NDArray[np.uint8],
-        checksum: bool,
-        fence: object,
-        cancelled: Callable[[], bool] | None,
-        saving: bool,
+        self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
     ) -> NDArray[np.uint64] | None:
-        call = self._call(group, slots, len(block_ids), checksum)
+        call = self._call(copy)
         start, end = (self._out, self._land) if saving else (self._in, self._landed)
-        done = self._pump(call, block_ids, slot_ids, fence, cancelled, start, end)
-        return call.sums if done else None
+        return call.sums if self._pump(call, cancelled, start, end) else None
 
-    def _zero(self, group: int, block_ids: NDArray[np.int64], fence: object) -> None:
+    def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
         with self._lock, self._stream.active():
             if fence is not None:
                 self._stream.wait(fence)
@@ -259,7 +235,8 @@ class StagedCopier(BlockCopier):
             self._bounced = []
             self._pinned = []
 
-    def _call(self, group: int, slots: NDArray[np.uint8], count: int, checksum: bool) -> _Call:
+    def _call(self, copy: BlockCopy) -> _Call:
+        slots = copy.slots
         address = slots.ctypes.data
         direct = None
         if (
@@ -270,22 +247,21 @@ class StagedCopier(BlockCopier):
             )
         ):
             direct = torch.from_numpy(slots.view(np.int8))
-        return _Call(self._groups[group], slots, direct, checksum, np.zeros(count, np.uint64))
+        sums = np.zeros(len(copy.block_ids), np.uint64)
+        return _Call(copy, self._groups[copy.group], direct, sums)
 
     def _pump(
         self,
         call: _Call,
-        block_ids: NDArray[np.int64],
-        slot_ids: NDArray[np.int64],
-        fence: object,
         cancelled: Callable[[], bool] | None,
         start: Callable[[_Call, _Batch], None],
         end: Callable[[_Call, _Batch], None],
     ) -> bool:
         """Run all batches, each ended while the next one is under way; whether not cancelled."""
+        block_ids, slot_ids = call.copy.block_ids, call.copy.slot_ids
         with self._lock, self._stream.active():
-            if fence is not None:
-                self._stream.wait(fence)
+            if call.copy.fence is not None:
+                self._stream.wait(call.copy.fence)
             under_way: tuple[object, _Batch] | None = None
             try:
                 for number, first in enumerate(range(0, len(block_ids), self._rows)):
@@ -320,8 +296,8 @@ class StagedCopier(BlockCopier):
         if call.direct is None:
             bounced = self._buffer(self._bounced, call, batch).numpy().view(np.uint8)
             for row, slot in enumerate(batch.slot_ids.tolist()):
-                call.slots[slot, :size] = bounced[row]
-        self._hash(call, batch, call.slots, batch.slot_ids.tolist())
+                call.copy.slots[slot, :size] = bounced[row]
+        self._hash(call, batch, call.copy.slots, batch.slot_ids.tolist())
 
     def _in(self, call: _Call, batch: _Batch) -> None:
         staged = self._buffer(self._staged, call, batch)
@@ -329,7 +305,7 @@ class StagedCopier(BlockCopier):
             bounce = self._buffer(self._bounced, call, batch)
             bounced = bounce.numpy().view(np.uint8)
             for row, slot in enumerate(batch.slot_ids.tolist()):
-                bounced[row] = call.slots[slot, : call.on_device.row_bytes]
+                bounced[row] = call.copy.slots[slot, : call.on_device.row_bytes]
             # The very bytes that the device gets: the slot may have changed since.
             self._hash(call, batch, bounced, range(len(batch.slot_ids)))
             staged.copy_(bounce, non_blocking=True)
@@ -340,12 +316,12 @@ class StagedCopier(BlockCopier):
 
     def _landed(self, call: _Call, batch: _Batch) -> None:
         if call.direct is not None:
-            self._hash(call, batch, call.slots, batch.slot_ids.tolist())
+            self._hash(call, batch, call.copy.slots, batch.slot_ids.tolist())
 
     def _hash(
         self, call: _Call, batch: _Batch, rows: NDArray[np.uint8], indices: Sequence[int]
     ) -> None:
-        if call.checksum:
+        if call.copy.checksum:
             for i, row in enumerate(indices):
                 stored = rows[row, : call.on_device.row_bytes]
                 call.sums[batch.first + i] = xxhash.xxh3_64_intdigest(stored.data)

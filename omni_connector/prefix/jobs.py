@@ -2,6 +2,7 @@
 """What the workers are told to copy to the shared store, and from it."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from omni_connector.kv.spans import TransferSpec
 
@@ -26,5 +27,7 @@ class StoreLoadSpec(StoreSaveSpec):
     Attributes:
         timeout: seconds from its arrival until the job is given up.
     """
+
+    fills_blocks: ClassVar[bool] = True
 
     timeout: float

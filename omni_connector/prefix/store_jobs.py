@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.errors import ChecksumError, OmniError
-from omni_connector.kv import BlockCopier, SlotLayout
+from omni_connector.kv import BlockCopier, BlockCopy, SlotLayout
 from omni_connector.kv.copy_threads import CLOSE_S, CopyThread, Outcome, Work
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.block_store import BlockStore
@@ -168,15 +168,7 @@ class StoreJobs:
         rows = self._outgoing[staging * self._rows :][: len(batch.places)]
         staged = None
         try:
-            checksums = self._copier.save(
-                batch.group,
-                batch.block_ids,
-                rows,
-                np.arange(len(rows), dtype=np.int64),
-                checksum=True,
-                fence=fence,
-                cancelled=cancelled,
-            )
+            checksums = self._copier.save(batch.beside(rows, fence), cancelled=cancelled)
             if checksums is not None:
                 keys = batch.keys(self._rank)
                 size = self._sizes[batch.group]
@@ -262,14 +254,7 @@ class StoreJobs:
         if not all(there):
             raise _GoneError(f"{len(there) - sum(there)} of {len(there)} blocks did not come")
         yield True
-        checksums = self._copier.load(
-            batch.group,
-            batch.block_ids,
-            rows,
-            np.arange(len(rows), dtype=np.int64),
-            checksum=True,
-            fence=fence,
-        )
+        checksums = self._copier.load(batch.beside(rows, fence))
         for row, checksum, key in zip(rows, checksums.tolist(), keys, strict=True):
             verify(row, size, checksum, key)
 
@@ -295,6 +280,11 @@ class _Batch:
     @property
     def block_ids(self) -> NDArray[np.int64]:
         return self.job.blocks.block_ids[self.places]
+
+    def beside(self, rows: NDArray[np.uint8], fence: object) -> BlockCopy:
+        """Their copy to or from as many rows."""
+        row_ids = np.arange(len(rows), dtype=np.int64)
+        return BlockCopy(self.group, self.block_ids, rows, row_ids, checksum=True, fence=fence)
 
     def keys(self, rank: int) -> list[str]:
         """Their keys, for the shard of a rank."""

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.errors import PeerRefusedError, SlotPendingError
+from omni_connector.kv.spans import check_ids
 from omni_connector.transports import RemoteArena, SlotHeader
 from omni_connector.turns import WOKEN, StartTurns, Turns, TurnThread
 
@@ -43,6 +44,7 @@ class MappedSlots:
     Raises:
         SlotPendingError, StaleSlotError, PeerRefusedError: a slot is not published, or not with
             `length` bytes.
+        IndexError: the peer has no such slot.
     """
 
     in_place: Final = True
@@ -56,6 +58,7 @@ class MappedSlots:
         self.published()
         self.rows: NDArray[np.uint8] = remote.slots
         self.index: NDArray[np.int64] = np.asarray(slots, dtype=np.int64)
+        check_ids(self.index, len(self.rows), "slot", written=False)
 
     def published(self) -> list[int]:
         """The checksums of the slots. Called after the copy, it shows that no slot has changed.

@@ -298,9 +298,15 @@ class OmniWorker:
 
         Returns:
             Whether it was started. It is not before the caches that it needs are registered, nor
-            after `close`.
+            after `close`, nor where its ids do not fit.
         """
         if self._closed or type(spec) not in self._bodies or self._copier is None:
+            return False
+        try:
+            slots = 0 if self._arena is None else self._arena.n_slots
+            spec.check(self._kv_cache_config.num_blocks, slots)
+        except (IndexError, ValueError):
+            logger.exception("Copy job %d was not started; please report it", job_id)
             return False
         thread, body = self._bodies[type(spec)]
         work = body(job_id, spec, self._copier.fence() if fence is None else fence)

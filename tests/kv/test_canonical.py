@@ -17,7 +17,7 @@ from omni_connector.kv import (
     canonicalize,
     canonicalize_cross_layers,
 )
-from omni_connector.kv.segments import segments_of, split
+from omni_connector.kv.segments import content_of, split
 
 
 def canonical_of(cache):
@@ -54,19 +54,18 @@ def test_a_groups_refs_name_exactly_its_layers_bytes(kv, data):
 
 @settings(deadline=None, max_examples=150)
 @given(data=st.data())
-def test_runs_name_the_same_bytes_as_refs_however_they_are_split(kv, data):
+def test_segments_name_the_same_bytes_as_refs_however_they_are_split(kv, data):
     cache, _ = data.draw(kv.caches())
     canonical = canonical_of(cache)
-    layout = SlotLayout.of(canonical)
     limit = data.draw(st.integers(1, 200))
     flat = cache.buffer.view(torch.uint8)
     for group in range(len(cache.groups)):
         block = data.draw(st.integers(0, cache.num_blocks - 1))
         for segments in (
-            segments_of(canonical, layout, group),
+            content_of(canonical.pages[group]),
             [
                 part
-                for segment in segments_of(canonical, layout, group)
+                for segment in content_of(canonical.pages[group])
                 for part in split(segment, limit)
             ],
         ):
@@ -83,16 +82,16 @@ def test_runs_name_the_same_bytes_as_refs_however_they_are_split(kv, data):
             assert found == cache.slot(group, block).tolist()
         assert all(
             part.nbytes <= limit
-            for segment in segments_of(canonical, layout, group)
+            for segment in content_of(canonical.pages[group])
             for part in split(segment, limit)
         )
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
-def test_layers_of_one_shape_are_one_run(kv, layout):
+def test_layers_of_one_shape_are_one_segment(kv, layout):
     cache = kv.build(layout, 5, [[kv.Shape(layers=4, heads=3, tokens=2, content=8)]])
     canonical = canonical_of(cache)
-    assert len(segments_of(canonical, SlotLayout.of(canonical), 0)) == 1
+    assert len(content_of(canonical.pages[0])) == 1
 
 
 def test_groups_that_overlay_each_other_share_their_tensors(kv):
@@ -159,7 +158,6 @@ def test_a_slot_is_the_largest_group_rounded_up_to_a_memory_page(kv):
     assert layout == SlotLayout(
         group_bytes=(5000, 8),
         slot_bytes=8192,
-        ref_offsets=((0, 1000, 2000, 3000, 4000), (0,)),
     )
 
 
@@ -355,7 +353,7 @@ def test_layers_that_share_some_of_their_runs_are_refused():
         "b": buffer.as_strided((4, 1, 2, 4), (8, 64, 4, 1)),
     }
     group = GroupSpec("full_attention", 2, (LayerSpec("a", 16, 16), LayerSpec("b", 8, 8)))
-    with pytest.raises(LayoutError, match="share some of their bytes"):
+    with pytest.raises(LayoutError, match="share bytes"):
         canonicalize((group,), views, 4)
 
 

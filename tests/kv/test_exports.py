@@ -9,6 +9,7 @@ import omni_connector.kv as kv
 def test_the_exported_names_are_these():
     assert dir(kv) == [
         "BlockCopier",
+        "BlockCopy",
         "BlockSpans",
         "CanonicalKVCacheRef",
         "CanonicalKVCacheTensor",

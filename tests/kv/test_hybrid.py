@@ -6,8 +6,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from omni_connector.kv import SlotLayout, canonicalize
-from omni_connector.kv.segments import segments_of
+from omni_connector.kv import BlockCopy, SlotLayout, canonicalize
+from omni_connector.kv.segments import content_of
 
 
 def value_of(group, layer, place, shape):
@@ -63,11 +63,13 @@ def test_every_layer_of_every_group_finds_its_values_in_the_blocks_it_was_given(
         for group in groups:
             own = slice(starts[group], starts[group + 1])
             getattr(copier, verb)(
-                group,
-                np.array(ids[own], np.int64),
-                slots,
-                np.array(slots_of[own], np.int64),
-                checksum=False,
+                BlockCopy(
+                    group,
+                    np.array(ids[own], np.int64),
+                    slots,
+                    np.array(slots_of[own], np.int64),
+                    checksum=False,
+                )
             )
     assert torch.equal(source.buffer, untouched)
 
@@ -100,4 +102,5 @@ def test_only_the_bytes_that_a_group_needs_are_in_its_slots(kv):
         slots = SlotLayout.of(canonical)
         assert slots.group_bytes == (4 * page.page, 2 * state.page)
         for group, size in enumerate(slots.group_bytes):
-            assert sum(segment.nbytes for segment in segments_of(canonical, slots, group)) == size
+            segments = content_of(canonical.pages[group])
+            assert sum(segment.nbytes for segment in segments) == size

@@ -37,7 +37,7 @@ from vllm.v1.worker.utils import (  # noqa: E402
     allocate_kv_cache,
 )
 
-from omni_connector.kv import CpuCopier, SlotLayout, canonicalize  # noqa: E402
+from omni_connector.kv import BlockCopy, CpuCopier, SlotLayout, canonicalize  # noqa: E402
 from omni_connector.vllm_v1.specs import group_specs  # noqa: E402
 
 BLOCKS = 7
@@ -349,9 +349,9 @@ def test_a_request_of_all_groups_finds_its_values_in_the_blocks_it_was_given(kv,
         CpuCopier(canonical, layout) for canonical, layout in zip(canonicals, layouts, strict=True)
     )
     for g in groups:
-        saver.save(g, from_ids[g], slots, slot_ids[g], checksum=False)
+        saver.save(BlockCopy(g, from_ids[g], slots, slot_ids[g], checksum=False))
     for g in groups:
-        loader.load(g, to_ids[g], slots, slot_ids[g], checksum=False)
+        loader.load(BlockCopy(g, to_ids[g], slots, slot_ids[g], checksum=False))
     for (g, place, name), value in values.items():
         found = target.block(name, to_ids[g, place]).contiguous()
         assert torch.equal(found.view(torch.int8), value.view(torch.int8))
@@ -371,10 +371,10 @@ def test_blocks_move_between_caches_of_vllm(kv, family, layout):
         for block, other in ((6, 1), (2, 10), (3, 0)):
             expected.loaded(g, other, source, block)
         sums = CpuCopier(canonical, slot_layout).save(
-            g, np.array([6, 2, 3]), slots, np.array([3, 1, 0]), checksum=True
+            BlockCopy(g, np.array([6, 2, 3]), slots, np.array([3, 1, 0]), checksum=True)
         )
         CpuCopier(to_target, slot_layout).load(
-            g, np.array([1, 10, 0]), slots, np.array([3, 1, 0]), checksum=True
+            BlockCopy(g, np.array([1, 10, 0]), slots, np.array([3, 1, 0]), checksum=True)
         )
         assert torch.equal(target.buffer, expected.buffer)
         assert sums.tolist() == [

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from omni_connector.kv import BlockCopy
+
 PATIENCE: Final = 60.0  # seconds; stops a hang
 
 
@@ -49,17 +51,17 @@ class HeldCopier:
     def fence(self) -> object:
         return self._inner.fence()
 
-    def save(self, group: int, block_ids: Any, *args: Any, cancelled: Any, **kwargs: Any) -> Any:
+    def save(self, copy: BlockCopy, *, cancelled: Any) -> Any:
         if self._saves and not self._wait(lambda: cancelled() and not self._deaf):
             return None
-        self.saved_blocks += block_ids.tolist()
-        return self._inner.save(group, block_ids, *args, cancelled=cancelled, **kwargs)
+        self.saved_blocks += copy.block_ids.tolist()
+        return self._inner.save(copy, cancelled=cancelled)
 
-    def load(self, *args: Any, **kwargs: Any) -> Any:
+    def load(self, copy: BlockCopy) -> Any:
         if self._loads:
             self._wait(lambda: False)
         self.before_load()
-        return self._inner.load(*args, **kwargs)
+        return self._inner.load(copy)
 
     def zero(self, *args: Any, **kwargs: Any) -> None:
         self._inner.zero(*args, **kwargs)

@@ -165,6 +165,22 @@ def test_a_job_of_which_the_worker_has_no_part_is_not_started_and_has_failed(eng
     assert worker.take_bad_block_ids() == {3}
 
 
+@pytest.mark.parametrize("block_ids", [[3, 3], [3, 10**6]])
+def test_a_job_whose_ids_do_not_fit_copies_nothing_and_has_failed(engine, block_ids):
+    decode = engine("kv_consumer")
+    worker = decode.worker_half
+    blocks = BlockSpans.of([(0, block_ids)])
+    load = LoadSpec(
+        request_id="r", blocks=blocks, slots=blocks, generations=[1, 1], arenas=(), timeout=1.0
+    )
+    held = decode.hold()
+    worker._start({7: load})
+    assert worker.take_report() == OmniWorkerMetadata({7: 1}, {7: "job_failed"})
+    assert worker.take_bad_block_ids() == set(block_ids)
+    assert not held.waiting.is_set()
+    assert not worker._under_way
+
+
 @pytest.mark.parametrize("how", ["changed", "reused"])
 @pytest.mark.parametrize("first_bad", range(6))
 def test_blocks_before_the_first_bad_one_are_kept(engine, tokens, monkeypatch, first_bad, how):

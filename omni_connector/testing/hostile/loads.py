@@ -23,7 +23,7 @@ from omni_connector.handoff.jobs import LoadSpec
 from omni_connector.handoff.loading import Loader
 from omni_connector.handoff.messages import HandshakeReply, LeaseGranted, encode
 from omni_connector.handoff.receiver import HandoffReceiver
-from omni_connector.kv import SlotLayout
+from omni_connector.kv import BlockCopy, SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.copy_threads import Outcome, Work
 from omni_connector.kv.ledger import CopyLedger
@@ -106,23 +106,15 @@ class _Copier:
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self._sizes = sizes
 
-    def load(
-        self,
-        group: int,
-        block_ids: NDArray[np.int64],
-        rows: NDArray[np.uint8],
-        index: NDArray[np.int64],
-        *,
-        checksum: bool,
-        fence: object,
-    ) -> NDArray[np.uint64]:
+    def load(self, copy: BlockCopy) -> NDArray[np.uint64]:
         """As `BlockCopier.load`."""
-        assert len(block_ids) == len(index)
-        self._check(block_ids)
+        rows, index, size = copy.slots, copy.slot_ids, self._sizes[copy.group]
+        assert len(copy.block_ids) == len(index)
+        self._check(copy.block_ids)
         assert not len(index) or (index.min() >= 0 and index.max() < len(rows))
-        assert rows.shape[1] >= self._sizes[group]
-        found = [xxhash.xxh3_64_intdigest(rows[i, : self._sizes[group]].tobytes()) for i in index]
-        return np.array(found if checksum else [0] * len(found), np.uint64)
+        assert rows.shape[1] >= size
+        found = [xxhash.xxh3_64_intdigest(rows[i, :size].tobytes()) for i in index]
+        return np.array(found if copy.checksum else [0] * len(found), np.uint64)
 
     def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object) -> None:
         """As `BlockCopier.zero`."""
@@ -138,7 +130,7 @@ class _Decoder:
     def __init__(self, ours: CompatibilityKey, connector: SharedMemoryTransport) -> None:
         self.ours = ours
         sizes = tuple(_PAGES_BYTES * group.block_size // 16 // ours.ranks for group in ours.groups)
-        layout = SlotLayout(sizes, max(sizes), tuple((0, size // 2) for size in sizes))
+        layout = SlotLayout(sizes, max(sizes))
         copier: Any = _Copier(sizes)
         self.loader = Loader(
             transports=Transports([connector], [connector]),
