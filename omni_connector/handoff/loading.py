@@ -139,9 +139,9 @@ class Loader:
         threads: int = 1,
     ) -> None:
         self._clock = clock
-        self._batches = batch_blocks(layout)
-        # Read in place, a batch has a part for each thread.
-        self._shared_batches = [-(-size // threads) * threads for size in self._batches]
+        sizes = batch_blocks(layout)
+        # Of fetched and of mapped slots: those have a part for each thread.
+        self._batches = sizes, [-(-size // threads) * threads for size in sizes]
         self._threads = PeerThreads(start)
         self._arenas = PeerArenas(transports, self._threads, clock, start=start)
         self._copier = copier
@@ -184,7 +184,7 @@ class Loader:
                         yield False
                         continue
                     if steps:
-                        sizes = self._shared_batches if arenas.mapped else self._batches
+                        sizes = self._batches[arenas.mapped]
                         waiting.clear()
                         waiting.extend(part for each in steps for part in each.parts(sizes))
                         steps.clear()
@@ -247,12 +247,9 @@ class Loader:
         sizes = [group.block_size for group in self._groups]
         plans = [self._plan(spec.source, group) for group in range(len(sizes))]
         # A chunk is a slot that may hold several blocks, or the slots that one block takes.
-        per_chunk = [
-            max(1, plan.block_size // size) for plan, size in zip(plans, sizes, strict=True)
-        ]
-        per_block = [
-            max(1, size // plan.block_size) for plan, size in zip(plans, sizes, strict=True)
-        ]
+        pairs = list(zip(plans, sizes, strict=True))
+        per_chunk = [max(1, plan.block_size // size) for plan, size in pairs]
+        per_block = [max(1, size // plan.block_size) for plan, size in pairs]
         chunks = [
             np.arange(index // blocks, -(-(index + size) // blocks) if size else index // blocks)
             for index, size, blocks in zip(
@@ -359,15 +356,10 @@ class Loader:
                 target_ranks=self._ranks,
             )
             for rank, heads in parts:
-                nothing = HeadSlice(0, 0, 0)
-                by_rank.setdefault(rank, [nothing] * len(ours.pages))[layer] = heads
+                by_rank.setdefault(rank, [HeadSlice(0, 0, 0)] * len(ours.pages))[layer] = heads
         converts = converter(theirs, ours)
-        return _Plan(
-            block_size=theirs.block_size,
-            length=converts.source_bytes,
-            sources=tuple((rank, tuple(heads)) for rank, heads in sorted(by_rank.items())),
-            converter=converts,
-        )
+        sources = tuple((rank, tuple(heads)) for rank, heads in sorted(by_rank.items()))
+        return _Plan(theirs.block_size, converts.source_bytes, sources, converts)
 
     def _copy(self, step: _Step, slots: Slots, fence: object) -> Generator[bool, None, None]:
         checked = self._checksum or not slots.in_place

@@ -22,9 +22,6 @@ _HASHED_BYTES = 512 * 1024
 _COPIED_BYTES = 4 * 1024 * 1024
 """Bytes copied between two looks at whether the copy is still wanted."""
 
-_SHARED_BYTES = 1024 * 1024
-"""Bytes of a copy for each thread that shares in it: a helper wakes in the time of as many."""
-
 _Item = TypeVar("_Item")
 
 
@@ -253,7 +250,13 @@ class CpuCopier(BlockCopier):
     Args:
         canonical, layout: the cache, and the slots.
         helpers: share in each copy; None leaves all of it to the calling thread.
+
+    Attributes:
+        shared_bytes: of a copy, for each thread that shares in it; a helper wakes in the time of
+            as many.
     """
+
+    shared_bytes = 1 << 20
 
     def __init__(
         self, canonical: CanonicalKVCaches, layout: SlotLayout, helpers: Sharing | None = None
@@ -282,20 +285,23 @@ class CpuCopier(BlockCopier):
     ) -> NDArray[np.uint64] | None:
         count, size = len(copy.block_ids), self._layout.group_bytes[copy.group]
         threads = 1 if self._helpers is None else self._helpers.threads
-        parts = min(threads, count, count * size // _SHARED_BYTES)
+        parts = min(threads, count, count * size // self.shared_bytes)
         if self._helpers is None or parts <= 1:
             return self._copy_part(copy, saving, cancelled)
-        sums: list[NDArray[np.uint64] | None] = [None] * parts
+        sums: dict[int, NDArray[np.uint64]] = {}
+        given_up: list[int] = []
 
         def copy_part(part: int) -> None:
             some = slice(count * part // parts, count * (part + 1) // parts)
-            ids = copy.block_ids[some], copy.slot_ids[some]
-            each = replace(copy, block_ids=ids[0], slot_ids=ids[1])
-            sums[part] = self._copy_part(each, saving, cancelled)
+            each = replace(copy, block_ids=copy.block_ids[some], slot_ids=copy.slot_ids[some])
+            found = None if given_up else self._copy_part(each, saving, cancelled)
+            if found is None:
+                given_up.append(part)
+            else:
+                sums[part] = found
 
         self._helpers.share(copy_part, range(parts))
-        made = [part for part in sums if part is not None]
-        return np.concatenate(made) if len(made) == parts else None
+        return None if given_up else np.concatenate([sums[part] for part in range(parts)])
 
     def _copy_part(
         self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
