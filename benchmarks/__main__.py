@@ -12,6 +12,7 @@ from pathlib import Path
 
 BENCHMARKS = (
     "data_plane",
+    "fresh_arena",
     "scheduler_step",
     "handoff_open",
     "objects",

@@ -54,6 +54,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from omni_connector.plugin import register
 from omni_connector.testing import no_op
 from omni_connector.testing.models import make_model
+from omni_connector.testing.simulation.engines import lifecycles
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -181,18 +182,7 @@ class Engine:
         worker.bind_connector_metadata(metadata)
         worker.start_load_kv(None)
         worker.wait_for_save()
-        results = worker.get_transfer_results(scheduled.finished_req_ids)
-        output = KVConnectorOutput(
-            finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving,
-            invalid_block_ids=worker.get_block_ids_with_load_errors(),
-            kv_connector_stats=worker.get_kv_connector_stats(),
-            kv_cache_events=worker.get_kv_connector_kv_cache_events(),
-            kv_connector_worker_meta=worker.build_connector_worker_meta(),
-        )
-        worker.clear_connector_metadata()
-        return output
+        return lifecycles.connector_output(worker, scheduled)
 
     def _output(
         self, scheduled: SchedulerOutput, connector_output: KVConnectorOutput
@@ -203,12 +193,7 @@ class Engine:
             [5] if requests[i].num_computed_tokens >= requests[i].num_prompt_tokens else []
             for i in ids
         ]
-        return ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={name: place for place, name in enumerate(ids)},
-            sampled_token_ids=sampled,
-            kv_connector_output=None if connector_output.is_empty() else connector_output,
-        )
+        return lifecycles.model_output(ids, sampled, connector_output)
 
     def close(self) -> None:
         self.scheduler.shutdown()

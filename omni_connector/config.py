@@ -100,6 +100,9 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             `auto` it holds such settings by the transports' names.
         arena_gib: size of this engine's arenas in GiB, of all its ranks on this host together; None
             takes what `omni_connector.memory.arena_size` says.
+        huge_pages: which pages the arena has: `auto` takes the huge ones that the kernel gives to
+            shared memory, `hugetlb` those that an administrator has reserved, `off` none. With
+            `hugetlb` the arena's size must be set.
         namespace: engines that share a namespace (and a user) can find each other.
         model_id: what peers compare to know whether both run the same weights; None takes the
             model's name and revision.
@@ -126,6 +129,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     transport: str = "auto"
     transport_config: dict[str, Any] = {}
     arena_gib: float | None = None
+    huge_pages: Literal["auto", "hugetlb", "off"] = "auto"
     namespace: str = "default"
     model_id: str | None = None
     weights: Literal["may_change", "fixed"] = "may_change"
@@ -186,6 +190,10 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if self.copy_threads is not None and not 1 <= self.copy_threads <= MAX_COPY_THREADS:
             raise ConfigError(
                 f"copy_threads must be between 1 and {MAX_COPY_THREADS}, not {self.copy_threads}"
+            )
+        if self.huge_pages == "hugetlb" and self.arena_gib is None:
+            raise ConfigError(
+                "huge_pages: 'hugetlb' needs arena_gib, at most what the reserved huge pages hold"
             )
         timeout_s = self.mooncake.timeout_s
         if not (math.isfinite(timeout_s) and timeout_s > 0):

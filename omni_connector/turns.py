@@ -16,7 +16,7 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 
 logger = logging.getLogger(__name__)
 
@@ -126,3 +126,53 @@ class _Bell:
 
     def wake(self) -> None:
         self._rung.set()
+
+
+class Copies:
+    """Counts the copies that run in this process: what works in the background waits for them.
+
+    Enter it around a copy. All methods may be called from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._flags: list[memoryview] = []
+
+    @property
+    def running(self) -> bool:
+        """Whether a copy runs."""
+        return self._count > 0
+
+    def show(self, flag: memoryview) -> None:
+        """Keep the first byte of this memory at 1 while a copy runs, else at 0."""
+        with self._lock:
+            self._flags.append(flag)
+            flag[0] = self._count > 0
+
+    def hide(self, flag: memoryview) -> None:
+        """Write to this memory no more."""
+        with self._lock:
+            self._flags = [each for each in self._flags if each is not flag]
+
+    def __enter__(self) -> Self:
+        self._add(1)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._add(-1)
+
+    def _add(self, change: int) -> None:
+        with self._lock:
+            self._count += change
+            for flag in self._flags:
+                flag[0] = self._count > 0
+
+
+COPIES: Final = Copies()
+"""Those of this process."""
+
+os.register_at_fork(after_in_child=COPIES._begin)

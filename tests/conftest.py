@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from omni_connector.transports.mooncake_engine import Engine
+from omni_connector.transports.mooncake_engine import TransferEngine
 
 from . import machine, support_table
 from .masters import Master
@@ -45,20 +45,20 @@ def pytest_collection_finish() -> None:
 def reused_engines() -> Iterator[None]:
     """Engines of Mooncake are used by one connector after the other: each takes 1 s to end."""
     unused: list[Any] = []
-    start, close = Engine._start, Engine.close
+    start, close = TransferEngine._start, TransferEngine.close
 
-    def take(self: Engine, host: str) -> Any:
+    def take(self: TransferEngine, host: str) -> Any:
         return unused.pop() if unused and host == "127.0.0.1" else start(self, host)
 
-    def keep(self: Engine) -> None:
+    def keep(self: TransferEngine) -> None:
         engine = self._engine
         close(self)
         if engine is not None:
             unused.append(getattr(engine, "inner", engine))  # what a test has put around it
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_start", take)
-        patch.setattr(Engine, "close", keep)
+        patch.setattr(TransferEngine, "_start", take)
+        patch.setattr(TransferEngine, "close", keep)
         yield
 
 

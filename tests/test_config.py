@@ -32,6 +32,7 @@ def test_without_configuration_the_documented_defaults_hold(extra: dict[str, Any
     [
         ("transport", "shm"),
         ("arena_gib", 0.5),
+        ("huge_pages", "off"),
         ("namespace", "team-a_1.x"),
         ("model_id", "llama@v2"),
         ("handoff_ttl_s", 3.5),
@@ -130,6 +131,12 @@ def test_an_unknown_key_with_no_likeness_is_refused_too() -> None:
         load({"0": 1})
 
 
+def test_reserved_huge_pages_need_the_size_of_the_arena() -> None:
+    with pytest.raises(ConfigError, match=r"huge_pages: 'hugetlb' needs arena_gib"):
+        load({"huge_pages": "hugetlb"})
+    assert load({"huge_pages": "hugetlb", "arena_gib": 1}).huge_pages == "hugetlb"
+
+
 def test_an_unknown_variable_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match=r"OMNI_CONNECTOR_ARENA_GB.*did you mean 'arena_gib'"):
         load(OMNI_CONNECTOR_ARENA_GB="1")
@@ -141,6 +148,7 @@ def test_an_unknown_variable_is_refused_by_its_name() -> None:
         ("transport", None, "a string"),
         ("mooncake", "tcp", "an object"),
         ("integrity", "none", "'full' or 'generation'"),
+        ("huge_pages", True, "'auto' or 'hugetlb' or 'off'"),
         ("arena_gib", "8", "a number or null"),
         ("arena_gib", True, "a number or null"),
         ("handoff_ttl_s", [], "a number"),

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 
-from omni_connector.turns import WOKEN, TurnThread
+from omni_connector.turns import WOKEN, Copies, TurnThread
 
 LONG = 10.0
 
@@ -75,3 +75,16 @@ def test_a_thread_runs_on_the_cores_that_it_is_given():
     TurnThread("omni-test", turn, cores=frozenset({core})).join(LONG)
     assert found == [{core}]
     assert core in os.sched_getaffinity(0)
+
+
+def test_copies_are_counted_and_shown():
+    copies, early, late = Copies(), bytearray(1), bytearray(1)
+    copies.show(first := memoryview(early))
+    with copies:
+        copies.show(memoryview(late))
+        with copies:
+            assert copies.running
+        assert (early, late) == (b"\1", b"\1")
+        copies.hide(first)
+    assert not copies.running
+    assert (early, late) == (b"\1", b"\0")

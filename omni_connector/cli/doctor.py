@@ -23,6 +23,7 @@ from omni_connector.memory.arena_size import (
     USEFUL_CACHES,
     available_bytes,
 )
+from omni_connector.memory.huge_pages import explain, pool
 from omni_connector.net.runtime import runtime_dir
 from omni_connector.plugin import CONNECTOR_NAME, require_supported_vllm, supported_range
 from omni_connector.transports.mooncake_lib import engine_module, wheel_name
@@ -139,6 +140,16 @@ def _memory() -> str:
     return f"arena of {wanted / _GIB:.1f} GiB of {limit / _GIB:.1f} GiB"
 
 
+def _huge_pages() -> str:
+    config = OmniConfig.load(None)
+    wanted = config.arena_bytes()
+    if config.huge_pages == "hugetlb" and wanted is not None:
+        there = pool()
+        if wanted > there.page_bytes * there.free:
+            raise CheckFailedError(f"huge_pages is hugetlb: {there.advice(wanted)}")
+    return f"an arena gets {explain(config.huge_pages)}"
+
+
 def _router() -> str:
     if find_spec("vllm_router") is None:
         return "not installed; only the demo needs it here"
@@ -160,6 +171,7 @@ CHECKS: Final[tuple[tuple[str, Callable[[], str]], ...]] = (
     ("runtime folder", _runtime_folder),
     ("shared memory", _shared_memory),
     ("memory", _memory),
+    ("huge pages", _huge_pages),
     ("Mooncake", _mooncake),
     ("vllm-router", _router),
 )

@@ -23,7 +23,7 @@ import zmq
 from omni_connector.errors import ConfigError, OmniError, PeerUnreachableError, ProtocolError
 from omni_connector.handoff.client import Lease, PeerSession, PendingLease
 from omni_connector.handoff.messages import Release, Reply, Request, encode
-from omni_connector.handoff.server import Connection, ControlServer
+from omni_connector.handoff.server import ControlServer, PeerConnection
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net.keys import ClusterKey
 from omni_connector.net.links import Sockets, ZmqSockets
@@ -137,11 +137,11 @@ class ControlChannel:
         """Ask the peer at `address` for a hand-off; returns at once.
 
         Its future gets a `Lease`, or an `OmniError` before its deadline. Cancel it to give
-        up: the lease of a grant that comes later is ended.
+        up: a lease that comes later is ended.
         """
-        self._post(lambda: self._claim(address, pending))
+        self._post(lambda: self._request(address, pending))
 
-    def _claim(self, address: str, pending: PendingLease) -> None:
+    def _request(self, address: str, pending: PendingLease) -> None:
         try:
             peer = self._peer(address, pending.epoch)
             if isinstance(peer, OmniError):
@@ -259,12 +259,12 @@ class ControlChannel:
             except zmq.Again:
                 return
             if len(frames) == 2:
-                connection = Connection(listener, frames[0])
+                connection = PeerConnection(listener, frames[0])
                 reply = self._server.receive(connection, frames[1])
                 if reply is not None:
                     self._guarded(self._reply, connection, reply)
 
-    def _reply(self, connection: Connection, reply: Reply) -> None:
+    def _reply(self, connection: PeerConnection, reply: Reply) -> None:
         # A peer that does not read its answers loses them, and its lease requests time out.
         with contextlib.suppress(zmq.Again):
             self._routers[connection.listener].send_multipart(

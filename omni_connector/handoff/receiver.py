@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -22,14 +22,10 @@ from omni_connector.handoff.jobs import LoadSpec
 from omni_connector.handoff.params import RemotePrefill
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.compatibility import CompatibilityKey
-from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork
+from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, EngineRequest, RequestBlocks
 from omni_connector.kv.shapes import GroupShape, same_bytes
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.stats import Stats
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.omni_connector.receiver")
 
@@ -59,7 +55,7 @@ _SLOW_ANSWERS: Final = 10
 
 @dataclass(slots=True)
 class _Load:
-    request: "Request"
+    request: EngineRequest
     prompt: Prompt
     remote: RemotePrefill
     address: str
@@ -112,12 +108,12 @@ class HandoffReceiver:
         self._stats = stats
         self._loads: dict[str, _Load] = {}
         self._queued: dict[int, LoadSpec] = {}
-        self._failed: list[Request] = []
-        self._void: list[Request] = []
+        self._failed: list[EngineRequest] = []
+        self._void: list[EngineRequest] = []
         self._idle = 0.0
         self._idle_since: float | None = clock()
 
-    def add(self, request: "Request", remote: RemotePrefill, prompt: Prompt) -> None:
+    def add(self, request: EngineRequest, remote: RemotePrefill, prompt: Prompt) -> None:
         """A request has arrived whose prompt was prefilled elsewhere: ask for a lease on its KV."""
         load = _Load(request, prompt, remote, self._address_of(remote), self._clock())
         self._ask(load)
@@ -240,7 +236,7 @@ class HandoffReceiver:
                 self._channel.release(lease)
         load.lease = load.former = None
 
-    def allocated(self, request: "Request", blocks: "KVCacheBlocks", num_external: int) -> None:
+    def allocated(self, request: EngineRequest, blocks: RequestBlocks, num_external: int) -> None:
         """vLLM has allocated blocks for `num_external` tokens of a hand-off; 0: it wants none."""
         load = self._waiting(request.request_id)
         if load is None:
@@ -340,13 +336,13 @@ class HandoffReceiver:
                 load.ended = True
                 self._give_up(load, "weights_changed", "the prefix cache was reset meanwhile")
 
-    def take_void(self) -> "list[Request]":
-        """Requests whose loads have ended since the last call, but are void."""
+    def take_void(self) -> list[Any]:
+        """vLLM's requests whose loads have ended since the last call, but are void."""
         void, self._void = self._void, []
         return void
 
-    def take_failed(self) -> "list[Request]":
-        """Requests whose loads have failed since the last call."""
+    def take_failed(self) -> list[Any]:
+        """vLLM's requests whose loads have failed since the last call."""
         failed, self._failed = self._failed, []
         return failed
 

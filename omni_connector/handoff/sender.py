@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,18 +21,21 @@ from omni_connector.handoff.jobs import SaveSpec
 from omni_connector.handoff.params import handoff_answer, no_handoff_answer
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.compatibility import CompatibilityKey
-from omni_connector.kv.ledger import CANCELLED, Block, CopyLedger, CopyWork
+from omni_connector.kv.ledger import (
+    CANCELLED,
+    Block,
+    CopyLedger,
+    CopyWork,
+    EngineBlock,
+    EngineRequest,
+    EngineStep,
+    RequestBlocks,
+)
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.memory.slot_index import SlotKey
 from omni_connector.net.peers import HostPort
 from omni_connector.stats import Stats
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.omni_connector.sender")
 
@@ -42,7 +45,7 @@ _FINISHED_WELL: Final = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"}
 
 @dataclass(slots=True, eq=False)
 class _Send:
-    request: "Request"
+    request: EngineRequest
     prompt: Prompt
     first_blocks: list[int]
     keys: list[list[SlotKey | None]]
@@ -102,7 +105,7 @@ class HandoffSender:
         self._waiting: deque[_Send] = deque()
         self._tried: tuple[_Send, int] | None = None  # no room for it at this count of releases
 
-    def add(self, request: "Request", prompt: Prompt, refusal: str | None = None) -> None:
+    def add(self, request: EngineRequest, prompt: Prompt, refusal: str | None = None) -> None:
         """A request that asks for a hand-off has arrived.
 
         Args:
@@ -154,8 +157,8 @@ class HandoffSender:
     def build(
         self,
         meta: CopyWork,
-        scheduler_output: "SchedulerOutput",
-        blocks_of: "Callable[[str], KVCacheBlocks]",
+        scheduler_output: EngineStep,
+        blocks_of: Callable[[str], RequestBlocks],
     ) -> None:
         """Add this step's copies to `meta`."""
         if not self._sends:
@@ -184,7 +187,7 @@ class HandoffSender:
         return filled
 
     def _start(
-        self, send: _Send, handoff: Handoff, filled: list[Block], blocks: "KVCacheBlocks"
+        self, send: _Send, handoff: Handoff, filled: list[Block], blocks: RequestBlocks
     ) -> dict[int, SaveSpec]:
         """Start the job that copies these blocks, if one has to."""
         chosen = self._directory.copying(handoff, filled)
@@ -251,7 +254,7 @@ class HandoffSender:
                 if not self._directory.wanted(send.handoff, blocks):
                     self._ledger.revoke([job_id])
 
-    def finish(self, request: "Request") -> dict[str, Any] | None:
+    def finish(self, request: EngineRequest) -> dict[str, Any] | None:
         """The request is over; returns the answer for the router, None where there is none."""
         send = self._sends.pop(request.request_id, None)
         if send is None:
@@ -285,7 +288,7 @@ def _spec(
     send: _Send,
     handoff: Handoff,
     chosen: list[Block],
-    tables: "list[Sequence[KVCacheBlock]]",
+    tables: list[Sequence[EngineBlock]],
 ) -> SaveSpec:
     """The copies of these blocks. Those between them that are not copied become null blocks."""
     indices_of: dict[int, list[int]] = {}

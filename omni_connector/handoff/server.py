@@ -33,7 +33,7 @@ MAX_SESSIONS: Final = 4096
 MAX_PENDING: Final = 1 << 16
 
 
-class Connection(NamedTuple):
+class PeerConnection(NamedTuple):
     """A peer's connection: the number of our socket, and the peer's name there.
 
     A peer may choose its name, so equal names at different sockets may be different peers.
@@ -77,7 +77,7 @@ class ControlServer:
         # By socket, so that many peers at one of them displace none at another.
         self._introduced: defaultdict[int, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
         # By connection and sequence: the lease request, and until when it waits.
-        self._pending: dict[tuple[Connection, int], tuple[LeaseRequest, float]] = {}
+        self._pending: dict[tuple[PeerConnection, int], tuple[LeaseRequest, float]] = {}
         self._told = False
 
     @property
@@ -85,7 +85,7 @@ class ControlServer:
         """Whether a lease request waits for its hand-off to be complete."""
         return bool(self._pending)
 
-    def receive(self, connection: Connection, frame: bytes) -> Reply | None:
+    def receive(self, connection: PeerConnection, frame: bytes) -> Reply | None:
         """Handle one frame; returns the answer to it, if there is one now.
 
         A malformed frame is counted and not answered. A peer whose frame cannot be handled is
@@ -103,7 +103,7 @@ class ControlServer:
             self._introduced[connection.listener].pop(connection.name, None)
             return Refused("message", "", "it could not be handled")
 
-    def _handle(self, connection: Connection, message: Request) -> Reply | None:
+    def _handle(self, connection: PeerConnection, message: Request) -> Reply | None:
         match message:
             case Handshake():
                 return self._introduce(connection, message)
@@ -123,7 +123,7 @@ class ControlServer:
                     self._pending[connection, message.sequence] = message, until
                 return answer
 
-    def _release(self, connection: Connection, release: Release) -> None:
+    def _release(self, connection: PeerConnection, release: Release) -> None:
         lease = connection, release.sequence
         if not release.sequence:
             self._directory.drop(release.token)
@@ -132,7 +132,7 @@ class ControlServer:
         else:
             self._directory.release(release.token, lease)
 
-    def _introduce(self, connection: Connection, handshake: Handshake) -> Reply:
+    def _introduce(self, connection: PeerConnection, handshake: Handshake) -> Reply:
         if handshake.protocol != PROTOCOL_VERSION:
             self._count("refused_peer")
             return Refused("protocol", str(PROTOCOL_VERSION), str(handshake.protocol))
@@ -154,7 +154,7 @@ class ControlServer:
         return self._handshake_reply
 
     def _answer(
-        self, connection: Connection, request: LeaseRequest
+        self, connection: PeerConnection, request: LeaseRequest
     ) -> LeaseGranted | LeaseDenied | None:
         """Give a lease or deny it; None while the request has to wait."""
         if not self._valid():  # the engine's thread has not noticed yet
@@ -182,9 +182,9 @@ class ControlServer:
             lease_s,
         )
 
-    def recheck(self) -> list[tuple[Connection, Reply]]:
+    def recheck(self) -> list[tuple[PeerConnection, Reply]]:
         """Answer the pending lease requests that can be answered now, or whose time is over."""
-        answers: list[tuple[Connection, Reply]] = []
+        answers: list[tuple[PeerConnection, Reply]] = []
         now = self._clock()
         for lease, (request, deadline) in list(self._pending.items()):
             connection, _ = lease

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from omni_connector.turns import WOKEN, StartTurns, TurnThread
+from omni_connector.turns import COPIES, WOKEN, StartTurns, TurnThread
 
 logger = logging.getLogger("vllm.omni_connector.worker")
 
@@ -155,7 +155,8 @@ class CopyThread:
         goes_on = False
         started = time.perf_counter()
         try:
-            goes_on = next(job.pieces)
+            with COPIES:
+                goes_on = next(job.pieces)
         except StopIteration as end:
             outcome = end.value
         except BaseException:  # it is this job's, and the others go on

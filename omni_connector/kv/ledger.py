@@ -9,16 +9,14 @@ to no token that it has computed; only a recurrent state is written in place, an
 state is handed off ends with the step that computes it.
 """
 
+import enum
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Any, Final, Protocol
 
 from omni_connector.kv.spans import BlockSpans, TransferSpec
-
-if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
 
 Block = tuple[int, int]
 """(position of the group among the transferred ones, logical index in the request)."""
@@ -28,6 +26,60 @@ CANCELLED: Final = "cancelled"
 
 End = Callable[[str | None], None]
 """Called once with the kind of failure, `CANCELLED`, or None when all ranks have copied."""
+
+
+class EngineBlock(Protocol):
+    """A KV block, as far as this package reads vLLM's `KVCacheBlock`."""
+
+    @property
+    def block_id(self) -> int: ...
+    @property
+    def is_null(self) -> bool: ...
+    @property
+    def ref_cnt(self) -> int: ...
+
+
+class EnginePool(Protocol):
+    """All KV blocks of an engine: vLLM's `BlockPool`, which takes its own blocks only."""
+
+    @property
+    def blocks(self) -> Sequence[EngineBlock]: ...
+    def touch(self, blocks: Sequence[Any], /) -> None: ...
+    def free_blocks(self, blocks: Iterable[Any], /) -> None: ...
+
+
+class RequestBlocks(Protocol):
+    """The blocks of one request, for each of vLLM's groups: its `KVCacheBlocks`."""
+
+    @property
+    def blocks(self) -> Sequence[Sequence[EngineBlock]]: ...
+    def get_block_ids(self) -> Sequence[Sequence[int]]: ...
+
+
+class EngineRequest(Protocol):
+    """A request, as far as this package reads vLLM's `Request`."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def status(self) -> enum.Enum: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+    @property
+    def skip_reading_prefix_cache(self) -> bool: ...
+
+
+class EngineStep(Protocol):
+    """A step, as far as this package reads vLLM's `SchedulerOutput`."""
+
+    @property
+    def num_scheduled_tokens(self) -> Mapping[str, int]: ...
 
 
 class CopyWork(Protocol):
@@ -60,7 +112,7 @@ class CopyLedger:
         clock: seconds, monotonic.
     """
 
-    def __init__(self, pool: "BlockPool", ranks: int, clock: Callable[[], float]) -> None:
+    def __init__(self, pool: EnginePool, ranks: int, clock: Callable[[], float]) -> None:
         self._pool = pool
         self._ranks = ranks
         self._clock = clock

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.errors import (
+    ConfigError,
     PeerRefusedError,
     ProtocolError,
     SlotPendingError,
@@ -43,9 +44,11 @@ from omni_connector.memory.arena_format import (
     SlotState,
     state_of,
 )
+from omni_connector.memory.huge_pages import HugePages, pool
 from omni_connector.memory.prefault import (
-    PREFAULT_AHEAD,
     Prefaulter,
+    ReaderPrefaulter,
+    advise,
     overcommit_is_strict,
     prefault,
 )
@@ -53,6 +56,7 @@ from omni_connector.memory.prefault import (
 # Linux constants that the standard library of Python 3.11 does not name.
 F_SEAL_FUTURE_WRITE: Final = 0x0010
 MFD_NOEXEC_SEAL: Final = 0x0008
+MFD_HUGETLB: Final = 0x0004
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
@@ -178,6 +182,7 @@ class Arena(_Mapping):
         slot_bytes: int,
         *,
         prefault: bool = False,
+        huge_pages: HugePages = "auto",
         randbytes: Callable[[int], bytes] = os.urandom,
     ) -> Self:
         """Make an arena of `n_slots` slots of `slot_bytes` bytes, all of them free.
@@ -185,37 +190,48 @@ class Arena(_Mapping):
         Args:
             n_slots: number of slots, at least one.
             slot_bytes: bytes of a slot, a positive multiple of `PAGE_BYTES`.
-            prefault: allocate memory in the background, ahead of the slots in use. The first
-                touch of a page costs many times a copy into it.
+            prefault: allocate all the memory in the background. The first touch of a page costs
+                many times a copy into it.
+            huge_pages: `auto` takes those that the kernel gives to shared memory, `hugetlb` those
+                that were reserved, `off` none.
             randbytes: where the epoch, which names this arena, comes from.
 
         Raises:
             ValueError: the geometry is out of range.
+            ConfigError: `hugetlb`, and not enough huge pages are reserved.
             TransportError: the kernel has no memory for it, or lacks a seal (before Linux 5.1).
         """
         geometry = ArenaGeometry(n_slots, slot_bytes)
+        size = geometry.total_bytes
         epoch = randbytes(EPOCH_BYTES)
+        reserved = huge_pages == "hugetlb"
         try:
-            fd = _memfd("omni-connector-arena")
+            fd = _memfd("omni-connector-arena", MFD_HUGETLB if reserved else 0)
         except OSError as error:
+            if reserved:
+                raise _no_huge_pages(size, error) from error
             raise TransportError(f"cannot make a memfd: {error}") from error
         try:
-            os.ftruncate(fd, geometry.total_bytes)
+            if reserved:
+                size = _whole_pages(fd, size)
+            os.ftruncate(fd, size)
             if overcommit_is_strict():
-                os.posix_fallocate(fd, 0, geometry.total_bytes)
-            mapped = mmap.mmap(fd, geometry.total_bytes)
+                os.posix_fallocate(fd, 0, size)
+            mapped = mmap.mmap(fd, size)
+            advise(mapped, huge_pages)
             superblock = geometry.superblock(epoch)
             mapped[: len(superblock)] = superblock
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         except (OSError, OverflowError, ValueError) as error:
             os.close(fd)
+            if reserved and isinstance(error, OSError):
+                raise _no_huge_pages(size, error) from error
             raise TransportError(
                 f"cannot make an arena of {n_slots} slots of {slot_bytes} bytes: {error}"
             ) from error
         arena = cls(fd, mapped, geometry, epoch)
         if prefault:
-            arena._prefaulter = Prefaulter(fd, mapped)
-            arena._prefaulter.want(min(PREFAULT_AHEAD, geometry.total_bytes))
+            arena._prefaulter = Prefaulter(fd, mapped, huge_pages)
         return arena
 
     @property
@@ -226,9 +242,10 @@ class Arena(_Mapping):
         return self._fd
 
     def touch(self, slot: int) -> None:
-        """Say that this slot is about to be used, so that memory is allocated ahead. Cheap."""
+        """Say that this slot is about to be used. If its memory is not there yet, it is made."""
         if self._prefaulter is not None:
-            self._prefaulter.want(self._slots_at + (slot + 1) * self.slot_bytes + PREFAULT_AHEAD)
+            start = self._slots_at + slot * self.slot_bytes
+            self._prefaulter.touch(start, start + self.slot_bytes)
 
     def prefault(self, slot: int, nbytes: int) -> None:
         """Allocate memory for the first bytes of a slot now, before their first touch.
@@ -312,7 +329,7 @@ class Arena(_Mapping):
         _barrier()
 
     def close(self) -> None:
-        """Stop population, unmap, and close the memfd. Peers keep what they mapped. Idempotent."""
+        """Stop prefaulting, unmap, and close the memfd. Peers keep what they mapped. Idempotent."""
         if self._prefaulter is not None:
             self._prefaulter.stop()
         super().close()
@@ -324,8 +341,12 @@ class Arena(_Mapping):
 class ArenaView(_Mapping):
     """A reader's side of an arena: a read-only mapping of a memfd that a peer sent."""
 
+    _prefaulter: ReaderPrefaulter | None = None
+
     @classmethod
-    def open(cls, fd: int, *, epoch: bytes, n_slots: int, slot_bytes: int) -> Self:
+    def open(
+        cls, fd: int, *, epoch: bytes, n_slots: int, slot_bytes: int, prefault: bool = False
+    ) -> Self:
         """Check that a received memfd is safe to read, and map it. The caller closes `fd`.
 
         Args:
@@ -333,6 +354,7 @@ class ArenaView(_Mapping):
             epoch: that of the arena that was asked for.
             n_slots: the announced number of slots.
             slot_bytes: the announced bytes of each slot.
+            prefault: map in the background what the owner has allocated, before it is read.
 
         Raises:
             PeerRefusedError: this is no memfd, or not sealed against change of size and writing.
@@ -350,7 +372,7 @@ class ArenaView(_Mapping):
         except ValueError as error:
             raise ProtocolError(f"the peer announces an impossible arena: {error}") from error
         size = os.fstat(fd).st_size
-        if size != geometry.total_bytes:
+        if size not in (geometry.total_bytes, _whole_pages(fd, geometry.total_bytes)):
             raise ProtocolError(
                 f"the peer's memfd has {size} bytes, {n_slots} slots of {slot_bytes} bytes "
                 f"need {geometry.total_bytes}"
@@ -364,11 +386,30 @@ class ArenaView(_Mapping):
         except ProtocolError:
             mapped.close()
             raise
-        return cls(mapped, geometry, epoch)
+        view = cls(mapped, geometry, epoch)
+        if prefault:
+            view._prefaulter = ReaderPrefaulter(fd, mapped)
+        return view
+
+    def close(self) -> None:
+        """As `_Mapping.close`; the arena is not mapped any further."""
+        if self._prefaulter is not None:
+            self._prefaulter.stop()
+        super().close()
 
 
-def _memfd(name: str) -> int:
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+def _whole_pages(fd: int, size: int) -> int:
+    """A file of reserved huge pages is larger than its content, as it has whole pages only."""
+    page = os.fstat(fd).st_blksize
+    return -(-size // page) * page
+
+
+def _no_huge_pages(size: int, error: OSError) -> ConfigError:
+    return ConfigError(f"huge_pages is 'hugetlb' ({error}): {pool().advice(size)}")
+
+
+def _memfd(name: str, flags: int = 0) -> int:
+    flags |= os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         # Some hosts refuse memfds that might be executed.
         return os.memfd_create(name, flags | MFD_NOEXEC_SEAL)

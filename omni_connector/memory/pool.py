@@ -22,7 +22,7 @@ from omni_connector.errors import TransportError
 QUARANTINE_S: Final = 300.0
 MAX_PEER_BYTES: Final = 512 << 20
 MAX_BYTES: Final = 2 << 30
-"""When more is quarantined in all, every peer with quarantined memory is set aside."""
+"""When more is quarantined in all, no peer with quarantined memory is asked."""
 
 Memory = NDArray[np.uint8]
 

@@ -1,28 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefault: allocates the memory of an arena before it is needed, as first touches are slow."""
+"""Prefault: has the kernel allocate and map an arena's memory before it is needed.
 
+The first touch of a page costs many times a copy into it. So a process at idle priority
+(`populate`) allocates the memory of the whole arena, from its start, as low slots are used first.
+What it has allocated, threads of the engines then map, the owner's and each reader's: this takes
+a tenth of the time. Both pause while a copy runs. A slot that
+is used before its turn is populated by a system call, before the copy.
+"""
+
+import contextlib
 import ctypes
 import errno
 import logging
+import math
 import mmap
 import os
+import subprocess
+import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-logger = logging.getLogger(__name__)
+from omni_connector.config import memory_limit_bytes
+from omni_connector.memory import populate
+from omni_connector.memory.arena_size import GIB, available_bytes
+from omni_connector.memory.huge_pages import HugePages, expected, explain, mapped_huge
+from omni_connector.turns import COPIES
 
-# A constant of Linux that the standard library does not name.
+logger = logging.getLogger("vllm.omni_connector.worker")
+
+# Constants of Linux that the standard library does not name.
+MADV_POPULATE_READ: Final = populate.MADV_POPULATE_READ
 MADV_POPULATE_WRITE: Final = 23
 
-# How many bytes ahead of the slots in use are allocated.
-PREFAULT_AHEAD: Final = 256 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-_PREFAULT_CHUNK: Final = 16 << 20
+# Bytes that are asked for, and mapped in this process, at once.
+_WINDOW: Final = 64 << 20
+_STEP: Final = 2 << 20
+
+# Smaller arenas are not worth a process.
+_LARGE = 64 << 20
+
 _CLOSE_S: Final = 5.0
+_PAUSE_S: Final = 0.002
+
+# For how long a reader waits for the next memory of its peer, at first and at most, and how often.
+_FIRST_WAIT_S: Final = 0.05
+_LONGEST_WAIT_S: Final = 5.0
+_WAITS: Final = 16
+
+# A test that waits for the process lets it run at ordinary priority.
+_IDLE = True
+
+_CORES: Final = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else frozenset({0})
+"""Those of the process, before vLLM pins its threads."""
 
 
 def overcommit_is_strict() -> bool:
@@ -36,69 +73,245 @@ def overcommit_is_strict() -> bool:
         return False
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+def spared_bytes() -> int:
+    """Bytes of available memory that populating in the background leaves to others."""
+    return min(memory_limit_bytes() // 20, 4 * GIB)
+
+
+class _Steps:
+    """Maps a mapping's pages in this process, each step once.
+
+    Args:
+        mapped: the mapping, from the start of the file.
+        advice: `MADV_POPULATE_READ` or `MADV_POPULATE_WRITE`.
+    """
+
+    def __init__(self, mapped: mmap.mmap, advice: int) -> None:
+        self._pages: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
+        self._advice = advice
+        self._done = bytearray(-(-len(self._pages) // _STEP))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the mapping."""
+        return len(self._pages)
+
+    def map(self, start: int, end: int, pause: Callable[[], bool] | None = None) -> bool:
+        """Map these bytes, unless they are mapped; before each step, `pause` may end it.
+
+        Returns:
+            Whether all are mapped.
+        """
+        for step in range(start // _STEP, -(-end // _STEP)):
+            if self._done[step]:
+                continue
+            if pause is not None and not pause():
+                return False
+            self._done[step] = True
+            at = step * _STEP
+            address = self._pages.ctypes.data + at
+            # Without memory, or before Linux 5.14, the pages come when they are touched.
+            _madvise(address, min(_STEP, self.size - at), self._advice)
+        return True
+
+    @property
+    def address(self) -> int:
+        """Where the mapping starts."""
+        return int(self._pages.ctypes.data)
 
 
 class Prefaulter:
-    """Allocates the pages of a mapping from its start up to a moving mark, on a thread.
+    """Has the memory of an arena allocated and mapped, from its start, in the background.
+
+    A small arena's by its thread alone.
 
     Args:
-        fd: the mapped file, of which this keeps a duplicate.
-        mapped: the writable mapping, from the start of the file.
+        fd: the memfd, of which this keeps a duplicate.
+        mapped: its owner's mapping, from the start of the file.
+        huge_pages: the configured setting.
+        available: bytes of memory that are left; below `spared_bytes` this ends.
     """
 
-    def __init__(self, fd: int, mapped: mmap.mmap) -> None:
+    def __init__(
+        self,
+        fd: int,
+        mapped: mmap.mmap,
+        huge_pages: HugePages = "auto",
+        available: Callable[[], int] = available_bytes,
+    ) -> None:
         self._fd = os.dup(fd)
-        self._pages = np.frombuffer(mapped, np.uint8)
-        self._size = len(self._pages)
-        self._wanted = 0
-        self._stopped = False
-        self._changed = threading.Condition()
+        self._steps: _Steps | None = _Steps(mapped, MADV_POPULATE_WRITE)
+        self._huge_pages = huge_pages
+        self._available = available
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._whole = False
         self._thread = threading.Thread(
             target=self._run, name="omni-connector-prefault", daemon=True
         )
         self._thread.start()
 
-    def want(self, upto: int) -> None:
-        """Move the mark to this many bytes, if it is not there yet. Cheap."""
-        # This reads without the lock, as the mark only grows and a late chunk costs nothing.
-        if self._wanted == self._size or upto < min(self._wanted + _PREFAULT_CHUNK, self._size):
-            return
-        with self._changed:
-            self._wanted = max(self._wanted, min(upto, self._size))
-            self._changed.notify()
+    def touch(self, start: int, end: int) -> None:
+        """Map these bytes now, which are about to be written. Cheap where they are."""
+        steps = self._steps
+        if steps is not None and not self._whole:
+            steps.map(start, end)
 
     def stop(self) -> None:
-        """End the thread after its current chunk, in bounded time. Idempotent."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
+        """End the process and the thread, in bounded time. Idempotent."""
+        self._stopped.set()
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+        self._thread.join(_CLOSE_S)
+        self._steps = None  # or this would keep the mapping alive
+
+    def _run(self) -> None:
+        steps = self._steps
+        assert steps is not None
+        try:
+            if steps.size < _LARGE:
+                self._whole = steps.map(0, steps.size, self._go_on)
+                return
+            with _shown_copies() as flag, self._start(steps.size, flag) as process:
+                self._whole = self._populate(steps, process)
+        except (OSError, ValueError) as error:
+            if not self._stopped.is_set():
+                logger.warning(
+                    "The arena's memory is not allocated before it is needed, so that the first "
+                    "hand-offs take longer: %s",
+                    error,
+                )
+        finally:
+            os.close(self._fd)
+
+    def _start(self, size: int, flag: int) -> "subprocess.Popen[bytes]":
+        with self._lock:
+            if self._stopped.is_set():
+                raise OSError(errno.ECANCELED, "the arena is closed")
+            advice = advice_of(self._huge_pages)
+            numbers = (os.getpid(), self._fd, flag, size, _WINDOW, advice, _IDLE, *sorted(_CORES))
+            arguments = [str(int(number)) for number in numbers]
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", populate.__file__, *arguments],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(self._fd, flag),
+            )
+            return self._process
+
+    def _populate(self, steps: _Steps, process: "subprocess.Popen[bytes]") -> bool:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        spared = spared_bytes()
+        for start in range(0, steps.size, _WINDOW):
+            # Reserved huge pages are there in any case.
+            left = math.inf if self._huge_pages == "hugetlb" else self._available()
+            if left - _WINDOW < spared:
+                logger.warning(
+                    "Stopped allocating the arena's memory in advance at %.2f of %.2f GiB: %.2f "
+                    "GiB are available, of which %.2f are left to others. What is left comes as it "
+                    "is used",
+                    start / GIB,
+                    steps.size / GIB,
+                    left / GIB,
+                    spared / GIB,
+                )
+                return False
+            process.stdin.write(b".")
+            if not process.stdout.read(1):
+                raise OSError(errno.EPIPE, f"the process that allocates it ended at byte {start}")
+            end = min(start + _WINDOW, steps.size)
+            if not steps.map(start, end, self._go_on):
+                return False
+        logger.info(
+            "The arena's memory is allocated: %.2f GiB, %s",
+            steps.size / GIB,
+            got(self._huge_pages, steps.address),
+        )
+        return True
+
+    def _go_on(self) -> bool:
+        return _wait_for_copies(self._stopped)
+
+
+class ReaderPrefaulter:
+    """Maps a peer's arena in the background, as far as its owner has allocated it.
+
+    Where the owner has not, this would allocate memory in its place, so it waits, and after a
+    while without anything new it ends.
+
+    Args:
+        fd: the peer's memfd, of which this keeps a duplicate.
+        mapped: the reader's mapping, from the start of the file.
+    """
+
+    def __init__(self, fd: int, mapped: mmap.mmap) -> None:
+        self._fd = os.dup(fd)
+        self._steps = _Steps(mapped, MADV_POPULATE_READ)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="omni-connector-prefault", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, in bounded time. Idempotent."""
+        self._stopped.set()
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        done = 0
-        while done < self._size:
-            with self._changed:
-                while not self._stopped and done >= self._wanted:
-                    self._changed.wait()
-                if self._stopped:
-                    break
-                upto = min(self._wanted, done + _PREFAULT_CHUNK)
-            try:
-                prefault(self._fd, self._pages, done, upto - done)
-            except OSError as error:
-                logger.warning(
-                    "arena: stopped allocating memory ahead of use at %d of %d bytes: %s",
-                    done,
-                    self._size,
-                    error,
-                )
-                break
-            done = upto
-        # Without this the thread's object would keep the mapping alive.
-        del self._pages
-        os.close(self._fd)
+        steps = self._steps
+        del self._steps  # or this would keep the mapping alive
+        start, waits = 0, 0
+        try:
+            while start < steps.size and waits < _WAITS:
+                end = self._allocated(start, steps.size)
+                if end > start:
+                    if not steps.map(start, end, lambda: _wait_for_copies(self._stopped)):
+                        return
+                    start, waits = end, 0
+                else:
+                    waits += 1
+                    pause = min(_FIRST_WAIT_S * 2**waits, _LONGEST_WAIT_S)
+                    if self._stopped.wait(pause):
+                        return
+        finally:
+            os.close(self._fd)
+
+    def _allocated(self, start: int, size: int) -> int:
+        """The end of the memory that is there from `start` on, in whole steps."""
+        try:
+            end = os.lseek(self._fd, start, os.SEEK_HOLE)
+        except OSError:  # reserved huge pages: all are there
+            return size
+        return size if end >= size else max(start, end // _STEP * _STEP)
+
+
+def advice_of(setting: HugePages) -> int:
+    """The advice on huge pages for `madvise`; -1 for none."""
+    if setting == "auto":
+        return mmap.MADV_HUGEPAGE
+    return mmap.MADV_NOHUGEPAGE if setting == "off" else -1
+
+
+def advise(mapped: mmap.mmap, setting: HugePages) -> None:
+    """Tell the kernel whether this mapping should have huge pages."""
+    if (advice := advice_of(setting)) >= 0:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapped.madvise(advice)
+
+
+def got(setting: HugePages, address: int) -> str:
+    """One line on which pages the mapping that starts here has."""
+    if setting == "hugetlb":
+        return "all of it in reserved huge pages"
+    if not expected(setting):
+        return explain(setting)
+    return f"{mapped_huge(address) / GIB:.2f} of it in huge pages"
 
 
 def prefault(fd: int, pages: NDArray[np.uint8], start: int, length: int) -> None:
@@ -113,11 +326,40 @@ def prefault(fd: int, pages: NDArray[np.uint8], start: int, length: int) -> None
     Raises:
         OSError: there is no memory for the pages.
     """
-    address = pages.ctypes.data + start
-    while _libc.madvise(address, length, MADV_POPULATE_WRITE) != 0:
+    code = _madvise(pages.ctypes.data + start, length, MADV_POPULATE_WRITE)
+    if code == errno.EINVAL:  # before Linux 5.14
+        os.posix_fallocate(fd, start, length)
+    elif code:
+        raise OSError(code, os.strerror(code))
+
+
+def _madvise(address: int, length: int, advice: int) -> int:
+    """The code of the error, or 0. Releases the GIL, as `mmap.madvise` does not."""
+    while _libc.madvise(address, length, advice) != 0:
         code = ctypes.get_errno()
-        if code == errno.EINVAL:  # before Linux 5.14
-            os.posix_fallocate(fd, start, length)
-            return
         if code not in (errno.EINTR, errno.EAGAIN):
-            raise OSError(code, os.strerror(code))
+            return code
+    return 0
+
+
+@contextlib.contextmanager
+def _shown_copies() -> Iterator[int]:
+    """A file of a page whose first byte tells another process whether a copy runs here."""
+    fd = os.memfd_create("omni-connector-copies", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, mmap.PAGESIZE)
+        with mmap.mmap(fd, mmap.PAGESIZE) as page, memoryview(page) as flag:
+            COPIES.show(flag)
+            try:
+                yield fd
+            finally:
+                COPIES.hide(flag)
+    finally:
+        os.close(fd)
+
+
+def _wait_for_copies(stopped: threading.Event) -> bool:
+    """Wait while a copy runs; returns whether to go on."""
+    while COPIES.running and not stopped.is_set():
+        stopped.wait(_PAUSE_S)
+    return not stopped.is_set()

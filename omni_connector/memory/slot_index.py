@@ -23,7 +23,7 @@ SlotKey = bytes
 
 Ints = NDArray[np.int64]
 
-_PIECE: Final = 256
+_BATCH: Final = 256
 """Blocks that are looked up at once. No run is kept of shorter prompts."""
 
 _RUNS: Final = 16
@@ -81,11 +81,11 @@ class SlotIndex:
         if first == 0:
             at = self._of_run(group, keys, found)
         while at < len(keys):
-            piece = self._look_up(known, keys[at : at + _PIECE])
-            found[at : at + len(piece)] = piece
-            if first == 0 and piece[-1] < 0:
+            batch = self._look_up(known, keys[at : at + _BATCH])
+            found[at : at + len(batch)] = batch
+            if first == 0 and batch[-1] < 0:
                 break
-            at += len(piece)
+            at += len(batch)
         return found
 
     def _of_run(self, group: int, keys: Sequence[SlotKey | None], found: Ints) -> int:
@@ -117,7 +117,7 @@ class SlotIndex:
 
         The arguments are as for `find`, and the caller does not change them any more.
         """
-        if first or len(keys) < _PIECE or keys[0] is None:
+        if first or len(keys) < _BATCH or keys[0] is None:
             return
         for run in self._runs:  # the new run replaces one that it continues or repeats
             last = len(run.keys) - 1 - (run.keys[-1] is None)

@@ -79,7 +79,7 @@ _Where = tuple[Any, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Bytes in several pieces, which arrive as one memoryview.
+    """Bytes in several segments, which arrive as one memoryview.
 
     Attributes:
         parts: contiguous buffers (bytes, numpy arrays of bytes, ...). They must not change until
@@ -122,9 +122,9 @@ _leaves_decoder = msgspec.msgpack.Decoder(list[_Leaf])
 
 
 def encode(data: object) -> list[memoryview]:
-    """The bytes of an object, in pieces that view the object's own memory where possible.
+    """The bytes of an object, in segments that view the object's own memory where possible.
 
-    The last piece is the trailer, which does not count for the object's size (`size_of`).
+    The last segment is the trailer, which does not count for the object's size (`size_of`).
 
     Args:
         data: bytes, bytearray, memoryview, or `Pieces`; or a value made of None, bool, int,
@@ -142,24 +142,24 @@ def encode(data: object) -> list[memoryview]:
 
 
 def checksum_of(length: int, checksums: NDArray[np.uint64]) -> int:
-    """The checksum of an object of so many bytes, from those of its slots or pieces (uint64)."""
+    """The checksum of an object of so many bytes, from those of its slots or fragments (uint64)."""
     return xxhash.xxh3_64_intdigest(length.to_bytes(8, "little") + checksums.tobytes())
 
 
 def cut(parts: Sequence[memoryview], size: int) -> Iterator[list[NDArray[np.uint8]]]:
-    """For each slot of this size, the pieces of the parts that it takes; at least one slot."""
-    pieces: list[NDArray[np.uint8]] = []
+    """For each slot of this size, the segments of the parts that fill it; at least one slot."""
+    segments: list[NDArray[np.uint8]] = []
     room = size
     for part in parts:
         left: NDArray[np.uint8] = np.frombuffer(part, np.uint8)
         while left.size:
             if not room:
-                yield pieces
-                pieces, room = [], size
-            pieces.append(left[:room])
+                yield segments
+                segments, room = [], size
+            segments.append(left[:room])
             left = left[room:]
-            room -= pieces[-1].size
-    yield pieces
+            room -= segments[-1].size
+    yield segments
 
 
 def size_of(parts: list[memoryview]) -> int:

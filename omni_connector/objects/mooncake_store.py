@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MooncakeStoreConnector`: whole objects in a Mooncake Store, where they outlive their sender.
 
-An object has a *head* under a name that is derived from its key. The pieces of a larger object have
-names that no other version of it has, and the head says which pieces there are and what their
-checksum is. The head is written last and in one go. So a reader gets the old version or the new
-one, whole, or finds that it got neither.
+An object has a *manifest* under a name that is derived from its key. The fragments of a larger
+object have names that no other version of it has, and the manifest says which fragments there are
+and what their checksum is. The manifest is written last and in one go. So a reader gets the old
+version or the new one, whole, or finds that it got neither.
 
-Mooncake never overwrites an entry that is put, but replaces one that is "upserted", as heads are.
+Mooncake never overwrites an entry that is put, but replaces one that is "upserted", as manifests
+are.
 """
 
 import dataclasses
@@ -36,11 +37,11 @@ from omni_connector.objects import codec
 from omni_connector.objects.base import ObjectKey, OmniConnector
 from omni_connector.objects.manifest import (
     CONTENT_AT,
-    HEAD_BYTES,
+    FRAGMENT_BYTES,
     INLINE_BYTES,
-    PIECE_BYTES,
+    MANIFEST_BYTES,
     Version,
-    head_name,
+    manifest_name,
 )
 from omni_connector.transports.mooncake_client import (
     MISSING,
@@ -58,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS: Final = 4
 _WINDOW: Final = 2
-_GROUP_PIECES: Final = 4
+_GROUP_FRAGMENTS: Final = 4
 _RETRY_S: Final = 0.005
 _NOT_READY_S: Final = 0.25
 # So much is copied at a time that it is still in the processor's cache for its checksum.
@@ -127,7 +128,7 @@ class MooncakeStoreConnector(OmniConnector):
         except BaseException:
             self._client.close()
             raise
-        self._staging = Staging(self._client, int(buffer_mib * (1 << 20)) + 4 * HEAD_BYTES)
+        self._staging = Staging(self._client, int(buffer_mib * (1 << 20)) + 4 * MANIFEST_BYTES)
         self._buffers = Buffers()
         self._lock = threading.Lock()
         self._closed = False
@@ -142,15 +143,15 @@ class MooncakeStoreConnector(OmniConnector):
         self._client.turns.take(digest, deadline)
         with ExitStack() as undo, ExitStack() as turn:
             turn.callback(self._client.turns.end, digest)
-            undo.callback(self._remove, version.piece_names(self._prefix))
+            undo.callback(self._remove, version.fragment_names(self._prefix))
             if not version.inline:
-                checksum = self._store_pieces(version, parts, deadline)
+                checksum = self._store_fragments(version, parts, deadline)
                 version = dataclasses.replace(version, checksum=checksum)
-            version, head = self._start_head(version, parts, deadline)
-            # A head that comes late must not replace that of a later put.
-            head.add_done_callback(lambda _: self._client.turns.end(digest))
+            version, manifest = self._start_manifest(version, parts, deadline)
+            # A manifest that comes late must not replace that of a later put.
+            manifest.add_done_callback(lambda _: self._client.turns.end(digest))
             turn.pop_all()
-            self._check(self._client.codes(head, deadline), [key])
+            self._check(self._client.codes(manifest, deadline), [key])
             undo.pop_all()
         self._remember(key, version)
         return {"transport": self.transport, "length": length}
@@ -164,9 +165,9 @@ class MooncakeStoreConnector(OmniConnector):
         problem: OmniError | None = None
         for _ in range(_ATTEMPTS):
             try:
-                found = self._load_head(key.digest, deadline)
+                found = self._load_manifest(key.digest, deadline)
             except IntegrityError as error:
-                # The head may have been replaced while it was read.
+                # The manifest may have been replaced while it was read.
                 problem = error
                 time.sleep(_RETRY_S)
                 continue
@@ -179,7 +180,7 @@ class MooncakeStoreConnector(OmniConnector):
                 break
             problem = None
             try:
-                loaded = self._load_pieces(version, deadline)
+                loaded = self._load_fragments(version, deadline)
             except IntegrityError as error:
                 problem, loaded = error, None
             if loaded is not None:
@@ -202,11 +203,11 @@ class MooncakeStoreConnector(OmniConnector):
         names: list[str] = []
         try:
             for digest, version in dropped:
-                names += version.piece_names(self._prefix)
+                names += version.fragment_names(self._prefix)
                 # Another sender may have put a newer version, which stays.
-                found = self._load_head(digest, deadline)
+                found = self._load_manifest(digest, deadline)
                 if found is not None and found[0] == version:
-                    names.append(head_name(self._prefix, version.digest))
+                    names.append(manifest_name(self._prefix, version.digest))
         except OmniError as error:
             logger.warning("Objects of %r are left to Mooncake's eviction: %s", request_id, error)
         self._remove(names, deadline)
@@ -233,17 +234,19 @@ class MooncakeStoreConnector(OmniConnector):
             found["status"] = f"unhealthy: {error}"
         return found
 
-    def _store_pieces(self, version: Version, parts: Sequence[memoryview], deadline: float) -> int:
-        names = version.piece_names(self._prefix)
-        sizes = version.pieces
+    def _store_fragments(
+        self, version: Version, parts: Sequence[memoryview], deadline: float
+    ) -> int:
+        names = version.fragment_names(self._prefix)
+        sizes = version.fragments
         checksums = np.zeros(len(sizes), np.uint64)
         before: tuple[str, Future[list[int]]] | None = None
-        pieces = codec.cut(parts, version.piece_bytes)
-        for index, (name, size, piece) in enumerate(zip(names, sizes, pieces, strict=True)):
-            memory = self._staging.take(PIECE_BYTES)
-            checksums[index] = _fill(memory[:size], piece)
+        cuts = codec.cut(parts, version.fragment_bytes)
+        for index, (name, size, segments) in enumerate(zip(names, sizes, cuts, strict=True)):
+            memory = self._staging.take(FRAGMENT_BYTES)
+            checksums[index] = _fill(memory[:size], segments)
             place = int(memory.ctypes.data)
-            # A piece is copied while the one before is sent. Sending two at a time is slower.
+            # A fragment is copied while the one before is sent. Sending two at a time is slower.
             if before is not None:
                 try:
                     self._check(self._client.codes(before[1], deadline), [before[0]])
@@ -259,10 +262,10 @@ class MooncakeStoreConnector(OmniConnector):
             self._check(self._client.codes(before[1], deadline), [before[0]])
         return codec.checksum_of(version.length, checksums)
 
-    def _start_head(
+    def _start_manifest(
         self, version: Version, parts: Sequence[memoryview], deadline: float
     ) -> "tuple[Version, Future[list[int]]]":
-        memory = self._staging.take(HEAD_BYTES)
+        memory = self._staging.take(MANIFEST_BYTES)
         end = CONTENT_AT
         if version.inline:
             end += version.length
@@ -270,7 +273,7 @@ class MooncakeStoreConnector(OmniConnector):
             checksum = _fill(memory[CONTENT_AT:end], content)
             version = dataclasses.replace(version, checksum=checksum)
         memory[:CONTENT_AT] = np.frombuffer(version.encode(), np.uint8)
-        name, size = [head_name(self._prefix, version.digest)], [end]
+        name, size = [manifest_name(self._prefix, version.digest)], [end]
         place = addresses(memory, [0])
 
         def call(store: Any) -> list[int]:
@@ -280,15 +283,15 @@ class MooncakeStoreConnector(OmniConnector):
 
         return version, self._start(memory, call)
 
-    def _load_head(
+    def _load_manifest(
         self, digest: bytes, deadline: float
     ) -> tuple[Version, NDArray[np.uint8] | None] | None:
-        memory = self._staging.take(HEAD_BYTES)
-        name, place = [head_name(self._prefix, digest)], addresses(memory, [0])
+        memory = self._staging.take(MANIFEST_BYTES)
+        name, place = [manifest_name(self._prefix, digest)], addresses(memory, [0])
         ready = min(deadline, time.monotonic() + _NOT_READY_S)
 
         def call(store: Any) -> list[int]:
-            return _until(ready, lambda: store.batch_get_into(name, place, [HEAD_BYTES]))
+            return _until(ready, lambda: store.batch_get_into(name, place, [MANIFEST_BYTES]))
 
         future = self._staging.start(memory, call)
         try:
@@ -308,21 +311,21 @@ class MooncakeStoreConnector(OmniConnector):
         finally:
             self._staging.settle(memory, future)
 
-    def _load_pieces(self, version: Version, deadline: float) -> NDArray[np.uint8] | None:
-        names, sizes = version.piece_names(self._prefix), version.pieces
+    def _load_fragments(self, version: Version, deadline: float) -> NDArray[np.uint8] | None:
+        names, sizes = version.fragment_names(self._prefix), version.fragments
         self._staging.check()
         content = self._buffers.take(version.length)
         self._client.register(content)
         checksums = np.zeros(len(sizes), np.uint64)
         groups = [
-            range(start, min(start + _GROUP_PIECES, len(sizes)))
-            for start in range(0, len(sizes), _GROUP_PIECES)
+            range(start, min(start + _GROUP_FRAGMENTS, len(sizes)))
+            for start in range(0, len(sizes), _GROUP_FRAGMENTS)
         ]
         started: list[Future[list[int]]] = []
 
         def start(group: range) -> None:
             asked, wanted = [names[i] for i in group], [sizes[i] for i in group]
-            places = addresses(content, [i * version.piece_bytes for i in group])
+            places = addresses(content, [i * version.fragment_bytes for i in group])
             started.append(
                 self._client.start(lambda store: store.batch_get_into(asked, places, wanted))
             )
@@ -338,9 +341,9 @@ class MooncakeStoreConnector(OmniConnector):
                     if code < 0:
                         raise TransportError(f"Mooncake cannot read {names[i]}: {name_of(code)}")
                     if code != sizes[i]:
-                        raise IntegrityError(f"piece {i} has {code} bytes, not {sizes[i]}")
-                    piece = content[i * version.piece_bytes :][: sizes[i]]
-                    checksums[i] = xxhash.xxh3_64_intdigest(piece.data)
+                        raise IntegrityError(f"fragment {i} has {code} bytes, not {sizes[i]}")
+                    fragment = content[i * version.fragment_bytes :][: sizes[i]]
+                    checksums[i] = xxhash.xxh3_64_intdigest(fragment.data)
             if codec.checksum_of(version.length, checksums) != version.checksum:
                 raise ChecksumError("an object has other bytes than were put")
             return content
@@ -368,10 +371,10 @@ class MooncakeStoreConnector(OmniConnector):
             if len(self._stored) > _MAX_REMEMBERED:
                 self._stored.popitem(last=False)
         if before is not None:
-            self._remove(before[1].piece_names(self._prefix))
+            self._remove(before[1].fragment_names(self._prefix))
 
     def _remove(self, names: list[str], deadline: float | None = None) -> None:
-        # Best effort: entries that stay belong to no head, and are evicted some day.
+        # Best effort: entries that stay belong to no manifest, and are evicted some day.
         if not names:
             return
         try:
@@ -396,12 +399,12 @@ def _until(deadline: float, call: Callable[[], list[int]]) -> list[int]:
     return codes
 
 
-def _fill(room: NDArray[np.uint8], pieces: Sequence[NDArray[np.uint8]]) -> int:
-    """Copy pieces, one after the other; returns their checksum."""
+def _fill(room: NDArray[np.uint8], segments: Sequence[NDArray[np.uint8]]) -> int:
+    """Copy segments, one after the other; returns their checksum."""
     checksum, at = xxhash.xxh3_64(), 0
-    for piece in pieces:
-        for start in range(0, piece.size, _CACHED_BYTES):
-            part = piece[start : start + _CACHED_BYTES]
+    for segment in segments:
+        for start in range(0, segment.size, _CACHED_BYTES):
+            part = segment[start : start + _CACHED_BYTES]
             np.copyto(room[at : at + part.size], part)
             checksum.update(room[at : at + part.size].data)
             at += part.size

@@ -316,21 +316,21 @@ class ObjectStore:
         checksums = np.empty(len(ids), np.uint64)
 
         def fill(job: tuple[int, int, list[NDArray[np.uint8]]]) -> None:
-            index, slot, pieces = job
+            index, slot, segments = job
             room = slots[slot]
-            used = sum(piece.size for piece in pieces)
+            used = sum(segment.size for segment in segments)
             if used > self._prefaulted[slot]:
                 self.arena.prefault(slot, used)
                 self._prefaulted[slot] = used
             at = 0
-            for piece in pieces:
-                np.copyto(room[at : at + piece.size], piece)
-                at += piece.size
+            for segment in segments:
+                np.copyto(room[at : at + segment.size], segment)
+                at += segment.size
             checksums[index] = xxhash.xxh3_64_intdigest(room[:used].data)
 
         self.arena.begin_write(ids[0], generation)
-        pieces = codec.cut(parts, self.arena.slot_bytes)
-        share_out(fill, zip(range(len(ids)), ids, pieces, strict=True), length)
+        segments = codec.cut(parts, self.arena.slot_bytes)
+        share_out(fill, zip(range(len(ids)), ids, segments, strict=True), length)
         first = min(length, self.arena.slot_bytes)
         self.arena.publish(ids[0], generation, digest, first, codec.checksum_of(length, checksums))
 

@@ -275,10 +275,10 @@ def read_object(
 
     def take_up(job: tuple[int, int]) -> None:
         index, slot = job
-        piece = content[index * slot_bytes : (index + 1) * slot_bytes]
+        segment = content[index * slot_bytes : (index + 1) * slot_bytes]
         if slots is not None:
-            np.copyto(piece, slots[slot, : piece.size])
-        checksums[index] = xxhash.xxh3_64_intdigest(piece.data)
+            np.copyto(segment, slots[slot, : segment.size])
+        checksums[index] = xxhash.xxh3_64_intdigest(segment.data)
 
     share_out(take_up, enumerate(ids), stored.length)
     header = arena.verify(ids[0], stored.generation)

@@ -108,7 +108,7 @@ class MooncakeBlockStore(BlockStore):
         self._failures: Counter[str] = Counter()
         self._closed = False
         self._staging = Staging(self._client, _SPARE_BYTES)
-        self._piece_bytes = _CALL_BYTES + _CALL_KEYS * PAGE_BYTES
+        self._buffer_bytes = _CALL_BYTES + _CALL_KEYS * PAGE_BYTES
         self._buffers: list[Rows] = []
 
     def wait(self, timeout: float) -> None:
@@ -192,7 +192,7 @@ class MooncakeBlockStore(BlockStore):
 
     def _get(self, keys: list[str], rows: Rows, sizes: list[int], deadline: float) -> list[bool]:
         *offsets, total = itertools.accumulate(map(_in_pages, sizes), initial=0)
-        memory = self._staging.take(self._piece_for(total))
+        memory = self._staging.take(self._buffer_for(total))
         places = addresses(memory, offsets)
         # They arrive in a staging buffer, to which a call that was given up may still write.
         future = self._staging.start(
@@ -209,13 +209,13 @@ class MooncakeBlockStore(BlockStore):
         finally:
             self._staging.settle(memory, future)
 
-    def _piece_for(self, nbytes: int) -> int:
-        # Pieces of one size serve all calls. A row that is larger makes them larger for good.
+    def _buffer_for(self, nbytes: int) -> int:
+        # Buffers of one size serve all calls. A row that is larger makes them larger for good.
         with self._lock:
-            if nbytes > self._piece_bytes:
-                self._piece_bytes = nbytes
+            if nbytes > self._buffer_bytes:
+                self._buffer_bytes = nbytes
                 self._staging.keep_spare(max(_SPARE_BYTES, 2 * nbytes))
-            return self._piece_bytes
+            return self._buffer_bytes
 
     def _count(self, kind: str, number: int) -> None:
         with self._lock:

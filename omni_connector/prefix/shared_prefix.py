@@ -13,18 +13,15 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
-from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork
+from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, EngineRequest
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.prefix.lookups import BlockName, Lookup, Recently, StoreLookups
 from omni_connector.prefix.shared_blocks import CORRUPT
 from omni_connector.stats import Stats
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.omni_connector.shared_prefix")
 
@@ -45,7 +42,7 @@ _COPY_S: Final = 0.1
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    request: "Request"
+    request: EngineRequest
     loads: bool
     hashed_tokens: int | None  # where its hashes end to be those of its tokens; None: nowhere
     adapter: str  # digest of the LoRA adapter's content; "" without one
@@ -112,10 +109,10 @@ class SharedPrefix:
         self._prompts: dict[str, _Prompt] = {}
         self._num_held = 0
         self._queued: dict[int, StoreLoadSpec] = {}
-        self._failed: list[Request] = []
+        self._failed: list[EngineRequest] = []
         self._sent = Recently(_RECENT_S, clock)
 
-    def add(self, request: "Request", *, stops_early: bool = False, adapter: str = "") -> None:
+    def add(self, request: EngineRequest, *, stops_early: bool = False, adapter: str = "") -> None:
         """A request has arrived: ask what the store holds of its prompt.
 
         Args:
@@ -155,7 +152,7 @@ class SharedPrefix:
             bytes(h) for h in prompt.request.block_hashes[first * step + step - 1 : stop : step]
         ]
 
-    def matched_tokens(self, request: "Request", num_computed: int) -> int | None:
+    def matched_tokens(self, request: EngineRequest, num_computed: int) -> int | None:
         """Tokens that can be loaded beyond `num_computed`; None while the store is asked."""
         prompt = self._prompts.get(request.request_id)
         if prompt is None or not prompt.loads:
@@ -198,7 +195,7 @@ class SharedPrefix:
         return prompt is not None and prompt.offered > 0
 
     def allocated(
-        self, request: "Request", tables: Callable[[], BlockTables], num_external: int
+        self, request: EngineRequest, tables: Callable[[], BlockTables], num_external: int
     ) -> None:
         """vLLM has allocated blocks for `num_external` tokens of ours, or for none.
 
@@ -345,8 +342,8 @@ class SharedPrefix:
             self._lookups.distrust(names)
         self._failed.append(prompt.request)
 
-    def take_failed(self) -> "list[Request]":
-        """Requests whose loads have failed since the last call."""
+    def take_failed(self) -> list[Any]:
+        """vLLM's requests whose loads have failed since the last call."""
         failed, self._failed = self._failed, []
         return failed
 

@@ -5,17 +5,22 @@ Harnesses and tests that have to see, or change, what no public name tells ask h
 connector's private names stand in one place. Nothing here is needed to use the connector.
 """
 
+import mmap
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from omni_connector.handoff.directory import Handoff, SlotDirectory
-from omni_connector.kv.copy_threads import CopyThread
-from omni_connector.memory.arena import Arena
-from omni_connector.prefix import store_jobs
-from omni_connector.prefix.block_store import BlockStore
-
 if TYPE_CHECKING:
+    from omni_connector.handoff.channel import ControlChannel
+    from omni_connector.handoff.directory import Handoff, SlotDirectory
+    from omni_connector.kv.copy_threads import CopyThread
+    from omni_connector.memory.arena import Arena
+    from omni_connector.objects.exchange import Exchange
+    from omni_connector.objects.object_store import ObjectStore
+    from omni_connector.objects.peer import Peer
+    from omni_connector.prefix.block_store import BlockStore
+    from omni_connector.transports.base import ArenaTransport
+    from omni_connector.transports.choice import Transports
     from omni_connector.vllm_v1.connector import OmniKVConnector
     from omni_connector.vllm_v1.scheduler import OmniScheduler
     from omni_connector.vllm_v1.worker import OmniWorker
@@ -41,29 +46,90 @@ def halves(scheduler: Any, workers: Sequence[Any]) -> list[Any]:
     return [scheduler_half(scheduler), *map(worker_half, ours)]
 
 
-def directory(half: "OmniScheduler") -> SlotDirectory | None:
+def directory(half: "OmniScheduler") -> "SlotDirectory | None":
     """Return what an engine keeps of its slots; None where it hands nothing off."""
     return half._directory
 
 
-def handoffs(half: "OmniScheduler") -> list[Handoff]:
+def handoffs(half: "OmniScheduler") -> "list[Handoff]":
     """Return the hand-offs that are open, oldest first."""
     found = directory(half)
     return [] if found is None else list(found._handoffs.values())
 
 
+def twins(half: "OmniScheduler") -> "list[list[Handoff]]":
+    """Return the open hand-offs of an engine, those of one prompt together."""
+    found = directory(half)
+    return [] if found is None else [list(each.values()) for each in found._twins.values()]
+
+
+def sends(half: "OmniScheduler") -> dict[str, Any]:
+    """Return what a prefill engine knows of the requests that it hands off, by request id."""
+    return {} if half._sender is None else half._sender._sends
+
+
+def first_waiting(half: "OmniScheduler") -> Any:
+    """Return what a prefill engine knows of the first request that waits for room; None: nobody."""
+    waiting = () if half._sender is None else half._sender._waiting
+    return waiting[0] if waiting else None
+
+
+def fetches(half: "OmniScheduler") -> dict[str, Any]:
+    """Return what a decode engine knows of the hand-offs that it loads, by request id."""
+    return {} if half._receiver is None else half._receiver._loads
+
+
+def now(half: "OmniScheduler") -> float:
+    """Return what time it is for an engine."""
+    return half._clock()
+
+
 def lease_answer(half: "OmniScheduler", request_id: str, timeout: float) -> object:
     """Wait for the peer's answer to a request's lease request. Raises what it failed with."""
-    assert half._receiver is not None
-    future = half._receiver._loads[request_id].future
-    assert future is not None
-    return future.result(timeout)
+    return fetches(half)[request_id].future.result(timeout)
 
 
-def arena(half: "OmniWorker") -> Arena:
+def channel(half: "OmniScheduler") -> "ControlChannel":
+    """Return the control channel of an engine."""
+    return half._channel
+
+
+def channel_runs(channel: "ControlChannel") -> bool:
+    """Whether the thread of a control channel runs, even if it serves nobody any more."""
+    return channel._thread.is_alive()
+
+
+def end_channel(channel: "ControlChannel") -> None:
+    """Have the thread of a control channel end of an error, with its next tick."""
+    channel._forget_failed = lambda: 1 // 0  # type: ignore[method-assign,assignment]
+
+
+def engines_asked(channel: "ControlChannel") -> list[str]:
+    """Return the addresses that a control channel has a session with, the oldest first."""
+    return list(channel._peers)
+
+
+def connections(channel: "ControlChannel") -> int:
+    """Return how many connections the TCP listener of a control channel serves."""
+    assert channel._listener is not None
+    return len(channel._listener._connections)
+
+
+def copies_under_way(half: "OmniScheduler") -> bool:
+    """Whether a copy job of this engine has not ended."""
+    return bool(half._ledger)
+
+
+def arena(half: "OmniWorker") -> "Arena":
     """Return the arena of a rank."""
     assert half._arena is not None
     return half._arena
+
+
+def mapped(arena: "Arena") -> mmap.mmap:
+    """Return an arena's memory, headers included."""
+    assert arena._map is not None
+    return arena._map
 
 
 def loads_under_way(half: "OmniWorker") -> int:
@@ -81,21 +147,73 @@ def copies_ended(half: "OmniWorker") -> bool:
 
 def stored(half: "OmniWorker") -> bool:
     """Whether nothing is on its way from a rank to the shared store."""
+    from omni_connector.prefix import store_jobs
+
     # A save that waits has yet to take its memory, and a put has that still.
     jobs = half._store_jobs
     assert jobs is not None
     return _has_no_job(half._saves) and jobs._staging.qsize() == store_jobs._STAGING_BUFFERS
 
 
-def _has_no_job(thread: CopyThread) -> bool:
+def _has_no_job(thread: "CopyThread") -> bool:
     with thread._changed:  # a job is moved from the queue in two steps
         return not (thread._queue or thread._running)
 
 
-def store(half: "OmniWorker") -> BlockStore:
+def store(half: "OmniWorker") -> "BlockStore":
     """Return a rank's client of the shared store."""
     assert half._store_jobs is not None
     return half._store_jobs._store
+
+
+def end_thread(thread: "CopyThread") -> None:
+    """Have a thread of copies die."""
+    turns: Any = thread._thread
+    turns._turn = lambda: None
+    turns.wake()
+    turns.join(60.0)
+
+
+def saves(half: "OmniWorker") -> "CopyThread":
+    """Return the thread that copies a rank's blocks to slots and to the store."""
+    return half._saves
+
+
+def loads(half: "OmniWorker") -> "CopyThread":
+    """Return the thread that copies hand-offs to a rank's blocks."""
+    return half._loads
+
+
+def transports(half: "OmniWorker") -> "Transports":
+    """Return the ways in which a rank reads arenas, and offers its own."""
+    return half._transports
+
+
+def readers(transports: "Transports") -> "Sequence[ArenaTransport]":
+    """Return what reads the arenas of peers, the nearest first."""
+    return transports._readers
+
+
+def exporters(transports: "Transports") -> "Sequence[ArenaTransport]":
+    """Return what an engine's own arena is offered through."""
+    return transports._exporters
+
+
+def arenas_attached(half: "OmniWorker") -> int:
+    """Return to how many arenas of peers a rank is attached."""
+    assert half._loader is not None
+    return len(half._loader._arenas._known)
+
+
+def own_objects(connector: "Exchange[Any]") -> "ObjectStore":
+    """Return the objects that were put through a connector."""
+    assert connector._own is not None
+    return connector._own.objects
+
+
+def senders_asked(connector: "Exchange[Any]") -> "list[Peer]":
+    """Return the senders that a connector has a link or an arena of."""
+    return list(connector._peers.values())
 
 
 def hold_no_blocks(half: "OmniScheduler") -> None:

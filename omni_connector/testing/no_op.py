@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector that claims every hand-off and moves nothing.
+"""A connector that accepts every hand-off and moves nothing.
 
 It is the negative control of every correctness test: a test that it passes cannot see the KV
 cache. And as it completes every load at once, it measures what a hand-off costs in vLLM alone.
@@ -36,11 +36,11 @@ MODULE = "omni_connector.testing.no_op"
 class NoOpMetadata(KVConnectorMetadata):
     """Requests whose loads are to be reported done."""
 
-    claimed: set[str] = field(default_factory=set)
+    accepted: set[str] = field(default_factory=set)
 
 
 class NoOpConnector(KVConnectorBase_V1, SupportsHMA):
-    """Answers every prefill with parameters, and claims every load that has them."""
+    """Answers every prefill with parameters, and accepts every load that has them."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class NoOpConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: "KVCacheConfig",
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._claimed: set[str] = set()
+        self._accepted: set[str] = set()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -68,15 +68,15 @@ class NoOpConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         if num_external_tokens > 0:
-            self._claimed.add(request.request_id)
+            self._accepted.add(request.request_id)
             request.kv_transfer_params = None
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
         return self._kv_cache_config.transfer_group_ids
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        claimed, self._claimed = self._claimed, set()
-        return NoOpMetadata(claimed)
+        accepted, self._accepted = self._accepted, set()
+        return NoOpMetadata(accepted)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
@@ -99,7 +99,7 @@ class NoOpConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, NoOpMetadata)
-        self._claimed |= metadata.claimed
+        self._accepted |= metadata.accepted
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return at once: nothing is loaded."""
@@ -117,5 +117,5 @@ class NoOpConnector(KVConnectorBase_V1, SupportsHMA):
         """Return at once: nothing is saved."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        done, self._claimed = self._claimed, set()
+        done, self._accepted = self._accepted, set()
         return None, done

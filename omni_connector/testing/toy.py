@@ -138,12 +138,12 @@ class Kind:
     """What the model keeps in one cache group.
 
     Attributes:
-        keeps: `all` positions, a `window` of them, or a `state`.
+        attention: `all` positions, a `window` of them, or a `state`.
         window: positions, the own one among them.
         size: bytes of a position, or of the state.
     """
 
-    keeps: str
+    attention: str
     window: int
     size: int
 
@@ -164,7 +164,7 @@ class Mind:
         self._seen: list[Any] = []
         for kind in kinds:
             self._seen.append(
-                bytes(kind.size) if kind.keeps == "state" else deque(maxlen=kind.window - 1)
+                bytes(kind.size) if kind.attention == "state" else deque(maxlen=kind.window - 1)
             )
         self._last: list[bytes] = []
         self._seed = b""
@@ -181,7 +181,7 @@ class Mind:
         The groups that keep `all` are read position by position of all of them.
         """
         kind = self._kinds[group]
-        if kind.keeps == "state":
+        if kind.attention == "state":
             self._seen[group] = content
         else:
             size = kind.size
@@ -202,9 +202,9 @@ class Mind:
         for group, kind in enumerate(self._kinds):
             content = hashlib.shake_128(seed + bytes([group])).digest(kind.size)
             drawn.append(content)
-            if kind.keeps == "all":
+            if kind.attention == "all":
                 self._full.update(content)
-            elif kind.keeps == "window":
+            elif kind.attention == "window":
                 self._seen[group].append(content)
             else:
                 self._seen[group] = content
@@ -290,6 +290,6 @@ def kinds_of(config: KVCacheConfig, ranks: int) -> tuple[Kind, ...]:
         heads = 1 if isinstance(spec, MLAAttentionSpec) else HEADS
         content = spec.page_size_bytes // spec.block_size // spec.num_heads
         window = getattr(spec, "sliding_window", None)
-        keeps = "all" if window is None else "window"
-        found.append(Kind(keeps, window or 1, layers * heads * content))
+        attention = "all" if window is None else "window"
+        found.append(Kind(attention, window or 1, layers * heads * content))
     return tuple(found)

@@ -45,7 +45,7 @@ class ToyRunner:
         self._layers = [rank for ranks in layers.values() for rank in ranks]
         for kind, group in zip(self._kinds, config.kv_cache_groups, strict=True):
             caches = [layers[name] for name in group.layer_names]
-            if kind.keeps == "state":
+            if kind.attention == "state":
                 spec = group.kv_cache_spec
                 assert isinstance(spec, MambaSpec)
                 self._groups.append(_State(caches, spec.block_size, spec.state_content_size_bytes))
@@ -111,9 +111,9 @@ class ToyRunner:
         mind = Mind(self.weights, self._kinds)
         full = []
         for g, (kind, group) in enumerate(zip(self._kinds, self._groups, strict=True)):
-            if kind.keeps == "all":
+            if kind.attention == "all":
                 full.append(group.read(row.tables[g], 0, start))
-            elif kind.keeps == "window":
+            elif kind.attention == "window":
                 first = max(0, start - kind.window + 1)
                 mind.read(g, group.read(row.tables[g], first, start).tobytes())
             else:

@@ -42,7 +42,7 @@ from omni_connector.transports.base import (
     Site,
     check_destination,
 )
-from omni_connector.transports.mooncake_engine import Engine, Span
+from omni_connector.transports.mooncake_engine import MemoryRange, TransferEngine
 
 _ADDRESS: Final = re.compile(
     r"(?P<protocol>tcp|rdma)://(?P<engine>[][A-Za-z0-9.:_-]+)/(?P<base>[0-9a-f]{1,16})\Z"
@@ -74,7 +74,7 @@ class MooncakeTransport(ArenaTransport):
         allows: Callable[[str], bool] = is_loopback,
     ) -> None:
         settings = settings or MooncakeSettings()
-        self._engine = Engine(settings, settings.host or host)
+        self._engine = TransferEngine(settings, settings.host or host)
         self._allows = allows
         self._lock = threading.Lock()
         self._closed = False
@@ -204,7 +204,7 @@ class _Export:
 class MooncakeArena(RemoteArena):
     """A peer's arena, read by address."""
 
-    def __init__(self, engine: Engine, endpoint: Endpoint, peer: str, base: int) -> None:
+    def __init__(self, engine: TransferEngine, endpoint: Endpoint, peer: str, base: int) -> None:
         self.endpoint = endpoint
         self._engine = engine
         self._peer = peer
@@ -223,7 +223,7 @@ class MooncakeArena(RemoteArena):
             PeerUnreachableError: nobody answers.
             ProtocolError, PeerRefusedError: something else is there.
         """
-        found = self._copy_of([Span(self._base, SUPERBLOCK_BYTES)], deadline)
+        found = self._copy_of([MemoryRange(self._base, SUPERBLOCK_BYTES)], deadline)
         self._geometry.check_superblock(found.tobytes(), self.endpoint.epoch)
 
     def verify(self, slot: int, generation: int) -> SlotHeader:
@@ -231,8 +231,8 @@ class MooncakeArena(RemoteArena):
 
     def read_into(self, slot_ids: Sequence[int], dst: NDArray[np.uint8]) -> None:
         check_destination(dst, len(slot_ids), self._geometry.slot_bytes)
-        spans = self._spans(slot_ids, dst.shape[1])
-        content = self._copy_of(spans, time.monotonic() + _READ_TIMEOUT_S)
+        ranges = self._ranges(slot_ids, dst.shape[1])
+        content = self._copy_of(ranges, time.monotonic() + _READ_TIMEOUT_S)
         np.copyto(dst, content.reshape(dst.shape))
 
     def fetch(
@@ -240,8 +240,8 @@ class MooncakeArena(RemoteArena):
     ) -> Fetched:
         deadline = time.monotonic() + timeout
         self._verify_all(slot_ids, generations, deadline)
-        spans = self._spans(slot_ids, length)
-        buffer = self._fetch(spans, deadline)
+        ranges = self._ranges(slot_ids, length)
+        buffer = self._fetch(ranges, deadline)
         try:
             headers = self._verify_all(slot_ids, generations, deadline)
         except BaseException:
@@ -251,10 +251,10 @@ class MooncakeArena(RemoteArena):
         return Fetched(rows, headers, functools.partial(self._engine.pool.give_back, buffer))
 
     def take(self, slot_ids: Sequence[int], length: int, *, timeout: float) -> NDArray[np.uint8]:
-        spans = self._spans(slot_ids, self._geometry.slot_bytes)
+        ranges = self._ranges(slot_ids, self._geometry.slot_bytes)
         left = length - (len(slot_ids) - 1) * self._geometry.slot_bytes
-        spans[-1] = Span(spans[-1].address, left)
-        buffer = self._fetch(spans, time.monotonic() + timeout)
+        ranges[-1] = MemoryRange(ranges[-1].address, left)
+        buffer = self._fetch(ranges, time.monotonic() + timeout)
         # It is given back when its last array or memoryview is gone.
         content = buffer[:length]
         weakref.finalize(content, self._engine.pool.give_back_later, buffer).atexit = False
@@ -273,7 +273,8 @@ class MooncakeArena(RemoteArena):
         runs = [range(wanted[a], wanted[b - 1] + 1) for a, b in pairwise([0, *breaks, len(wanted)])]
         at = self._base + self._geometry.headers_at
         raw = self._copy_of(
-            [Span(at + run.start * HEADER_BYTES, len(run) * HEADER_BYTES) for run in runs], deadline
+            [MemoryRange(at + run.start * HEADER_BYTES, len(run) * HEADER_BYTES) for run in runs],
+            deadline,
         ).tobytes()
         starts = itertools.accumulate((len(run) for run in runs), initial=0)
         row_of = {
@@ -291,26 +292,26 @@ class MooncakeArena(RemoteArena):
             headers.append(header)
         return headers
 
-    def _spans(self, slot_ids: Sequence[int], width: int) -> list[Span]:
+    def _ranges(self, slot_ids: Sequence[int], width: int) -> list[MemoryRange]:
         self._check_slots(slot_ids)
         slot_bytes = self._geometry.slot_bytes
         if width > slot_bytes:
             raise ValueError(f"{width} bytes of a slot that has {slot_bytes}")
         at = self._base + self._geometry.slots_at
-        return [Span(at + slot * slot_bytes, width) for slot in slot_ids]
+        return [MemoryRange(at + slot * slot_bytes, width) for slot in slot_ids]
 
-    def _copy_of(self, spans: Sequence[Span], deadline: float) -> NDArray[np.uint8]:
-        buffer = self._fetch(spans, deadline)
+    def _copy_of(self, ranges: Sequence[MemoryRange], deadline: float) -> NDArray[np.uint8]:
+        buffer = self._fetch(ranges, deadline)
         try:
-            return buffer[: sum(span.size for span in spans)].copy()
+            return buffer[: sum(each.size for each in ranges)].copy()
         finally:
             self._engine.pool.give_back(buffer)
 
-    def _fetch(self, spans: Sequence[Span], deadline: float) -> NDArray[np.uint8]:
+    def _fetch(self, ranges: Sequence[MemoryRange], deadline: float) -> NDArray[np.uint8]:
         if not self._alive:
             raise PeerUnreachableError(f"{self._peer} is gone, or was let go of")
         try:
-            return self._engine.fetch(self._peer, spans, deadline)
+            return self._engine.fetch(self._peer, ranges, deadline)
         except PeerUnreachableError:
             self._alive = False
             raise

@@ -129,7 +129,7 @@ class StoreClient:
         self._lock = threading.Lock()
         self._store: Any = None
         self._registered: dict[int, NDArray[np.uint8]] = {}
-        self.turns: Final = Turns(clock)
+        self.turns: Final = KeyTurns(clock)
         self._users = 0
         self._closed = False
         self._ended = threading.Event()
@@ -351,7 +351,7 @@ class StoreClient:
             _register(store, memory)
 
 
-class Turns:
+class KeyTurns:
     """Lets one thread at a time work on each name."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -28,11 +28,11 @@ from omni_connector.transports.mooncake_lib import engine_module
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES: Final = 1 << 20
-"""Larger reads are cut into pieces of this size, as several pieces use several connections."""
+RANGE_BYTES: Final = 1 << 20
+"""Larger reads are cut into ranges of this size, as several ranges use several connections."""
 
 _LOOPBACK: Final = "127.0.0.1"
-_MAX_PIECES: Final = 64
+_MAX_RANGES: Final = 64
 _ATTEMPTS: Final = 4
 _BACKOFF_S: Final = 0.005
 # A read that fails sooner was refused, or lost its connection. One that takes longer is stuck.
@@ -42,14 +42,14 @@ _MIN_BUFFER_BYTES: Final = 64 << 10
 _MAX_SPARE_BYTES: Final = 256 << 20
 
 
-class Span(NamedTuple):
+class MemoryRange(NamedTuple):
     """Bytes in a peer's memory: their address, and how many."""
 
     address: int
     size: int
 
 
-class Engine:
+class TransferEngine:
     """The Transfer Engine of one connector, started by its first use.
 
     Args:
@@ -120,14 +120,14 @@ class Engine:
             if code != 0:
                 logger.warning("Mooncake does not unregister memory (code %d)", code)
 
-    def fetch(self, peer: str, spans: Sequence[Span], deadline: float) -> NDArray[np.uint8]:
-        """Read spans of a peer's registered memory.
+    def fetch(self, peer: str, ranges: Sequence[MemoryRange], deadline: float) -> NDArray[np.uint8]:
+        """Read ranges of a peer's registered memory.
 
         A transfer that hangs ends after `timeout_s`, even if that is after the deadline.
 
         Args:
             peer: `host:port` of its engine.
-            spans: what to read; consecutive ones are joined, large ones are cut.
+            ranges: what to read; consecutive ones are joined, large ones are cut.
             deadline: `time.monotonic()` after which no transfer starts.
 
         Returns:
@@ -145,7 +145,7 @@ class Engine:
                 f"reads from {peer} have failed, and may still write to memory here; it is not "
                 "read from until that is over"
             )
-        size = sum(span.size for span in spans)
+        size = sum(each.size for each in ranges)
         rounded = max(_MIN_BUFFER_BYTES, 1 << (size - 1).bit_length())
         code = 0
         for attempt in range(_ATTEMPTS):
@@ -155,7 +155,7 @@ class Engine:
             buffer = self.pool.take(rounded)
             at = int(buffer.ctypes.data)
             # If the queue was full, smaller batches may fit.
-            for batch in _batches(cut(join(spans)), max(1, _MAX_PIECES // 4**attempt)):
+            for batch in _batches(cut(join(ranges)), max(1, _MAX_RANGES // 4**attempt)):
                 started = time.monotonic()
                 if started >= deadline:
                     self.pool.give_back(buffer)
@@ -252,28 +252,28 @@ def address_towards(peer: HostPort) -> str:
         raise PeerUnreachableError(f"no way to {peer}: {error}") from error
 
 
-def join(spans: Iterable[Span]) -> Iterator[Span]:
-    """The same bytes in the same order, in as few spans as possible."""
-    joined: Span | None = None
-    for span in spans:
-        if joined is not None and joined.address + joined.size == span.address:
-            joined = Span(joined.address, joined.size + span.size)
+def join(ranges: Iterable[MemoryRange]) -> Iterator[MemoryRange]:
+    """The same bytes in the same order, in as few ranges as possible."""
+    joined: MemoryRange | None = None
+    for each in ranges:
+        if joined is not None and joined.address + joined.size == each.address:
+            joined = MemoryRange(joined.address, joined.size + each.size)
             continue
         if joined is not None:
             yield joined
-        joined = span
+        joined = each
     if joined is not None:
         yield joined
 
 
-def cut(spans: Iterable[Span], size: int = PIECE_BYTES) -> Iterator[Span]:
-    """The same bytes in spans of at most `size` bytes."""
-    for span in spans:
-        for at in range(0, span.size, size):
-            yield Span(span.address + at, min(size, span.size - at))
+def cut(ranges: Iterable[MemoryRange], size: int = RANGE_BYTES) -> Iterator[MemoryRange]:
+    """The same bytes in ranges of at most `size` bytes."""
+    for each in ranges:
+        for at in range(0, each.size, size):
+            yield MemoryRange(each.address + at, min(size, each.size - at))
 
 
-def _batches(spans: Iterable[Span], bound: int) -> Iterator[list[Span]]:
-    left = iter(spans)
+def _batches(ranges: Iterable[MemoryRange], bound: int) -> Iterator[list[MemoryRange]]:
+    left = iter(ranges)
     while batch := list(itertools.islice(left, bound)):
         yield batch

@@ -15,7 +15,7 @@ _STORE: Final = "Mooncake Store"
 
 
 class Staging(Pool):
-    """Registered memory, each piece for one call at a time.
+    """Registered memory, each buffer for one call at a time.
 
     Args:
         client: what the memory is registered with.

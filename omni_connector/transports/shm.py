@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """Asks for the arena of this epoch; answered with `Grant` and its memfd."""
+    """Asks for the arena of this epoch; answered with `AttachReply` and its memfd."""
 
     epoch: bytes
     protocol: int = PROTOCOL
@@ -48,7 +48,7 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
         require_protocol(self.protocol)
 
 
-class Grant(msgspec.Struct, frozen=True, tag="grant"):
+class AttachReply(msgspec.Struct, frozen=True, tag="grant"):
     """The memfd beside this message is the arena of this epoch."""
 
     epoch: bytes
@@ -56,7 +56,9 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     slot_bytes: int
 
 
-ANSWERS: Final[msgspec.msgpack.Decoder[Grant | Refusal]] = msgspec.msgpack.Decoder(Grant | Refusal)
+ANSWERS: Final[msgspec.msgpack.Decoder[AttachReply | Refusal]] = msgspec.msgpack.Decoder(
+    AttachReply | Refusal
+)
 """What `Attach` may be answered with."""
 
 
@@ -122,8 +124,8 @@ class SharedMemoryTransport(ArenaTransport):
                 raise TransportError(f"the arena is exported already, not again at {address}")
             # The descriptor is duplicated: if the arena were closed before it is withdrawn, the
             # number of its descriptor could name another file.
-            grant = Grant(arena.epoch, arena.n_slots, arena.slot_bytes)
-            self._exports[arena.epoch] = _Export(grant, os.dup(arena.fd), address)
+            reply = AttachReply(arena.epoch, arena.n_slots, arena.slot_bytes)
+            self._exports[arena.epoch] = _Export(reply, os.dup(arena.fd), address)
         try:
             listener.add(address)
         except OmniError:
@@ -243,7 +245,7 @@ class SharedMemoryTransport(ArenaTransport):
             export = self._exports.get(question.epoch)
             if export is None:
                 return Refusal("there is no arena of this epoch here (any more)"), None
-            return export.grant, os.dup(export.fd)
+            return export.reply, os.dup(export.fd)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -252,7 +254,7 @@ class SharedMemoryTransport(ArenaTransport):
 
 @dataclass(frozen=True, slots=True)
 class _Export:
-    grant: Grant
+    reply: AttachReply
     fd: int
     address: Path
 
@@ -272,15 +274,19 @@ def map_arena(connection: Connection, endpoint: Endpoint, deadline: float) -> Ar
         PeerUnreachableError, PeerRefusedError, ProtocolError: as `Connection.ask`.
         PeerRefusedError, ProtocolError, IncompatiblePeerError: as `ArenaView.open`.
     """
-    grant, descriptor = connection.ask(Attach(endpoint.epoch), ANSWERS, deadline, with_fd=True)
+    reply, descriptor = connection.ask(Attach(endpoint.epoch), ANSWERS, deadline, with_fd=True)
     assert descriptor is not None
     try:
-        granted = grant.epoch, grant.n_slots, grant.slot_bytes
+        theirs = reply.epoch, reply.n_slots, reply.slot_bytes
         wanted = endpoint.epoch, endpoint.n_slots, endpoint.slot_bytes
-        if granted != wanted:
-            raise IncompatiblePeerError("arena", wanted, granted)
+        if theirs != wanted:
+            raise IncompatiblePeerError("arena", wanted, theirs)
         return ArenaView.open(
-            descriptor, epoch=grant.epoch, n_slots=grant.n_slots, slot_bytes=grant.slot_bytes
+            descriptor,
+            epoch=reply.epoch,
+            n_slots=reply.n_slots,
+            slot_bytes=reply.slot_bytes,
+            prefault=True,
         )
     finally:
         os.close(descriptor)

@@ -33,7 +33,7 @@ CLOSE_S: Final = 5.0
 
 _CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth"})
-_PIECE_BYTES: Final = 4 << 20
+_READ_BYTES: Final = 4 << 20
 _MAX_ADAPTERS: Final = 4096
 
 _Name = tuple[str, str, bool]
@@ -184,10 +184,10 @@ class AdapterContents:
             head = f"{path.name}\0{path.stat().st_size}\0"
             hasher.update(head.encode("utf-8", "surrogateescape"))
             with path.open("rb") as file:
-                while piece := file.read(_PIECE_BYTES):
+                while content := file.read(_READ_BYTES):
                     if self._closing:
                         raise OSError("the engine ends")
-                    hasher.update(piece)
+                    hasher.update(content)
         return hasher.hexdigest()
 
 

@@ -145,13 +145,13 @@ def group_shapes(
     shapes = []
     for group, pages, kernels in zip(groups, page_orders, attention, strict=True):
         names = own_layers(kv_cache_config, group)
-        attention_type, span = _retention(group)
+        attention_type, window = _retention(group)
         shapes.append(
             GroupShape(
                 kind=_group_kind(group),
                 block_size=group.kv_cache_spec.block_size,
                 attention_type=attention_type,
-                window=span,
+                window=window,
                 layers=hashlib.sha256("\0".join(names).encode()).hexdigest()[:16],
                 replicated=all(_is_replicated(spec_of(group, name)) for name in names),
                 attention=kernels,

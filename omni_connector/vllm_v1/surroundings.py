@@ -19,6 +19,7 @@ from omni_connector.kv import BlockCopier, CanonicalKVCaches, SlotLayout, make_c
 from omni_connector.kv.copying import Sharing
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.memory.arena_size import ArenaSize, arena_size, available_bytes
+from omni_connector.memory.huge_pages import HugePages
 from omni_connector.net.links import Sockets, ZmqSockets
 from omni_connector.prefix.block_store import BlockStore, MooncakeBlockStore
 from omni_connector.transports.choice import Transports, make_transports
@@ -79,6 +80,7 @@ class ArenaSizing:
         max_tokens: tokens of the longest prompt.
         sharers: arenas of this deployment on this host.
         reserved: bytes of memory that are taken but perhaps not in use yet.
+        huge_pages: which pages the arena has, as the configuration says.
     """
 
     given: int | None
@@ -86,6 +88,7 @@ class ArenaSizing:
     max_tokens: int
     sharers: int = 1
     reserved: int = 0
+    huge_pages: HugePages = "auto"
 
     @classmethod
     def of(
@@ -105,6 +108,7 @@ class ArenaSizing:
             max_tokens=vllm_config.model_config.max_model_len,
             sharers=sharers,
             reserved=caches,
+            huge_pages=config.huge_pages,
         )
 
     def size(self, slot_bytes: int, groups: tuple[GroupShape, ...]) -> ArenaSize:

@@ -207,6 +207,7 @@ class OmniWorker:
             size.slots,
             slot_bytes,
             prefault=self._surroundings.prefault,
+            huge_pages=sizing.huge_pages,
             randbytes=self._surroundings.randbytes,
         )
         copier.pin(self._arena.slots)

@@ -60,7 +60,7 @@ def ours(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
 
 
 CONFIGURATIONS = {
-    # Answers of an engine that moves nothing, and claims to where it is asked to: with no
+    # Answers of an engine that moves nothing, and says that it did: with no
     # kv_transfer_params it is the reference, with them the negative control.
     "reference": Configuration(
         {

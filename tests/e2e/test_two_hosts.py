@@ -33,7 +33,7 @@ pytestmark = [
 
 LOAD_TIMEOUT_S = 5.0
 TRANSFER_TIMEOUT_S = 3.0
-# A claim and the bytes have one deadline each, and one transfer under way ends by its own.
+# A lease request and the bytes have one deadline each, and one transfer under way ends by its own.
 ANSWER_S = 2 * LOAD_TIMEOUT_S + TRANSFER_TIMEOUT_S + 20.0
 
 

@@ -106,7 +106,7 @@ class Asker:
             self.channel, engine.address, handoff.token, engine.handshake_reply.epoch, timeout
         )
 
-    def claim_tcp(self, engine: Engine, handoff: Handoff) -> "Future[Lease]":
+    def lease_by_tcp(self, engine: Engine, handoff: Handoff) -> "Future[Lease]":
         return ask(self.channel, engine.tcp, handoff.token, engine.handshake_reply.epoch)
 
 
@@ -118,9 +118,9 @@ def ask(
     timeout: float = LONG,
     prompt: Prompt = PROMPT,
 ) -> "Future[Lease]":
-    claim = PendingLease(token, prompt, epoch, "", time.monotonic() + timeout)
-    channel.request_lease(address, claim)
-    return claim.future
+    pending = PendingLease(token, prompt, epoch, "", time.monotonic() + timeout)
+    channel.request_lease(address, pending)
+    return pending.future
 
 
 def failure(future: "Future[Lease]") -> BaseException:

@@ -37,11 +37,12 @@ from omni_connector.handoff.messages import (
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net import links as control_sockets
+from omni_connector.testing import inspection
 
 from .engine import LONG, PROMPT, Asker, StartEngine, ask, failure, start_peer
 
 
-def test_a_claim_is_granted_end_to_end(start_engine: StartEngine, asker: Asker) -> None:
+def test_a_lease_request_is_granted_end_to_end(start_engine: StartEngine, asker: Asker) -> None:
     engine = start_engine()
     handoff = engine.handoff()
     lease = asker.request_lease(engine, handoff).result(LONG)
@@ -84,26 +85,26 @@ def test_a_peer_that_differs_is_incompatible_at_once_and_again(
         asker.channel.close()
 
 
-def test_a_parked_claim_is_granted_when_the_copies_are_done(
+def test_a_pending_lease_request_is_granted_when_the_copies_are_done(
     start_engine: StartEngine, asker: Asker
 ) -> None:
-    parked = threading.Event()
-    engine = start_engine(on_tick=lambda: engine.server.has_pending and parked.set())
+    pending = threading.Event()
+    engine = start_engine(on_tick=lambda: engine.server.has_pending and pending.set())
     handoff = engine.handoff(filled=False)
     future = asker.request_lease(engine, handoff)
-    assert parked.wait(LONG)
+    assert pending.wait(LONG)
     assert not future.done()
     engine.fill(handoff)
     engine.channel.recheck()
     assert future.result(LONG).token == handoff.token
 
 
-def test_a_cancelled_claim_gives_its_slots_back(start_engine: StartEngine, asker: Asker) -> None:
-    parked = threading.Event()
-    engine = start_engine(on_tick=lambda: engine.server.has_pending and parked.set())
+def test_a_cancelled_request_gives_its_slots_back(start_engine: StartEngine, asker: Asker) -> None:
+    pending = threading.Event()
+    engine = start_engine(on_tick=lambda: engine.server.has_pending and pending.set())
     handoff = engine.handoff(filled=False)
     future = asker.request_lease(engine, handoff)
-    assert parked.wait(LONG)
+    assert pending.wait(LONG)
     assert future.cancel()
     engine.fill(handoff)
     engine.channel.recheck()
@@ -111,7 +112,7 @@ def test_a_cancelled_claim_gives_its_slots_back(start_engine: StartEngine, asker
     assert engine.directory.usage() == (0, 0, 0)
 
 
-def test_a_claim_that_gets_no_answer_fails_at_its_deadline_and_is_released(
+def test_a_lease_request_that_gets_no_answer_fails_at_its_deadline_and_is_released(
     start_engine: StartEngine, asker: Asker
 ) -> None:
     engine = start_engine()
@@ -124,19 +125,19 @@ def test_a_claim_that_gets_no_answer_fails_at_its_deadline_and_is_released(
     assert not asker.gone.is_set()
 
 
-def test_many_claims_at_once_are_all_answered(start_engine: StartEngine, asker: Asker) -> None:
+def test_many_requests_at_once_are_all_answered(start_engine: StartEngine, asker: Asker) -> None:
     """More than ZeroMQ queues for a peer by default (1000), pending and answered in one go."""
     total = 3000
-    parked = threading.Event()
+    pending = threading.Event()
 
     def tick() -> None:
         if len(engine.server._pending) == total:
-            parked.set()
+            pending.set()
 
     engine = start_engine(on_tick=tick)
     handoff = engine.handoff(filled=False)
     futures = [asker.request_lease(engine, handoff) for _ in range(total)]
-    assert parked.wait(LONG)
+    assert pending.wait(LONG)
     engine.fill(handoff)
     engine.channel.recheck()
     done, missing = wait_all(futures, LONG)
@@ -195,7 +196,7 @@ def test_a_peer_that_accepts_and_says_nothing_is_given_up_at_the_deadline(
     assert "no answer" in str(error)
 
 
-def test_a_peer_that_is_killed_fails_its_claims_and_nothing_else(
+def test_a_peer_that_is_killed_fails_its_lease_requests_and_nothing_else(
     folder: Path, compatibility: CompatibilityKey, start_engine: StartEngine, asker: Asker
 ) -> None:
     path = folder / "killed.sock"
@@ -203,12 +204,12 @@ def test_a_peer_that_is_killed_fails_its_claims_and_nothing_else(
         try:
             assert peer.stdout is not None
             token = bytes.fromhex(json.loads(peer.stdout.readline())[0])
-            parked = ask(asker.channel, f"ipc://{path}", token, b"k" * 16, timeout=600.0)
+            pending = ask(asker.channel, f"ipc://{path}", token, b"k" * 16, timeout=600.0)
             assert peer.stdout.readline() == "pending\n"
-            assert not parked.done()
+            assert not pending.done()
         finally:
             os.kill(peer.pid, signal.SIGKILL)
-    error = failure(parked)  # its own deadline is ten minutes away
+    error = failure(pending)  # its own deadline is ten minutes away
     assert isinstance(error, PeerUnreachableError)
     assert "is gone" in str(error)
     assert asker.gone.wait(LONG)
@@ -299,10 +300,10 @@ def test_a_strangers_frames_do_not_stop_the_server(start_engine: StartEngine, as
         while raw.recv(4096):  # until the server hangs up
             pass
     assert asker.request_lease(engine, engine.handoff()).result(LONG)
-    assert engine.channel._thread.is_alive()
+    assert inspection.channel_runs(engine.channel)
 
 
-def test_a_malformed_answer_fails_the_claims(folder: Path, asker: Asker) -> None:
+def test_a_malformed_answer_fails_the_lease_requests(folder: Path, asker: Asker) -> None:
     path = folder / "liar.sock"
     with zmq.Context() as context, context.socket(zmq.ROUTER) as liar:
         liar.linger = 0
@@ -312,7 +313,7 @@ def test_a_malformed_answer_fails_the_claims(folder: Path, asker: Asker) -> None
         connection, _ = liar.recv_multipart()
         liar.send_multipart([connection, b"\x81\xa4type\xa5\xff\xff\xff\xff\xff"])
         assert "malformed message" in str(failure(future))
-    assert asker.channel._thread.is_alive()
+    assert inspection.channel_runs(asker.channel)
 
 
 def test_close_is_idempotent_and_leaves_nothing(
@@ -329,13 +330,13 @@ def test_close_is_idempotent_and_leaves_nothing(
     for _ in range(2):
         channel.close()
         engine.channel.close()
-    assert not channel._thread.is_alive()
-    assert not engine.channel._thread.is_alive()
+    assert not inspection.channel_runs(channel)
+    assert not inspection.channel_runs(engine.channel)
     assert list(folder.iterdir()) == []
     assert open_files() == before
 
 
-def test_claims_under_way_fail_when_the_channel_closes(
+def test_lease_requests_under_way_fail_when_the_channel_closes(
     start_engine: StartEngine, compatibility: CompatibilityKey
 ) -> None:
     engine = start_engine()
@@ -348,7 +349,7 @@ def test_claims_under_way_fail_when_the_channel_closes(
     assert isinstance(failure(future), PeerUnreachableError)
 
 
-def test_claims_after_close_fail_and_the_rest_is_ignored(
+def test_lease_requests_after_close_fail_and_the_rest_is_ignored(
     start_engine: StartEngine, compatibility: CompatibilityKey
 ) -> None:
     engine = start_engine()
@@ -367,7 +368,7 @@ def test_claims_after_close_fail_and_the_rest_is_ignored(
     assert not cancelled.cancel()
 
 
-def test_every_claim_made_while_the_channel_closes_is_answered(
+def test_every_lease_request_made_while_the_channel_closes_is_answered(
     folder: Path, compatibility: CompatibilityKey
 ) -> None:
     address = f"ipc://{folder}/nobody.sock"
@@ -377,7 +378,7 @@ def test_every_claim_made_while_the_channel_closes_is_answered(
         started = threading.Barrier(3)
         futures: queue.SimpleQueue[Future[Lease]] = queue.SimpleQueue()
 
-        def claim_on(
+        def ask_on(
             channel: ControlChannel = channel,
             closed: threading.Event = closed,
             started: threading.Barrier = started,
@@ -388,7 +389,7 @@ def test_every_claim_made_while_the_channel_closes_is_answered(
                 futures.put(ask(channel, address, b"t" * 16, b"e" * 16))
             futures.put(ask(channel, address, b"t" * 16, b"e" * 16))
 
-        threads = [threading.Thread(target=claim_on) for _ in range(2)]
+        threads = [threading.Thread(target=ask_on) for _ in range(2)]
         for thread in threads:
             thread.start()
         started.wait(LONG)
@@ -429,7 +430,7 @@ def test_a_callback_that_fails_does_not_end_the_channel(
         channel.close()
 
 
-def test_a_channel_that_breaks_fails_its_claims_instead_of_losing_them(
+def test_a_channel_that_breaks_fails_its_lease_requests_instead_of_losing_them(
     start_engine: StartEngine,
     asker: Asker,
     monkeypatch: pytest.MonkeyPatch,
@@ -453,7 +454,7 @@ def test_a_channel_that_breaks_fails_its_claims_instead_of_losing_them(
     engine.channel.close()
 
 
-def test_a_prompt_that_cannot_be_digested_loses_no_claim(
+def test_a_prompt_that_cannot_be_digested_loses_no_lease_request(
     start_engine: StartEngine, asker: Asker
 ) -> None:
     engine = start_engine()
@@ -486,7 +487,7 @@ def test_an_answer_that_cannot_be_handled_fails_that_peer_only(
     assert asker.channel.alive
 
 
-def test_a_hello_of_nothing_leaves_the_thread_alive(
+def test_a_handshake_of_nothing_leaves_the_thread_alive(
     start_engine: StartEngine, asker: Asker, compatibility: CompatibilityKey
 ) -> None:
     engine = start_engine()
@@ -520,13 +521,13 @@ def test_the_peer_that_was_idle_longest_makes_room(
         lease = asker.request_lease(engine, engine.handoff()).result(LONG)
         asker.channel.release(lease)
         assert engine.directory.closed.get(timeout=LONG) == lease.token
-    assert list(asker.channel._peers) == [engine.address for engine in engines[1:]]
+    assert inspection.engines_asked(asker.channel) == [engine.address for engine in engines[1:]]
     # One that is in use stays, and with it the way for its release.
     kept = asker.request_lease(engines[1], engines[1].handoff()).result(LONG)
-    parked = asker.request_lease(engines[2], engines[2].handoff(filled=False))
+    pending = asker.request_lease(engines[2], engines[2].handoff(filled=False))
     error = failure(asker.request_lease(engines[0], engines[0].handoff()))
     assert "2 engines are being talked to already" in str(error)
     asker.channel.release(kept)
     assert engines[1].directory.closed.get(timeout=LONG) == kept.token
     assert asker.request_lease(engines[0], engines[0].handoff()).result(LONG)
-    assert not parked.done()
+    assert not pending.done()

@@ -41,7 +41,7 @@ GROUPS = (((0, 1), (1, 1)), ((2, 1),))
 
 
 class Asking:
-    """A session and what it does with claims."""
+    """A session and what it does with lease requests."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Asking:
         self.prompt = prompt
         self.handshake_reply = handshake_reply
         self.session = PeerSession(ADDRESS, compatibility, clock)
-        self.claims = 0
+        self.asked = 0
 
     def request_lease(
         self,
@@ -64,9 +64,9 @@ class Asking:
         hash_id: str | None = None,
         future: "Future[Lease] | None" = None,
     ) -> "tuple[Future[Lease], list[Request]]":
-        self.claims += 1
+        self.asked += 1
         pending = PendingLease(
-            bytes([self.claims]) * TOKEN_BYTES,
+            bytes([self.asked]) * TOKEN_BYTES,
             self.prompt,
             self.handshake_reply.epoch if epoch is None else epoch,
             self.handshake_reply.hash_id if hash_id is None else hash_id,
@@ -93,7 +93,7 @@ def asking(
 
 
 @pytest.fixture
-def welcomed(asking: Asking, handshake_reply: HandshakeReply) -> Asking:
+def introduced(asking: Asking, handshake_reply: HandshakeReply) -> Asking:
     assert asking.hear(handshake_reply) == []
     return asking
 
@@ -105,13 +105,13 @@ def error_of(future: "Future[Lease]") -> BaseException:
     return error
 
 
-def test_the_session_opens_with_protocol_and_fingerprint(
+def test_the_session_opens_with_protocol_and_compatibility_key(
     asking: Asking, compatibility: CompatibilityKey
 ) -> None:
     assert asking.session.handshake() == Handshake.of(compatibility)
 
 
-def test_claims_before_the_welcome_follow_it_in_order(
+def test_lease_requests_before_the_reply_follow_it_in_order(
     asking: Asking, handshake_reply: HandshakeReply
 ) -> None:
     futures = []
@@ -125,34 +125,34 @@ def test_claims_before_the_welcome_follow_it_in_order(
     assert not any(future.done() for future in futures)
 
 
-def test_a_grant_says_where_the_slots_are_and_until_when(
-    welcomed: Asking, clock: FakeClock
+def test_a_lease_says_where_the_slots_are_and_until_when(
+    introduced: Asking, clock: FakeClock
 ) -> None:
-    future, (pending,) = welcomed.request_lease()
+    future, (pending,) = introduced.request_lease()
     assert isinstance(pending, LeaseRequest)
     clock.advance(2)
-    granted = welcomed.granted(pending.sequence, lease_s=60.0)
-    assert welcomed.hear(granted) == []
+    granted = introduced.granted(pending.sequence, lease_s=60.0)
+    assert introduced.hear(granted) == []
     assert future.result(0) == Lease(
         address=ADDRESS,
         token=pending.token,
         sequence=pending.sequence,
-        handshake_reply=welcomed.handshake_reply,
+        handshake_reply=introduced.handshake_reply,
         granted=granted,
         received=clock(),
         expires=clock() + 60.0,
     )
 
 
-def test_answers_find_their_claims_in_any_order(welcomed: Asking) -> None:
-    (first, (one,)), (second, (two,)) = welcomed.request_lease(), welcomed.request_lease()
+def test_answers_find_their_lease_requests_in_any_order(introduced: Asking) -> None:
+    (first, (one,)), (second, (two,)) = introduced.request_lease(), introduced.request_lease()
     assert isinstance(one, LeaseRequest)
     assert isinstance(two, LeaseRequest)
     assert one.sequence != two.sequence
-    welcomed.hear(welcomed.granted(two.sequence))
+    introduced.hear(introduced.granted(two.sequence))
     assert not first.done()
     assert second.result(0).token == two.token
-    welcomed.hear(welcomed.granted(one.sequence))
+    introduced.hear(introduced.granted(one.sequence))
     assert first.result(0).token == one.token
 
 
@@ -160,13 +160,13 @@ def test_answers_find_their_claims_in_any_order(welcomed: Asking) -> None:
     ("hash_id", "kind"), [(None, "blocks"), ("sha256:16:other", "tokens"), ("", "tokens")]
 )
 def test_block_hashes_are_compared_only_between_equal_hashers(
-    hash_id: str | None, kind: str, welcomed: Asking
+    hash_id: str | None, kind: str, introduced: Asking
 ) -> None:
-    _, (pending,) = welcomed.request_lease(hash_id=hash_id)
+    _, (pending,) = introduced.request_lease(hash_id=hash_id)
     assert isinstance(pending, LeaseRequest)
     assert pending.digest_kind == kind
-    assert pending.digest == welcomed.prompt.digest(pending.digest_kind)
-    assert pending.num_tokens == welcomed.prompt.num_tokens
+    assert pending.digest == introduced.prompt.digest(pending.digest_kind)
+    assert pending.num_tokens == introduced.prompt.num_tokens
 
 
 def test_two_sides_that_do_not_hash_compare_tokens(
@@ -193,44 +193,44 @@ def test_a_reference_of_another_epoch_is_not_even_asked_for(
     assert error.reason == "other_epoch"
 
 
-def test_a_denial_carries_the_peers_reason(welcomed: Asking) -> None:
-    future, (pending,) = welcomed.request_lease()
+def test_a_denial_carries_the_peers_reason(introduced: Asking) -> None:
+    future, (pending,) = introduced.request_lease()
     assert isinstance(pending, LeaseRequest)
-    assert welcomed.hear(LeaseDenied(pending.sequence, "unknown_token")) == []
+    assert introduced.hear(LeaseDenied(pending.sequence, "unknown_token")) == []
     error = error_of(future)
     assert isinstance(error, LeaseDeniedError)
     assert error.reason == "unknown_token"
-    assert welcomed.session.failure is None
+    assert introduced.session.failure is None
 
 
-def test_answers_to_nothing_that_was_asked_are_ignored(welcomed: Asking) -> None:
-    future, (pending,) = welcomed.request_lease()
+def test_answers_to_nothing_that_was_asked_are_ignored(introduced: Asking) -> None:
+    future, (pending,) = introduced.request_lease()
     assert isinstance(pending, LeaseRequest)
     other = pending.sequence + 1
-    assert welcomed.hear(welcomed.granted(other)) == []
-    assert welcomed.hear(LeaseDenied(other, "x")) == []
+    assert introduced.hear(introduced.granted(other)) == []
+    assert introduced.hear(LeaseDenied(other, "x")) == []
     assert not future.done()
-    welcomed.hear(welcomed.granted(pending.sequence))
-    assert welcomed.hear(welcomed.granted(pending.sequence)) == []  # and a second answer
+    introduced.hear(introduced.granted(pending.sequence))
+    assert introduced.hear(introduced.granted(pending.sequence)) == []  # and a second answer
     assert future.result(0).granted.sequence == pending.sequence
 
 
-def test_a_grant_before_the_welcome_is_ignored(asking: Asking) -> None:
+def test_a_lease_before_the_reply_is_ignored(asking: Asking) -> None:
     future, _ = asking.request_lease()
     assert asking.hear(asking.granted(1)) == []
     assert not future.done()
 
 
-@pytest.mark.parametrize("when", ["before the welcome", "before the grant"])
-def test_a_cancelled_claim_gives_its_grant_back(
+@pytest.mark.parametrize("when", ["before the reply", "before the lease"])
+def test_a_cancelled_lease_request_gives_its_lease_back(
     when: str, asking: Asking, handshake_reply: HandshakeReply
 ) -> None:
     future, _ = asking.request_lease()
-    if when == "before the welcome":
+    if when == "before the reply":
         assert future.cancel()
     (pending,) = asking.hear(handshake_reply)
     assert isinstance(pending, LeaseRequest)
-    if when == "before the grant":
+    if when == "before the lease":
         assert future.cancel()
     assert asking.hear(asking.granted(pending.sequence)) == [
         Release(pending.token, pending.sequence)
@@ -239,7 +239,7 @@ def test_a_cancelled_claim_gives_its_grant_back(
 
 
 @pytest.mark.parametrize("end", ["denied", "late", "failed", "other epoch"])
-def test_a_cancelled_claim_may_end_in_any_way(
+def test_a_cancelled_lease_request_may_end_in_any_way(
     end: str, asking: Asking, handshake_reply: HandshakeReply
 ) -> None:
     future, _ = asking.request_lease(timeout=1.0, epoch=b"x" * 16 if end == "other epoch" else None)
@@ -254,28 +254,28 @@ def test_a_cancelled_claim_may_end_in_any_way(
     assert future.cancelled()
 
 
-def test_a_claim_past_its_deadline_fails_and_is_released(
-    welcomed: Asking, clock: FakeClock
+def test_a_lease_request_past_its_deadline_fails_and_is_released(
+    introduced: Asking, clock: FakeClock
 ) -> None:
     (early, (pending,)), (later, _) = (
-        welcomed.request_lease(timeout=1.0),
-        welcomed.request_lease(timeout=2.0),
+        introduced.request_lease(timeout=1.0),
+        introduced.request_lease(timeout=2.0),
     )
     assert isinstance(pending, LeaseRequest)
-    assert welcomed.session.deadline() == clock() + 1.0
+    assert introduced.session.deadline() == clock() + 1.0
     clock.advance(0.9)
-    assert welcomed.session.tick() == []
+    assert introduced.session.tick() == []
     clock.advance(0.1)
-    assert welcomed.session.tick() == [Release(pending.token, pending.sequence)]
+    assert introduced.session.tick() == [Release(pending.token, pending.sequence)]
     error = error_of(early)
     assert isinstance(error, PeerUnreachableError)
     assert ADDRESS in str(error)
     assert not later.done()
-    assert welcomed.session.failure is None
-    assert welcomed.hear(welcomed.granted(pending.sequence)) == []  # too late: released already
+    assert introduced.session.failure is None
+    assert introduced.hear(introduced.granted(pending.sequence)) == []  # too late: released already
 
 
-def test_a_deadline_before_the_welcome_is_kept_too(
+def test_a_deadline_before_the_reply_is_kept_too(
     asking: Asking, handshake_reply: HandshakeReply
 ) -> None:
     short, _ = asking.request_lease(timeout=1.0)
@@ -300,11 +300,11 @@ def test_an_introduction_that_does_not_come_fails_the_session(asking: Asking) ->
     assert asking.session.deadline() == float("inf")
 
 
-def test_an_idle_welcomed_session_has_nothing_to_do(welcomed: Asking, clock: FakeClock) -> None:
-    assert welcomed.session.deadline() == float("inf")
+def test_an_idle_introduced_session_has_nothing_to_do(introduced: Asking, clock: FakeClock) -> None:
+    assert introduced.session.deadline() == float("inf")
     clock.advance(10 * INTRODUCTION_S)
-    assert welcomed.session.tick() == []
-    assert welcomed.session.failure is None
+    assert introduced.session.tick() == []
+    assert introduced.session.failure is None
 
 
 def test_a_refusal_names_the_field_as_seen_from_here(asking: Asking) -> None:
@@ -322,7 +322,7 @@ def test_a_refusal_names_the_field_as_seen_from_here(asking: Asking) -> None:
 @pytest.mark.parametrize(
     "frame", [b"", b"garbage", b"\x81\xa4type\xa5\xff\xff\xff\xff\xff", encode(Release(b"t" * 16))]
 )
-def test_a_malformed_reply_fails_the_session_and_all_its_claims(
+def test_a_malformed_reply_fails_the_session_and_all_its_lease_requests(
     frame: bytes, asking: Asking, handshake_reply: HandshakeReply
 ) -> None:
     unsent, _ = asking.request_lease()
@@ -339,7 +339,7 @@ def test_a_malformed_reply_fails_the_session_and_all_its_claims(
     assert isinstance(error_of(after), ProtocolError)
 
 
-def test_a_failed_session_fails_claims_sent_unsent_and_later(
+def test_a_failed_session_fails_lease_requests_sent_unsent_and_later(
     asking: Asking, handshake_reply: HandshakeReply
 ) -> None:
     unsent, _ = asking.request_lease()
@@ -352,7 +352,7 @@ def test_a_failed_session_fails_claims_sent_unsent_and_later(
     assert asking.session.deadline() == float("inf")
 
 
-def test_a_digest_that_fails_loses_no_other_claim(
+def test_a_digest_that_fails_loses_no_other_lease_request(
     asking: Asking, handshake_reply: HandshakeReply, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     futures = [asking.request_lease()[0] for _ in range(3)]
@@ -372,41 +372,43 @@ def test_a_digest_that_fails_loses_no_other_claim(
 
 
 def test_a_peer_that_has_forgotten_us_is_introduced_to_again(
-    welcomed: Asking, handshake_reply: HandshakeReply
+    introduced: Asking, handshake_reply: HandshakeReply
 ) -> None:
-    (one, (first,)), (two, (second,)) = welcomed.request_lease(), welcomed.request_lease()
+    (one, (first,)), (two, (second,)) = introduced.request_lease(), introduced.request_lease()
     assert isinstance(first, LeaseRequest)
     assert isinstance(second, LeaseRequest)
-    assert welcomed.hear(LeaseDenied(first.sequence, "not_introduced")) == [
-        welcomed.session.handshake()
+    assert introduced.hear(LeaseDenied(first.sequence, "not_introduced")) == [
+        introduced.session.handshake()
     ]
-    assert welcomed.hear(LeaseDenied(second.sequence, "not_introduced")) == []
-    third, fourth = welcomed.hear(handshake_reply)
+    assert introduced.hear(LeaseDenied(second.sequence, "not_introduced")) == []
+    third, fourth = introduced.hear(handshake_reply)
     assert isinstance(third, LeaseRequest)
     assert isinstance(fourth, LeaseRequest)
     assert [third.token, fourth.token] == [first.token, second.token]
-    welcomed.hear(welcomed.granted(third.sequence))
+    introduced.hear(introduced.granted(third.sequence))
     assert one.result(0).token == first.token
-    assert welcomed.hear(LeaseDenied(fourth.sequence, "not_introduced")) == []  # once is enough
+    assert introduced.hear(LeaseDenied(fourth.sequence, "not_introduced")) == []  # once is enough
     assert isinstance(error_of(two), LeaseDeniedError)
 
 
-def test_a_session_is_idle_without_claims_and_leases(welcomed: Asking, clock: FakeClock) -> None:
-    assert welcomed.session.idle
-    claims = [welcomed.request_lease(), welcomed.request_lease()]
-    assert not welcomed.session.idle
-    for _, (pending,) in claims:
+def test_a_session_without_requests_and_leases_is_idle(
+    introduced: Asking, clock: FakeClock
+) -> None:
+    assert introduced.session.idle
+    requests = [introduced.request_lease(), introduced.request_lease()]
+    assert not introduced.session.idle
+    for _, (pending,) in requests:
         assert isinstance(pending, LeaseRequest)
-        welcomed.hear(welcomed.granted(pending.sequence, lease_s=60.0))
-    first, second = (future.result(0) for future, _ in claims)
-    assert not welcomed.session.idle
-    assert welcomed.session.release(first) == Release(first.token, first.sequence)
-    assert not welcomed.session.idle
-    assert welcomed.session.release(second) == Release(second.token, second.sequence)
-    assert welcomed.session.idle
-    _, (pending,) = welcomed.request_lease()
+        introduced.hear(introduced.granted(pending.sequence, lease_s=60.0))
+    first, second = (future.result(0) for future, _ in requests)
+    assert not introduced.session.idle
+    assert introduced.session.release(first) == Release(first.token, first.sequence)
+    assert not introduced.session.idle
+    assert introduced.session.release(second) == Release(second.token, second.sequence)
+    assert introduced.session.idle
+    _, (pending,) = introduced.request_lease()
     assert isinstance(pending, LeaseRequest)
-    welcomed.hear(welcomed.granted(pending.sequence, lease_s=60.0))
-    assert not welcomed.session.idle
+    introduced.hear(introduced.granted(pending.sequence, lease_s=60.0))
+    assert not introduced.session.idle
     clock.advance(60.0)
-    assert welcomed.session.idle  # there is nothing left to be released
+    assert introduced.session.idle  # there is nothing left to be released

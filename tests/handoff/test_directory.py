@@ -53,7 +53,7 @@ def prompt(*tokens: int) -> Prompt:
     return Prompt(token_ids=tokens, num_tokens=len(tokens))
 
 
-def claim(directory: SlotDirectory, handoff: Handoff, lease: int = 1) -> LeaseState:
+def request_lease(directory: SlotDirectory, handoff: Handoff, lease: int = 1) -> LeaseState:
     asked = handoff.prompt
     state, granted = directory.lease(
         handoff.token, asked.num_tokens, asked.digest("tokens"), "tokens", lease
@@ -147,7 +147,7 @@ def test_a_shared_prefix_needs_no_copy(directory: SlotDirectory) -> None:
     directory.close(first.token)
     fill(directory, second)
     directory.commit(second)
-    assert claim(directory, second) is LeaseState.GRANTED
+    assert request_lease(directory, second) is LeaseState.GRANTED
 
 
 def test_a_prefix_of_cached_blocks_alone_needs_no_copy_at_all(directory: SlotDirectory) -> None:
@@ -155,7 +155,7 @@ def test_a_prefix_of_cached_blocks_alone_needs_no_copy_at_all(directory: SlotDir
     handoff = opened(directory, [key(1), key(2)])
     assert (slots(handoff), missing(directory, handoff)) == ([there], set())
     directory.commit(handoff)
-    assert claim(directory, handoff) is LeaseState.GRANTED
+    assert request_lease(directory, handoff) is LeaseState.GRANTED
 
 
 def test_groups_do_not_share_blocks_of_the_same_hash(directory: SlotDirectory) -> None:
@@ -171,7 +171,7 @@ def test_blocks_that_are_being_copied_are_shared(directory: SlotDirectory) -> No
     assert second.slots[0][1] != first.slots[0][1]  # nobody knows yet that it will be copied
     assert directory.copying(second, [(0, 0), (0, 1)]) == [(0, 1)]
     directory.commit(second)
-    assert claim(directory, second) is LeaseState.GRANTED
+    assert request_lease(directory, second) is LeaseState.GRANTED
     directory.filled(first, [(0, 0)])
     assert directory.copying(second, [(0, 0)]) == []
 
@@ -190,7 +190,7 @@ def test_hand_offs_of_one_prompt_share_all_their_slots(directory: SlotDirectory)
     directory.close(first.token)  # its prefill was aborted
     directory.filled(second, blocks[2:])
     directory.commit(second)
-    assert claim(directory, second) is LeaseState.GRANTED
+    assert request_lease(directory, second) is LeaseState.GRANTED
     directory.release(second.token, 1)
     assert directory.usage() == (0, 1, 0)
 
@@ -201,13 +201,13 @@ def test_a_copy_that_fails_closes_all_that_wait_for_it(directory: SlotDirectory)
     other = opened(directory, [key(5)])
     directory.copying(first, [(0, 0), (0, 1)])
     directory.commit(second)
-    assert claim(directory, second) is LeaseState.GRANTED
+    assert request_lease(directory, second) is LeaseState.GRANTED
     granted = second.generations[0].tolist()
     directory.unfilled(first, [(0, 0), (0, 1)])
     assert first.closed
     assert second.closed
     assert not other.closed
-    assert claim(directory, second) is LeaseState.UNKNOWN
+    assert request_lease(directory, second) is LeaseState.UNKNOWN
     assert directory.usage() == (1, 0, 0)
     again = opened(directory, [key(1), None], asked=asked)
     assert all(new > old for new, old in zip(again.generations[0], granted, strict=True))
@@ -277,40 +277,42 @@ def test_an_open_does_not_evict_the_blocks_that_it_shares(clock: FakeClock) -> N
     assert directory.usage() == (3, 0, 0)
 
 
-def test_a_claim_is_granted_once_sealed_and_each_block_is_at_least_being_copied(
+def test_a_lease_request_is_granted_once_committed_and_each_block_is_at_least_being_copied(
     directory: SlotDirectory,
 ) -> None:
     handoff = opened(directory, [key(1), None])
-    assert claim(directory, handoff) is LeaseState.PENDING
+    assert request_lease(directory, handoff) is LeaseState.PENDING
     assert directory.pending(handoff.token)
     directory.commit(handoff)
-    assert claim(directory, handoff) is LeaseState.PENDING
+    assert request_lease(directory, handoff) is LeaseState.PENDING
     fill_first = [(0, 1)]
     directory.copying(handoff, fill_first)
     directory.filled(handoff, fill_first)
-    assert claim(directory, handoff) is LeaseState.PENDING
+    assert request_lease(directory, handoff) is LeaseState.PENDING
     assert directory.pending(handoff.token)
     directory.copying(handoff, [(0, 0)])
     assert not directory.pending(handoff.token)
-    assert claim(directory, handoff) is LeaseState.GRANTED
+    assert request_lease(directory, handoff) is LeaseState.GRANTED
     directory.filled(handoff, [(0, 0)])
-    assert claim(directory, handoff) is LeaseState.GRANTED
+    assert request_lease(directory, handoff) is LeaseState.GRANTED
     assert directory.usage() == (2, 0, 1)
 
 
-def test_a_complete_handoff_that_is_not_sealed_waits(directory: SlotDirectory) -> None:
+def test_a_complete_handoff_that_is_not_committed_waits(directory: SlotDirectory) -> None:
     handoff = opened(directory, [None])
     fill(directory, handoff)
-    assert claim(directory, handoff) is LeaseState.PENDING
+    assert request_lease(directory, handoff) is LeaseState.PENDING
     assert directory.pending(handoff.token)
 
 
-def test_each_claim_is_a_lease_and_the_slots_go_with_the_last(directory: SlotDirectory) -> None:
+def test_each_request_is_a_lease_and_the_slots_go_with_the_last(
+    directory: SlotDirectory,
+) -> None:
     handoff = opened(directory, [None])
     fill(directory, handoff)
     directory.commit(handoff)
-    for lease in (1, 2, 1):  # the same claim told twice is one
-        assert claim(directory, handoff, lease) is LeaseState.GRANTED
+    for lease in (1, 2, 1):  # the same request told twice is one
+        assert request_lease(directory, handoff, lease) is LeaseState.GRANTED
     assert directory.usage() == (1, 0, 2)
     directory.release(handoff.token, 1)
     directory.release(handoff.token, 1)
@@ -319,7 +321,7 @@ def test_each_claim_is_a_lease_and_the_slots_go_with_the_last(directory: SlotDir
     assert directory.usage() == (1, 0, 1)
     directory.release(handoff.token, 2)
     assert directory.usage() == (0, 0, 0)
-    assert claim(directory, handoff) is LeaseState.UNKNOWN
+    assert request_lease(directory, handoff) is LeaseState.UNKNOWN
 
 
 def test_a_lease_ends_by_itself_and_the_others_go_on(
@@ -328,9 +330,9 @@ def test_a_lease_ends_by_itself_and_the_others_go_on(
     handoff = opened(directory, [None])
     fill(directory, handoff)
     directory.commit(handoff)
-    claim(directory, handoff, 1)
+    request_lease(directory, handoff, 1)
     clock.advance(TTL / 2)
-    claim(directory, handoff, 2)
+    request_lease(directory, handoff, 2)
     clock.advance(TTL / 2)
     assert directory.expire() == 0
     assert directory.usage() == (1, 0, 1)
@@ -338,7 +340,7 @@ def test_a_lease_ends_by_itself_and_the_others_go_on(
     assert directory.usage() == (0, 0, 0)
 
 
-def test_what_nobody_will_claim_is_dropped(directory: SlotDirectory) -> None:
+def test_what_nobody_will_lease_is_dropped(directory: SlotDirectory) -> None:
     handoff = opened(directory, [None])
     directory.drop(handoff.token)
     assert not handoff.closed  # nobody but its own prefill knows of it yet
@@ -349,7 +351,7 @@ def test_what_nobody_will_claim_is_dropped(directory: SlotDirectory) -> None:
     assert directory.usage() == (0, 0, 0)
 
 
-def test_a_claim_for_another_prompt_gets_nothing(directory: SlotDirectory) -> None:
+def test_a_lease_request_for_another_prompt_gets_nothing(directory: SlotDirectory) -> None:
     handoff = directory.open(prompt(1, 2, 3), [[None]])
     assert handoff is not None
     fill(directory, handoff)
@@ -365,19 +367,19 @@ def test_a_claim_for_another_prompt_gets_nothing(directory: SlotDirectory) -> No
         answer = directory.lease(handoff.token, num_tokens, digest, kind, 1)  # type: ignore[arg-type]
         assert answer == (LeaseState.OTHER_PROMPT, None)
     assert directory.usage()[2] == 0
-    assert claim(directory, handoff) is LeaseState.GRANTED
+    assert request_lease(directory, handoff) is LeaseState.GRANTED
 
 
 def test_a_token_that_is_unknown_or_closed_gets_nothing(directory: SlotDirectory) -> None:
     handoff = opened(directory, [None])
     directory.close(handoff.token)
-    assert claim(directory, handoff) is LeaseState.UNKNOWN
+    assert request_lease(directory, handoff) is LeaseState.UNKNOWN
     assert not directory.pending(handoff.token)
     assert not directory.close(handoff.token)
     assert not directory.close(bytes(TOKEN_BYTES))
 
 
-def test_a_handoff_lives_from_its_seal_and_again_from_its_claim(
+def test_a_handoff_lives_from_its_commit_and_again_from_its_lease_request(
     directory: SlotDirectory, clock: FakeClock
 ) -> None:
     handoff = opened(directory, [None])
@@ -387,13 +389,13 @@ def test_a_handoff_lives_from_its_seal_and_again_from_its_claim(
     directory.commit(handoff)
     clock.advance(TTL - 1)
     assert directory.expire() == 0
-    assert claim(directory, handoff) is LeaseState.GRANTED
+    assert request_lease(directory, handoff) is LeaseState.GRANTED
     clock.advance(TTL - 1)
     assert directory.expire() == 0
     clock.advance(1)
     assert directory.expire() == 1
     assert directory.expire() == 0
-    assert claim(directory, handoff) is LeaseState.UNKNOWN
+    assert request_lease(directory, handoff) is LeaseState.UNKNOWN
     assert directory.usage() == (0, 0, 0)
 
 
@@ -429,17 +431,18 @@ def test_void_drops_what_is_cached(directory: SlotDirectory) -> None:
 
 
 def test_void_ends_hand_offs_and_sends_readers_away(directory: SlotDirectory) -> None:
-    leased, unclaimed = opened(directory, [key(1), None]), opened(directory, [key(2)])
-    for handoff in (leased, unclaimed):
+    leased, unleased = opened(directory, [key(1), None]), opened(directory, [key(2)])
+    for handoff in (leased, unleased):
         fill(directory, handoff)
         directory.commit(handoff)
-    claim(directory, leased)
+    request_lease(directory, leased)
     numbers, generations = directory.void()
     assert numbers == sorted(slots(leased)[0])
     for number, generation in zip(numbers, generations, strict=True):
         assert generation > leased.generations[0][slots(leased)[0].index(number)]
     assert directory.usage() == (0, 0, 0)
-    assert claim(directory, leased) is claim(directory, unclaimed) is LeaseState.UNKNOWN
+    for handoff in (leased, unleased):
+        assert request_lease(directory, handoff) is LeaseState.UNKNOWN
     again = opened(directory, [key(1), None])
     assert missing(directory, again) == {(0, 0), (0, 1)}
     assert all(g > max(generations) for g in again.generations[0])
@@ -449,7 +452,7 @@ def test_what_is_void_before_anybody_was_told_is_told_later(directory: SlotDirec
     leased = opened(directory, [key(1), None])
     fill(directory, leased)
     directory.commit(leased)
-    claim(directory, leased)
+    request_lease(directory, leased)
     assert not directory.void_unless(lambda: True)
     assert directory.usage()[0] == 2
     assert directory.void_unless(lambda: False)
@@ -521,7 +524,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     def places(self, handoff: Handoff) -> list[Block]:
         return [(g, i) for g, group in enumerate(slots(handoff)) for i in range(len(group))]
 
-    def claimable(self, handoff: Handoff) -> bool:
+    def leasable(self, handoff: Handoff) -> bool:
         contents = [self.block(handoff, place) for place in self.places(handoff)]
         return handoff.token in self.committed and all(c.ready or c.busy for c in contents)
 
@@ -627,7 +630,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(handoff=handoffs, then_close=st.booleans())
     def finish(self, handoff: Handoff, then_close: bool) -> None:
-        """What most hand-offs do: be copied to the end, sealed, and maybe released."""
+        """What most hand-offs do: be copied to the end, committed, and maybe released."""
         if handoff.token not in self.live:
             return
         blocks = self.directory.copying(handoff, self.places(handoff))
@@ -652,7 +655,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         kind=st.sampled_from(["tokens", "blocks"]),
         lease=st.integers(1, 3),
     )
-    def claim(self, handoff: Handoff, right: bool, kind: str, lease: int) -> None:
+    def request_lease(self, handoff: Handoff, right: bool, kind: str, lease: int) -> None:
         asked = handoff.prompt if right else prompt(*[7] * handoff.prompt.num_tokens)
         digest = asked.digest(kind)  # type: ignore[arg-type]
         state, granted = self.directory.lease(
@@ -666,14 +669,14 @@ class DirectoryMachine(RuleBasedStateMachine):
             expected = LeaseState.UNKNOWN
         elif not right:
             expected = LeaseState.OTHER_PROMPT
-        elif self.claimable(handoff):
+        elif self.leasable(handoff):
             expected = LeaseState.GRANTED
             self.deadlines[handoff.token] = self.clock() + TTL
             self.leases.setdefault(handoff.token, {})[lease] = self.clock() + TTL
         else:
             expected = LeaseState.PENDING
         assert state is expected
-        waits = handoff.token in self.live and not self.claimable(handoff)
+        waits = handoff.token in self.live and not self.leasable(handoff)
         assert self.directory.pending(handoff.token) == waits
         assert granted is (handoff if expected is LeaseState.GRANTED else None)
 

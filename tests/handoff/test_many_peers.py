@@ -11,6 +11,7 @@ from omni_connector.errors import IncompatiblePeerError
 from omni_connector.handoff import channel as channel_module
 from omni_connector.handoff.messages import HandshakeReply
 from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.testing import inspection
 
 from .engine import LONG, Asker, Engine, StartEngine, failure
 
@@ -41,4 +42,4 @@ def test_peers_that_failed_are_in_nobodys_way(
         assert isinstance(error, IncompatiblePeerError)
     engine = start_engine()
     assert asker.request_lease(engine, engine.handoff()).result(LONG)
-    assert list(asker.channel._peers) == [strangers[-1].address, engine.address]
+    assert inspection.engines_asked(asker.channel) == [strangers[-1].address, engine.address]

@@ -213,7 +213,7 @@ def test_replies_out_of_bounds_are_refused(message: Any, changes: dict[str, Any]
         {"groups": [msgspec.to_builtins(group_shape()) | {"pages": ["x" * 1025] * 2}]},
     ],
 )
-def test_a_fingerprint_out_of_bounds_is_refused(changes: dict[str, Any]) -> None:
+def test_a_compatibility_key_out_of_bounds_is_refused(changes: dict[str, Any]) -> None:
     handshake = decode_request(
         edited(REQUESTS[0], fingerprint=msgspec.to_builtins(PRINT) | changes)
     )
@@ -222,14 +222,14 @@ def test_a_fingerprint_out_of_bounds_is_refused(changes: dict[str, Any]) -> None
         handshake.decode_compatibility()
 
 
-def test_a_fingerprint_survives_the_wire() -> None:
+def test_a_compatibility_key_survives_the_wire() -> None:
     handshake = decode_request(encode(Handshake.of(PRINT)))
     assert isinstance(handshake, Handshake)
     assert handshake.decode_compatibility() == PRINT
 
 
 @pytest.mark.parametrize("field", ["model", "dtype", "kv_dtype", "integrity", "kv_heads"])
-def test_a_fingerprint_names_the_field_that_differs(field: str) -> None:
+def test_a_compatibility_key_names_the_field_that_differs(field: str) -> None:
     other = 4 if field == "kv_heads" else "other"
     theirs = msgspec.structs.replace(PRINT, **{field: other})
     assert PRINT.difference(theirs) == (field, getattr(PRINT, field), other)

@@ -25,15 +25,15 @@ from omni_connector.handoff.messages import (
     encode,
 )
 from omni_connector.handoff.prompt import Prompt
-from omni_connector.handoff.server import Connection, ControlServer
+from omni_connector.handoff.server import ControlServer, PeerConnection
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.testing import FakeClock
 
 from ..kv.shapes import group_shape
 
 TTL = 100.0
-PATIENCE = 10.0
-ALICE, BOB, CAROL = (Connection(0, name) for name in (b"alice", b"bob", b"carol"))
+PENDING_TIMEOUT = 10.0
+ALICE, BOB, CAROL = (PeerConnection(0, name) for name in (b"alice", b"bob", b"carol"))
 
 
 class Served:
@@ -54,11 +54,11 @@ class Served:
             handshake_reply=handshake_reply,
             directory=self.directory,
             clock=clock,
-            pending_timeout=PATIENCE,
+            pending_timeout=PENDING_TIMEOUT,
             count=lambda name: self.counts.update([name]),
         )
 
-    def say(self, connection: Connection, message: Request) -> list[Reply]:
+    def say(self, connection: PeerConnection, message: Request) -> list[Reply]:
         reply = self.server.receive(connection, encode(message))
         return [] if reply is None else [reply]
 
@@ -76,7 +76,7 @@ class Served:
         assert blocks is not None
         self.directory.filled(handoff, blocks)
 
-    def claim_of(self, handoff: Handoff, sequence: int = 1) -> LeaseRequest:
+    def request_for(self, handoff: Handoff, sequence: int = 1) -> LeaseRequest:
         digest = self.prompt.digest("tokens")
         return LeaseRequest(sequence, handoff.token, self.prompt.num_tokens, digest, "tokens")
 
@@ -121,7 +121,7 @@ def test_a_peer_that_differs_is_told_the_field_and_both_values(
     ]
     assert served.counts["refused_peer"] == 1
     # and it stays a stranger
-    assert served.say(ALICE, served.claim_of(served.handoff())) == [
+    assert served.say(ALICE, served.request_for(served.handoff())) == [
         LeaseDenied(1, "not_introduced")
     ]
 
@@ -139,7 +139,7 @@ def test_a_refusal_of_long_values_still_fits_the_wire(
 
 def test_a_stranger_gets_no_slots(introduced: Served) -> None:
     handoff = introduced.handoff()
-    assert introduced.say(BOB, introduced.claim_of(handoff, 7)) == [
+    assert introduced.say(BOB, introduced.request_for(handoff, 7)) == [
         LeaseDenied(7, "not_introduced")
     ]
     assert introduced.directory.usage()[2] == 0
@@ -150,7 +150,7 @@ def test_a_complete_handoff_is_granted_with_slots_and_generations(
 ) -> None:
     handoff = introduced.handoff()
     clock.advance(30)
-    assert introduced.say(ALICE, introduced.claim_of(handoff, 5)) == [
+    assert introduced.say(ALICE, introduced.request_for(handoff, 5)) == [
         LeaseGranted(
             5,
             introduced.prompt.num_tokens,
@@ -184,9 +184,9 @@ def test_another_prompt_is_denied_even_before_the_handoff_is_complete(
     assert not introduced.server.has_pending
 
 
-def test_a_claim_waits_until_the_handoff_is_complete(introduced: Served) -> None:
+def test_a_lease_request_waits_until_the_handoff_is_complete(introduced: Served) -> None:
     handoff = introduced.handoff(filled=False)
-    assert introduced.say(ALICE, introduced.claim_of(handoff, 4)) == []
+    assert introduced.say(ALICE, introduced.request_for(handoff, 4)) == []
     assert introduced.server.has_pending
     assert introduced.server.recheck() == []
     introduced.fill(handoff)
@@ -198,21 +198,21 @@ def test_a_claim_waits_until_the_handoff_is_complete(introduced: Served) -> None
     assert introduced.server.recheck() == []
 
 
-def test_parked_claims_do_not_hold_each_other_up(introduced: Served) -> None:
+def test_pending_lease_requests_do_not_hold_each_other_up(introduced: Served) -> None:
     slow = introduced.handoff(filled=False, committed=False)
     quick = introduced.handoff(filled=False)
-    introduced.say(ALICE, introduced.claim_of(slow, 1))
-    introduced.say(ALICE, introduced.claim_of(quick, 2))
+    introduced.say(ALICE, introduced.request_for(slow, 1))
+    introduced.say(ALICE, introduced.request_for(quick, 2))
     introduced.fill(quick)
     assert [answer.sequence for _, answer in introduced.server.recheck()] == [2]  # type: ignore[union-attr]
     assert introduced.server.has_pending
 
 
-def test_a_parked_claim_is_not_digested_again_until_it_can_be_granted(
+def test_a_pending_lease_request_is_not_digested_again_until_it_can_be_granted(
     introduced: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handoff = introduced.handoff(filled=False)
-    introduced.say(ALICE, introduced.claim_of(handoff))
+    introduced.say(ALICE, introduced.request_for(handoff))
 
     def digest(*_: object) -> bytes:
         raise AssertionError("digested while it has to wait")
@@ -224,40 +224,44 @@ def test_a_parked_claim_is_not_digested_again_until_it_can_be_granted(
     assert len(introduced.server.recheck()) == 1
 
 
-def test_a_claim_parked_past_its_patience_is_denied(introduced: Served, clock: FakeClock) -> None:
+def test_a_request_pending_past_its_timeout_is_denied(introduced: Served, clock: FakeClock) -> None:
     handoff = introduced.handoff(filled=False)
-    introduced.say(ALICE, introduced.claim_of(handoff, 4))
-    clock.advance(PATIENCE - 0.1)
+    introduced.say(ALICE, introduced.request_for(handoff, 4))
+    clock.advance(PENDING_TIMEOUT - 0.1)
     assert introduced.server.recheck() == []
     clock.advance(0.1)
     assert introduced.server.recheck() == [(ALICE, LeaseDenied(4, "not_ready"))]
     assert not introduced.server.has_pending
 
 
-def test_a_handoff_dropped_under_a_parked_claim_is_denied_at_once(introduced: Served) -> None:
+def test_a_handoff_dropped_under_a_pending_request_is_denied_at_once(
+    introduced: Served,
+) -> None:
     handoff = introduced.handoff(filled=False)
-    introduced.say(ALICE, introduced.claim_of(handoff, 4))
+    introduced.say(ALICE, introduced.request_for(handoff, 4))
     introduced.directory.close(handoff.token)
     assert introduced.server.recheck() == [(ALICE, LeaseDenied(4, "unknown_token"))]
 
 
 def test_a_release_gives_the_slots_back_and_is_not_answered(introduced: Served) -> None:
     handoff = introduced.handoff()
-    introduced.say(ALICE, introduced.claim_of(handoff))
+    introduced.say(ALICE, introduced.request_for(handoff))
     for _ in range(2):
         assert introduced.say(ALICE, Release(handoff.token, 1)) == []
         assert introduced.directory.usage() == (0, 0, 0)
-    assert introduced.say(ALICE, introduced.claim_of(handoff)) == [LeaseDenied(1, "unknown_token")]
+    assert introduced.say(ALICE, introduced.request_for(handoff)) == [
+        LeaseDenied(1, "unknown_token")
+    ]
 
 
-def test_a_release_ends_the_lease_of_its_own_claim_only(
+def test_a_release_ends_the_lease_of_its_own_request_only(
     introduced: Served, compatibility: CompatibilityKey
 ) -> None:
     introduced.say(BOB, Handshake.of(compatibility))
     handoff = introduced.handoff()
-    introduced.say(ALICE, introduced.claim_of(handoff, 1))
-    introduced.say(ALICE, introduced.claim_of(handoff, 2))
-    introduced.say(BOB, introduced.claim_of(handoff, 1))
+    introduced.say(ALICE, introduced.request_for(handoff, 1))
+    introduced.say(ALICE, introduced.request_for(handoff, 2))
+    introduced.say(BOB, introduced.request_for(handoff, 1))
     assert introduced.directory.usage() == (3, 0, 3)
     for release in (Release(handoff.token, 1), Release(handoff.token, 1), Release(handoff.token)):
         introduced.say(ALICE, release)
@@ -269,9 +273,11 @@ def test_a_release_ends_the_lease_of_its_own_claim_only(
     assert introduced.directory.usage() == (0, 0, 0)
 
 
-def test_a_claim_that_is_released_while_it_is_parked_is_not_granted(introduced: Served) -> None:
+def test_a_request_that_is_released_while_it_is_pending_gets_no_lease(
+    introduced: Served,
+) -> None:
     handoff = introduced.handoff(filled=False)
-    introduced.say(ALICE, introduced.claim_of(handoff, 4))
+    introduced.say(ALICE, introduced.request_for(handoff, 4))
     introduced.say(ALICE, Release(handoff.token, 4))
     assert not introduced.server.has_pending
     introduced.fill(handoff)
@@ -279,16 +285,16 @@ def test_a_claim_that_is_released_while_it_is_parked_is_not_granted(introduced: 
     assert introduced.directory.usage()[2] == 0
 
 
-def test_who_will_never_claim_a_handoff_says_so(introduced: Served) -> None:
+def test_who_will_never_lease_a_handoff_says_so(introduced: Served) -> None:
     handoff = introduced.handoff()
     assert introduced.say(BOB, Release(handoff.token)) == []
     assert introduced.directory.usage() == (0, 0, 0)
 
 
-def test_parked_claims_are_bounded(introduced: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_requests_are_bounded(introduced: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "MAX_PENDING", 2)
     handoff = introduced.handoff(filled=False)
-    replies = [introduced.say(ALICE, introduced.claim_of(handoff, n)) for n in range(3)]
+    replies = [introduced.say(ALICE, introduced.request_for(handoff, n)) for n in range(3)]
     assert replies == [[], [], [LeaseDenied(2, "overloaded")]]
     introduced.fill(handoff)
     assert len(introduced.server.recheck()) == 2
@@ -301,11 +307,13 @@ def test_sessions_are_bounded_and_those_in_use_stay(
     handoff = introduced.handoff()
     handshake = Handshake.of(compatibility)
     introduced.say(BOB, handshake)
-    introduced.say(ALICE, introduced.claim_of(handoff))  # Bob is idle for longer now
+    introduced.say(ALICE, introduced.request_for(handoff))  # Bob is idle for longer now
     introduced.say(CAROL, handshake)
-    assert introduced.say(BOB, introduced.claim_of(handoff)) == [LeaseDenied(1, "not_introduced")]
-    assert isinstance(introduced.say(ALICE, introduced.claim_of(handoff))[0], LeaseGranted)
-    assert isinstance(introduced.say(CAROL, introduced.claim_of(handoff))[0], LeaseGranted)
+    assert introduced.say(BOB, introduced.request_for(handoff)) == [
+        LeaseDenied(1, "not_introduced")
+    ]
+    assert isinstance(introduced.say(ALICE, introduced.request_for(handoff))[0], LeaseGranted)
+    assert isinstance(introduced.say(CAROL, introduced.request_for(handoff))[0], LeaseGranted)
 
 
 def test_names_are_those_of_one_socket_only(
@@ -314,10 +322,10 @@ def test_names_are_those_of_one_socket_only(
     """A peer chooses its name, and at a TCP socket it may be anybody."""
     monkeypatch.setattr(server_module, "MAX_SESSIONS", 2)
     impostor = ALICE._replace(listener=1)
-    request = introduced.claim_of(introduced.handoff())
+    request = introduced.request_for(introduced.handoff())
     assert introduced.say(impostor, request) == [LeaseDenied(1, "not_introduced")]
     for n in range(5):
-        introduced.say(Connection(1, bytes([n])), Handshake.of(compatibility))
+        introduced.say(PeerConnection(1, bytes([n])), Handshake.of(compatibility))
     assert isinstance(introduced.say(ALICE, request)[0], LeaseGranted)
 
 
@@ -336,7 +344,7 @@ def test_names_are_those_of_one_socket_only(
 def test_malformed_frames_are_counted_and_ignored(frame: bytes, introduced: Served) -> None:
     assert introduced.server.receive(ALICE, frame) is None
     assert introduced.counts == {"malformed_message": 1}
-    answer = introduced.say(ALICE, introduced.claim_of(introduced.handoff()))
+    answer = introduced.say(ALICE, introduced.request_for(introduced.handoff()))
     assert isinstance(answer[0], LeaseGranted)
 
 
@@ -355,7 +363,7 @@ def test_a_message_that_cannot_be_handled_costs_its_sender_only(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     introduced.say(BOB, Handshake.of(compatibility))
-    request = introduced.claim_of(introduced.handoff())
+    request = introduced.request_for(introduced.handoff())
     with monkeypatch.context() as patch:
         patch.setattr(SlotDirectory, "lease", lambda *_: 1 // 0)
         for _ in range(3):
@@ -367,12 +375,12 @@ def test_a_message_that_cannot_be_handled_costs_its_sender_only(
     assert len([r for r in caplog.records if r.exc_info]) == 1
 
 
-def test_a_parked_claim_that_cannot_be_answered_is_denied_and_the_others_are_not(
+def test_a_pending_request_that_cannot_be_answered_is_denied_and_the_others_are_not(
     introduced: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad, good = introduced.handoff(filled=False), introduced.handoff(filled=False)
-    introduced.say(ALICE, introduced.claim_of(bad, 1))
-    introduced.say(ALICE, introduced.claim_of(good, 2))
+    introduced.say(ALICE, introduced.request_for(bad, 1))
+    introduced.say(ALICE, introduced.request_for(good, 2))
     introduced.fill(bad)
     introduced.fill(good)
     request = introduced.directory.lease

@@ -39,13 +39,14 @@ from omni_connector.net.listener import (
 )
 from omni_connector.net.peers import HostPort, parse_host_port
 from omni_connector.net.zeromq import make_context
+from omni_connector.testing import inspection
 from omni_connector.testing.ports import free_port
 
 from . import curve
 from .engine import LONG, PROMPT, Asker, Engine, StartAsker, StartEngine, ask, failure, start_peer
 
 LOOPBACK = HostPort("127.0.0.1", 0)
-CLAIM = LeaseRequest(1, b"t" * 16, PROMPT.num_tokens, PROMPT.digest("tokens"), "tokens")
+LEASE_REQUEST = LeaseRequest(1, b"t" * 16, PROMPT.num_tokens, PROMPT.digest("tokens"), "tokens")
 
 
 def make_key() -> ClusterKey:
@@ -138,7 +139,7 @@ def dealer(
 
 def test_engines_that_share_a_key_talk_over_tcp(engine: Engine, friend: Asker) -> None:
     handoff = engine.handoff()
-    lease = friend.claim_tcp(engine, handoff).result(LONG)
+    lease = friend.lease_by_tcp(engine, handoff).result(LONG)
     assert lease.address == engine.tcp == f"tcp://127.0.0.1:{port_of(engine)}"
     assert lease.token == handoff.token
     friend.channel.release(lease)
@@ -150,7 +151,7 @@ def test_without_a_key_no_port_is_opened_and_nobody_asked(
 ) -> None:
     with pytest.raises(ConfigError, match="only with a key"):
         start_engine("keyless.sock", listen_tcp=LOOPBACK)
-    error = failure(start_asker().claim_tcp(engine, engine.handoff()))
+    error = failure(start_asker().lease_by_tcp(engine, engine.handoff()))
     assert isinstance(error, PeerUnreachableError)
     assert "without a key" in str(error)
 
@@ -162,14 +163,14 @@ def test_ipv6_works_as_well(start_engine: StartEngine, friend: Asker) -> None:
         pytest.skip(f"no IPv6 loopback here: {error}")
     engine = start_engine(listen_tcp=HostPort("::1", 0), key=KEY)
     assert engine.tcp.startswith("tcp://[::1]:")
-    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+    assert friend.lease_by_tcp(engine, engine.handoff()).result(LONG)
 
 
 def test_the_unix_socket_stays_open_beside_and_needs_no_key(
     engine: Engine, friend: Asker, asker: Asker
 ) -> None:
     leases = [
-        friend.claim_tcp(engine, engine.handoff()),
+        friend.lease_by_tcp(engine, engine.handoff()),
         friend.request_lease(engine, engine.handoff()),
         asker.request_lease(engine, engine.handoff()),
     ]
@@ -222,13 +223,13 @@ def test_who_does_not_share_the_key_is_told_so_and_heard_by_nobody(
     heard: list[bytes] = []
     receive = engine.server.receive
     engine.server.receive = lambda *args: heard.append(args[1]) or receive(*args)  # type: ignore
-    error = failure(start_asker(shown).claim_tcp(engine, engine.handoff()))
+    error = failure(start_asker(shown).lease_by_tcp(engine, engine.handoff()))
     assert isinstance(error, PeerUnreachableError)
     assert said in str(error)
     assert "key_file" in str(error)
     assert engine.tcp in str(error)
     assert not heard
-    assert start_asker(held).claim_tcp(engine, engine.handoff()).result(LONG)
+    assert start_asker(held).lease_by_tcp(engine, engine.handoff()).result(LONG)
 
 
 def test_to_know_the_servers_public_key_is_not_enough(
@@ -245,7 +246,7 @@ def test_to_know_the_servers_public_key_is_not_enough(
         assert not intruder.poll(100)
     assert engine.counts == {}
     assert "127.0.0.1 has another key" in caplog.text
-    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+    assert friend.lease_by_tcp(engine, engine.handoff()).result(LONG)
 
 
 def test_a_server_that_lets_in_everybody_is_told_nothing(friend: Asker) -> None:
@@ -290,13 +291,13 @@ def test_nothing_can_be_read_on_the_wire(engine: Engine, friend: Asker) -> None:
 def test_garbage_is_hung_up_on_and_heard_by_nobody(
     greeting: bytes, quick: None, engine: Engine, friend: Asker
 ) -> None:
-    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+    assert friend.lease_by_tcp(engine, engine.handoff()).result(LONG)
     with knock(engine) as stranger:
         with contextlib.suppress(OSError):  # it need not read all that we have to say
             stranger.sendall(greeting)
         wait_for_end(stranger)
     assert engine.counts == {}
-    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+    assert friend.lease_by_tcp(engine, engine.handoff()).result(LONG)
     assert not friend.gone.is_set()
 
 
@@ -306,14 +307,14 @@ def test_who_connects_and_says_nothing_is_hung_up_on(quick: None, engine: Engine
         wait_for_end(slow)
 
 
-@pytest.mark.parametrize("doors", ["one", "the other"])
+@pytest.mark.parametrize("listeners", ["one", "the other"])
 def test_a_name_of_one_socket_means_nothing_at_the_other(
-    doors: str, start_engine: StartEngine, compatibility: CompatibilityKey
+    listeners: str, start_engine: StartEngine, compatibility: CompatibilityKey
 ) -> None:
     engine = start_engine(listen_tcp=LOOPBACK, key=KEY)
     first, second = engine.address, engine.tcp
     keys = [None, KEY]
-    if doors == "the other":
+    if listeners == "the other":
         first, second = second, first
         keys.reverse()
     with (
@@ -325,10 +326,10 @@ def test_a_name_of_one_socket_means_nothing_at_the_other(
         real.send(encode(Handshake.of(compatibility)))
         assert real.poll(LONG * 1000)
         assert isinstance(decode_reply(real.recv()), HandshakeReply)
-        impostor.send(encode(CLAIM))
+        impostor.send(encode(LEASE_REQUEST))
         assert impostor.poll(LONG * 1000)
         assert decode_reply(impostor.recv()) == LeaseDenied(1, "not_introduced")
-        real.send(encode(CLAIM))
+        real.send(encode(LEASE_REQUEST))
         assert real.poll(LONG * 1000)
         assert decode_reply(real.recv()) == LeaseDenied(1, "unknown_token")
 
@@ -341,7 +342,7 @@ def test_a_request_longer_than_any_ends_the_connection(engine: Engine, friend: A
         assert monitor.poll(LONG * 1000)
         client.disable_monitor()
     assert engine.counts == {}
-    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+    assert friend.lease_by_tcp(engine, engine.handoff()).result(LONG)
 
 
 def test_a_message_of_many_frames_is_ignored(
@@ -412,7 +413,7 @@ def test_a_message_that_does_not_end_ends_the_connection(
     engine: Engine, friend: Asker, caplog: pytest.LogCaptureFixture
 ) -> None:
     """libzmq keeps the frames of a message until the last one is there, however many."""
-    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+    assert friend.lease_by_tcp(engine, engine.handoff()).result(LONG)
     peer, sent = curve.RawPeer(port_of(engine), KEY), 0
     with contextlib.closing(peer):
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
@@ -422,7 +423,7 @@ def test_a_message_that_does_not_end_ends_the_connection(
                 time.sleep(0.01)
         assert MAX_UNFINISHED_BYTES <= sent < 100 * MAX_UNFINISHED_BYTES
     assert "a message that does not end" in caplog.text
-    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+    assert friend.lease_by_tcp(engine, engine.handoff()).result(LONG)
     assert not friend.gone.is_set()
 
 
@@ -455,7 +456,7 @@ def test_connections_are_bounded_and_those_there_are_stay(
         monkeypatch.setattr(listener_module.resource, "getrlimit", lambda _: (20, 1 << 20))
     engine = start_engine(listen_tcp=LOOPBACK, key=KEY)
     early = start_asker(KEY)
-    assert early.claim_tcp(engine, engine.handoff()).result(LONG)
+    assert early.lease_by_tcp(engine, engine.handoff()).result(LONG)
     before = len(os.listdir("/proc/self/fd"))
     with contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(knock(engine)) for _ in range(50)]
@@ -468,14 +469,16 @@ def test_connections_are_bounded_and_those_there_are_stay(
             shut = sum(map(_is_shut, crowd))
         assert shut == 46
         eventually(lambda: len(os.listdir("/proc/self/fd")) <= before + 50 + 4)
-        assert early.claim_tcp(engine, engine.handoff()).result(LONG)
+        assert early.lease_by_tcp(engine, engine.handoff()).result(LONG)
         assert not early.gone.is_set()
         late = start_asker(KEY)
-        assert isinstance(failure(late.claim_tcp(engine, engine.handoff())), PeerUnreachableError)
+        assert isinstance(
+            failure(late.lease_by_tcp(engine, engine.handoff())), PeerUnreachableError
+        )
         late.channel.close()
     assert caplog.text.count("5 connections already") == 1  # strangers do not fill the log
     eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
-    assert start_asker(KEY).claim_tcp(engine, engine.handoff()).result(LONG)
+    assert start_asker(KEY).lease_by_tcp(engine, engine.handoff()).result(LONG)
 
 
 def _is_shut(stranger: socket.socket) -> bool:
@@ -535,7 +538,7 @@ def test_a_crowd_at_the_port_does_not_hold_up_the_end(
     try:
         time.sleep(0.5)
         engine.channel.close()
-        assert not engine.channel._thread.is_alive()
+        assert not inspection.channel_runs(engine.channel)
     finally:
         stop.set()
         for thread in threads:
@@ -548,10 +551,10 @@ def test_peers_that_are_asked_are_bounded(
     monkeypatch.setattr(channel_module, "MAX_PEERS", 2)
     for name in ("first.sock", "second.sock"):  # which are not idle while they lease slots
         engine = start_engine(name, listen_tcp=LOOPBACK, key=KEY)
-        assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+        assert friend.lease_by_tcp(engine, engine.handoff()).result(LONG)
     third = failure(ask(friend.channel, f"tcp://127.0.0.1:{free_port()}", b"t" * 16, b"e" * 16))
     assert "2 engines" in str(third)
-    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+    assert friend.lease_by_tcp(engine, engine.handoff()).result(LONG)
 
 
 # Who is gone
@@ -612,7 +615,7 @@ class Proxy:
             each.close()
 
 
-def test_a_cut_link_fails_the_claims_on_it_and_the_server_forgets_it(
+def test_a_cut_link_fails_the_lease_requests_on_it_and_the_server_forgets_it(
     lively: None, engine: Engine, friend: Asker
 ) -> None:
     with Proxy(port_of(engine)) as proxy:
@@ -622,14 +625,12 @@ def test_a_cut_link_fails_the_claims_on_it_and_the_server_forgets_it(
             friend.channel, address, slow.token, engine.handshake_reply.epoch, timeout=600.0
         )
         eventually(lambda: engine.server.has_pending)
-        listener = engine.channel._listener
-        assert listener is not None
-        assert len(listener._connections) == 1
+        assert inspection.connections(engine.channel) == 1
         proxy.cut.set()
         assert "is gone" in str(failure(waiting))
         assert friend.gone.wait(LONG)
-        eventually(lambda: not listener._connections)
-    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+        eventually(lambda: not inspection.connections(engine.channel))
+    assert friend.lease_by_tcp(engine, engine.handoff()).result(LONG)
 
 
 def test_whatever_connects_hosts_notices_within_ten_seconds_that_the_other_is_silent() -> None:
@@ -662,7 +663,7 @@ def test_a_stopped_peer_is_noticed(
             )
             assert peer.stdout.readline() == "pending\n"
             os.kill(peer.pid, signal.SIGSTOP)
-            assert "is gone" in str(failure(future))  # of itself the claim waits for 600 s
+            assert "is gone" in str(failure(future))  # of itself the request waits for 600 s
         finally:
             os.kill(peer.pid, signal.SIGKILL)
 
@@ -694,17 +695,17 @@ def test_a_peer_that_is_not_there_is_not_looked_for_with_every_request(
     assert len(links) == 1
     engine = start_engine(listen_tcp=HostPort("127.0.0.1", port), key=KEY)
     monkeypatch.setattr(channel_module, "FORGET_REFUSAL_S", 0.0)
-    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+    assert friend.lease_by_tcp(engine, engine.handoff()).result(LONG)
     assert len(links) == 2
 
 
 def test_failed_peers_are_forgotten(monkeypatch: pytest.MonkeyPatch, friend: Asker) -> None:
     monkeypatch.setattr(channel_module, "FORGET_REFUSAL_S", 0.1)
     failure(ask(friend.channel, f"tcp://127.0.0.1:{free_port()}", b"t" * 16, b"e" * 16))
-    eventually(lambda: not friend.channel._peers)
+    eventually(lambda: not inspection.engines_asked(friend.channel))
 
 
-def test_a_host_that_does_not_answer_fails_the_claim(quick: None, friend: Asker) -> None:
+def test_a_host_that_does_not_answer_fails_the_lease_request(quick: None, friend: Asker) -> None:
     # A full backlog: the kernel lets what more arrives go unanswered.
     with socket.socket() as full, contextlib.ExitStack() as stack:
         full.bind(("127.0.0.1", 0))
@@ -722,13 +723,14 @@ def test_an_engine_that_restarts_at_its_port_is_found_again_at_once(
 ) -> None:
     monkeypatch.setattr(channel_module, "FORGET_REFUSAL_S", 1e9)
     first = start_engine(listen_tcp=LOOPBACK, key=KEY)
-    assert friend.claim_tcp(first, first.handoff()).result(LONG)
+    assert friend.lease_by_tcp(first, first.handoff()).result(LONG)
     first.channel.close()
     assert friend.gone.wait(LONG)
     again = HostPort("127.0.0.1", port_of(first))
     second = start_engine(listen_tcp=again, key=KEY, epoch=b"2" * 16)
     assert (
-        friend.claim_tcp(second, second.handoff()).result(LONG).handshake_reply.epoch == b"2" * 16
+        friend.lease_by_tcp(second, second.handoff()).result(LONG).handshake_reply.epoch
+        == b"2" * 16
     )
 
 
@@ -754,7 +756,7 @@ def test_close_leaves_nothing(
     before = len(os.listdir("/proc/self/fd"))
     engine = start_engine(listen_tcp=LOOPBACK, key=KEY)
     asker = Asker(compatibility, KEY)
-    assert asker.claim_tcp(engine, engine.handoff()).result(LONG)
+    assert asker.lease_by_tcp(engine, engine.handoff()).result(LONG)
     for _ in range(2):
         asker.channel.close()
         engine.channel.close()
@@ -859,16 +861,16 @@ def test_a_name_that_is_looked_up_for_ever_holds_up_nothing(
         assert asked.acquire(timeout=LONG)
         more = failure(ask(asker.channel, "tcp://slow:3", b"t" * 16, b"e" * 16))
         assert "2 calls are under way on omni-resolve" in str(more)
-        assert asker.claim_tcp(engine, engine.handoff()).result(LONG)
+        assert asker.lease_by_tcp(engine, engine.handoff()).result(LONG)
         assert all("in time" in str(failure(each)) for each in slow)
         asker.channel.close()
-        assert not asker.channel._thread.is_alive()
+        assert not inspection.channel_runs(asker.channel)
     finally:
         release.set()
         asker.channel.close()
 
 
-def test_a_system_without_threads_to_spare_fails_the_claim(
+def test_a_system_without_threads_to_spare_fails_the_lease_request(
     monkeypatch: pytest.MonkeyPatch, engine: Engine, start_asker: StartAsker
 ) -> None:
     monkeypatch.setattr(resolver_module, "MAX_LOOKUPS", 1)
@@ -882,7 +884,7 @@ def test_a_system_without_threads_to_spare_fails_the_claim(
         for host in ("one", "two"):
             error = failure(ask(friend.channel, f"tcp://{host}:5", b"t" * 16, b"e" * 16))
             assert "can't start new thread" in str(error)
-    assert friend.claim_tcp(engine, engine.handoff()).result(LONG)
+    assert friend.lease_by_tcp(engine, engine.handoff()).result(LONG)
 
 
 def test_what_is_bound_is_what_peers_are_told(engine: Engine) -> None:

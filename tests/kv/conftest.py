@@ -259,8 +259,8 @@ def hybrids(draw: st.DrawFn) -> tuple[Cache, Cache]:
     return one, two
 
 
-class HostLane(Stream):
-    """A lane whose work is done as soon as it is asked for; it notes what it was asked."""
+class HostStream(Stream):
+    """A stream whose work is done as soon as it is asked for; it notes what it was asked."""
 
     def __init__(self, *, pins: bool = False) -> None:
         self._pins = pins
@@ -323,11 +323,11 @@ def shared(canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndarray) 
 
 def staged(canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndarray) -> BlockCopier:
     # Staging buffers of a slot or two, so that small caches take several turns.
-    return StagedCopier(canonical, layout, HostLane(), staging_bytes=8192)
+    return StagedCopier(canonical, layout, HostStream(), staging_bytes=8192)
 
 
 def pinned(canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndarray) -> BlockCopier:
-    copier = StagedCopier(canonical, layout, HostLane(pins=True), staging_bytes=8192)
+    copier = StagedCopier(canonical, layout, HostStream(pins=True), staging_bytes=8192)
     copier.pin(slots)
     return copier
 
@@ -338,7 +338,7 @@ def kv() -> SimpleNamespace:
     return SimpleNamespace(
         LAYOUTS=LAYOUTS,
         PADDABLE=PADDABLE,
-        HostLane=HostLane,
+        HostStream=HostStream,
         Shape=Shape,
         Cache=Cache,
         build=build,

@@ -219,32 +219,24 @@ def test_one_tensor_of_all_layers_is_copied_like_their_views(make_copier, dims, 
     assert loaded.tolist() == sums.tolist()
 
 
-def test_a_copier_that_copies_nothing_fails_the_check(kv):
-    class Hollow(CpuCopier):
-        def _copy(self, copy, *args):
-            return np.zeros(len(copy.block_ids), np.uint64)
+class NoOpCopier(CpuCopier):
+    def _copy(self, copy, *args):
+        return np.zeros(len(copy.block_ids), np.uint64)
 
+
+class SavesOnly(CpuCopier):
+    def load(self, copy):
+        return np.zeros(len(copy.block_ids), np.uint64)
+
+
+@pytest.mark.parametrize("copier", [NoOpCopier, SavesOnly])
+def test_a_copier_that_does_not_copy_fails_the_check(kv, copier):
     shapes = [[kv.Shape(layers=2, heads=1, tokens=2, content=8)]]
     source = kv.build("LBHNC", 3, shapes, seed=1)
     target = kv.build("LBHNC", 3, shapes, seed=2)
     with pytest.raises(AssertionError):
         check_transfer(
-            lambda canonical, layout, slots: Hollow(canonical, layout),
-            source, target, 0, [(1, 2)], [0], False, 0,
-        )  # fmt: skip
-
-
-def test_a_copier_that_loads_nothing_fails_the_check(kv):
-    class SavesOnly(CpuCopier):
-        def load(self, copy):
-            return np.zeros(len(copy.block_ids), np.uint64)
-
-    shapes = [[kv.Shape(layers=2, heads=1, tokens=2, content=8)]]
-    source = kv.build("LBHNC", 3, shapes, seed=1)
-    target = kv.build("LBHNC", 3, shapes, seed=2)
-    with pytest.raises(AssertionError):
-        check_transfer(
-            lambda canonical, layout, slots: SavesOnly(canonical, layout),
+            lambda canonical, layout, slots: copier(canonical, layout),
             source, target, 0, [(1, 2)], [0], False, 0,
         )  # fmt: skip
 
@@ -412,7 +404,7 @@ def test_a_cpu_cache_gets_the_cpu_copier_and_other_devices_are_refused(kv):
 def test_a_fence_is_waited_for_before_any_block_is_touched(kv):
     cache = kv.build("LBHNC", 3, [[kv.Shape(1, 1, 1, 8)]])
     canonical, layout = opened(cache)
-    stream = kv.HostLane()
+    stream = kv.HostStream()
     copier = StagedCopier(canonical, layout, stream)
     fence = copier.fence()
     slots = random_slots(3, layout)
@@ -430,7 +422,7 @@ def test_a_fence_is_waited_for_before_any_block_is_touched(kv):
 def test_a_staging_buffer_is_used_again_only_after_its_last_use_is_over(kv, verb):
     cache = kv.build("LBHNC", 5, [[kv.Shape(1, 1, 1, 8)]])
     canonical, layout = opened(cache)
-    stream = kv.HostLane()
+    stream = kv.HostStream()
     copier = StagedCopier(canonical, layout, stream, staging_bytes=1)
     slots = random_slots(5, layout)
     getattr(copier, verb)(
@@ -446,7 +438,7 @@ def test_a_staging_buffer_is_used_again_only_after_its_last_use_is_over(kv, verb
 def test_the_device_is_idle_after_a_copy_that_failed(kv, monkeypatch):
     cache = kv.build("LBHNC", 3, [[kv.Shape(1, 1, 1, 8)]])
     canonical, layout = opened(cache)
-    stream = kv.HostLane()
+    stream = kv.HostStream()
     copier = StagedCopier(canonical, layout, stream, staging_bytes=1)
     slots = random_slots(3, layout)
 
@@ -476,7 +468,7 @@ def test_a_loads_checksum_is_of_the_bytes_loaded_even_when_the_slot_is_rewritten
         return value
 
     monkeypatch.setattr(xxhash, "xxh3_64_intdigest", hash_then_rewrite)
-    # Two stretches, so that the second one meets rewritten slots.
+    # Two segments, so that the second one meets rewritten slots.
     sums = copier.load(BlockCopy(0, ids([3, 0, 1]), slots, ids([2, 0, 1]), checksum=True))
     loaded = [digest(cache.slot(0, block).tobytes()) for block in (3, 0, 1)]
     monkeypatch.undo()

@@ -5,7 +5,6 @@ import mmap
 import os
 import struct
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from omni_connector.errors import (
     TransportError,
 )
 from omni_connector.memory import arena as arena_module
-from omni_connector.memory import prefault as population
+from omni_connector.memory import prefault as prefault_module
 from omni_connector.memory.arena import (
     SEALS,
     Arena,
@@ -320,42 +319,6 @@ def allocated(arena: Arena) -> int:
     return os.fstat(arena.fd).st_blocks * 512
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-@pytest.mark.parametrize("modern", [True, False])
-def test_memory_is_allocated_ahead_of_use(monkeypatch: pytest.MonkeyPatch, modern: bool) -> None:
-    slot_bytes, n_slots = 1 << 20, 64
-    for module in (arena_module, population):
-        monkeypatch.setattr(module, "PREFAULT_AHEAD", 4 << 20)
-    monkeypatch.setattr(population, "_PREFAULT_CHUNK", 1 << 20)
-    if not modern:  # what a kernel before 5.14 answers to that advice
-        monkeypatch.setattr(population, "MADV_POPULATE_WRITE", 0x7FFF)
-    with Arena.create(n_slots, slot_bytes, prefault=True) as arena:
-        wait_until(lambda: allocated(arena) >= 4 << 20)
-        arena.slots[40] = 1
-        arena.touch(20)
-        wait_until(lambda: allocated(arena) >= 24 << 20)
-        assert allocated(arena) < 40 << 20
-        arena.begin_write(n_slots - 1, 1)
-        wait_until(lambda: allocated(arena) >= n_slots * slot_bytes)
-        assert (arena.slots[40] == 1).all()
-        assert not arena.slots[41].any()
-
-
-def test_close_while_memory_is_being_allocated_gives_it_all_back() -> None:
-    before = open_fds()
-    arena = Arena.create(512, 1 << 20, prefault=True)
-    arena.touch(511)
-    arena.close()
-    assert open_fds() == before
-    assert "omni-connector-arena" not in Path("/proc/self/maps").read_text()
-
-
 def test_memory_is_had_at_once_where_the_kernel_may_refuse_it_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -371,24 +334,19 @@ def test_slot_has_memory_once_populated(
     arena: Arena, monkeypatch: pytest.MonkeyPatch, kernel_can: bool
 ) -> None:
     if not kernel_can:  # before Linux 5.14 the advice is unknown
-        monkeypatch.setattr(population, "MADV_POPULATE_WRITE", 9999)
+        monkeypatch.setattr(prefault_module, "MADV_POPULATE_WRITE", 9999)
     arena.slots[1] = 7
 
-    def allocated() -> int:
-        return os.fstat(arena.fd).st_blocks * 512
-
-    before = allocated()
+    before = allocated(arena)
     arena.prefault(1, SLOT_BYTES)
-    assert allocated() == before
+    assert allocated(arena) == before
     arena.prefault(3, 4097)
-    assert allocated() == before + SLOT_BYTES
+    assert allocated(arena) == before + SLOT_BYTES
     assert (arena.slots[1] == 7).all()
 
 
-def test_population_without_memory_is_an_error(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(population, "MADV_POPULATE_WRITE", 9999)
+def test_prefault_without_memory_is_an_error(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefault_module, "MADV_POPULATE_WRITE", 9999)
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no space")

@@ -74,7 +74,7 @@ def test_a_long_prompt_that_many_others_followed_is_found_all_the_same() -> None
     directory = SlotDirectory(5 * BLOCKS, lambda: 0.0, 60.0)
     first, _ = copied(directory, many(BLOCKS, ""))
     for number in range(2 * slot_index._RUNS):
-        copied(directory, chain(*[str(number)] * 2 * slot_index._PIECE))
+        copied(directory, chain(*[str(number)] * 2 * slot_index._BATCH))
         copied(directory, chain(str(number), "short"))
     again, _ = copied(directory, many(BLOCKS, ""))
     left = int((again.slots[0] == first.slots[0]).argmin())
@@ -84,14 +84,14 @@ def test_a_long_prompt_that_many_others_followed_is_found_all_the_same() -> None
 
 def test_runs_do_not_grow_with_prompts_that_continue_each_other() -> None:
     directory = SlotDirectory(4 * BLOCKS, lambda: 0.0, 60.0)
-    words = ["same"] * 2 * slot_index._PIECE
+    words = ["same"] * 2 * slot_index._BATCH
     for number in range(5):
         words += [str(number)] * 7
         copied(directory, chain(*words, ""))
         copied(directory, chain(*words, ""))
     assert len(directory.pool._index._runs) == 1
     for number in range(4 * slot_index._RUNS):
-        copied(directory, chain(*[str(number)] * 2 * slot_index._PIECE))
+        copied(directory, chain(*[str(number)] * 2 * slot_index._BATCH))
     assert len(directory.pool._index._runs) == slot_index._RUNS
 
 
@@ -101,14 +101,14 @@ words = st.lists(st.sampled_from("ab"), min_size=1, max_size=9)
 @given(
     prompts=st.lists(st.tuples(words, st.booleans(), st.integers(0, 3)), max_size=30),
     slots=st.integers(10, 24),
-    piece=st.integers(1, 4),
+    batch=st.integers(1, 4),
 )
 def test_what_is_found_is_what_every_single_key_finds(
-    prompts: list[tuple[list[str], bool, int]], slots: int, piece: int
+    prompts: list[tuple[list[str], bool, int]], slots: int, batch: int
 ) -> None:
-    """Whatever was copied, kept, evicted and copied again, with small pieces and few slots."""
+    """Whatever was copied, kept, evicted and copied again, with small batches and few slots."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slot_index, "_PIECE", piece)
+        patch.setattr(slot_index, "_BATCH", batch)
         directory = SlotDirectory(slots, lambda: 0.0, 60.0)
         index = directory.pool._index
         held: list[Handoff] = []

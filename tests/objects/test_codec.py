@@ -291,8 +291,8 @@ def test_malformed_bytes_are_refused(content: bytearray) -> None:
         decode(memoryview(content))
 
 
-def test_a_claimed_size_allocates_nothing() -> None:
-    claims = [
+def test_an_announced_size_allocates_nothing() -> None:
+    contents = [
         packed(b"", leaf(False, "float64", [2**40])),
         packed(b"", leaf(True, "float64", [2**40])),
         packed(b"", b"\xdd\xff\xff\xff\xff" + b"\xc0" * 100),
@@ -300,7 +300,7 @@ def test_a_claimed_size_allocates_nothing() -> None:
     ]
     tracemalloc.start()
     try:
-        for content in claims:
+        for content in contents:
             with pytest.raises(ProtocolError):
                 decode(memoryview(content))
         _, peak = tracemalloc.get_traced_memory()

@@ -25,5 +25,5 @@ def test_the_hosts_memory_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_object_that_no_memory_holds_is_refused() -> None:
-    with pytest.raises(IntegrityError, match="bytes in pieces of"):
+    with pytest.raises(IntegrityError, match="bytes in fragments of"):
         read(Version.new(DIGEST, 1 << 60))

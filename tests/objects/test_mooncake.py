@@ -29,6 +29,7 @@ from omni_connector.objects.factory import ConnectorSpec, OmniConnectorFactory
 from omni_connector.objects.mooncake import MooncakeTransferEngineConnector
 from omni_connector.objects.object_store import StoredObject
 from omni_connector.objects.peer import QUESTIONS
+from omni_connector.testing import inspection
 from omni_connector.testing.conformance import ObjectConformance
 from omni_connector.testing.ports import free_port
 
@@ -119,7 +120,7 @@ def test_a_host_that_is_not_allowed_is_not_asked(make: Make, caplog: Any) -> Non
         assert time.monotonic() - started < WAIT_S / 2
         assert "`peers`" in caplog.text
         caplog.clear()
-    assert not receiver._peers
+    assert not inspection.senders_asked(receiver)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +192,7 @@ def test_without_a_key_no_other_host_is_asked(make: Make, caplog: Any) -> None:
     hint = {"source_host": "10.1.0.1", "source_port": 80}
     assert receiver.get(*EDGE, "key", hint) is None
     assert "key_file" in caplog.text
-    assert not receiver._peers
+    assert not inspection.senders_asked(receiver)
 
 
 def test_a_port_that_was_taken_is_tried_again(make: Make) -> None:
@@ -220,7 +221,7 @@ def test_a_source_that_is_closed_connects_no_more(make: Make) -> None:
     sender, receiver = make(), make(role="receiver")
     _, _, metadata = sender.put(*EDGE, "key", b"object")
     assert receiver.get(*EDGE, "key", metadata) is not None
-    [source] = receiver._peers.values()
+    [source] = inspection.senders_asked(receiver)
     receiver.close()
     with pytest.raises(TransportError, match="closed"):
         source.find(bytes(32), time.monotonic() + WAIT_S)
@@ -301,8 +302,7 @@ def test_garbage_at_the_port_disturbs_nobody(make: Make) -> None:
 def test_what_a_sender_says_of_an_object_is_checked(make: Make) -> None:
     sender, receiver = make(), make(role="receiver")
     _, _, metadata = sender.put(*EDGE, "key", b"object")
-    assert sender._own is not None
-    objects = sender._own.objects
+    objects = inspection.own_objects(sender)
     [(digest, (key, stored))] = objects._objects.items()
     for wrong in (
         {"runs": ((0, 1 << 40),)},
@@ -373,7 +373,7 @@ def test_links_to_senders_that_have_gone_are_let_go_of(make: Make) -> None:
         assert receiver.get(*EDGE, "key", metadata[-1]) == (b"object", 6)
         sender.close()
     end = time.monotonic() + WAIT_S
-    while receiver._peers:  # nobody asks again
+    while inspection.senders_asked(receiver):  # nobody asks again
         assert time.monotonic() < end
         time.sleep(0.05)
 
@@ -384,7 +384,7 @@ def test_a_link_that_nobody_uses_is_let_go_of_and_made_again(
     sender, receiver = make(), make(role="receiver")
     _, _, metadata = sender.put(*EDGE, "key", b"object")
     assert receiver.get(*EDGE, "key", metadata) == (b"object", 6)
-    [source] = receiver._peers.values()
+    [source] = inspection.senders_asked(receiver)
     assert not source.useless(time.monotonic())
     assert source._line is not None
     monkeypatch.setattr(objects_peer, "IDLE_S", 0.0)
@@ -393,6 +393,6 @@ def test_a_link_that_nobody_uses_is_let_go_of_and_made_again(
     assert source._line is None
     assert receiver.get(*EDGE, "key", metadata) == (b"object", 6)
     end = time.monotonic() + WAIT_S
-    while receiver._peers:
+    while inspection.senders_asked(receiver):
         assert time.monotonic() < end
         time.sleep(0.05)

@@ -23,9 +23,9 @@ from omni_connector.objects import manifest, mooncake_store
 from omni_connector.objects.base import ObjectKey, OmniConnector
 from omni_connector.objects.manifest import (
     CONTENT_AT,
+    FRAGMENT_BYTES,
     INLINE_BYTES,
-    PIECE_BYTES,
-    head_name,
+    manifest_name,
 )
 from omni_connector.objects.mooncake_store import MooncakeStoreConnector
 from omni_connector.testing.conformance import StoreConformance
@@ -75,8 +75,8 @@ def raw(master: Master) -> Iterator[Any]:
 
 
 def name_of(connector: MooncakeStoreConnector, key: str) -> str:
-    """Under what name the head of a key is stored."""
-    return head_name(connector._prefix, ObjectKey(*EDGE, key).digest)
+    """Under what name the manifest of a key is stored."""
+    return manifest_name(connector._prefix, ObjectKey(*EDGE, key).digest)
 
 
 def replace(raw: Any, name: str, content: bytes) -> None:
@@ -98,7 +98,15 @@ def seconds(call: Callable[[], object]) -> tuple[object, float]:
 
 @pytest.mark.parametrize(
     "size",
-    [0, 1, INLINE_BYTES, INLINE_BYTES + 1, PIECE_BYTES - 1, PIECE_BYTES, 5 * PIECE_BYTES + 17],
+    [
+        0,
+        1,
+        INLINE_BYTES,
+        INLINE_BYTES + 1,
+        FRAGMENT_BYTES - 1,
+        FRAGMENT_BYTES,
+        5 * FRAGMENT_BYTES + 17,
+    ],
 )
 def test_object_of_every_size_arrives_whole(connector: MooncakeStoreConnector, size: int) -> None:
     key, content = ObjectKey(*EDGE, "key"), os.urandom(size)
@@ -145,7 +153,7 @@ def test_readers_get_one_version_whole_while_it_is_replaced(
     for reader in readers:
         reader.start()
     for i in range(60):
-        size = (100, INLINE_BYTES + 1000, PIECE_BYTES + 1000)[i % 3]
+        size = (100, INLINE_BYTES + 1000, FRAGMENT_BYTES + 1000)[i % 3]
         assert connector.put(*EDGE, "key", bytes([i]) * size)[0]
     stop.set()
     for reader in readers:
@@ -153,7 +161,7 @@ def test_readers_get_one_version_whole_while_it_is_replaced(
     assert wrong == []
     found = connector.get(*EDGE, "key")
     assert found is not None
-    assert found[0] == bytes([59]) * (PIECE_BYTES + 1000)
+    assert found[0] == bytes([59]) * (FRAGMENT_BYTES + 1000)
 
 
 def flip(content: bytes, at: int) -> bytes:
@@ -163,14 +171,14 @@ def flip(content: bytes, at: int) -> bytes:
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda head: b"foreign",
-        lambda head: head[:-1],
-        lambda head: head + b"x",
-        lambda head: os.urandom(len(head)),
-        lambda head: b"\0" * len(head),
-        lambda head: flip(head, 9),
-        lambda head: flip(head, 30),
-        lambda head: flip(head, CONTENT_AT),
+        lambda manifest: b"foreign",
+        lambda manifest: manifest[:-1],
+        lambda manifest: manifest + b"x",
+        lambda manifest: os.urandom(len(manifest)),
+        lambda manifest: b"\0" * len(manifest),
+        lambda manifest: flip(manifest, 9),
+        lambda manifest: flip(manifest, 30),
+        lambda manifest: flip(manifest, CONTENT_AT),
     ],
     ids=["foreign", "cut", "longer", "random", "zeros", "length", "version", "content"],
 )
@@ -199,10 +207,13 @@ def test_head_of_another_object_is_an_integrity_error(
 
 @pytest.mark.parametrize(
     ("spoil", "error"),
-    [(lambda piece: flip(piece, 77), ChecksumError), (lambda piece: piece[:-1], IntegrityError)],
+    [
+        (lambda fragment: flip(fragment, 77), ChecksumError),
+        (lambda fragment: fragment[:-1], IntegrityError),
+    ],
     ids=["changed", "cut"],
 )
-def test_wrong_bytes_in_a_piece_are_an_integrity_error(
+def test_wrong_bytes_in_a_fragment_are_an_integrity_error(
     connector: MooncakeStoreConnector,
     raw: Any,
     spoil: Callable[[bytes], bytes],
@@ -210,7 +221,7 @@ def test_wrong_bytes_in_a_piece_are_an_integrity_error(
 ) -> None:
     assert connector.put(*EDGE, "key", bytes(INLINE_BYTES + 1))[0]
     (_, version) = connector._stored[ObjectKey(*EDGE, "key").digest]
-    (name,) = version.piece_names(connector._prefix)
+    (name,) = version.fragment_names(connector._prefix)
     replace(raw, name, spoil(raw.get(name)))
     with pytest.raises(error):
         connector.load_object(ObjectKey(*EDGE, "key"), None, timeout=5.0)
@@ -222,10 +233,10 @@ def test_replaced_and_dropped_objects_leave_nothing_behind(
     connector: MooncakeStoreConnector, raw: Any
 ) -> None:
     names = []
-    for size in (INLINE_BYTES + 1, 2 * INLINE_BYTES, PIECE_BYTES + 1):
+    for size in (INLINE_BYTES + 1, 2 * INLINE_BYTES, FRAGMENT_BYTES + 1):
         assert connector.put(*EDGE, "req", bytes(size))[0]
         (_, version) = connector._stored[ObjectKey(*EDGE, "req").digest]
-        names += version.piece_names(connector._prefix)
+        names += version.fragment_names(connector._prefix)
     connector.cleanup("req")
     names.append(name_of(connector, "req"))
     eventually(lambda: raw.batch_is_exist(names) == [0] * len(names), 5.0)
@@ -234,10 +245,10 @@ def test_replaced_and_dropped_objects_leave_nothing_behind(
 def test_object_that_finds_no_room_is_refused(
     mortal: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One piece that is larger than all there is: where there are several, the master may throw
+    # One fragment that is larger than all there is: of several, the master may throw
     # out the first in time for the last.
     for module in (manifest, mooncake_store):
-        monkeypatch.setattr(module, "PIECE_BYTES", 64 << 20)
+        monkeypatch.setattr(module, "FRAGMENT_BYTES", 64 << 20)
     with MooncakeStoreConnector(master=mortal.address, segment_gib=1 / 32) as connector:
         with pytest.raises(ArenaFullError, match="segment_gib"):
             connector.store_object(ObjectKey(*EDGE, "key"), [memoryview(bytes(64 << 20))])
@@ -257,7 +268,7 @@ def test_nobody_at_the_address_of_the_master_is_a_transport_error() -> None:
 def test_master_that_goes_away_and_comes_back(
     mortal: Master, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    content = os.urandom(3 * PIECE_BYTES)
+    content = os.urandom(3 * FRAGMENT_BYTES)
     with (
         lender(mortal),
         MooncakeStoreConnector(

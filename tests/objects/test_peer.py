@@ -22,8 +22,9 @@ from omni_connector.objects.codec import encode
 from omni_connector.objects.object_store import ObjectStore, StoredObject
 from omni_connector.objects.peer import ANSWERS, Find, Found, Missing, Peer, Read
 from omni_connector.objects.shm import SharedMemoryConnector
+from omni_connector.testing import inspection
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.shm import Attach, Grant
+from omni_connector.transports.shm import Attach, AttachReply
 
 SOON_S = 20.0
 KEY = ObjectKey("0", "1", "key")
@@ -94,7 +95,7 @@ def found(runs: Any, length: int = 10, generation: int = 1, **endpoint: Any) -> 
         Missing(KEY.digest),
         Missing(b"another"),
         Refusal("no"),
-        Grant(EPOCH, 1, 4096),
+        AttachReply(EPOCH, 1, 4096),
     ],
 )
 def test_hostile_descriptions_of_objects_do_no_harm(
@@ -104,7 +105,7 @@ def test_hostile_descriptions_of_objects_do_no_harm(
 
         def answer(question: object) -> tuple[Any, int | None]:
             if isinstance(question, Attach):
-                return Grant(EPOCH, 2, 4096), os.dup(arena.fd)
+                return AttachReply(EPOCH, 2, 4096), os.dup(arena.fd)
             if isinstance(said, Found):
                 here = msgspec.structs.replace(said.endpoint, address=address)
                 return msgspec.structs.replace(said, endpoint=here), None
@@ -147,7 +148,7 @@ def test_peer_that_changes_its_arena_is_read_from_the_new_one(
     def answer(question: object) -> tuple[Any, int | None]:
         arena = current[0].arena
         if isinstance(question, Attach):
-            return Grant(arena.epoch, 2, 4096), os.dup(arena.fd)
+            return AttachReply(arena.epoch, 2, 4096), os.dup(arena.fd)
         stored = current[0].find(KEY.digest)
         assert stored is not None
         return Found(KEY.digest, Endpoint.of(arena, "shm", address), stored), None
@@ -180,8 +181,8 @@ def test_notes_about_other_arenas_and_objects_are_ignored(place: Path) -> None:
     with SharedMemoryConnector(folder=place) as owner:
         _, _, metadata = owner.put("0", "1", "key", b"object")
         assert metadata is not None
-        assert owner._own is not None
-        epoch, stored = owner._own.endpoint.epoch, owner._own.objects.find(KEY.digest)
+        objects = inspection.own_objects(owner)
+        epoch, stored = objects.arena.epoch, objects.find(KEY.digest)
         assert stored is not None
         connection = Connection(Path(metadata["address"]), deadline())
         for read in (
@@ -231,7 +232,7 @@ def test_a_peer_in_use_is_not_let_go_of(
 
     def meanwhile(*arguments: Any) -> memoryview:
         connector._let_go()
-        [peer] = connector._peers.values()
+        [peer] = inspection.senders_asked(connector)
         assert peer.users == 1
         return read(*arguments)
 
@@ -242,4 +243,4 @@ def test_a_peer_in_use_is_not_let_go_of(
         for _ in range(2):
             assert connector.get("0", "1", "key") == (b"object", 6)
             connector._let_go()
-            assert not connector._peers
+            assert not inspection.senders_asked(connector)

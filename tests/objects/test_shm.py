@@ -17,7 +17,7 @@ from omni_connector.objects import exchange
 from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.peer import Find, Read
 from omni_connector.objects.shm import SharedMemoryConnector
-from omni_connector.testing import FakeClock
+from omni_connector.testing import FakeClock, inspection
 from omni_connector.testing.conformance import ObjectConformance
 from omni_connector.transports.shm import Attach
 
@@ -203,7 +203,7 @@ def test_reading_tells_an_owner_that_takes_no_notes_without_waiting(
     peer.endpoint()
     with SharedMemoryConnector(folder=place) as reader:
         assert reader.get("0", "1", "key") == (b"object", 6)
-        (found,) = reader._peers.values()
+        (found,) = inspection.senders_asked(reader)
         digest = ObjectKey("0", "1", "key").digest
         stored = found.find(digest, time.monotonic() + WAIT_S)
         assert stored is not None
@@ -281,8 +281,7 @@ def test_object_that_was_altered_in_memory_is_not_served(
 ) -> None:
     with SharedMemoryConnector(folder=place) as sender:
         sender.put("0", "1", "key", [np.zeros(3 << 20, np.uint8)])
-        assert sender._own is not None
-        sender._own.objects.arena.slots[2, 5] ^= 4
+        inspection.own_objects(sender).arena.slots[2, 5] ^= 4
         with caplog.at_level("WARNING", "omni_connector.objects.base"):
             assert reader.get("0", "1", "key") is None
     assert "wrong checksum" in caplog.text
@@ -317,7 +316,7 @@ def test_the_objects_of_a_sender_that_has_gone_are_let_go_of(
             assert reader.get("0", "1", "key") == (b"object", 6)
             assert mapped() > before
     end = time.monotonic() + WAIT_S
-    while reader._peers or mapped() > before:
+    while inspection.senders_asked(reader) or mapped() > before:
         assert time.monotonic() < end
         time.sleep(0.05)
 

@@ -180,8 +180,8 @@ def test_a_failed_send_is_told_and_its_blocks_are_free_all_the_same(
         assert kv.last_failures == {}
 
 
-def test_a_connector_that_starts_late_is_used_by_the_next_try() -> None:
-    connector = DictConnector()
+def starts_late(connector: DictConnector) -> str:
+    """The type of a connector that fails to start once."""
     starts = iter([OSError("not yet"), connector])
 
     def make(extra: dict) -> DictConnector:
@@ -190,7 +190,12 @@ def test_a_connector_that_starts_late_is_used_by_the_next_try() -> None:
             raise start
         return start
 
-    kv = manager(connector_config={"type": register(make)})
+    return register(make)
+
+
+def test_a_connector_that_starts_late_is_used_by_the_next_try() -> None:
+    connector = DictConnector()
+    kv = manager(connector_config={"type": starts_late(connector)})
     assert send(kv, sequence())
     assert kv.time.slept == [0.1]
 
@@ -392,15 +397,7 @@ def test_a_connector_that_fails_or_starts_while_waiting_is_asked_again() -> None
             raise failure
 
     connector.on_get = fail
-    starts = iter([OSError("not yet"), connector])
-
-    def make(extra: dict) -> DictConnector:
-        start = next(starts)
-        if isinstance(start, Exception):
-            raise start
-        return start
-
-    kv = manager(connector_config={"type": register(make)})
+    kv = manager(connector_config={"type": starts_late(connector)})
     connector.objects[KEY] = _packed(sequence()).to_bytes()
     assert kv.receive_kv_cache_for_request("r")[0] is not None
     assert kv.time.slept == [0.01, 0.02, 0.04]

@@ -251,14 +251,14 @@ def test_bad_bytes_are_a_value_error(packed: bytes, says: str) -> None:
         _read_device(packed)
 
 
-def test_nothing_is_allocated_for_what_is_only_claimed() -> None:
-    claims = [
+def test_nothing_is_allocated_for_what_is_only_announced() -> None:
+    payloads = [
         pack(header(nl=1 << 40)),
         pack(header(key(0, [1 << 40], 0, 1 << 40))),
         b"\x7f\xff\xff\xff{}",
     ]
     tracemalloc.start()
-    for packed in claims:
+    for packed in payloads:
         with pytest.raises(ValueError):
             read(packed)
     _, peak = tracemalloc.get_traced_memory()

@@ -108,7 +108,7 @@ def test_the_table_of_mutants_is_kept_with_those_that_were_not_found(tmp_path, m
 
     def all_of_them(chosen, most, jobs):
         for mutant, seeds in found.items():
-            yield mutants.Found(mutant, seeds, "" if seeds is None else "wrong_answer: 3 | 4")
+            yield mutants.Finding(mutant, seeds, "" if seeds is None else "wrong_answer: 3 | 4")
 
     monkeypatch.setattr(mutants, "_all", all_of_them)
     path = tmp_path / "mutants.md"

@@ -13,6 +13,7 @@ import pytest
 from omni_connector.config import MooncakeSettings, OmniConfig
 from omni_connector.errors import ConfigError, PeerRefusedError, TransportError
 from omni_connector.memory.arena import Arena
+from omni_connector.testing import inspection
 from omni_connector.transports import choice
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.choice import Choice, Transports, make_transports
@@ -135,8 +136,8 @@ def test_what_a_configuration_asks_for(settings, readers, exporters, place, monk
     transports = make_transports(OmniConfig.load(settings))
     with ExitStack() as stack:
         stack.callback(transports.close)
-        assert [each.transport for each in transports._readers] == readers
-        assert [each.transport for each in transports._exporters] == exporters
+        assert [each.transport for each in inspection.readers(transports)] == readers
+        assert [each.transport for each in inspection.exporters(transports)] == exporters
 
 
 def test_a_transport_that_is_not_there(place, monkeypatch) -> None:
@@ -199,8 +200,8 @@ def test_a_transport_is_a_candidate_of_auto_by_what_it_says_of_itself(
     settings, readers, exporters
 ) -> None:
     with closing(make_transports(OmniConfig.load(settings))) as transports:
-        assert [each.transport for each in transports._readers] == readers
-        assert [each.transport for each in transports._exporters] == exporters
+        assert [each.transport for each in inspection.readers(transports)] == readers
+        assert [each.transport for each in inspection.exporters(transports)] == exporters
 
 
 @pytest.mark.usefixtures("owls")
@@ -210,7 +211,9 @@ def test_a_transport_gets_its_own_settings() -> None:
         {"transport_config": {"owl": {"wings": 4}}},
     ):
         with closing(make_transports(OmniConfig.load(settings))) as transports:
-            assert [each.wings for each in transports._readers if isinstance(each, Owl)] == [4]
+            assert [
+                each.wings for each in inspection.readers(transports) if isinstance(each, Owl)
+            ] == [4]
 
 
 @pytest.mark.usefixtures("owls")
@@ -243,7 +246,7 @@ def test_errors_of_settings_name_their_key(settings, message) -> None:
 def test_the_engine_is_configured_by_either_key(key) -> None:
     config = OmniConfig.load({"transport": "mooncake", key: {"timeout_s": 3.0, "host": "10.0.0.9"}})
     with closing(make_transports(config)) as transports:
-        [mooncake] = transports._readers
+        [mooncake] = inspection.readers(transports)
         assert mooncake._engine._settings == MooncakeSettings(timeout_s=3.0, host="10.0.0.9")
 
 
@@ -252,5 +255,5 @@ def test_a_candidate_that_is_broken_is_in_nobodys_way(place, monkeypatch, caplog
     point = EntryPoint("owl", "no_such_module:Owl", choice.ENTRY_POINT_GROUP)
     monkeypatch.setattr(choice, "entry_points", lambda group: [point])
     with closing(make_transports(OmniConfig.load({}))) as transports:
-        assert [each.transport for each in transports._readers] == ["shm"]
+        assert [each.transport for each in inspection.readers(transports)] == ["shm"]
     assert "'owl' is left out" in caplog.text

@@ -42,7 +42,7 @@ from omni_connector.testing.conformance import TransportConformance, publish, re
 from omni_connector.transports import mooncake_engine
 from omni_connector.transports.base import Endpoint, RemoteArena
 from omni_connector.transports.mooncake import MooncakeArena, MooncakeTransport
-from omni_connector.transports.mooncake_engine import Engine, Span, cut, join
+from omni_connector.transports.mooncake_engine import MemoryRange, TransferEngine, cut, join
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 
@@ -138,7 +138,7 @@ def test_many_slots_come_in_bounded_batches(open_connector: Connect) -> None:
             flaky.batches.clear()
             fetched = remote.fetch(range(n_slots), [1] * n_slots, 16384, timeout=WAIT_S)
             assert np.array_equal(fetched.rows, arena.slots)
-            # Consecutive slots are one span, cut into pieces of 1 MiB.
+            # Consecutive slots are one range, cut into ranges of 1 MiB.
             assert sum(flaky.batches) == 64 + 2
             fetched.release()
 
@@ -223,11 +223,11 @@ def test_of_a_large_read_that_fails_only_the_failed_part_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mooncake_engine, "_QUICK_S", WAIT_S)  # whatever else this machine does
-    engine = Engine(SETTINGS, LOOPBACK)
+    engine = TransferEngine(SETTINGS, LOOPBACK)
     engine._engine = Memory(3)  # the third of four batches, and all is read once more
     before = resident()
-    spans = [Span(n << 20, 1 << 20) for n in range(256)]
-    buffer = engine.fetch("127.0.0.1:1", spans, time.monotonic() + WAIT_S)
+    ranges = [MemoryRange(n << 20, 1 << 20) for n in range(256)]
+    buffer = engine.fetch("127.0.0.1:1", ranges, time.monotonic() + WAIT_S)
     assert np.array_equal(buffer[: 256 << 20 : 1 << 20], np.arange(256))
     assert engine.pool.quarantined_bytes == 64 << 20
     assert engine.pool.backed_off() == []
@@ -265,11 +265,11 @@ def test_memory_of_failed_reads_is_unregistered_when_it_is_free_again(
 ) -> None:
     """With RDMA, which reads into registered memory only."""
     monkeypatch.setattr(memory_pool, "QUARANTINE_S", 0.0)
-    engine = Engine(MooncakeSettings(protocol="rdma"), LOOPBACK)
+    engine = TransferEngine(MooncakeSettings(protocol="rdma"), LOOPBACK)
     engine._engine = inner = Registering()
     for _ in range(3):
         with pytest.raises(PeerUnreachableError):
-            engine.fetch("127.0.0.1:1", [Span(0, 8)], time.monotonic() + WAIT_S)
+            engine.fetch("127.0.0.1:1", [MemoryRange(0, 8)], time.monotonic() + WAIT_S)
     assert len(inner.registered) == 4
     engine.pool.tidy()
     assert not inner.registered
@@ -320,9 +320,9 @@ def test_a_slot_reused_while_it_is_read(open_connector: Connect) -> None:
         assert isinstance(remote, MooncakeArena)
         fetch, calls = remote._fetch, []
 
-        def reuse_between(spans: Any, deadline: float) -> Any:
-            calls.append(spans)
-            found = fetch(spans, deadline)
+        def reuse_between(ranges: Any, deadline: float) -> Any:
+            calls.append(ranges)
+            found = fetch(ranges, deadline)
             if len(calls) == 2:  # the headers, then the bytes
                 publish(arena, 0, 6, b"others!")
             return found
@@ -343,9 +343,9 @@ def test_bytes_that_came_too_early_are_found_out(open_connector: Connect) -> Non
         assert isinstance(remote, MooncakeArena)
         fetch = remote._fetch
 
-        def early(spans: Any, deadline: float) -> Any:
-            found = fetch(spans, deadline)
-            if spans[0].size == 1 << 16:
+        def early(ranges: Any, deadline: float) -> Any:
+            found = fetch(ranges, deadline)
+            if ranges[0].size == 1 << 16:
                 found[60000:] = 0
             return found
 
@@ -391,9 +391,10 @@ def test_nothing_beyond_the_arena_can_be_read(open_connector: Connect) -> None:
         peer, base = owner.export(arena, "a").address.removeprefix("tcp://").split("/")
         size = ArenaGeometry(1, 4096).total_bytes
         start = int(base, 16)
-        for span in (Span(start - 4096, 4096), Span(start + size, 64), Span(start, size + 1)):
+        outside = ((start - 4096, 4096), (start + size, 64), (start, size + 1))
+        for each in (MemoryRange(*place) for place in outside):
             with pytest.raises(PeerUnreachableError):
-                attacker._engine.fetch(peer, [span], time.monotonic() + WAIT_S)
+                attacker._engine.fetch(peer, [each], time.monotonic() + WAIT_S)
 
 
 # Peers and addresses
@@ -641,30 +642,30 @@ def test_the_first_read_after_a_pause(rested: tuple[RemoteArena, float]) -> None
 # Spans
 
 SPANS = st.lists(
-    st.builds(Span, st.integers(0, 50).map(lambda n: n * 8), st.integers(1, 40)), max_size=30
+    st.builds(MemoryRange, st.integers(0, 50).map(lambda n: n * 8), st.integers(1, 40)), max_size=30
 )
 
 
 @given(SPANS, st.integers(1, 64))
-def test_joined_and_cut_spans_are_the_same_bytes(spans: list[Span], size: int) -> None:
-    def bytes_of(spans: Any) -> list[int]:
-        return [each.address + i for each in spans for i in range(each.size)]
+def test_joined_and_cut_ranges_are_the_same_bytes(ranges: list[MemoryRange], size: int) -> None:
+    def bytes_of(ranges: Any) -> list[int]:
+        return [each.address + i for each in ranges for i in range(each.size)]
 
-    joined = list(join(spans))
-    assert bytes_of(joined) == bytes_of(spans)
+    joined = list(join(ranges))
+    assert bytes_of(joined) == bytes_of(ranges)
     assert all(a.address + a.size != b.address for a, b in pairwise(joined))
-    pieces = list(cut(joined, size))
-    assert bytes_of(pieces) == bytes_of(spans)
-    assert all(0 < piece.size <= size for piece in pieces)
+    parts = list(cut(joined, size))
+    assert bytes_of(parts) == bytes_of(ranges)
+    assert all(0 < part.size <= size for part in parts)
 
 
 def test_an_engine_that_is_closed_does_nothing() -> None:
-    engine = Engine(SETTINGS, LOOPBACK)
+    engine = TransferEngine(SETTINGS, LOOPBACK)
     assert engine.address
     engine.close()
     engine.close()
     with pytest.raises(TransportError):
-        engine.fetch("127.0.0.1:1", [Span(0, 1)], time.monotonic() + 1.0)
+        engine.fetch("127.0.0.1:1", [MemoryRange(0, 1)], time.monotonic() + 1.0)
 
 
 def test_what_was_taken_may_go_in_the_middle_of_anything(open_connector: Connect) -> None:

@@ -57,7 +57,7 @@ def failed() -> "Future[list[int]]":
     return future
 
 
-def test_a_piece_is_used_again_once_its_call_has_ended(staging: Staging) -> None:
+def test_a_buffer_is_used_again_once_its_call_has_ended(staging: Staging) -> None:
     first = staging.take(SIZE)
     assert (first.dtype, first.shape) == (np.uint8, (SIZE,))
     future: Future[list[int]] = Future()

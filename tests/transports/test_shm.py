@@ -25,7 +25,7 @@ from omni_connector.net import runtime
 from omni_connector.net.unix import Listener
 from omni_connector.testing.conformance import TransportConformance, publish, read
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.shm import Attach, Grant, SharedMemoryTransport
+from omni_connector.transports.shm import Attach, AttachReply, SharedMemoryTransport
 
 from ..peer_processes import EXPORT, WAIT_S, Peer
 
@@ -309,7 +309,7 @@ def test_an_address_is_one_line(character: str) -> None:
         Endpoint(transport="shm", address=address, epoch=b"e" * 16, n_slots=1, slot_bytes=4096)
 
 
-def test_granted_arena_must_be_the_announced_one(place: Path) -> None:
+def test_attached_arena_must_be_the_announced_one(place: Path) -> None:
     path = runtime.socket_path(place, "peer", kind="a-")
     with (
         SharedMemoryTransport(folder=place) as reader,
@@ -318,15 +318,15 @@ def test_granted_arena_must_be_the_announced_one(place: Path) -> None:
         SharedMemoryTransport(folder=place) as owner,
     ):
         endpoint = owner.export(arena, "honest")
-        for grant, fd in (
-            (Grant(other.epoch, 2, 4096), other.fd),
-            (Grant(arena.epoch, 3, 4096), arena.fd),
-            (Grant(arena.epoch, 2, 8192), arena.fd),
-            (Grant(arena.epoch, 2, 4096), other.fd),
-            (Grant(arena.epoch, 2, 4096), 0),
+        for reply, fd in (
+            (AttachReply(other.epoch, 2, 4096), other.fd),
+            (AttachReply(arena.epoch, 3, 4096), arena.fd),
+            (AttachReply(arena.epoch, 2, 8192), arena.fd),
+            (AttachReply(arena.epoch, 2, 4096), other.fd),
+            (AttachReply(arena.epoch, 2, 4096), 0),
         ):
             before = open_fds()
-            liar = Listener(REQUESTS, lambda question, grant=grant, fd=fd: (grant, os.dup(fd)))
+            liar = Listener(REQUESTS, lambda question, reply=reply, fd=fd: (reply, os.dup(fd)))
             liar.add(path)
             with pytest.raises((IncompatiblePeerError, PeerRefusedError)):
                 reader.attach(msgspec.structs.replace(endpoint, address=str(path)), timeout=WAIT_S)

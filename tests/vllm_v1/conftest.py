@@ -17,7 +17,7 @@ from omni_connector.vllm_v1.surroundings import SURROUNDINGS
 
 from .harness import InProcessEngine, Lifecycle, connector_threads, sockets, wait
 from .runners import OLD, RUNNERS
-from .stores import MASTER, Shelf
+from .stores import MASTER, SwitchedShelf
 
 MakeEngine = Callable[..., InProcessEngine]
 
@@ -88,16 +88,16 @@ def log() -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def shelf(monkeypatch: pytest.MonkeyPatch) -> Shelf:
+def shelf(monkeypatch: pytest.MonkeyPatch) -> SwitchedShelf:
     """The store of this test's engines, in this process."""
-    shelf = Shelf()
+    shelf = SwitchedShelf()
     surroundings = dataclasses.replace(SURROUNDINGS, block_store=shelf.connect)
     monkeypatch.setattr(connector, "SURROUNDINGS", surroundings)
     return shelf
 
 
 @pytest.fixture
-def sharer(engine: MakeEngine, shelf: Shelf) -> MakeEngine:
+def sharer(engine: MakeEngine, shelf: SwitchedShelf) -> MakeEngine:
     """Makes engines that share their prefixes."""
 
     def make(role: str = "kv_both", extra: dict[str, Any] | None = None, **options: Any) -> Any:

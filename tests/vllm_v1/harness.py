@@ -42,7 +42,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import FinishReason, Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -52,6 +52,7 @@ from omni_connector.memory.arena import Arena
 from omni_connector.plugin import CONNECTOR_NAME, register
 from omni_connector.testing import inspection, no_op
 from omni_connector.testing.simulation import check
+from omni_connector.testing.simulation.engines import lifecycles
 from omni_connector.testing.toy import BLOCK, SLOT, kv_cache_config
 from omni_connector.testing.toy_runner import ToyRunner
 from omni_connector.vllm_v1 import connector as connector_module
@@ -91,32 +92,9 @@ class Lifecycle:
         self, engine: "InProcessEngine", worker: KVConnectorBase_V1, step: SchedulerOutput
     ) -> ModelRunnerOutput:
         """One step, the forward pass included."""
-        metadata = step.kv_connector_metadata
-        assert metadata is not None
-        for each in engine.workers:
-            each.handle_preemptions(metadata)
-            each.bind_connector_metadata(metadata)
-        assert not step.has_sync_kv_loads
-        request_ids, sampled = engine.runner.execute(step)
-        for each in engine.workers:
-            each.start_load_kv(None)
-            each.wait_for_save()
-        engine.wait_for_copies()
-        outputs = []
-        for each in engine.workers:
-            results = each.get_transfer_results(step.finished_req_ids)
-            output = KVConnectorOutput(
-                finished_sending=results.finished_sending,
-                finished_recving=results.finished_recving,
-                failed_recving=results.failed_recving,
-                invalid_block_ids=each.get_block_ids_with_load_errors(),
-                kv_connector_stats=each.get_kv_connector_stats(),
-                kv_cache_events=each.get_kv_connector_kv_cache_events(),
-                kv_connector_worker_meta=each.build_connector_worker_meta(),
-            )
-            each.clear_connector_metadata()
-            outputs.append(model_output(request_ids, sampled, output))
-        return engine.joined(outputs)
+        return engine.joined(
+            lifecycles.v1(engine.workers, engine.runner, step, engine.wait_for_copies)
+        )
 
 
 class InProcessEngine:
@@ -167,14 +145,14 @@ class InProcessEngine:
         self.engine_id = engine_id or f"engine-{next(_numbers)}"
         transfer = None
         if role is not None:
-            hollowed = connector == "NoOpConnector"
-            settings = {} if hollowed else {"arena_gib": 0.004, **(extra or {})}
+            moves_nothing = connector == "NoOpConnector"
+            settings = {} if moves_nothing else {"arena_gib": 0.004, **(extra or {})}
             if connector == "MultiConnector":
                 child = {"kv_connector": CONNECTOR_NAME, "kv_role": role}
                 settings = {"connectors": [{**child, "kv_connector_extra_config": settings}]}
             transfer = KVTransferConfig(
                 kv_connector=connector,
-                kv_connector_module_path=no_op.MODULE if hollowed else None,
+                kv_connector_module_path=no_op.MODULE if moves_nothing else None,
                 kv_role=role,
                 engine_id=self.engine_id,
                 kv_load_failure_policy=policy,
@@ -255,7 +233,7 @@ class InProcessEngine:
         self._aggregator = KVOutputAggregator(ranks)
         hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
-        self._hasher = get_request_block_hasher(hash_block_size, hash_fn)
+        self.hasher = get_request_block_hasher(hash_block_size, hash_fn)
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._overlap = self.config.max_concurrent_batches
         self.all_free = self.free_blocks
@@ -309,7 +287,7 @@ class InProcessEngine:
             pooling_params=None,
             cache_salt=salt,
             lora_request=lora,
-            block_hasher=self._hasher,
+            block_hasher=self.hasher,
         )
         self.answers[request_id] = Answer()
         self.scheduler.add_request(request)
@@ -338,7 +316,7 @@ class InProcessEngine:
         """One turn of the engine's loop; False when there was nothing to do."""
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
-            self._in_flight.append((scheduled, self._execute(scheduled)))
+            self._in_flight.append((scheduled, self.execute(scheduled)))
             if len(self._in_flight) < self._overlap and (
                 scheduled.total_num_scheduled_tokens > 0 or self.scheduler.has_requests()
             ):
@@ -365,11 +343,11 @@ class InProcessEngine:
         """Step until there is nothing left to do."""
         self.run(lambda: not self.scheduler.has_requests() and not self._in_flight)
 
-    def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """The worker's part of a step."""
         self.preempted += step.preempted_req_ids or ()
         if self.worker is None:
-            return model_output(*self.runner.execute(step))
+            return lifecycles.model_output(*self.runner.execute(step))
         return self._lifecycle.execute(self, self.worker, step)
 
     def joined(self, outputs: list[ModelRunnerOutput]) -> ModelRunnerOutput:
@@ -527,6 +505,16 @@ def hand_off(
     return decode.generate(prompt, count, params=answer).tokens
 
 
+def leased(
+    prefill: InProcessEngine, decode: InProcessEngine, prompt: Sequence[int], **options: Any
+) -> str:
+    """Prefill a prompt; return a decode request that has a lease on it and has loaded nothing."""
+    answer = prefill.generate(prompt, params=HANDOFF).params
+    request_id = decode.submit(prompt, max_tokens=6, params=answer, **options)
+    assert decode.lease_answer(request_id) is not None
+    return request_id
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     """Token ids that share no block with those of another seed or length."""
     draw = random.Random(f"{seed}/{length}")
@@ -546,22 +534,6 @@ def connector_threads() -> list[str]:
 def sockets(runtime: Path) -> list[Path]:
     """Sockets in a runtime folder."""
     return [path for path in runtime.rglob("*") if path.is_socket()]
-
-
-def model_output(
-    request_ids: list[str],
-    sampled: list[list[int]],
-    connector_output: KVConnectorOutput | None = None,
-) -> ModelRunnerOutput:
-    """What the worker sends the scheduler."""
-    if connector_output is not None and connector_output.is_empty():
-        connector_output = None
-    return ModelRunnerOutput(
-        req_ids=request_ids,
-        req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
-        sampled_token_ids=sampled,
-        kv_connector_output=connector_output,
-    )
 
 
 _register = functools.cache(register)  # vLLM calls it once a process

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from omni_connector.kv import BlockCopy
 
-PATIENCE: Final = 60.0  # seconds; stops a hang
+TIMEOUT: Final = 60.0  # seconds; stops a hang
 
 
 class Exchangeable:
@@ -71,7 +71,7 @@ class HeldCopier:
 
     def _wait(self, give_up: Callable[[], bool]) -> bool:
         self.waiting.set()
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + TIMEOUT
         while not self._opened.wait(0.001):
             if give_up() or time.monotonic() > end:
                 return False

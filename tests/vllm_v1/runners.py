@@ -15,15 +15,14 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.forward_context import set_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector, get_kv_connector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from .harness import (
-    InProcessEngine,
-    Lifecycle,
-    model_output,
-)
+from omni_connector.testing.simulation.engines import lifecycles
+from omni_connector.testing.simulation.engines.lifecycles import model_output
+
+from .harness import InProcessEngine, Lifecycle
 
 
 class V1Runner(Lifecycle):
@@ -66,49 +65,26 @@ class V2Runner(Lifecycle):
         return model_output(request_ids, sampled, output)
 
 
-class OlderRunner(Lifecycle):
-    """The lifecycle before all that; of what ended it tells only finished ids and blocks."""
+class OldRunner(Lifecycle):
+    """An older runner: it announces preemptions by request ids, and carries worker metadata."""
 
     def execute(
         self, engine: InProcessEngine, worker: KVConnectorBase_V1, step: SchedulerOutput
     ) -> ModelRunnerOutput:
-        for each in engine.workers:
-            if step.preempted_req_ids:
-                self.announce(each, step.preempted_req_ids)
-            each.bind_connector_metadata(step.kv_connector_metadata)
-            each.start_load_kv(None)
-        engine.wait_for_copies()
-        request_ids, sampled = engine.runner.execute(step)
-        outputs = []
-        for each in engine.workers:
-            output = KVConnectorOutput()
-            if step.total_num_scheduled_tokens:
-                each.wait_for_save()
-            output.finished_sending, output.finished_recving = each.get_finished(
-                step.finished_req_ids
-            )
-            output.invalid_block_ids = each.get_block_ids_with_load_errors()
-            output.kv_connector_stats = each.get_kv_connector_stats()
-            self.more(each, output)
-            each.clear_connector_metadata()
-            outputs.append(model_output(request_ids, sampled, output))
-        return engine.joined(outputs)
-
-    def announce(self, worker: KVConnectorBase_V1, preempted: set[str]) -> None:
-        """Say nothing of preempted requests."""
-
-    def more(self, worker: KVConnectorBase_V1, output: KVConnectorOutput) -> None:
-        """Ask for nothing more."""
+        return engine.joined(
+            lifecycles.old(engine.workers, engine.runner, step, engine.wait_for_copies)
+        )
 
 
-class OldRunner(OlderRunner):
-    """A little younger: it announces preemptions, by request ids, and carries worker metadata."""
+class OlderRunner(Lifecycle):
+    """The one before it; of what ended it tells only finished ids, blocks and statistics."""
 
-    def announce(self, worker: KVConnectorBase_V1, preempted: set[str]) -> None:
-        worker.handle_preemptions(preempted)
-
-    def more(self, worker: KVConnectorBase_V1, output: KVConnectorOutput) -> None:
-        output.kv_connector_worker_meta = worker.build_connector_worker_meta()
+    def execute(
+        self, engine: InProcessEngine, worker: KVConnectorBase_V1, step: SchedulerOutput
+    ) -> ModelRunnerOutput:
+        return engine.joined(
+            lifecycles.older(engine.workers, engine.runner, step, engine.wait_for_copies)
+        )
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.prefix.block_store import BlockStore
 from omni_connector.testing import inspection
+from omni_connector.testing.simulation.surroundings.memory import Shelf, SimulatedStore
 from omni_connector.testing.toy import BLOCK
 
 from .harness import InProcessEngine, prompt, wait
@@ -21,7 +21,7 @@ QUESTION = PREFIX + prompt(10, seed=1)
 MASTER = {"store": {"master": "127.0.0.1:50051"}}
 
 
-class Shelf:
+class SwitchedShelf(Shelf):
     """The entries, and switches; one for all clients.
 
     Attributes:
@@ -36,7 +36,7 @@ class Shelf:
     """
 
     def __init__(self) -> None:
-        self.entries: dict[str, bytes] = {}
+        super().__init__()
         self.unreachable = False
         self._flows = threading.Event()
         self._flows.set()
@@ -77,26 +77,25 @@ class Shelf:
                 self.entries[key] = bytes(changed)
 
     def answers(self, timeout: float) -> bool:
-        """Whether a client is answered."""
         return self._flows.wait(None if self.endless else timeout) and not self.unreachable
 
 
-class ShelfStore(BlockStore):
-    """One client."""
+class ShelfStore(SimulatedStore):
+    """One client, which is asked to copy to and from its own buffers alone."""
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
+    def __init__(self, shelf: SwitchedShelf) -> None:
+        super().__init__(shelf)
+        self._switched = shelf
         self._buffers: list[NDArray[np.uint8]] = []
         self._closed = False
         shelf.open += 1
 
     def exists(self, keys: Sequence[str], *, timeout: float) -> list[bool]:
-        self._shelf.asked += keys
-        there = self._shelf.answers(timeout)
-        return [there and key in self._shelf.entries for key in keys]
+        self._switched.asked += keys
+        return super().exists(keys, timeout=timeout)
 
     def buffer(self, rows: int, row_bytes: int) -> NDArray[np.uint8]:
-        self._buffers.append(np.zeros((rows, row_bytes), np.uint8))
+        self._buffers.append(super().buffer(rows, row_bytes))
         return self._buffers[-1]
 
     def put(
@@ -108,12 +107,8 @@ class ShelfStore(BlockStore):
         timeout: float,
     ) -> list[bool]:
         assert any(np.shares_memory(rows, each) for each in self._buffers)
-        self._shelf.puts += keys
-        if not self._shelf.answers(timeout):
-            return [False] * len(keys)
-        for key, row, length in zip(keys, rows, lengths, strict=True):
-            self._shelf.entries.setdefault(key, row[:length].tobytes())
-        return [True] * len(keys)
+        self._switched.puts += keys
+        return super().put(keys, rows, lengths, timeout=timeout)
 
     def get(
         self,
@@ -124,22 +119,15 @@ class ShelfStore(BlockStore):
         timeout: float,
     ) -> list[bool]:
         assert any(np.shares_memory(rows, each) for each in self._buffers)
-        self._shelf.before_get(keys)
-        there = self._shelf.answers(timeout)
-        found = []
-        for key, row, length in zip(keys, rows, lengths, strict=True):
-            entry = self._shelf.entries.get(key) if there else None
-            found.append(entry is not None and len(entry) == length)
-            if found[-1]:
-                row[:length] = np.frombuffer(entry, np.uint8)
-        return found
+        self._switched.before_get(keys)
+        return super().get(keys, rows, lengths, timeout=timeout)
 
     @property
     def failures(self) -> Mapping[str, int]:
-        return self._shelf.failures
+        return self._switched.failures
 
     def close(self) -> None:
-        self._shelf.open -= not self._closed
+        self._switched.open -= not self._closed
         self._closed = True
 
 
@@ -151,7 +139,7 @@ def landed(*engines: InProcessEngine) -> None:
             half.collect()  # what became of it is counted with the next step
 
 
-def publish(engine: InProcessEngine, shelf: Shelf, tokens: list[int] = PREFIX, **options):
+def publish(engine: InProcessEngine, shelf: SwitchedShelf, tokens: list[int] = PREFIX, **options):
     """Have an engine compute a prompt, and wait until its full blocks are in the store."""
     before = len(shelf.entries)
     answer = engine.generate(tokens, **options)

@@ -3,6 +3,7 @@
 
 import pytest
 
+from omni_connector.testing import inspection
 from omni_connector.testing.toy import BLOCK
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt, slots, wait
@@ -97,34 +98,34 @@ def test_after_the_prefill_with_copies_in_flight(pair, tokens, still_serve):
     still_serve(prefill, decode)
 
 
-def test_while_the_claim_is_answered_late(pair, still_serve):
+def test_while_the_lease_request_is_answered_late(pair, still_serve):
     prefill, decode = pair
     held = prefill.hold(saves=True)
     request_id = prefill.submit(prompt(LENGTH), params=HANDOFF)
     prefill.run(lambda: prefill.done(request_id))
-    claim = decode.submit(prompt(LENGTH), max_tokens=6, params=prefill.answers[request_id].params)
+    decoded = decode.submit(prompt(LENGTH), max_tokens=6, params=prefill.answers[request_id].params)
     decode.step()
-    decode.abort(claim)
+    decode.abort(decoded)
     decode.settle()  # it is not waited for
     assert decode.free_blocks == 64
     held.open()
     still_serve(prefill, decode)
 
 
-def test_when_the_claim_was_just_sent(pair, still_serve):
+def test_when_the_lease_request_was_just_sent(pair, still_serve):
     prefill, decode = pair
     answer = prefill.generate(prompt(LENGTH), params=HANDOFF).params
     decode.abort(decode.submit(prompt(LENGTH), max_tokens=6, params=answer))
     still_serve(prefill, decode)
 
 
-def test_granted_but_without_room_to_load(engine, tokens, still_serve):
+def test_leased_but_without_room_to_load(engine, tokens, still_serve):
     prefill, decode = engine("kv_producer"), engine("kv_consumer", usable_blocks=8)
     busy = decode.submit(prompt(4 * BLOCK, seed=1), max_tokens=30)
     decode.step()
     answer = prefill.generate(prompt(LENGTH), params=HANDOFF).params
     waiting = decode.submit(prompt(LENGTH), max_tokens=6, params=answer)
-    load = decode.half._receiver._loads[waiting]
+    load = inspection.fetches(decode.half)[waiting]
     load.future.result(10)
     decode.step()
     assert load.lease is not None
@@ -158,9 +159,9 @@ def test_while_the_load_waits_for_the_copies_of_its_peer(pair, still_serve):
     request_id = prefill.submit(prompt(LENGTH), params=HANDOFF)
     prefill.run(lambda: prefill.done(request_id))
     prefill.step()
-    claim = decode.submit(prompt(LENGTH), max_tokens=6, params=prefill.answers[request_id].params)
+    decoded = decode.submit(prompt(LENGTH), max_tokens=6, params=prefill.answers[request_id].params)
     decode.run(lambda: bool(decode.loads_under_way))
-    decode.abort(claim)
+    decode.abort(decoded)
     decode.step()
     held.open()
     still_serve(prefill, decode)
@@ -194,7 +195,7 @@ def test_everybody_at_once(pair, still_serve):
     still_serve(prefill, decode)
 
 
-def test_a_handoff_that_nobody_claims_expires_while_the_engine_idles(engine, tokens):
+def test_a_handoff_that_nobody_leases_expires_while_the_engine_idles(engine, tokens):
     prefill = engine("kv_producer", extra={"handoff_ttl_s": 0.3})
     answer = prefill.generate(prompt(LENGTH), params=HANDOFF).params
     assert prefill.usage[0] == 6
@@ -212,7 +213,7 @@ def test_a_lease_that_is_never_released_expires(engine):
     decode.step()
     answer = prefill.generate(prompt(LENGTH), params=HANDOFF).params
     waiting = decode.submit(prompt(LENGTH), max_tokens=6, params=answer)
-    load = decode.half._receiver._loads[waiting]
+    load = inspection.fetches(decode.half)[waiting]
     load.future.result(10)
     decode.step()
     assert load.lease is not None

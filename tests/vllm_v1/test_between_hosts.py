@@ -13,6 +13,7 @@ from omni_connector.errors import ConfigError
 from omni_connector.net import links as control_sockets
 from omni_connector.net import resolver as resolver_module
 from omni_connector.net.keys import write_new_key
+from omni_connector.testing import inspection
 from omni_connector.testing.ports import free_ports
 from omni_connector.testing.toy import BLOCK
 
@@ -53,7 +54,7 @@ def test_a_prompt_is_handed_off_over_tcp(engine, tokens, key_file, keyed):
     decode = engine("kv_consumer", extra={**ASKS, **key})
     params = offered(prefill)
     assert params["remote_host"] == "127.0.0.1"
-    assert params["remote_port"] == prefill.half._channel.tcp_address.port
+    assert params["remote_port"] == inspection.channel(prefill.half).tcp_address.port
     assert decode.generate(PROMPT, 6, params=params).tokens == tokens(PROMPT, 6)
     assert decode.count("tokens_loaded") == len(PROMPT) - 1
     assert decode.failures() == {}
@@ -95,7 +96,7 @@ def test_who_may_not_be_asked_is_neither_looked_up_nor_connected_to(
     assert len(log) == 1
     assert remedy in log[0]
     assert repr(host) in log[0]
-    assert decode.half._channel._peers == {}
+    assert inspection.engines_asked(inspection.channel(decode.half)) == []
 
 
 def test_an_engine_with_another_key_is_unreachable(engine, tokens, key_file, tmp_path, log):
@@ -121,7 +122,7 @@ def test_without_listen_the_answer_has_no_address(engine):
 
 def test_a_decode_engine_listens_nowhere(engine):
     decode = engine("kv_consumer", extra={**ASKS, "listen": "127.0.0.1:0"})
-    assert decode.half._channel.tcp_address is None
+    assert inspection.channel(decode.half).tcp_address is None
 
 
 def test_a_key_file_open_to_others_stops_the_engine(engine, key_file):

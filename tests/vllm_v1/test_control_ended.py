@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from omni_connector.testing import inspection
 from omni_connector.testing.toy import BLOCK
 
 from .harness import DEADLINE, HANDOFF, assert_clean, prompt, slots, wait
@@ -15,8 +16,8 @@ PROMPT = prompt(3 * BLOCK + 5)
 
 
 def end_control(engine) -> None:
-    channel = engine.half._channel
-    channel._forget_failed = lambda: 1 // 0  # called with every tick
+    channel = inspection.channel(engine.half)
+    inspection.end_channel(channel)
     wait(lambda: not channel.alive)
 
 
@@ -41,7 +42,7 @@ def test_leases_end_without_it(engine):
     prefill.half._upkeep.channel = None  # as one that ends only now
     prefill.generate(PROMPT, params=HANDOFF)
     assert prefill.usage[0] == 4
-    prefill.half._upkeep.channel = prefill.half._channel
+    prefill.half._upkeep.channel = inspection.channel(prefill.half)
     end = time.monotonic() + DEADLINE
     while prefill.usage[0]:
         assert time.monotonic() < end

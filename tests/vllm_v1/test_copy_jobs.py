@@ -7,6 +7,7 @@ import pytest
 from omni_connector.handoff.jobs import LoadSpec, SaveSpec
 from omni_connector.kv.copy_threads import CopyThread, Outcome
 from omni_connector.kv.spans import BlockSpans
+from omni_connector.testing import inspection
 from omni_connector.testing.toy import BLOCK
 from omni_connector.vllm_v1.metadata import OmniWorkerMetadata
 
@@ -25,13 +26,6 @@ def fail(*args, **kwargs):
     raise Gone
 
 
-def end_thread(thread: CopyThread) -> None:
-    """Have a thread die."""
-    thread._thread._turn = lambda: None
-    thread._thread.wake()
-    wait(lambda: not thread._thread.is_alive())
-
-
 @pytest.mark.parametrize("family", ["full", "all three"])
 @pytest.mark.parametrize("kind", ["job_failed", "copy_thread_died"])
 def test_a_load_fails_and_the_prompt_is_computed(engine, family, kind):
@@ -42,7 +36,7 @@ def test_a_load_fails_and_the_prompt_is_computed(engine, family, kind):
         held = decode.hold()
         held.before_load = fail
     else:
-        end_thread(decode.worker_half._loads)
+        inspection.end_thread(inspection.loads(decode.worker_half))
     assert decode.generate(PROMPT, 6, params=answer).tokens == alone.generate(PROMPT, 6).tokens
     assert decode.failures() == {kind: 1}
     assert_clean(prefill, decode)
@@ -61,7 +55,7 @@ def test_a_save_fails_and_nothing_is_handed_off(engine, tokens, kind):
         held = prefill.hold()
         save, held.save = held.save, fail
     else:
-        end_thread(prefill.worker_half._saves)
+        inspection.end_thread(inspection.saves(prefill.worker_half))
     answer = prefill.generate(PROMPT, params=HANDOFF)
     assert answer.params["omni_no_handoff"] == kind
     assert decode.generate(PROMPT, 6, params=answer.params).tokens == tokens(PROMPT, 6)
@@ -97,7 +91,7 @@ def test_other_jobs_go_on_beside_one_that_raises():
 class Stuck:
     """Stands in for a thread that makes no turn any more, and does not end either."""
 
-    def __init__(self, name, turn, **_):
+    def __init__(self, turn):
         self.turn = turn
 
     def wake(self):
@@ -120,14 +114,20 @@ def test_jobs_that_are_left_end_when_their_thread_is_closed():
         finally:
             ended.append(cancelled())
 
-    thread = CopyThread("omni-test", None, Stuck)
+    stuck: list[Stuck] = []
+
+    def start(name, turn, **_):
+        stuck.append(Stuck(turn))
+        return stuck[0]
+
+    thread = CopyThread("omni-test", None, start)
     thread.submit(1, work)
     thread.submit(2, work)
-    thread._thread.turn()
+    stuck[0].turn()
     assert not ended
     thread.close()
     assert ended == [True]  # that of the other has not begun
-    assert thread._thread.turn() is None
+    assert stuck[0].turn() is None
 
 
 def test_a_save_that_outlives_the_arena_raises_nothing(engine, monkeypatch):
@@ -135,14 +135,16 @@ def test_a_save_that_outlives_the_arena_raises_nothing(engine, monkeypatch):
     prefill = engine("kv_producer")
     worker = prefill.worker_half
     saves = []
-    monkeypatch.setattr(worker._saves, "submit", lambda number, work, writes: saves.append(work))
+    monkeypatch.setattr(
+        inspection.saves(worker), "submit", lambda number, work, writes: saves.append(work)
+    )
     prefill.submit(PROMPT, params=HANDOFF)
     prefill.run(lambda: bool(saves))
-    pieces = saves[0](lambda: False)
-    assert next(pieces)
+    steps = saves[0](lambda: False)
+    assert next(steps)
     prefill.shutdown()
-    assert worker._arena.closed
-    pieces.close()
+    assert inspection.arena(worker).closed
+    steps.close()
 
 
 def test_a_job_of_which_the_worker_has_no_part_is_not_started_and_has_failed(engine):
@@ -220,14 +222,14 @@ def test_so_are_those_that_are_made_of_smaller_ones(engine, first_bad):
 def count_computed(decode: InProcessEngine) -> list[int]:
     """Tokens computed in each step with any."""
     steps: list[int] = []
-    execute = decode.runner.execute
+    execute = decode.execute
 
     def counted(step):
         if step.total_num_scheduled_tokens:
             steps.append(step.total_num_scheduled_tokens)
         return execute(step)
 
-    decode.runner.execute = counted
+    decode.execute = counted
     return steps
 
 
@@ -246,7 +248,7 @@ def test_a_job_that_its_thread_has_left_lets_go_of_what_it_holds(asked):
 
     thread.submit(1, endless)
     wait(lambda: held)
-    end_thread(thread)
+    inspection.end_thread(thread)
     assert held
     if asked:
         assert [(each.job_id, each.failure) for each in thread.take_ended()] == [

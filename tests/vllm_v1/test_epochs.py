@@ -6,9 +6,10 @@ import time
 import pytest
 
 from omni_connector.handoff import receiver
+from omni_connector.testing import inspection
 from omni_connector.testing.toy import BLOCK
 
-from .harness import HANDOFF, InProcessEngine, assert_clean, prompt, wait
+from .harness import HANDOFF, InProcessEngine, assert_clean, leased, prompt, wait
 
 pytestmark = pytest.mark.vllm
 
@@ -57,7 +58,7 @@ def test_slots_that_were_cached_are_not_handed_off_again(engine, after, reset):
 
 
 @pytest.mark.parametrize("reset", RESETS)
-def test_what_was_handed_off_before_is_not_claimed_after(engine, after, reset):
+def test_what_was_handed_off_before_is_not_leased_after(engine, after, reset):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     for each in (prefill, decode):
@@ -71,27 +72,23 @@ def test_what_was_handed_off_before_is_not_claimed_after(engine, after, reset):
 
 def test_an_idle_engine_frees_its_slots_soon_after_a_reset(engine, after):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    answer = prefill.generate(PROMPT, params=HANDOFF).params
-    request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
-    decode.lease_answer(request_id)
+    request_id = leased(prefill, decode, PROMPT)
     prefill.generate(prompt(6 * BLOCK, seed=2), params=HANDOFF)
     assert prefill.usage[0] > 0
     new_weights(prefill, decode)
     assert prefill.scheduler.reset_prefix_cache()
     wait(lambda: prefill.usage == (0, 0, 0))
     prefill.generate(prompt(20, seed=3))  # a step tells the workers
-    wait(lambda: not prefill.worker_half._saves._queue)
+    wait(lambda: inspection.copies_ended(prefill.worker_half))
     decode.settle()
     assert decode.answers[request_id].tokens == after(PROMPT, 6)
     assert decode.failures() == {"stale_slot": 1}
     assert_clean(prefill, decode)
 
 
-def test_a_grant_from_before_is_not_used(engine, after):
+def test_a_lease_from_before_is_not_used(engine, after):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    answer = prefill.generate(PROMPT, params=HANDOFF).params
-    request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
-    decode.lease_answer(request_id)
+    request_id = leased(prefill, decode, PROMPT)
     for each in (decode, prefill):
         new_weights(each)
         assert each.scheduler.reset_prefix_cache()
@@ -101,7 +98,7 @@ def test_a_grant_from_before_is_not_used(engine, after):
     assert_clean(prefill, decode)
 
 
-def test_what_was_granted_before_the_peer_was_reset_is_not_used(engine, after):
+def test_a_lease_from_before_the_peer_was_reset_is_not_used(engine, after):
     """The decode engine was reset first; its request came before the prefill engine was."""
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     answer = prefill.generate(PROMPT, params=HANDOFF).params
@@ -118,11 +115,9 @@ def test_what_was_granted_before_the_peer_was_reset_is_not_used(engine, after):
     assert_clean(prefill, decode)
 
 
-def test_what_was_granted_a_while_ago_is_asked_for_again_and_leaves_one_lease(engine, tokens):
+def test_a_lease_of_a_while_ago_is_requested_again_and_leaves_one(engine, tokens):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    answer = prefill.generate(PROMPT, params=HANDOFF).params
-    request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
-    decode.lease_answer(request_id)
+    request_id = leased(prefill, decode, PROMPT)
     time.sleep(1.0)
     decode.settle()
     assert decode.answers[request_id].tokens == tokens(PROMPT, 6)
@@ -137,8 +132,8 @@ def test_an_engine_of_long_steps_does_not_ask_for_ever(engine, tokens, monkeypat
     prefill = engine("kv_producer")
     decode = engine("kv_consumer", async_scheduling=overlap)
     answer = prefill.generate(PROMPT, params=HANDOFF).params
-    execute = decode._execute
-    monkeypatch.setattr(decode, "_execute", lambda step: time.sleep(0.2) or execute(step))
+    execute = decode.execute
+    monkeypatch.setattr(decode, "execute", lambda step: time.sleep(0.2) or execute(step))
     busy = decode.submit(prompt(20, seed=5), max_tokens=60)
     decode.run(lambda: decode.answers[busy].tokens)
     request_id = decode.submit(PROMPT, max_tokens=2, params=answer)
@@ -178,13 +173,11 @@ def test_a_load_under_way_comes_to_nothing(engine, after, policy):
 
 def test_who_reads_slots_of_before_learns_that_they_are_void(engine, after):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    answer = prefill.generate(PROMPT, params=HANDOFF).params
-    request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
-    decode.lease_answer(request_id)
+    request_id = leased(prefill, decode, PROMPT)
     new_weights(prefill, decode)
     assert prefill.scheduler.reset_prefix_cache()
     prefill.generate(prompt(20, seed=3))  # a step tells the workers
-    wait(lambda: not prefill.worker_half._saves._queue)
+    wait(lambda: inspection.copies_ended(prefill.worker_half))
     decode.settle()
     assert decode.answers[request_id].tokens == after(PROMPT, 6)
     assert decode.failures() == {"stale_slot": 1}
@@ -204,7 +197,7 @@ def test_a_prefill_under_way_is_copied_anew(engine, after, overlap, family):
     request_id = prefill.submit(PROMPT, params=HANDOFF)
     for _ in range(5):
         prefill.step()
-    prefill.run(lambda: not prefill.half._ledger)
+    prefill.run(lambda: not inspection.copies_under_way(prefill.half))
     assert not prefill.done(request_id)
     assert family != "full" or prefill.count("blocks_saved") > 1
     new_weights(prefill, decode)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 import pytest
 from vllm.v1.request import FinishReason
 
+from omni_connector.testing import inspection
 from omni_connector.testing.toy import BLOCK
 
-from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt
+from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, leased, prompt
 
 pytestmark = pytest.mark.vllm
 
@@ -58,20 +59,12 @@ FAILURES = {
 }
 
 
-def granted(prefill: InProcessEngine, decode: InProcessEngine, **options) -> str:
-    """A decode request whose claim is granted, and whose load the next step starts."""
-    answer = prefill.generate(PROMPT, params=HANDOFF).params
-    request_id = decode.submit(PROMPT, max_tokens=6, params=answer, **options)
-    assert decode.lease_answer(request_id) is not None
-    return request_id
-
-
 @pytest.mark.parametrize("spoil", FAILURES, ids=lambda spoil: spoil.__name__)
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 def test_recompute_gives_the_right_tokens(engine, tokens, log, spoil: Spoil, overlap):
     prefill = engine("kv_producer")
     decode = engine("kv_consumer", policy="recompute", async_scheduling=overlap)
-    request_id = granted(prefill, decode)
+    request_id = leased(prefill, decode, PROMPT)
     spoil(prefill, decode)
     other = decode.submit(prompt(50, seed=1), max_tokens=4)
     decode.settle()
@@ -91,7 +84,7 @@ def test_recompute_gives_the_right_tokens(engine, tokens, log, spoil: Spoil, ove
 def test_fail_ends_that_request_only(engine, tokens, spoil: Spoil):
     prefill = engine("kv_producer")
     decode = engine("kv_consumer", policy="fail")
-    request_id = granted(prefill, decode)
+    request_id = leased(prefill, decode, PROMPT)
     spoil(prefill, decode)
     other = decode.submit(prompt(50, seed=1), max_tokens=4)
     decode.settle()
@@ -106,7 +99,7 @@ def test_fail_ends_that_request_only(engine, tokens, spoil: Spoil):
 def test_a_load_fails_on_top_of_a_prefix_that_was_here(engine, tokens):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     decode.generate(PROMPT[: 2 * BLOCK + 1])
-    request_id = granted(prefill, decode)
+    request_id = leased(prefill, decode, PROMPT)
     last_slot_changes(prefill, decode)
     decode.settle()
     assert decode.answers[request_id].tokens == tokens(PROMPT, 6)
@@ -117,7 +110,7 @@ def test_a_load_fails_on_top_of_a_prefix_that_was_here(engine, tokens):
 def test_without_checksums_changed_bytes_would_be_served(engine, tokens):
     extra = {"integrity": "generation"}
     prefill, decode = engine("kv_producer", extra=extra), engine("kv_consumer", extra=extra)
-    request_id = granted(prefill, decode)
+    request_id = leased(prefill, decode, PROMPT)
     slot_bytes_change(prefill, decode)
     decode.settle()
     assert decode.answers[request_id].tokens != tokens(PROMPT, 6)
@@ -126,7 +119,7 @@ def test_without_checksums_changed_bytes_would_be_served(engine, tokens):
 def test_an_abort_while_a_load_fails_leaves_nothing(engine):
     prefill, decode = engine("kv_producer"), engine("kv_consumer", policy="fail")
     held = decode.hold(loads=True)
-    request_id = granted(prefill, decode)
+    request_id = leased(prefill, decode, PROMPT)
     slot_is_reused_while_it_is_read(prefill, decode)
     decode.run(held.waiting.is_set)
     decode.abort(request_id)
@@ -136,7 +129,7 @@ def test_an_abort_while_a_load_fails_leaves_nothing(engine):
 
 def test_engines_serve_on_after_a_failure(engine, tokens):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    granted(prefill, decode)
+    leased(prefill, decode, PROMPT)
     slot_bytes_change(prefill, decode)
     decode.settle()
     assert_clean(prefill, decode)
@@ -183,11 +176,11 @@ def test_a_peer_that_goes_while_its_copies_are_awaited(engine, tokens):
     request_id = prefill.submit(PROMPT, params=HANDOFF)
     prefill.run(lambda: prefill.done(request_id))
     answer = prefill.answers[request_id].params
-    claim = decode.submit(PROMPT, max_tokens=6, params=answer)
+    decoded = decode.submit(PROMPT, max_tokens=6, params=answer)
     decode.run(lambda: bool(decode.loads_under_way))
     decode.step()
-    prefill.worker_half._transports.close()  # as the kernel does when it is killed
+    inspection.transports(prefill.worker_half).close()  # as the kernel does when it is killed
     decode.settle()
-    assert decode.answers[claim].tokens == tokens(PROMPT, 6)
+    assert decode.answers[decoded].tokens == tokens(PROMPT, 6)
     assert decode.failures() == {"peer_unreachable": 1}
     assert not decode.leftovers()

@@ -75,9 +75,9 @@ def test_an_abort_leaves_the_slots_that_a_sibling_waits_for(engine, tokens, over
     prefill.run(lambda: prefill.done(second))
     held.open()
     answer = prefill.answers[second].params
-    claim = decode.submit(PROMPT, max_tokens=6, params=answer)
-    run([prefill, decode], lambda: decode.done(claim))
-    assert decode.answers[claim].tokens == tokens(PROMPT, 6)
+    decoded = decode.submit(PROMPT, max_tokens=6, params=answer)
+    run([prefill, decode], lambda: decode.done(decoded))
+    assert decode.answers[decoded].tokens == tokens(PROMPT, 6)
     assert decode.count("handoffs_received") == 1
     assert_clean(prefill, decode)
 

@@ -89,14 +89,14 @@ def test_a_load_follows_the_copies_of_its_peer(engine, tokens):
     held = prefill.hold(saves=True)
     request_id = prefill.submit(PROMPT, params=HANDOFF)
     prefill.run(lambda: prefill.done(request_id))
-    claim = decode.submit(PROMPT, max_tokens=6, params=prefill.answers[request_id].params)
+    decoded = decode.submit(PROMPT, max_tokens=6, params=prefill.answers[request_id].params)
     decode.run(lambda: bool(decode.loads_under_way))
     for _ in range(20):
         decode.step()
-    assert not decode.answers[claim].tokens
+    assert not decode.answers[decoded].tokens
     held.open()  # and the prefill engine takes no step more
-    decode.run(lambda: decode.done(claim))
-    assert decode.answers[claim].tokens == tokens(PROMPT, 6)
+    decode.run(lambda: decode.done(decoded))
+    assert decode.answers[decoded].tokens == tokens(PROMPT, 6)
     assert not decode.failures()
     assert_clean(prefill, decode)
 
@@ -106,12 +106,12 @@ def test_the_decode_engine_serves_others_while_it_waits(engine, tokens):
     held = prefill.hold(saves=True)
     request_id = prefill.submit(PROMPT, params=HANDOFF)
     prefill.run(lambda: prefill.done(request_id))
-    claim = decode.submit(PROMPT, max_tokens=6, params=prefill.answers[request_id].params)
+    decoded = decode.submit(PROMPT, max_tokens=6, params=prefill.answers[request_id].params)
     local = decode.submit(prompt(40, seed=1), max_tokens=6)
     decode.run(lambda: decode.done(local))
-    assert not decode.done(claim)
+    assert not decode.done(decoded)
     held.open()
-    run([prefill, decode], lambda: decode.done(claim))
+    run([prefill, decode], lambda: decode.done(decoded))
     assert_clean(prefill, decode)
 
 
@@ -230,5 +230,5 @@ def test_a_step_with_nothing_to_do_makes_no_work(engine):
     metadata = scheduled.kv_connector_metadata
     for work in (metadata.saves, metadata.loads, metadata.cancel):
         assert not work
-    both.scheduler.update_from_output(scheduled, both._execute(scheduled))
+    both.scheduler.update_from_output(scheduled, both.execute(scheduled))
     both.settle()

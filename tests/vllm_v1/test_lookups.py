@@ -15,7 +15,7 @@ from omni_connector.prefix.shared_blocks import block_key
 from omni_connector.testing.clock import FakeClock
 
 from .harness import wait
-from .stores import Shelf
+from .stores import SwitchedShelf
 
 FULL = GroupShape(
     kind="full_attention", block_size=16, attention_type="all", layers="x", pages=("p",)
@@ -70,7 +70,7 @@ def test_runs_and_gaps_say_what_the_blocks_say(blocks: list[bool], start: int, s
 
 
 def test_a_block_is_held_when_all_ranks_have_it(made: list[StoreLookups]) -> None:
-    shelf, hashes = Shelf(), names(3)
+    shelf, hashes = SwitchedShelf(), names(3)
     for rank, i in ((0, 0), (1, 0), (0, 1), (1, 2)):
         shelf.entries[block_key("p", 0, rank, hashes[i])] = b""
     shelf.entries[block_key("p", 1, 0, hashes[2])] = b""
@@ -83,7 +83,7 @@ def test_long_prompts_are_asked_for_in_parts_up_to_the_first_gap(
     made: list[StoreLookups], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookups, "_MAX_KEYS", 10)
-    shelf, hashes = Shelf(), names(40)
+    shelf, hashes = SwitchedShelf(), names(40)
     shelf.entries = {block_key("p", 0, 0, each): b"" for each in hashes if each != hashes[12]}
     made.append(StoreLookups(shelf.connect(), [FULL], 1, time.monotonic))
     held = ask(made[0], [hashes]).held[0]
@@ -95,14 +95,14 @@ def test_before_a_window_there_may_be_gaps(
     made: list[StoreLookups], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookups, "_MAX_KEYS", 10)
-    shelf, hashes = Shelf(), names(30)
+    shelf, hashes = SwitchedShelf(), names(30)
     shelf.entries = {block_key("p", 0, 0, each): b"" for each in hashes[27:]}
     made.append(StoreLookups(shelf.connect(), [WINDOW], 1, time.monotonic))
     assert ask(made[0], [hashes]).held[0].has(range(27, 30))
 
 
 def test_groups_of_other_block_sizes_are_asked_for_together(made: list[StoreLookups]) -> None:
-    shelf, hashes = Shelf(), names(8)
+    shelf, hashes = SwitchedShelf(), names(8)
     shelf.entries = {block_key("p", 0, 0, each): b"" for each in hashes}
     shelf.entries |= {block_key("p", 1, 0, each): b"" for each in hashes[1::2]}
     made.append(StoreLookups(shelf.connect(), [FULL, WINDOW], 1, time.monotonic))
@@ -112,7 +112,7 @@ def test_groups_of_other_block_sizes_are_asked_for_together(made: list[StoreLook
 
 
 def test_what_is_distrusted_is_not_held(made: list[StoreLookups]) -> None:
-    shelf, hashes = Shelf(), names(3)
+    shelf, hashes = SwitchedShelf(), names(3)
     shelf.entries = {block_key("p", 0, 0, each): b"" for each in hashes}
     made.append(StoreLookups(shelf.connect(), [FULL], 1, time.monotonic))
     made[0].distrust([(0, hashes[1])])
@@ -120,7 +120,7 @@ def test_what_is_distrusted_is_not_held(made: list[StoreLookups]) -> None:
 
 
 def test_a_late_answer_is_none(made: list[StoreLookups]) -> None:
-    shelf = Shelf()
+    shelf = SwitchedShelf()
     shelf.stalled = True
     made.append(StoreLookups(shelf.connect(), [FULL], 1, time.monotonic))
     late = Lookup("p", [names(2)], time.monotonic() + 0.05)
@@ -136,7 +136,7 @@ def test_a_late_answer_is_none(made: list[StoreLookups]) -> None:
 def test_a_question_that_cannot_be_asked_stops_no_other(
     made: list[StoreLookups], log: list[str]
 ) -> None:
-    shelf = Shelf()
+    shelf = SwitchedShelf()
     store = shelf.connect()
     made.append(StoreLookups(store, [FULL], 1, time.monotonic))
     made[0].ask(Lookup("p", [[None]], time.monotonic() + 20))  # type: ignore[list-item]

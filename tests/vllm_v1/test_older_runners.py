@@ -41,9 +41,9 @@ def test_a_request_that_is_aborted_while_its_load_fails_leaves_nothing(engine, o
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     spoil_a_slot(prefill)
     held = decode.hold(loads=True)
-    claim = decode.submit(PROMPT, max_tokens=6, params=answer)
+    decoded = decode.submit(PROMPT, max_tokens=6, params=answer)
     decode.run(held.waiting.is_set)
-    decode.abort(claim)
+    decode.abort(decoded)
     held.open()
     assert_clean(prefill, decode)
     assert decode.generate(PROMPT, 6).tokens == reference.generate(PROMPT, 6).tokens
@@ -55,11 +55,11 @@ def test_a_load_ends_no_earlier_than_what_is_said_of_it(engine):
     decode = engine("kv_consumer", lifecycle=OlderRunner(), family="all three", instant_copies=True)
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     spoil_a_slot(prefill)
-    claim = decode.submit(PROMPT, max_tokens=6, params=answer)
+    decoded = decode.submit(PROMPT, max_tokens=6, params=answer)
     # The answer is there before the first step, so that this one starts the load.
-    assert decode.lease_answer(claim) is not None
+    assert decode.lease_answer(decoded) is not None
     decode.settle()
-    assert decode.answers[claim].tokens == reference.generate(PROMPT, 6).tokens
+    assert decode.answers[decoded].tokens == reference.generate(PROMPT, 6).tokens
     assert decode.failures() == {"checksum_mismatch": 1}
     assert_clean(prefill, decode)
 

@@ -12,7 +12,7 @@ import pytest
 from omni_connector.errors import PeerUnreachableError
 from omni_connector.handoff.jobs import LoadSpec
 from omni_connector.kv.spans import BlockSpans
-from omni_connector.testing import FakeClock
+from omni_connector.testing import FakeClock, inspection
 from omni_connector.transports import Endpoint
 from omni_connector.transports import peer_arenas as arenas_module
 from omni_connector.transports.peer_arenas import PeerArenas
@@ -76,7 +76,7 @@ def test_the_arena_of_an_owner_that_has_gone_is_let_go_of(engine, tokens):
         assert mappings() == before + 2
         prefill.shutdown()
         wait(lambda: mappings() == before)
-    assert decode.worker_half._loader._arenas._known == {}
+    assert not inspection.arenas_attached(decode.worker_half)
 
 
 def test_an_owner_that_has_gone_is_kept_while_a_load_reads_it(engine, tokens):
@@ -86,14 +86,13 @@ def test_an_owner_that_has_gone_is_kept_while_a_load_reads_it(engine, tokens):
     request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
     decode.run(held.waiting.is_set)
     prefill.shutdown()
-    loader = decode.worker_half._loader
     time.sleep(2.5 * arenas_module.WATCH_S)
-    assert loader._arenas._known
+    assert inspection.arenas_attached(decode.worker_half)
     held.open()
     decode.run(lambda: decode.done(request_id))
     assert decode.answers[request_id].tokens == tokens(PROMPT, 6)
     assert decode.count("handoffs_received") == 1
-    wait(lambda: not loader._arenas._known)
+    wait(lambda: not inspection.arenas_attached(decode.worker_half))
 
 
 def test_a_rank_without_an_endpoint_is_a_failed_load(engine, tokens, log):

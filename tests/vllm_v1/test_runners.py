@@ -43,12 +43,12 @@ def test_many_at_once_arrive(engine, tokens, runner, overlap):
     texts = [prompt(length, seed=5) for length in range(BLOCK, 9 * BLOCK, 25)]
     handed = [both.submit(text, params=HANDOFF) for text in texts]
     both.run(lambda: both.done(*handed))
-    claims = [
+    decoding = [
         decode.submit(text, max_tokens=4, params=both.answers[request_id].params)
         for text, request_id in zip(texts, handed, strict=True)
     ]
-    run([both, decode], lambda: decode.done(*claims))
-    assert [decode.answers[claim].tokens for claim in claims] == [tokens(t, 4) for t in texts]
+    run([both, decode], lambda: decode.done(*decoding))
+    assert [decode.answers[each].tokens for each in decoding] == [tokens(t, 4) for t in texts]
     assert decode.count("handoffs_received") == len(texts)
     assert_clean(both, decode)
 

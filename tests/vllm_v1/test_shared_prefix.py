@@ -5,18 +5,19 @@ import pytest
 from vllm.v1.request import FinishReason
 
 from omni_connector.prefix import store_jobs
+from omni_connector.testing import inspection
 from omni_connector.testing.inspection import hold_no_blocks
 from omni_connector.testing.toy import BLOCK, WINDOW
 
 from .harness import HANDOFF, assert_clean, prompt, run
-from .stores import PREFIX, QUESTION, Shelf, landed, publish
+from .stores import PREFIX, QUESTION, SwitchedShelf, landed, publish
 
 pytestmark = pytest.mark.vllm
 
 FAMILIES = ["full", "window", "window and full", "latent"]
 
 
-def blocks(shelf: Shelf, group: int = 0, rank: int = 0) -> int:
+def blocks(shelf: SwitchedShelf, group: int = 0, rank: int = 0) -> int:
     """How many entries a rank has of a group."""
     return sum(f"/{group}.{rank}/" in key for key in shelf.entries)
 
@@ -476,7 +477,7 @@ def test_of_running_requests_that_are_reset_all_is_stored_where_weights_are_fixe
     first.instant_copies = True
     request_id = first.submit(QUESTION, max_tokens=6)
     first.step()
-    first.run(lambda: not first.half._ledger)
+    first.run(lambda: not inspection.copies_under_way(first.half))
     assert not first.done(request_id)
     assert first.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     first.settle()
@@ -514,9 +515,9 @@ def test_requests_whose_hand_offs_failed_are_not_offered_another_load(sharer, sh
     params = [answer.params for answer in _handed_off(prefill, text, 4)]
     landed(prefill)
     prefill.arena().slots[:, 7] ^= 0x10
-    claims = [decode.submit(text, max_tokens=2, params=each) for each in params]
-    decode.run(lambda: decode.done(*claims))
-    assert [decode.answers[claim].tokens for claim in claims] == [tokens(text, 2)] * 4
+    decoding = [decode.submit(text, max_tokens=2, params=each) for each in params]
+    decode.run(lambda: decode.done(*decoding))
+    assert [decode.answers[each].tokens for each in decoding] == [tokens(text, 2)] * 4
     assert decode.failures().keys() == {"checksum_mismatch"}
     assert_clean(prefill, decode)
 

@@ -23,7 +23,7 @@ def hashes(engine: InProcessEngine, **fields) -> list[bytes]:
         prompt_token_ids=list(PREFIX),
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
-        block_hasher=engine._hasher,
+        block_hasher=engine.hasher,
         **fields,
     )
     return [bytes(each) for each in request.block_hashes]
@@ -65,7 +65,6 @@ def test_salts_keep_prompts_apart(sharer, shelf, tokens):
 def test_hashes_of_one_process_only_are_not_shared(
     sharer, shelf, tokens, log, monkeypatch, algorithm
 ):
-    pytest.importorskip("xxhash")
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     engine = sharer(hash_algorithm=algorithm)
     assert engine.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)

@@ -34,13 +34,14 @@ from omni_connector.objects import shm as object_sockets
 from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.object_store import ObjectStore
 from omni_connector.objects.peer import ANSWERS, Find, Found, Missing, Read, read_object
+from omni_connector.testing import inspection
 from omni_connector.testing.hostile.mutation import damage, distort_msgpack
 from omni_connector.testing.hostile.trial import Parser
 from omni_connector.testing.slots import read
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.mooncake import MooncakeArena
-from omni_connector.transports.mooncake_engine import Span
-from omni_connector.transports.shm import Attach, Grant, MappedArena
+from omni_connector.transports.mooncake_engine import MemoryRange
+from omni_connector.transports.shm import Attach, AttachReply, MappedArena
 
 N_SLOTS: Final = 8
 SLOT_BYTES: Final = 2 * PAGE_BYTES
@@ -55,8 +56,7 @@ class _Owner:
     def __init__(self) -> None:
         self.arena = Arena.create(N_SLOTS, SLOT_BYTES, randbytes=lambda count: b"E" * count)
         geometry = ArenaGeometry(N_SLOTS, SLOT_BYTES)
-        assert self.arena._map is not None
-        self.bytes: NDArray[np.uint8] = np.frombuffer(self.arena._map, np.uint8)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(inspection.mapped(self.arena), np.uint8)
         checksum = xxhash.xxh3_64_intdigest(_CONTENT)
         for slot in range(N_SLOTS):
             self.arena.begin_write(slot, slot + 1)
@@ -133,13 +133,13 @@ class _Reach:
         self._memory = memory
         self.pool = Pool(lambda buffer: None, lambda buffer: None, 0)
 
-    def fetch(self, peer: str, spans: Sequence[Span], deadline: float) -> NDArray[np.uint8]:
+    def fetch(self, peer: str, ranges: Sequence[MemoryRange], deadline: float) -> NDArray[np.uint8]:
         """As `Engine.fetch`."""
         parts = []
-        for span in spans:
-            if span.address < 0 or span.address + span.size > self._memory.size:
+        for each in ranges:
+            if each.address < 0 or each.address + each.size > self._memory.size:
                 raise PeerUnreachableError("no such memory")
-            parts.append(self._memory[span.address : span.address + span.size])
+            parts.append(self._memory[each.address : each.address + each.size])
         return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
 
@@ -218,13 +218,13 @@ def object_places() -> Iterator[Parser]:
     store = ObjectStore(arena)
     for key in ("other", "k"):
         stored = store.store(ObjectKey("0", "1", key), [memoryview(_CONTENT * 4)])
-    memory: NDArray[np.uint8] = np.frombuffer(arena._map, np.uint8)  # type: ignore[arg-type]
+    memory: NDArray[np.uint8] = np.frombuffer(inspection.mapped(arena), np.uint8)
     engine: Any = _Reach(memory)
     endpoint = Endpoint.of(arena, "mooncake", "x")
     buffers = Buffers()
     encode = msgspec.msgpack.encode
     found = Found(_DIGEST, endpoint, stored)
-    others = Missing(_DIGEST), Grant(arena.epoch, N_SLOTS, SLOT_BYTES), Refusal("no")
+    others = Missing(_DIGEST), AttachReply(arena.epoch, N_SLOTS, SLOT_BYTES), Refusal("no")
     corpus = [encode(each) for each in (found, *others)]
 
     def make(rng: random.Random) -> tuple[bool, bytes]:

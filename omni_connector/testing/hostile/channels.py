@@ -63,7 +63,8 @@ def serving() -> Iterator[Parser]:
         stack.callback(context.destroy, 0)
         peer = context.socket(zmq.DEALER)
         peer.connect(f"ipc://{folder}/c.sock")
-        # Each input is followed by a claim of a number of its own, which tells when it was handled.
+        # Each input is followed by a lease request with a number of its own, which tells when the
+        # input was handled.
         numbers = itertools.count(1 << 50)
 
         def make(rng: random.Random) -> list[bytes]:

@@ -24,7 +24,7 @@ from omni_connector.handoff.messages import (
     encode,
 )
 from omni_connector.handoff.prompt import Prompt
-from omni_connector.handoff.server import Connection, ControlServer
+from omni_connector.handoff.server import ControlServer, PeerConnection
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.testing.clock import FakeClock
@@ -42,7 +42,7 @@ BLOCKS: Final = ([0, 1, 2], [0, 1, 2])
 _READY: Final = b"<token of ready>"
 _FILLING: Final = b"<token, filling>"
 _CONNECTIONS: Final = tuple(
-    Connection(listener, name) for listener in (0, 1) for name in (b"a", b"b")
+    PeerConnection(listener, name) for listener in (0, 1) for name in (b"a", b"b")
 )
 
 
@@ -170,7 +170,7 @@ class _Served:
         self.clock.advance(TTL_S / 5)
         for _, reply in self.server.recheck():
             assert decode_reply(encode(reply)) == reply
-        assert not self.server.has_pending, "a claim waits beyond its patience"
+        assert not self.server.has_pending, "a lease request waits beyond its timeout"
         self._offer()
         ready = self.handoffs[_READY].token
         request = LeaseRequest(9, ready, PROMPT.num_tokens, PROMPT.digest("tokens"), "tokens")
@@ -212,7 +212,7 @@ def requests() -> Iterator[Parser]:
 
 
 class Asked:
-    """Sessions with a serving engine, each with two claims."""
+    """Sessions with a serving engine, each with two lease requests."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -235,33 +235,33 @@ class Asked:
     def parse(self, frames: list[bytes]) -> bool | str:
         session = PeerSession("ipc://x", compatibility(), self.clock)
         deadline = self.clock() + 10
-        claims: list[Future[Lease]] = [Future(), Future()]
-        for future in claims:
+        futures: list[Future[Lease]] = [Future(), Future()]
+        for future in futures:
             session.request_lease(PendingLease(b"t" * 16, PROMPT, EPOCH, "", deadline, future))
         sent = []
         for frame in frames:
             sent += session.receive(frame)
             self.clock.advance(0.01)
-        self.clock.advance(max(0.0, session.deadline() - self.clock()) if not _done(claims) else 0)
+        self.clock.advance(max(0.0, session.deadline() - self.clock()) if not _done(futures) else 0)
         sent += session.tick()
         for message in sent:
             encode(message)
         self.clock.advance(100)
         session.tick()
-        assert _done(claims), "a claim was never answered"
-        error = claims[0].exception()
+        assert _done(futures), "a lease request was never answered"
+        error = futures[0].exception()
         if error is None:
             return True
         assert isinstance(error, OmniError), repr(error)
         return type(error).__name__
 
 
-def _done(claims: "list[Future[Lease]]") -> bool:
-    return all(future.done() for future in claims)
+def _done(futures: "list[Future[Lease]]") -> bool:
+    return all(future.done() for future in futures)
 
 
 @contextmanager
 def answers() -> Iterator[Parser]:
-    """What a serving engine answers to claims."""
+    """What a serving engine answers to lease requests."""
     asked = Asked()
     yield Parser("control answers", asked.make, asked.parse, ())

@@ -14,6 +14,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from omni_connector.handoff.channel import TICK_S
+from omni_connector.testing import inspection
 from omni_connector.testing.hostile.mutation import distort_value
 from omni_connector.testing.hostile.settings import PARAMS
 from omni_connector.testing.hostile.trial import Parser
@@ -138,10 +139,9 @@ class _Engines:
         return "waits" if waits else "aborted"
 
     def answer(self) -> dict[str, Any]:
-        """The params of a hand-off of the first engine that nobody has claimed."""
-        directory = self.engines[0].halves[0]._directory
-        token = self._answer.get("omni_token", "")
-        if bytes.fromhex(token) not in directory._handoffs:
+        """The params of a hand-off of the first engine that nobody has leased."""
+        token = bytes.fromhex(self._answer.get("omni_token", ""))
+        if all(each.token != token for each in inspection.handoffs(self.engines[0].halves[0])):
             accepted, self._answer = self.request(0, _LENGTH, dict(HANDOFF))
             assert accepted is True, "an honest wish is refused"
         return self._answer

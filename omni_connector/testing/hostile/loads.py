@@ -145,7 +145,7 @@ class _Decoder:
         )
 
     def load(self, frames: list[bytes], timeout: float = _TIMEOUT_S) -> bool | str:
-        """Claim, ask, allocate and load, as vLLM has it done."""
+        """Request a lease, ask, allocate and load, as vLLM has it done."""
         channel: Any = _Channel(self.ours, frames)
         stats: Any = _Stats()
         pool: Any = _Pool()

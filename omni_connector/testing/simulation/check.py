@@ -28,7 +28,7 @@ _KEPT: Final = re.compile(
 _DEPTH: Final = 12
 
 
-class Engine(Protocol):
+class CheckedEngine(Protocol):
     """What is looked at.
 
     Attributes:
@@ -48,7 +48,7 @@ class Engine(Protocol):
         """KV blocks that nobody holds."""
 
 
-def sizes(engine: Engine) -> dict[str, int]:
+def sizes(engine: CheckedEngine) -> dict[str, int]:
     """Entries of each container that the halves of an engine reach, by where it is."""
     found: dict[str, int] = {}
     for number, half in enumerate(engine.halves):
@@ -58,7 +58,7 @@ def sizes(engine: Engine) -> dict[str, int]:
     return found
 
 
-def held_by(engine: Engine) -> tuple[int, int]:
+def held_by(engine: CheckedEngine) -> tuple[int, int]:
     """Slots of an engine that are held, and how many peers may read some."""
     directory = inspection.directory(engine.halves[0]) if engine.halves else None
     if directory is None:
@@ -67,7 +67,7 @@ def held_by(engine: Engine) -> tuple[int, int]:
     return int(held), int(leases)
 
 
-def leftovers(engine: Engine, before: Mapping[str, int]) -> list[str]:
+def leftovers(engine: CheckedEngine, before: Mapping[str, int]) -> list[str]:
     """What an engine has that it had not at its start, in words."""
     left = []
     scheduler = engine.scheduler

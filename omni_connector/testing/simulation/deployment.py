@@ -12,9 +12,9 @@ from omni_connector.testing.simulation.engines.engine import SimulatedEngine
 from omni_connector.testing.simulation.plan import Plan
 from omni_connector.testing.simulation.surroundings.memory import (
     Host,
-    Shelf,
     SimulatedStore,
     SimulatedTransport,
+    TroubledShelf,
 )
 from omni_connector.testing.simulation.surroundings.wires import (
     STRANGER,
@@ -60,7 +60,7 @@ class Deployment:
         self.host.slow = trouble.get("slow", 0.0)
         self._slow_copies = trouble.get("slow_copies", 0.0)
         self.host.garbled = trouble.get("garbled", 0.0)
-        self.shelf = Shelf(self.world)
+        self.shelf = TroubledShelf(self.world)
         self.shelf.absent = trouble.get("store_absent", 0.0)
         self.shelf.slow = trouble.get("store_slow", 0.0)
         self.shelf.forgets = trouble.get("store_forgets", 0.0)

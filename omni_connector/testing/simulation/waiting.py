@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from omni_connector.testing import inspection
 from omni_connector.testing.simulation.engines.engine import SimulatedEngine
 from omni_connector.testing.simulation.surroundings.world import Violation
 
@@ -31,20 +32,16 @@ class Waiters:
             Violation: one waits although there is room, was overtaken by one that came later, or
                 two of the same prompt have slots of their own.
         """
-        sender, directory = half._sender, half._directory
-        if sender is None:
-            return
-        for twins in directory._twins.values():
+        for twins in inspection.twins(half):
             if len(twins) > 1:
-                self._compare([twin.held for twin in twins.values()])
-        waiting = sender._waiting
-        first = waiting[0] if waiting else None
+                self._compare([twin.held for twin in twins])
+        first = inspection.first_waiting(half)
         if first is not None and first is self._next:
             raise Violation("never_ends", f"{self._name} has room, and {_id(first)} waits for some")
-        self._next = first if first is not None and _fits(first, directory) else None
+        self._next = first if first is not None and _fits(first, half) else None
         if first is None:
             return
-        for send in sender._sends.values():
+        for send in inspection.sends(half).values():
             if send.handoff is not None and (send.wait_until or 0.0) > first.wait_until:
                 raise Violation(
                     "overtaken",
@@ -71,12 +68,11 @@ class Asking:
         """Look at a scheduler half that has just built a step.
 
         Raises:
-            Violation: a grant is asked for again although the engine has hardly stood still since.
+            Violation: a lease is requested again although the engine has hardly stood still since.
         """
-        loads = half._receiver._loads if half._receiver is not None else {}
         seconds = self._engine.unoccupied.seconds
         now: dict[str, tuple[Any, float]] = {}
-        for request_id, load in loads.items():
+        for request_id, load in inspection.fetches(half).items():
             former, before = now[request_id] = self._asked.get(
                 request_id, (None, self._engine.arrived[request_id])
             )
@@ -86,14 +82,14 @@ class Asking:
             if seconds - before < _STOOD_STILL_S:
                 raise Violation(
                     "asks_again",
-                    f"{self._engine.name} asks again for what {request_id} was granted, although "
+                    f"{self._engine.name} requests the lease of {request_id} again, although "
                     "it has hardly stood still since",
                 )
         self._asked = now
 
 
 def leases_hold(name: str, half: Any, owners: Mapping[str, Any]) -> None:
-    """Look at what a scheduler half was granted, where nothing went wrong.
+    """Look at the leases of a scheduler half, where nothing went wrong.
 
     Args:
         name: of its engine.
@@ -102,27 +98,27 @@ def leases_hold(name: str, half: Any, owners: Mapping[str, Any]) -> None:
     Raises:
         Violation: slots that it may read are not held for it.
     """
-    loads = half._receiver._loads.values() if half._receiver is not None else ()
-    for load in loads:
+    for load in inspection.fetches(half).values():
         engine_id = load.remote.remote_engine_id
         owner = owners.get(engine_id)
-        if load.lease is None or owner is None or owner._clock() >= load.lease.expires:
+        if load.lease is None or owner is None or inspection.now(owner) >= load.lease.expires:
             continue
-        handoff = owner._directory._handoffs.get(load.lease.token)
-        if handoff is None or not handoff.leases:
+        token = load.lease.token
+        if not any(each.leases for each in inspection.handoffs(owner) if each.token == token):
             raise Violation(
                 "lease_lost",
-                f"{engine_id} does not hold what it granted {_id(load)} at {name}",
+                f"{engine_id} does not hold what {_id(load)} has a lease for at {name}",
             )
 
 
 def being_saved(half: Any) -> list[str]:
     """The requests of a scheduler half whose KV is being copied to its arena."""
-    sends = half._sender._sends if half._sender is not None else {}
-    return [request_id for request_id, send in sends.items() if send.jobs]
+    return [request_id for request_id, send in inspection.sends(half).items() if send.jobs]
 
 
-def _fits(send: Any, directory: Any) -> bool:
+def _fits(send: Any, half: Any) -> bool:
+    directory = inspection.directory(half)
+    assert directory is not None
     return bool(sum(map(len, send.keys)) <= directory.num_slots - directory.usage()[0])
 
 

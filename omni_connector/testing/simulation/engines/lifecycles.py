@@ -41,13 +41,7 @@ def v1(
     for worker in workers:
         worker.bind_connector_metadata(_metadata(step))
     breathe()
-    batch = runner.forward(step)
-    breathe()
-    for worker in workers:
-        worker.start_load_kv(_no_context())
-        _wait_for_save(worker)
-        breathe()
-    return [model_output(*batch, _output(worker, step)) for worker in workers]
+    return _forward(workers, runner, step, breathe)
 
 
 def v2(
@@ -60,13 +54,7 @@ def v2(
         worker.handle_preemptions(_metadata(step))
         worker.bind_connector_metadata(_metadata(step))
     breathe()
-    batch = runner.forward(step)
-    breathe()
-    for worker in workers:
-        worker.start_load_kv(_no_context())
-        _wait_for_save(worker)
-        breathe()
-    return [model_output(*batch, _output(worker, step)) for worker in workers]
+    return _forward(workers, runner, step, breathe)
 
 
 def old(
@@ -84,6 +72,18 @@ def older(
 
 
 LIFECYCLES: Final[dict[str, Lifecycle]] = {"v1": v1, "v2": v2, "old": old, "older": older}
+
+
+def _forward(
+    workers: Workers, runner: ToyRunner, step: SchedulerOutput, breathe: Breathe
+) -> list[ModelRunnerOutput]:
+    batch = runner.forward(step)
+    breathe()
+    for worker in workers:
+        worker.start_load_kv(_no_context())
+        _wait_for_save(worker)
+        breathe()
+    return [model_output(*batch, connector_output(worker, step)) for worker in workers]
 
 
 def _old(
@@ -121,7 +121,8 @@ def _old(
     return outputs
 
 
-def _output(worker: KVConnectorBase_V1, step: SchedulerOutput) -> KVConnectorOutput:
+def connector_output(worker: KVConnectorBase_V1, step: SchedulerOutput) -> KVConnectorOutput:
+    """What vLLM asks of a worker's connector after a step; the step's metadata is over with it."""
     results = worker.get_transfer_results(step.finished_req_ids)
     output = KVConnectorOutput(
         finished_sending=results.finished_sending,

@@ -45,7 +45,7 @@ _Failed = tuple[int, str]
 
 
 @dataclass(frozen=True)
-class Found:
+class Finding:
     """How a mutant fared.
 
     Attributes:
@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if any(found.seeds is None for found in table) else 0
 
 
-def _result(table: list[Found], most: int, jobs: int, seconds: float) -> str:
+def _result(table: list[Finding], most: int, jobs: int, seconds: float) -> str:
     seeds = sorted(found.seeds for found in table if found.seeds is not None)
     text = f"{len(seeds)} of {len(table)} mutants found within {most} seeds each"
     if seeds:
@@ -104,7 +104,7 @@ def _result(table: list[Found], most: int, jobs: int, seconds: float) -> str:
     return f"{text}; {seconds / 60:.1f} minutes with {jobs} process(es)"
 
 
-def _all(chosen: list[Mutant], most: int, jobs: int) -> Iterator[Found]:
+def _all(chosen: list[Mutant], most: int, jobs: int) -> Iterator[Finding]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with context.Pool(1) as unchanged, ThreadPoolExecutor(jobs) as threads:
@@ -118,7 +118,7 @@ def _all(chosen: list[Mutant], most: int, jobs: int) -> Iterator[Found]:
 
 def _find(
     context: ForkServerContext, fails_anyway: Callable[[int], bool], most: int, mutant: Mutant
-) -> Found:
+) -> Finding:
     seed = 0
     while seed < most:
         failed = _apart(context, mutant.name, seed, most)
@@ -126,9 +126,9 @@ def _find(
             break
         seed, text = failed
         if not fails_anyway(seed):
-            return Found(mutant, seed + 1, text)
+            return Finding(mutant, seed + 1, text)
         seed += 1
-    return Found(mutant, None, "")
+    return Finding(mutant, None, "")
 
 
 def _apart(context: ForkServerContext, *work: Any) -> _Failed | None:

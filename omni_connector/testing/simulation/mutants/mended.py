@@ -5,9 +5,9 @@ from typing import Final
 
 from omni_connector.testing.simulation.mutants.faults import mutant
 
-# Of defect 2 one is not here: that an engine's own loads are void at its reset. What it was granted
-# before it asks for again anyway, and vLLM resets nothing while it loads. tests/vllm_v1/test_epochs
-# has the case that the connector is told all the same.
+# One mutant of defect 2 is not here: that an engine's own loads are void at its reset. The engine
+# requests older leases again anyway, and vLLM resets nothing while it loads. The case that the
+# connector is told all the same is in tests/vllm_v1/test_epochs.
 MENDED: Final = (
     mutant(
         "defect 1 and 5: no references",
@@ -44,7 +44,7 @@ MENDED: Final = (
     ),
     mutant(
         "defect 2: slots stay",
-        "after new weights what was handed off before can be claimed",
+        "after new weights what was handed off before can be leased",
         (
             "omni_connector.vllm_v1.scheduler",
             "            slots, generations = self._sender.void()\n",
@@ -61,8 +61,8 @@ MENDED: Final = (
         ),
     ),
     mutant(
-        "defect 2: what was granted long ago is used",
-        "a grant that the peer has voided since, while it was idle, is loaded",
+        "defect 2: an old lease is used",
+        "a lease that the peer has voided since, while it was idle, is loaded from",
         (
             "omni_connector.handoff.receiver",
             "        if self._is_old(load):",
@@ -70,7 +70,7 @@ MENDED: Final = (
         ),
     ),
     mutant(
-        "a grant is as young as its arrival",
+        "a lease is as young as its arrival",
         "one that was given before the peer's reset, and comes late, is used after it",
         (
             "omni_connector.handoff.receiver",
@@ -80,8 +80,8 @@ MENDED: Final = (
         ),
     ),
     mutant(
-        "a grant ages while its engine computes",
-        "where steps are long, what was granted is asked for again for ever",
+        "a lease ages while its engine computes",
+        "where steps are long, the same lease is requested again for ever",
         (
             "omni_connector.handoff.receiver",
             "        return self._idle_time() - load.idle_before > _FRESH_S",
@@ -108,7 +108,7 @@ MENDED: Final = (
     ),
     mutant(
         "defect 3: a group of no pages",
-        "a Hello with a group that has no pages is taken for one",
+        "a handshake with a group that has no pages is accepted",
         (
             "omni_connector.kv.shapes",
             "tuple[_Page, ...], Meta(min_length=1, max_length=1 << 14)]",
@@ -269,15 +269,6 @@ MENDED: Final = (
             "omni_connector.handoff.sender",
             "            self._waiting.remove(send)\n",
             "            pass\n",
-        ),
-    ),
-    mutant(
-        "a second load after a failed one",
-        "several requests whose hand-off failed wait for each other's blocks",
-        (
-            "omni_connector.vllm_v1.scheduler",
-            "                self._shared.load_nothing(request.request_id)\n",
-            "                pass\n",
         ),
     ),
 )

@@ -79,12 +79,12 @@ OWN: Final = (
     ),
     mutant(
         "nothing expires",
-        "a hand-off that nobody claims stays",
+        "a hand-off that nobody leases stays",
         ("omni_connector.handoff.directory", "if each.deadline <= now]", "if False]"),
     ),
     mutant(
         "any prompt will do",
-        "a hand-off is granted for another prompt",
+        "a hand-off is leased for another prompt",
         (
             "omni_connector.handoff.directory",
             "        if prompt.num_tokens != num_tokens or not "
@@ -168,7 +168,7 @@ OWN: Final = (
     ),
     mutant(
         "an aborted load is forgotten",
-        "who aborts before the grant is used leaves its lease",
+        "a request that is aborted before its lease is used leaves the lease behind",
         (
             "omni_connector.handoff.receiver",
             "        if load.job_id is None:\n            self._release(load)\n        else:",
@@ -177,7 +177,7 @@ OWN: Final = (
     ),
     mutant(
         "answers are believed",
-        "what a peer grants is not checked",
+        "what a peer answers is not checked",
         (
             "omni_connector.handoff.receiver",
             "            problem = self._check(lease, load.prompt)\n",
@@ -195,7 +195,7 @@ OWN: Final = (
     ),
     mutant(
         "an answer twice",
-        "a grant that comes twice is used twice",
+        "a lease that comes twice is used twice",
         (
             "omni_connector.handoff.client",
             "    def _lease_granted(self, message: LeaseGranted) -> list[Request]:\n"
@@ -270,13 +270,13 @@ OWN: Final = (
         ),
     ),
     mutant(
-        "nobody seals",
-        "a finished prefill cannot be claimed",
+        "nobody commits",
+        "a finished prefill cannot be leased",
         ("omni_connector.handoff.sender", "        self._directory.commit(handoff)\n", ""),
     ),
     mutant(
-        "grants that nobody awaits are kept",
-        "who gives up while its answer is under way leaves a lease",
+        "leases that nobody awaits are kept",
+        "a request that is given up while its answer is under way leaves a lease",
         (
             "omni_connector.handoff.client",
             "            # The caller has given up: end the lease.\n"
@@ -326,7 +326,7 @@ OWN: Final = (
     ),
     mutant(
         "a peer must be known",
-        "who claims and was forgotten is not introduced again",
+        "a peer that was forgotten and requests a lease is not introduced again",
         (
             "omni_connector.handoff.server",
             "        introduced.move_to_end(connection.name)\n"

@@ -33,7 +33,7 @@ from omni_connector.net.runtime import runtime_dir, socket_path
 from omni_connector.testing.simulation.surroundings.wires import (
     STRANGER,
     Net,
-    Router,
+    RouterSocket,
     SimulatedPoller,
 )
 from omni_connector.testing.simulation.surroundings.world import NEVER, Actor
@@ -138,7 +138,7 @@ class Liar(Actor):
         self._arenas = list(arenas)
         self._epoch = draw.randbytes(TOKEN_BYTES)
         self._compatibility: CompatibilityKey | None = None
-        self._router = Router(SimulatedPoller())
+        self._router = RouterSocket(SimulatedPoller())
         self._router.poller.turns = self
         net.routers[path_of(name)] = (f"liar {name}", self._router)
         net.world.add(self)

@@ -141,7 +141,21 @@ class SimulatedTransport(ArenaTransport):
 
 
 class Shelf:
-    """The shared store: its entries, and what goes wrong with it.
+    """What clients of a shared store have in common: its entries."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, bytes] = {}
+
+    def answers(self, timeout: float) -> bool:
+        """Whether a call finds the store, in time."""
+        return True
+
+    def forget(self) -> None:
+        """Lose entries, as stores do when something is put."""
+
+
+class TroubledShelf(Shelf):
+    """The entries, and what goes wrong with them.
 
     Attributes:
         absent: how often a call finds nobody.
@@ -150,15 +164,14 @@ class Shelf:
     """
 
     def __init__(self, world: World) -> None:
-        self.world = world
-        self.entries: dict[str, bytes] = {}
+        super().__init__()
         self.absent = 0.0
         self.slow = 0.0
         self.forgets = 0.0
+        self._world = world
 
     def answers(self, timeout: float) -> bool:
-        """Whether a call finds the store, in time."""
-        world = self.world
+        world = self._world
         world.forbid_waiting("the shared store")
         if self.slow:
             seconds = self.slow * world.draw.random()
@@ -167,9 +180,14 @@ class Shelf:
                 return False
         return not world.chance(self.absent)
 
+    def forget(self) -> None:
+        for key in list(self.entries):
+            if self._world.chance(self.forgets):
+                del self.entries[key]
+
 
 class SimulatedStore(BlockStore):
-    """One client of the shelf.
+    """One client of a shelf.
 
     Args:
         shelf: that it asks.
@@ -177,7 +195,7 @@ class SimulatedStore(BlockStore):
             are started with other weights another `model_id`.
     """
 
-    def __init__(self, shelf: Shelf, model: str) -> None:
+    def __init__(self, shelf: Shelf, model: str = "") -> None:
         self._shelf = shelf
         self._model = model
 
@@ -196,14 +214,11 @@ class SimulatedStore(BlockStore):
         *,
         timeout: float,
     ) -> list[bool]:
-        shelf = self._shelf
-        if not shelf.answers(timeout):
+        if not self._shelf.answers(timeout):
             return [False] * len(keys)
         for key, row, length in zip(keys, rows, lengths, strict=True):
-            shelf.entries.setdefault(self._model + key, row[:length].tobytes())
-        for key in list(shelf.entries):
-            if shelf.world.chance(shelf.forgets):
-                del shelf.entries[key]
+            self._shelf.entries.setdefault(self._model + key, row[:length].tobytes())
+        self._shelf.forget()
         return [True] * len(keys)
 
     def get(

@@ -117,7 +117,7 @@ class _Socket:
         self.inbox: deque[Any] = deque()
 
 
-class Router(_Socket):
+class RouterSocket(_Socket):
     """The serving end."""
 
     def __init__(self, poller: SimulatedPoller) -> None:
@@ -140,10 +140,12 @@ class Router(_Socket):
 class SimulatedLink:
     """The asking end; see `omni_connector.net.zeromq.Link`."""
 
-    def __init__(self, net: "Net", owner: str, name: bytes, router: Router, poller: Any) -> None:
+    def __init__(
+        self, net: "Net", owner: str, name: bytes, router: RouterSocket, poller: Any
+    ) -> None:
         self._net = net
         self._name = name
-        self._router: Router | None = router
+        self._router: RouterSocket | None = router
         self.owner = owner
         self.socket: Any = self
         self.inbox: deque[Any] = deque()
@@ -201,7 +203,7 @@ class Net:
     def __init__(self, world: World, weather: Weather) -> None:
         self.world = world
         self.weather = weather
-        self.routers: dict[str, tuple[str, Router]] = {}
+        self.routers: dict[str, tuple[str, RouterSocket]] = {}
         self.links: set[SimulatedLink] = set()
         self.heard: Any = None  # how an engine has introduced itself
         self._numbers = itertools.count()
@@ -209,7 +211,7 @@ class Net:
     def link(self, owner: str, path: str, poller: SimulatedPoller) -> SimulatedLink:
         """A connection to who serves at a path."""
         number = next(self._numbers)
-        _, router = self.routers.get(path, ("", Router(SimulatedPoller())))
+        _, router = self.routers.get(path, ("", RouterSocket(SimulatedPoller())))
         link = SimulatedLink(self, owner, f"{owner}:{number}".encode(), router, poller)
         self.links.add(link)
         if path not in self.routers:
@@ -240,8 +242,8 @@ class SimulatedSockets:
         self._path: str | None = None
         self.poller: Any = SimulatedPoller()
 
-    def serve(self, path: Path) -> Router:
-        router = Router(self.poller)
+    def serve(self, path: Path) -> RouterSocket:
+        router = RouterSocket(self.poller)
         self._path = str(path)
         self._net.routers[self._path] = (self._owner, router)
         return router
