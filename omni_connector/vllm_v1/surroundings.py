@@ -11,9 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 from omni_connector.config import OmniConfig, StoreSettings
 from omni_connector.errors import ConfigError
 from omni_connector.kv import BlockCopier, CanonicalKVCaches, SlotLayout, make_copier
+from omni_connector.kv.copying import Sharing
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.memory.arena_size import ArenaSize, arena_size, available_bytes
 from omni_connector.memory.huge_pages import HugePages
@@ -38,7 +41,7 @@ class Surroundings:
         sockets: opens the sockets of the control channel.
         transports: opens the transports that a configuration asks for.
         block_store: opens a client of the shared store that lends so many bytes of memory to it.
-        copier: makes what copies between KV blocks and slots.
+        copier: makes what copies between KV blocks and slots, with threads that share in it.
         prefault: whether a thread prefaults the arena's memory.
     """
 
@@ -48,12 +51,23 @@ class Surroundings:
     sockets: Callable[[], Sockets] = ZmqSockets
     transports: Callable[[OmniConfig], Transports] = make_transports
     block_store: Callable[[StoreSettings, int], BlockStore] = MooncakeBlockStore
-    copier: Callable[[CanonicalKVCaches, SlotLayout], BlockCopier] = make_copier
+    copier: Callable[[CanonicalKVCaches, SlotLayout, Sharing], BlockCopier] = make_copier
     prefault: bool = True
 
 
 SURROUNDINGS: Final = Surroundings()
 """Those of an engine in production."""
+
+
+def copy_threads(cores: int, device: str) -> int:
+    """Threads that one copy is shared by, where the configuration does not say.
+
+    Args:
+        cores: of this host, for each rank of the engine.
+        device: type of the device of the KV cache.
+    """
+    computing = torch.get_num_threads() if device == "cpu" else 0
+    return max(1, min(4, cores - computing))
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,12 @@ from omni_connector.kv import (
     canonicalize,
     canonicalize_cross_layers,
 )
-from omni_connector.kv.copy_threads import NO_JOB_ID, CopyThread, Outcome, Work
+from omni_connector.kv.copy_threads import CLOSE_S, NO_JOB_ID, CopyThread, Outcome, Work
 from omni_connector.kv.layered import Forward, Stretches
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import TransferSpec
+from omni_connector.memory.buffers import Helpers
+from omni_connector.memory.nodes import near_cores, process_cores
 from omni_connector.prefix.block_store import BlockStore
 from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.prefix.store_jobs import StoreJobs
@@ -34,7 +36,12 @@ from omni_connector.vllm_v1.metadata import (
 )
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.specs import fails_by_block, group_shapes, group_specs
-from omni_connector.vllm_v1.surroundings import SURROUNDINGS, ArenaSizing, Surroundings
+from omni_connector.vllm_v1.surroundings import (
+    SURROUNDINGS,
+    ArenaSizing,
+    Surroundings,
+    copy_threads,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +50,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.omni_connector.worker")
 
 # As it was before the engine pinned anything: this module is imported while it starts.
-_PROCESS_CORES: Final = frozenset(os.sched_getaffinity(0))
+_PROCESS_CORES: Final = process_cores()
 
 # What is timed, and under which name its bytes and blocks are counted.
 _COUNTED: Final[Mapping[type[TransferSpec], tuple[str, str]]] = {
@@ -101,8 +108,10 @@ class OmniWorker:
         self._saver: Saver | None = None
         self._loader: Loader | None = None
         self._store_jobs: StoreJobs | None = None
-        self._saves = CopyThread("omni-save", _PROCESS_CORES, surroundings.start)
-        self._loads = CopyThread("omni-load", _PROCESS_CORES, surroundings.start)
+        self._cores = near_cores(_PROCESS_CORES, frozenset(os.sched_getaffinity(0)))
+        self._saves = CopyThread("omni-save", self._cores, surroundings.start)
+        self._loads = CopyThread("omni-load", self._cores, surroundings.start)
+        self._helpers: Helpers | None = None
         self._metadata: OmniConnectorMetadata | None = None
         self._loads_started = self._saves_started = True
         # The forward pass under way that saves follow, and those that follow it.
@@ -155,7 +164,13 @@ class OmniWorker:
             for group in group_specs(self._kv_cache_config)
         ]
         stretches = Stretches.of(canonical, layout, addresses)
-        self._copier = self._surroundings.copier(stretches.canonical, stretches.layout)
+        threads = self._config.copy_threads or copy_threads(
+            len(_PROCESS_CORES) // self._ranks, canonical.tensors[0].tensor.device.type
+        )
+        self._helpers = Helpers(threads, self._cores)
+        self._copier = self._surroundings.copier(
+            stretches.canonical, stretches.layout, self._helpers
+        )
         orders = kernel_orders(self._kv_cache_config, self._layers, canonical.page_orders)
         attention = attention_of(self._kv_cache_config, self._layers)
         groups = group_shapes(self._kv_cache_config, orders, attention)
@@ -169,7 +184,7 @@ class OmniWorker:
                 layout=layout,
                 groups=groups,
                 rank=self._rank,
-                affinity=_PROCESS_CORES,
+                affinity=self._cores,
                 clock=self._surroundings.clock,
                 start=self._surroundings.start,
             )
@@ -183,6 +198,7 @@ class OmniWorker:
             rank=self._rank,
             ranks=self._ranks,
             checksum=self._checksum,
+            threads=threads,
             clock=self._surroundings.clock,
             start=self._surroundings.start,
         )
@@ -424,6 +440,8 @@ class OmniWorker:
         self._closed = True
         self._saves.close()
         self._loads.close()
+        if self._helpers is not None:
+            self._helpers.close(CLOSE_S)
         if self._store_jobs is not None:
             self._store_jobs.close()
         elif self._store is not None:
