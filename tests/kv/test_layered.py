@@ -189,10 +189,10 @@ def test_a_copy_waits_for_what_its_layer_marked(kv):
     """A device computes behind its host: each layer's copy comes after that layer's mark."""
     from omni_connector.kv.staging import StagedCopier
 
-    lane = kv.HostLane()
+    stream = kv.HostStream()
     source = kv.build("LBHNC", 3, [[kv.Shape(2, 2, 4, 8)]], seed=1)
     saving = Saving(
-        lambda canonical, layout, slots: StagedCopier(canonical, layout, lane),
+        lambda canonical, layout, slots: StagedCopier(canonical, layout, stream),
         source,
         source.clone(),
     )
@@ -200,7 +200,7 @@ def test_a_copy_waits_for_what_its_layer_marked(kv):
         saving.forward.computed(layer, f"layer {number}")
         saving.advance(1)
     saving.end()
-    assert [what for verb, what in lane.log if verb == "wait"] == ["layer 0", "layer 1"]
+    assert [what for verb, what in stream.log if verb == "wait"] == ["layer 0", "layer 1"]
     saving.check(8)
 
 
@@ -313,12 +313,12 @@ def test_a_real_thread_sleeps_until_it_is_notified(waiting, made):
 def test_a_layer_of_a_device_goes_to_pinned_slots_in_batches_of_its_own_size(kv):
     from omni_connector.kv.staging import StagedCopier
 
-    lane = kv.HostLane(pins=True)
+    stream = kv.HostStream(pins=True)
     source = kv.build("LBHNC", 9, [[kv.Shape(4, 2, 16, 128)]], seed=1)
     made = []
 
     def make(canonical, layout, slots):
-        made.append(StagedCopier(canonical, layout, lane, staging_bytes=layout.slot_bytes))
+        made.append(StagedCopier(canonical, layout, stream, staging_bytes=layout.slot_bytes))
         made[0].pin(slots)
         return made[0]
 
@@ -327,7 +327,7 @@ def test_a_layer_of_a_device_goes_to_pinned_slots_in_batches_of_its_own_size(kv)
     while not saving.advance(1):
         pass
     # Eight blocks: a slot's room holds one layer of four of them.
-    assert sum(verb == "mark" for verb, _ in lane.log) == 2
+    assert sum(verb == "mark" for verb, _ in stream.log) == 2
     assert not made[0]._bounced
     saving.end()
     saving.check(3)
