@@ -13,9 +13,9 @@ from typing import ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_connector.copy_threads import NO_JOB_ID, Outcome, Work
 from omni_connector.kv import BlockCopier, SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
-from omni_connector.kv.copy_threads import NO_JOB_ID, Outcome, Work
 from omni_connector.kv.layered import Forward, LayeredSave, Stretches
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec, check_ids
 from omni_connector.stats import failure_kind
@@ -101,9 +101,8 @@ class Saver:
                     yield True
                     outcome.early = yield from copies.follow(cancelled)
                 for group, places in spec.blocks.batches(batch_blocks(self._layout)):
-                    if cancelled() or not (
-                        yield from self._save(spec, group, places, copies, cancelled)
-                    ):
+                    saves = self._save(spec, group, places, copies, cancelled)
+                    if cancelled() or not (yield from saves):
                         outcome.failure = "cancelled"
                         break
                     outcome.blocks += len(places)

@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from omni_connector.copy_threads import Outcome, Work
 from omni_connector.errors import (
     ChecksumError,
     OmniError,
@@ -28,7 +29,6 @@ from omni_connector.kv import (
     head_sources,
 )
 from omni_connector.kv.compatibility import CompatibilityKey
-from omni_connector.kv.copy_threads import Outcome, Work
 from omni_connector.kv.shapes import GroupShape, converter, same_bytes
 from omni_connector.kv.spans import NULL_BLOCK_ID, expand
 from omni_connector.stats import failure_kind

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from omni_connector.errors import LayoutError
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
-from omni_connector.kv.native import ALIGNMENT, Rows, native_copy
 from omni_connector.kv.segments import Segment, content_of, padding_of, reserved_of, split
+from omni_connector.native_copy import ALIGNMENT, Rows, native_copy
 
 _HASHED_BYTES = 512 * 1024
 """Bytes copied before they are hashed: few enough to be still in the core's own cache."""

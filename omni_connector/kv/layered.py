@@ -13,8 +13,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from omni_connector.copy_threads import UNTIL_NOTIFIED
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
-from omni_connector.kv.copy_threads import UNTIL_NOTIFIED
 from omni_connector.kv.copying import BlockCopier, BlockCopy
 from omni_connector.kv.spans import BlockSpans
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from omni_connector.copy_threads import CopyThread
     from omni_connector.handoff.channel import ControlChannel
     from omni_connector.handoff.directory import Handoff, SlotDirectory
-    from omni_connector.kv.copy_threads import CopyThread
     from omni_connector.memory.arena import Arena
     from omni_connector.objects.exchange import Exchange
     from omni_connector.objects.object_store import ObjectStore

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
+from vllm.logger import init_logger
 
 from omni_connector.config import OmniConfig, StoreSettings
 from omni_connector.errors import ConfigError
@@ -28,6 +29,8 @@ from omni_connector.turns import StartTurns, TurnThread
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger("vllm.omni_connector.worker")
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,34 @@ class ArenaSizing:
                 f"({size.why}); set arena_gib"
             )
         return size
+
+    def tell(
+        self,
+        rank: int,
+        ranks: int,
+        size: ArenaSize,
+        slot_bytes: int,
+        groups: tuple[GroupShape, ...],
+    ) -> None:
+        """Log the size of a rank's arena, and whether the longest prompts have room in it."""
+        logger.info(
+            "Arena of rank %d: %.2f GiB, %d slots of %.1f MiB (%s)",
+            rank,
+            size.slots * slot_bytes / 2**30,
+            size.slots,
+            slot_bytes / 2**20,
+            size.why,
+        )
+        longest = self.prompt_blocks(groups)
+        if longest > size.slots and self.given is None:  # else the user has set the size
+            logger.warning(
+                "The longest prompts take %d slots, the arena has %d (%s): they are not handed "
+                "off; set arena_gib to %.1f",
+                longest,
+                size.slots,
+                size.why,
+                (longest * slot_bytes * ranks + 2**26) / 2**30,
+            )
 
     def prompt_blocks(self, groups: tuple[GroupShape, ...]) -> int:
         """Slots that the longest prompt needs."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.logger import init_logger
 
 from omni_connector.config import OmniConfig
+from omni_connector.copy_threads import CLOSE_S, NO_JOB_ID, CopyThread, Outcome, Work
 from omni_connector.handoff.jobs import LoadSpec, Saver, SaveSpec
 from omni_connector.handoff.loading import Loader
 from omni_connector.kv import (
@@ -17,7 +18,6 @@ from omni_connector.kv import (
     canonicalize,
     canonicalize_cross_layers,
 )
-from omni_connector.kv.copy_threads import CLOSE_S, NO_JOB_ID, CopyThread, Outcome, Work
 from omni_connector.kv.layered import Forward, Stretches
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import TransferSpec
@@ -103,7 +103,6 @@ class OmniWorker:
         self._fails_by_block = fails_by_block(kv_cache_config)
         self._arena: Arena | None = None
         self._copier: BlockCopier | None = None
-        self._layout: SlotLayout | None = None
         self._handshake: OmniHandshakeMetadata | None = None
         self._saver: Saver | None = None
         self._loader: Loader | None = None
@@ -158,7 +157,6 @@ class OmniWorker:
     def _open(self, canonical: CanonicalKVCaches, views: "Mapping[str, torch.Tensor]") -> None:
         """Take the caches in canonical form, and each layer's view of them."""
         layout = SlotLayout.of(canonical)
-        self._layout = layout
         addresses = [
             {layer.name: views[layer.name].data_ptr() for layer in group.layers}
             for group in group_specs(self._kv_cache_config)
@@ -231,24 +229,7 @@ class OmniWorker:
             checksum=self._checksum or self._transports.needs_checksums,
         )
         self._bodies[SaveSpec] = self._saves, self._saver.work
-        logger.info(
-            "Arena of rank %d: %.2f GiB, %d slots of %.1f MiB (%s)",
-            self._rank,
-            size.slots * slot_bytes / 2**30,
-            size.slots,
-            slot_bytes / 2**20,
-            size.why,
-        )
-        longest = sizing.prompt_blocks(groups)
-        if longest > size.slots and sizing.given is None:  # else the user has set the size
-            logger.warning(
-                "The longest prompts take %d slots, the arena has %d (%s): they are not handed "
-                "off; set arena_gib to %.1f",
-                longest,
-                size.slots,
-                size.why,
-                (longest * slot_bytes * self._ranks + 2**26) / 2**30,
-            )
+        sizing.tell(self._rank, self._ranks, size, slot_bytes, groups)
         return self._transports.export(self._arena, self._arena_name)
 
     @property

@@ -10,8 +10,8 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from omni_connector.copy_threads import UNTIL_NOTIFIED, CopyThread, Outcome
 from omni_connector.kv import SlotLayout, canonicalize
-from omni_connector.kv.copy_threads import UNTIL_NOTIFIED, CopyThread, Outcome
 from omni_connector.kv.layered import Forward, LayeredSave, Stretches
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from omni_connector.kv import native
-from omni_connector.kv.native import ALIGNMENT, native_copy
+from omni_connector import native_copy as native
+from omni_connector.native_copy import ALIGNMENT, native_copy
 
 
 def copied(lengths, slots, checksum=True):
