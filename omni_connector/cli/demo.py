@@ -11,6 +11,7 @@ hand-off is the first that the decode engine sees of a prompt, so that nothing i
 stand in for the bytes that should arrive.
 """
 
+import contextlib
 import logging
 import random
 import re
@@ -32,6 +33,7 @@ from rich.table import Table
 from omni_connector.cli.engines import Deployment, make_engines, running
 from omni_connector.plugin import CONNECTOR_NAME
 from omni_connector.testing.engines import Client, Engine, EngineError, completion
+from omni_connector.trace import Trace, merge, now
 
 LENGTHS: Final = (100, 513, 1000, 2049)
 FAMILY: Final = "llama-wide"
@@ -155,6 +157,22 @@ def measure(deployment: Deployment, prompt: Sequence[int], salt: str) -> Result:
     )
 
 
+def _trace_client(
+    deployment: Deployment, folder: Path, lengths: Sequence[int], draw: random.Random
+) -> None:
+    """Send a new prompt of each length through the router, and trace what a client sees of it."""
+    trace = Trace(str(folder), "user", "client")
+    with contextlib.closing(trace), Client(deployment.router.port) as client:
+        for length in lengths:
+            prompt = draw.choices(_VOCABULARY, k=length)
+            sent = now()
+            events = client.stream("/v1/completions", completion(prompt, max_tokens=_NEW_TOKENS))
+            for number, _ in enumerate(events):
+                if number == 0:
+                    trace.span("first token", sent, tokens=length)
+            trace.span("answer", sent, tokens=length)
+
+
 def _settled(engine: Engine, before: Metrics, *, tokens_loaded: int = 0) -> Metrics:
     # Statistics follow the answer a step or two later. If a hand-off moved nothing they never
     # come: then the deadline ends the wait, and `Result.problems` says what is missing.
@@ -228,6 +246,7 @@ def demo(
     cache: Path,
     logs: Path | None = None,
     kv_transfer_config: Mapping[str, Any] = KV_TRANSFER_CONFIG,
+    trace: Path | None = None,
 ) -> int:
     """Run the demo, print its table, and return the exit status: 0 only if all of it is right.
 
@@ -237,6 +256,7 @@ def demo(
         cache: folder in which the generated model is kept.
         logs: folder for logs; None for a temporary one, which is kept only if the demo fails.
         kv_transfer_config: the configuration of both engines.
+        trace: file that takes a Chrome trace of what happened; None for no trace.
     """
     console = Console()
     if find_spec("vllm_router") is None:
@@ -245,14 +265,23 @@ def demo(
     folder = logs or Path(tempfile.mkdtemp(prefix="omni-connector-demo-"))
     folder.mkdir(parents=True, exist_ok=True)
     keep = True
+    spans = None if trace is None else folder / "spans"
     try:
-        results = _measure_all(console, lengths, rounds, cache, folder, kv_transfer_config)
+        results = _measure_all(console, lengths, rounds, cache, folder, kv_transfer_config, spans)
+        if trace is not None and spans is not None:
+            trace.write_bytes(merge(spans))
+            console.print(
+                f"The trace is {trace}: open it in chrome://tracing or https://ui.perfetto.dev",
+                soft_wrap=True,
+            )
         console.print(_table(results))
         console.print(_LEGEND, soft_wrap=True)
         problems = [problem for result in results for problem in result.problems()]
         for problem in problems:
             console.print(f"[bold red]Wrong:[/] {problem}")
         keep = bool(problems)
+    except OSError as error:
+        console.print(f"[bold red]Failed:[/] the trace was not written: {escape(str(error))}")
     except EngineError as error:
         console.print(f"[bold red]Failed:[/] {escape(str(error).splitlines()[0])}")
         for name, line in _first_errors(folder):
@@ -289,6 +318,7 @@ def _measure_all(
     cache: Path,
     logs: Path,
     kv_transfer_config: Mapping[str, Any],
+    spans: Path | None = None,
 ) -> list[Result]:
     progress = Progress(
         TextColumn("{task.description}"),
@@ -301,7 +331,9 @@ def _measure_all(
         todo = progress.add_task("making the model", total=3 + len(lengths) * rounds)
         model = _make_model(cache)
         progress.update(todo, advance=1, description="starting two engines and the router")
-        prefill, decode = make_engines(model, logs, kv_transfer_config, arguments=_ARGUMENTS)
+        prefill, decode = make_engines(
+            model, logs, kv_transfer_config, arguments=_ARGUMENTS, trace=spans
+        )
         with running(prefill, decode, logs, meanwhile=_load_reference) as deployment:
             progress.update(todo, advance=1, description="warming up")
             draw = random.Random(0)
@@ -317,6 +349,9 @@ def _measure_all(
                     of_length.append(measure(deployment, prompt, f"{length}-{number}"))
                     progress.advance(todo)
                 results.append(median(of_length))
+            if spans is not None:
+                progress.update(todo, description="tracing")
+                _trace_client(deployment, spans / "client", lengths, draw)
             progress.update(todo, description="stopping the engines")
         progress.update(todo, description="done")
     return results
