@@ -63,10 +63,9 @@ def record(model: Path, folder: Path, repeats: int) -> list[list[Span]]:
                 client.span("prefill request", began)
                 body = completion(prompt, max_tokens=1, kv_transfer_params=params)
                 sent = now()
-                for _ in decoder.stream("/v1/completions", body):
-                    client.span("first token", sent)
-                    break
-                decoder.close()
+                for number, _ in enumerate(decoder.stream("/v1/completions", body)):
+                    if number == 0:
+                        client.span("first token", sent)
                 time.sleep(PAUSE_S)
                 frames.append((began / 1000, now() / 1000))
             time.sleep(1.0)  # the engines write what they have

@@ -68,14 +68,16 @@ def traced(trace: Trace, name: str, job_id: int, work: Work, request_id: str = "
     """
 
     def body(cancelled: Callable[[], bool]) -> Generator[bool | None, None, Outcome]:
-        pieces, outcome, began = work(cancelled), Outcome(job_id, "job_failed"), now()
+        pieces, began = work(cancelled), now()
+        outcome = Outcome(job_id, "job_failed")
         try:
             while True:
                 trace.of_job.id = job_id
                 try:
                     goes_on = next(pieces)
                 except StopIteration as end:
-                    outcome = end.value
+                    given: Outcome = end.value
+                    outcome = given
                     break
                 finally:
                     trace.of_job.id = None

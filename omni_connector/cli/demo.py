@@ -268,20 +268,13 @@ def demo(
     spans = None if trace is None else folder / "spans"
     try:
         results = _measure_all(console, lengths, rounds, cache, folder, kv_transfer_config, spans)
-        if trace is not None and spans is not None:
-            trace.write_bytes(merge(spans))
-            console.print(
-                f"The trace is {trace}: open it in chrome://tracing or https://ui.perfetto.dev",
-                soft_wrap=True,
-            )
         console.print(_table(results))
         console.print(_LEGEND, soft_wrap=True)
         problems = [problem for result in results for problem in result.problems()]
         for problem in problems:
             console.print(f"[bold red]Wrong:[/] {problem}")
-        keep = bool(problems)
-    except OSError as error:
-        console.print(f"[bold red]Failed:[/] the trace was not written: {escape(str(error))}")
+        told = trace is None or spans is None or _write_trace(console, spans, trace)
+        keep = bool(problems) or not told
     except EngineError as error:
         console.print(f"[bold red]Failed:[/] {escape(str(error).splitlines()[0])}")
         for name, line in _first_errors(folder):
@@ -296,6 +289,20 @@ def demo(
         console.print(f"What the engines and the router said is in {folder}")
         return 1
     return 0
+
+
+def _write_trace(console: Console, spans: Path, file: Path) -> bool:
+    try:
+        file.write_bytes(merge(spans))
+    except OSError as error:
+        console.print(f"[bold red]Failed:[/] the trace was not written: {escape(str(error))}")
+        return False
+    console.print(
+        f"{escape(str(file))} says where the time went: open it in chrome://tracing or "
+        "https://ui.perfetto.dev",
+        soft_wrap=True,
+    )
+    return True
 
 
 def _first_errors(logs: Path) -> list[tuple[str, str]]:
