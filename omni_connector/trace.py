@@ -174,7 +174,7 @@ class Trace:
         if self._file is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
             self._file = os.open(self._path, flags, 0o600)
-            name = {"name": self._engine_id}
+            name: dict[str, Value] = {"name": f"{self._engine_id} {self._half}"}
             lines.append(Span(name="process_name", ph="M", pid=os.getpid(), args=name))
         lines += [self._spans.popleft() for _ in range(len(self._spans))]
         text = b"".join(map(self._line, lines))
@@ -220,8 +220,9 @@ def merge(folder: Path) -> bytes:
         if span.id:  # on the line of its thread it could not overlap with others
             del event["dur"]
             event |= {"ph": "b", "id2": {"local": span.id}}
-            events.append({**event, "ph": "e", "ts": span.ts + span.dur, "args": {}})
-        events.append(event)
+            events += [event, {**event, "ph": "e", "ts": span.ts + span.dur, "args": {}}]
+        else:
+            events.append(event)
     events += [_name("thread_name", name, pid=pid, tid=tid) for (pid, tid), name in threads.items()]
     events.sort(key=lambda event: event.get("ts", 0.0))
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})

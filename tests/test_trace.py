@@ -210,7 +210,7 @@ def test_files_become_one_chrome_trace(tmp_path: Path) -> None:
     merged = json.loads(merge(tmp_path))
     events = merged["traceEvents"]
     names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert names == {"prefill (id of prefill)", "decode (id of decode)"}
+    assert names == {"prefill (id of prefill worker0)", "decode (id of decode worker0)"}
     assert sum(e["name"] == "thread_name" for e in events) == 1
     parts = [e for e in events if e["name"] == "part"]
     assert [e["ph"] for e in parts] == ["X", "X"]

@@ -50,6 +50,7 @@ _NEW_TOKENS: Final = 16
 _WARM_UP: Final = 300
 _VOCABULARY: Final = range(3, 512)
 _STATS_S: Final = 5.0
+_WRITTEN_S: Final = 1.2  # in which an engine writes the spans that it has
 _TTFT: Final = "vllm:time_to_first_token_seconds"
 _BYTES: Final = "vllm:omni_connector_bytes_loaded_total"
 _TOKENS: Final = "vllm:omni_connector_tokens_loaded_total"
@@ -171,6 +172,7 @@ def _trace_client(
                 if number == 0:
                     trace.span("first token", sent, tokens=length)
             trace.span("answer", sent, tokens=length)
+    time.sleep(_WRITTEN_S)
 
 
 def _settled(engine: Engine, before: Metrics, *, tokens_loaded: int = 0) -> Metrics:
