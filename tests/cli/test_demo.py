@@ -101,7 +101,7 @@ def test_a_trace_is_written_and_it_says_how_to_open_it(
     assert "chrome://tracing" in capsys.readouterr().out
     events = json.loads(file.read_text())["traceEvents"]
     assert {event["name"] for event in events} == {"process_name", "thread_name", "first token"}
-    assert demo(cache=tmp_path, trace=tmp_path / "absent" / "trace.json") == 1
+    assert demo(cache=tmp_path, logs=tmp_path, trace=tmp_path / "absent" / "trace.json") == 1
     assert "the trace was not written" in capsys.readouterr().out
 
 
