@@ -44,7 +44,7 @@ import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).parent / "results"
 BLOCK = 128
-TOKEN_BYTES = 64 << 10  # 16 layers x 8 heads x 128 x (K, V) x 2 bytes
+TOKEN_BYTES = 128 << 10  # 16 layers x 8 heads x 128 x (K, V) x 4 bytes
 LENGTHS = (256, 1024, 2048, 8192)
 KV_CACHE_BYTES = 1280 << 20
 ARENA_GIB = 1.25
@@ -123,7 +123,8 @@ def engines(
                 model,
                 folder / f"{name}-{role}.log",
                 role_config,
-                arguments=("--max-model-len", "9216"),
+                # vLLM computes float32 on every CPU alike.
+                arguments=("--max-model-len", "9216", "--dtype", "float32"),
                 environment=environment,
                 core=cores[number % len(cores)],
                 kv_cache_bytes=KV_CACHE_BYTES,
@@ -223,7 +224,7 @@ def markdown(results: dict[str, dict[int, list[Sample]]], command: str, repeats:
         f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
         f"{platform.system()} {platform.release()}, Python {platform.python_version()}.",
         "",
-        "Model of 64 KiB of KV a token, one core an engine. Milliseconds at a client, medians of "
+        "Model of 128 KiB of KV a token, one core an engine. Milliseconds at a client, medians of "
         f"{repeats}. *remote*: first token with the KV on the prefill engine; *local*: with the "
         "KV on the decode engine; *cost*: remote - local, paired; *memcpy*: one numpy copy of the "
         "bytes; *ratio*: cost / memcpy, paired.",
@@ -259,7 +260,7 @@ def plot(results: dict[str, dict[int, list[Sample]]], path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(tokens, [str(each) for each in tokens])
-        axes.set_xlabel("prompt tokens (64 KiB of KV each)")
+        axes.set_xlabel("prompt tokens (128 KiB of KV each)")
         axes.grid(alpha=0.3, which="both")
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)

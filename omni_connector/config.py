@@ -25,6 +25,8 @@ _NOT_KEYS = frozenset({ENV_PREFIX + "RUNTIME_DIR"})
 # Keys that vLLM itself or MultiConnector puts into kv_connector_extra_config.
 _FOREIGN_KEYS = frozenset({"engine_id"})
 
+MAX_COPY_THREADS = 64
+
 _GIB = 1 << 30
 _SHOWN_CHARS = 200
 
@@ -111,6 +113,9 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         arena_wait_s: seconds that a prefill request waits for room in a full arena before it is
             computed without hand-off.
         load_timeout_s: seconds that a decode engine waits for a peer's answer and for the bytes.
+        copy_threads: threads that work on one copy between KV blocks and slots of a KV cache in
+            the host's memory, of each rank; None takes the cores that the rank has beside vLLM's
+            compute threads, 4 at most.
         integrity: `full` checks generation and checksum of each slot, `generation` only the
             generation.
         listen: TCP address of the control channel, as `host:port`. The system chooses the port
@@ -131,6 +136,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     handoff_ttl_s: float = 120.0
     arena_wait_s: float = 10.0
     load_timeout_s: float = 30.0
+    copy_threads: int | None = None
     integrity: Literal["full", "generation"] = "full"
     listen: str | None = None
     key_file: str | None = None
@@ -181,6 +187,10 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             value = getattr(self, key)
             if value is not None and not (math.isfinite(value * _GIB) and value > 0):
                 raise ConfigError(f"{key} must be a positive number, not {value!r}")
+        if self.copy_threads is not None and not 1 <= self.copy_threads <= MAX_COPY_THREADS:
+            raise ConfigError(
+                f"copy_threads must be between 1 and {MAX_COPY_THREADS}, not {self.copy_threads}"
+            )
         if self.huge_pages == "hugetlb" and self.arena_gib is None:
             raise ConfigError(
                 "huge_pages: 'hugetlb' needs arena_gib, at most what the reserved huge pages hold"
@@ -302,4 +312,5 @@ def _describe(kind: Any) -> str:
         return f"a list, each item {_describe(get_args(kind)[0])}"
     if get_args(kind):
         return " or ".join(_describe(part) for part in get_args(kind))
-    return {float: "a number", str: "a string", type(None): "null"}.get(kind, str(kind))
+    names = {float: "a number", int: "a whole number", str: "a string", type(None): "null"}
+    return names.get(kind, str(kind))

@@ -38,6 +38,7 @@ def test_without_configuration_the_documented_defaults_hold(extra: dict[str, Any
         ("handoff_ttl_s", 3.5),
         ("arena_wait_s", 2),
         ("load_timeout_s", 7),
+        ("copy_threads", 3),
         ("integrity", "generation"),
         ("weights", "fixed"),
     ],
@@ -182,6 +183,12 @@ def test_a_number_out_of_range_names_the_key(key: str, value: float) -> None:
         load({key: value})
     with pytest.raises(ConfigError, match=f"{key} must be a positive number, not"):
         load(**{f"OMNI_CONNECTOR_{key.upper()}": str(value)})
+
+
+@pytest.mark.parametrize("value", [0, -1, 65])
+def test_a_number_of_threads_out_of_range_names_the_key(value: int) -> None:
+    with pytest.raises(ConfigError, match="copy_threads must be between 1 and 64, not"):
+        load({"copy_threads": value})
 
 
 @pytest.mark.parametrize("value", ["", "a/b", "..", ".hidden", "a b", "a\0", "a\n"])

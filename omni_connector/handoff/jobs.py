@@ -7,14 +7,16 @@ Loads have a module of their own, `loading`.
 import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.kv import BlockCopier, BlockCopy, SlotLayout
+from omni_connector.copy_threads import NO_JOB_ID, Outcome, Work
+from omni_connector.kv import BlockCopier, SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
-from omni_connector.kv.copy_threads import NO_JOB_ID, Outcome, Work
+from omni_connector.kv.layered import Forward, LayeredSave, Stretches
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec, check_ids
 from omni_connector.stats import failure_kind
 from omni_connector.transports import Arena
@@ -72,29 +74,35 @@ class Saver:
 
     Args:
         arena: whose slots are written.
-        copier, layout: of this rank's KV caches.
+        copier, stretches: of this rank's KV caches; the copier knows the stretches.
         checksum: whether slots carry checksums.
     """
 
     def __init__(
-        self, *, arena: Arena, copier: BlockCopier, layout: SlotLayout, checksum: bool
+        self, *, arena: Arena, copier: BlockCopier, stretches: Stretches, checksum: bool
     ) -> None:
         self._arena = arena
-        self._copier = copier
-        self._layout = layout
-        self._checksum = checksum
+        self._layout = stretches.layout
+        self._copies = partial(LayeredSave, copier, stretches, checksum)
 
     def work(self, job_id: int, spec: SaveSpec, fence: object) -> Work:
-        """The body of a save; see `Work`. Slots that it did not commit are void when it ends."""
+        """The body of a save; see `Work`. Slots that it did not commit are void when it ends.
+        `fence` is that of the copier, or the forward pass that the save follows."""
+        forward = Forward.of(fence)
+        copied = spec.blocks.block_ids != NULL_BLOCK_ID
 
-        def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
+        def work(cancelled: Callable[[], bool]) -> Generator[bool | None, None, Outcome]:
             outcome = Outcome(job_id)
             complete = False
             try:
+                copies = self._copies(forward, spec.blocks, self._arena.slots, spec.slots)
+                if not forward.ended:
+                    self._begin_write(spec.slots[copied], spec.generations[copied])
+                    yield True
+                    outcome.early = yield from copies.follow(cancelled)
                 for group, places in spec.blocks.batches(batch_blocks(self._layout)):
-                    if cancelled() or not (
-                        yield from self._save(spec, group, places, fence, cancelled)
-                    ):
+                    saves = self._save(spec, group, places, copies, cancelled)
+                    if cancelled() or not (yield from saves):
                         outcome.failure = "cancelled"
                         break
                     outcome.blocks += len(places)
@@ -108,7 +116,6 @@ class Saver:
                 if not complete and not self._arena.closed:
                     # Readers that wait for these slots learn that they will not come with this
                     # generation. Who still reads a closed arena sees its owner go.
-                    copied = spec.blocks.block_ids != NULL_BLOCK_ID
                     self._begin_write(spec.slots[copied], spec.generations[copied] + 1)
             return outcome
 
@@ -129,17 +136,13 @@ class Saver:
         spec: SaveSpec,
         group: int,
         places: NDArray[np.int64],
-        fence: object,
+        copies: LayeredSave,
         cancelled: Callable[[], bool],
     ) -> Generator[bool, None, bool]:
         slots, generations = spec.slots[places], spec.generations[places]
-        self._begin_write(slots, generations)
+        self._begin_write(slots, generations)  # once more, where it followed the forward pass
         yield True
-        block_ids = spec.blocks.block_ids[places]
-        checksums = self._copier.save(
-            BlockCopy(group, block_ids, self._arena.slots, slots, self._checksum, fence),
-            cancelled=cancelled,
-        )
+        checksums = copies.finish(group, places, cancelled)
         if checksums is None:
             return False
         yield True

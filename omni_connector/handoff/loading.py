@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from omni_connector.copy_threads import Outcome, Work
 from omni_connector.errors import (
     ChecksumError,
     OmniError,
@@ -28,7 +29,6 @@ from omni_connector.kv import (
     head_sources,
 )
 from omni_connector.kv.compatibility import CompatibilityKey
-from omni_connector.kv.copy_threads import Outcome, Work
 from omni_connector.kv.shapes import GroupShape, converter, same_bytes
 from omni_connector.kv.spans import NULL_BLOCK_ID, expand
 from omni_connector.stats import failure_kind
@@ -91,9 +91,9 @@ class _Step:
     slots: Blocks
     generations: Blocks
 
-    def parts(self, size: int) -> Iterator["_Step"]:
-        """The same in steps of so many blocks."""
-        ours, theirs = self.block_size, self.plan.block_size
+    def parts(self, sizes: Sequence[int]) -> Iterator["_Step"]:
+        """The same in steps of so many blocks, by group."""
+        ours, theirs, size = self.block_size, self.plan.block_size, sizes[self.group]
         for at in range(0, len(self.block_ids), size):
             indices = self.indices[at : at + size]
             tokens = int(indices[0]) * ours, int(indices[-1] + 1) * ours
@@ -121,6 +121,7 @@ class Loader:
         checksum: whether slots carry checksums.
         clock: seconds, monotonic.
         start: starts the threads that fetch.
+        threads: that share one copy.
     """
 
     def __init__(
@@ -135,8 +136,12 @@ class Loader:
         checksum: bool,
         clock: Callable[[], float],
         start: StartTurns,
+        threads: int = 1,
     ) -> None:
         self._clock = clock
+        sizes = batch_blocks(layout)
+        # Of fetched and of mapped slots: those have a part for each thread.
+        self._batches = sizes, [-(-size // threads) * threads for size in sizes]
         self._threads = PeerThreads(start)
         self._arenas = PeerArenas(transports, self._threads, clock, start=start)
         self._copier = copier
@@ -178,6 +183,12 @@ class Loader:
                     if not self._attached(job, arenas, remotes):
                         yield False
                         continue
+                    if steps:
+                        sizes = self._batches[arenas.mapped]
+                        waiting.clear()
+                        waiting.extend(part for each in steps for part in each.parts(sizes))
+                        steps.clear()
+                        continue
                     try:
                         slots = self._slots(job, step, list(waiting), ahead, arenas, remotes)
                         if slots is None:
@@ -197,7 +208,7 @@ class Loader:
                         # The blocks before the bad one are good: they are loaded one by one.
                         ahead.close()
                         waiting.popleft()
-                        waiting.extendleft(reversed(list(step.parts(1))))
+                        waiting.extendleft(reversed(list(step.parts([1] * len(self._groups)))))
                         continue
                     waiting.popleft()
                     outcome.blocks += len(step.block_ids)
@@ -236,12 +247,9 @@ class Loader:
         sizes = [group.block_size for group in self._groups]
         plans = [self._plan(spec.source, group) for group in range(len(sizes))]
         # A chunk is a slot that may hold several blocks, or the slots that one block takes.
-        per_chunk = [
-            max(1, plan.block_size // size) for plan, size in zip(plans, sizes, strict=True)
-        ]
-        per_block = [
-            max(1, size // plan.block_size) for plan, size in zip(plans, sizes, strict=True)
-        ]
+        pairs = list(zip(plans, sizes, strict=True))
+        per_chunk = [max(1, plan.block_size // size) for plan, size in pairs]
+        per_block = [max(1, size // plan.block_size) for plan, size in pairs]
         chunks = [
             np.arange(index // blocks, -(-(index + size) // blocks) if size else index // blocks)
             for index, size, blocks in zip(
@@ -273,7 +281,8 @@ class Loader:
                 spec.slots.block_ids[own][numbers - first],
                 spec.generations[own][numbers - first],
             )
-            steps += whole.parts(batch_blocks(self._layout)[g])
+            if whole.block_ids.size:
+                steps.append(whole)
         return steps, zeros
 
     def _attached(self, job: LoadSpec, arenas: OpenArenas, remotes: _Remotes) -> bool:
@@ -347,15 +356,10 @@ class Loader:
                 target_ranks=self._ranks,
             )
             for rank, heads in parts:
-                nothing = HeadSlice(0, 0, 0)
-                by_rank.setdefault(rank, [nothing] * len(ours.pages))[layer] = heads
+                by_rank.setdefault(rank, [HeadSlice(0, 0, 0)] * len(ours.pages))[layer] = heads
         converts = converter(theirs, ours)
-        return _Plan(
-            block_size=theirs.block_size,
-            length=converts.source_bytes,
-            sources=tuple((rank, tuple(heads)) for rank, heads in sorted(by_rank.items())),
-            converter=converts,
-        )
+        sources = tuple((rank, tuple(heads)) for rank, heads in sorted(by_rank.items()))
+        return _Plan(theirs.block_size, converts.source_bytes, sources, converts)
 
     def _copy(self, step: _Step, slots: Slots, fence: object) -> Generator[bool, None, None]:
         checked = self._checksum or not slots.in_place

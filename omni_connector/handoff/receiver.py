@@ -47,8 +47,7 @@ _LEASE_MARGIN: Final = 0.25
 # get new weights compute nothing until a second after the last reset (docs/guarantees.md). So this
 # engine has asked for a lease from before a reset longer ago than this, and has computed nothing
 # since: it asks again. Time in which it computes does not count: a single step may take longer, and
-# the engine would ask again for ever. For the same reason it gives up after so many answers that
-# took longer.
+# the engine would ask for ever. So it gives up, too, after so many answers that took longer.
 _FRESH_S: Final = 0.5
 _SLOW_ANSWERS: Final = 10
 

@@ -3,8 +3,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -14,12 +14,24 @@ from numpy.typing import NDArray
 from omni_connector.errors import LayoutError
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
 from omni_connector.kv.segments import Segment, content_of, padding_of, reserved_of, split
+from omni_connector.native_copy import ALIGNMENT, Rows, native_copy
 
 _HASHED_BYTES = 512 * 1024
 """Bytes copied before they are hashed: few enough to be still in the core's own cache."""
 
 _COPIED_BYTES = 4 * 1024 * 1024
 """Bytes copied between two looks at whether the copy is still wanted."""
+
+_Item = TypeVar("_Item")
+
+
+class Sharing(Protocol):
+    """Threads that share work; see `omni_connector.memory.buffers.Helpers`."""
+
+    threads: int
+
+    def share(self, work: Callable[[_Item], None], items: Sequence[_Item]) -> None:
+        """Call `work` with each item; returns once no thread works on any of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,12 +216,14 @@ class _GroupParts:
     """The blocks of one group, as the host copies them.
 
     Args:
+        rows: its content, as machine code copies it.
         whole: its segments, in slot order.
         hashed: the same cut so small that they are hashed while they are still in the cache.
         padding: what the group reserves beside its content, `(num_blocks, ...)` each.
         reserved: content and padding, `(num_blocks, ...)` each.
     """
 
+    rows: Rows
     whole: list[_Part]
     hashed: list[_Part]
     padding: list[NDArray[np.uint8]]
@@ -220,8 +234,10 @@ class _GroupParts:
         pages = canonical.pages[group]
         content = content_of(pages)
         cut = [part for segment in content for part in split(segment, _HASHED_BYTES)]
+        whole = [_Part.of(canonical, segment) for segment in content]
         return cls(
-            [_Part.of(canonical, segment) for segment in content],
+            Rows.of([part.blocks for part in whole]),
+            whole,
             [_Part.of(canonical, segment) for segment in cut],
             [_Part.of(canonical, segment).blocks for segment in padding_of(pages)],
             [_Part.of(canonical, segment).blocks for segment in reserved_of(pages)],
@@ -229,10 +245,24 @@ class _GroupParts:
 
 
 class CpuCopier(BlockCopier):
-    """Copies a KV cache in the host's memory, on the calling thread, without holding the GIL."""
+    """Copies a KV cache in the host's memory, without holding the GIL.
 
-    def __init__(self, canonical: CanonicalKVCaches, layout: SlotLayout) -> None:
+    Args:
+        canonical, layout: the cache, and the slots.
+        helpers: share in each copy; None leaves all of it to the calling thread.
+
+    Attributes:
+        shared_bytes: of a copy, for each thread that shares in it; a helper wakes in the time of
+            as many.
+    """
+
+    shared_bytes = 1 << 20
+
+    def __init__(
+        self, canonical: CanonicalKVCaches, layout: SlotLayout, helpers: Sharing | None = None
+    ) -> None:
         super().__init__(layout)
+        self._helpers = helpers
         self._groups = [
             _GroupParts.of(canonical, group) for group in range(len(layout.group_bytes))
         ]
@@ -251,6 +281,52 @@ class CpuCopier(BlockCopier):
         self._groups = []
 
     def _copy(
+        self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
+    ) -> NDArray[np.uint64] | None:
+        count, size = len(copy.block_ids), self._layout.group_bytes[copy.group]
+        threads = 1 if self._helpers is None else self._helpers.threads
+        parts = min(threads, count, count * size // self.shared_bytes)
+        if self._helpers is None or parts <= 1:
+            return self._copy_part(copy, saving, cancelled)
+        sums: dict[int, NDArray[np.uint64]] = {}
+        given_up: list[int] = []
+
+        def copy_part(part: int) -> None:
+            some = slice(count * part // parts, count * (part + 1) // parts)
+            each = replace(copy, block_ids=copy.block_ids[some], slot_ids=copy.slot_ids[some])
+            found = None if given_up else self._copy_part(each, saving, cancelled)
+            if found is None:
+                given_up.append(part)
+            else:
+                sums[part] = found
+
+        self._helpers.share(copy_part, range(parts))
+        return None if given_up else np.concatenate([sums[part] for part in range(parts)])
+
+    def _copy_part(
+        self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
+    ) -> NDArray[np.uint64] | None:
+        group, native = self._groups[copy.group], native_copy()
+        blocks = group.rows.blocks(copy.block_ids)
+        slots = group.rows.slots(copy.slots, copy.slot_ids)
+        targets, sources = (slots, blocks) if saving else (blocks, slots)
+        if native is None or not targets.size or (targets % ALIGNMENT).any():
+            return self._copy_by_numpy(copy, saving, cancelled)
+        step = len(targets)
+        if cancelled is not None:
+            step = max(1, _COPIED_BYTES // self._layout.group_bytes[copy.group])
+        sums = np.zeros(len(targets), np.uint64)
+        for at in range(0, len(targets), step):
+            if cancelled is not None and cancelled():
+                return None
+            some = slice(at, at + step)
+            sums[some] = native(targets[some], sources[some], group.rows.lengths, copy.checksum)
+        if not saving and group.padding:
+            for block, _, count in consecutive(copy.block_ids, copy.slot_ids, len(targets)):
+                _zero(group.padding, block, count)
+        return sums
+
+    def _copy_by_numpy(
         self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
     ) -> NDArray[np.uint64] | None:
         group = self._groups[copy.group]
@@ -303,15 +379,17 @@ def _zero(parts: Sequence[NDArray[np.uint8]], block: int, count: int) -> None:
         part[block : block + count] = 0
 
 
-def make_copier(canonical: CanonicalKVCaches, layout: SlotLayout) -> BlockCopier:
-    """The copier for the device that the KV cache lies on.
+def make_copier(
+    canonical: CanonicalKVCaches, layout: SlotLayout, helpers: Sharing | None = None
+) -> BlockCopier:
+    """The copier for the device that the KV cache lies on; `helpers` share in copies on a CPU.
 
     Raises:
         LayoutError: a device that is neither a CPU nor a CUDA device.
     """
     device = canonical.device
     if device.type == "cpu":
-        return CpuCopier(canonical, layout)
+        return CpuCopier(canonical, layout, helpers)
     if device.type == "cuda":
         # Imported here, because they import this module.
         from omni_connector.kv.cuda import CudaStream

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
+from omni_connector.kv.canonical import SLOT_ALIGNMENT, CanonicalKVCaches, SlotLayout
 from omni_connector.kv.copying import BlockCopier, BlockCopy, consecutive
 from omni_connector.kv.segments import Segment, content_of, padding_of, reserved_of
 
@@ -238,13 +238,12 @@ class StagedCopier(BlockCopier):
     def _call(self, copy: BlockCopy) -> _Call:
         slots = copy.slots
         address = slots.ctypes.data
+        last = address + (len(slots) - 1) * slots.strides[0] + slots.shape[1]
         direct = None
         if (
             slots.flags.writeable
-            and slots.flags.c_contiguous
-            and any(
-                first <= address and address + slots.nbytes <= end for first, end in self._pinned
-            )
+            and slots.strides[0] >= slots.shape[1]
+            and any(first <= address and last <= end for first, end in self._pinned)
         ):
             direct = torch.from_numpy(slots.view(np.int8))
         sums = np.zeros(len(copy.block_ids), np.uint64)
@@ -259,15 +258,17 @@ class StagedCopier(BlockCopier):
     ) -> bool:
         """Run all batches, each ended while the next one is under way; whether not cancelled."""
         block_ids, slot_ids = call.copy.block_ids, call.copy.slot_ids
+        pages = max(1, -(-call.on_device.row_bytes // SLOT_ALIGNMENT))
+        rows = self._rows * self._layout.slot_bytes // (pages * SLOT_ALIGNMENT)
         with self._lock, self._stream.active():
             if call.copy.fence is not None:
                 self._stream.wait(call.copy.fence)
             under_way: tuple[object, _Batch] | None = None
             try:
-                for number, first in enumerate(range(0, len(block_ids), self._rows)):
+                for number, first in enumerate(range(0, len(block_ids), rows)):
                     if cancelled is not None and cancelled():
                         return False
-                    last = first + self._rows
+                    last = first + rows
                     batch = _Batch(number % 2, first, block_ids[first:last], slot_ids[first:last])
                     start(call, batch)
                     before, under_way = under_way, (self._stream.mark(), batch)
@@ -331,7 +332,7 @@ class StagedCopier(BlockCopier):
     ) -> list[tuple[slice, torch.Tensor]]:
         """The batch's rows beside the slots for them, both contiguous."""
         size = call.on_device.row_bytes
-        limit = len(batch.slot_ids) if size == direct.shape[1] else 1
+        limit = len(batch.slot_ids) if size == direct.stride(0) else 1
         pieces = []
         for row, slot, count in consecutive(np.arange(len(batch.slot_ids)), batch.slot_ids, limit):
             pieces.append((slice(row, row + count), direct[slot : slot + count, :size]))

@@ -6,14 +6,16 @@ import contextlib
 import mmap
 import os
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Final, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.errors import TransportError
+from omni_connector.turns import WOKEN, Turns, TurnThread
 
 # Buffers of this size and more lie on pages of their own; numpy makes the smaller ones.
 LARGE_BYTES: Final = 1 << 20
@@ -23,6 +25,7 @@ ALIGNMENT: Final = 64
 _MADV_FREE: Final = 8
 _MAX_THREADS: Final = 4
 _BYTES_PER_THREAD: Final = 16 << 20
+_THREAD_NAME: Final = "omni-connector-copy"
 
 _Item = TypeVar("_Item")
 
@@ -98,6 +101,30 @@ def _advise(pages: mmap.mmap, advice: int) -> None:
         pages.madvise(advice)
 
 
+class _Call(Generic[_Item]):
+    """Work on several items that any number of threads take part in; each takes the next item."""
+
+    def __init__(self, work: Callable[[_Item], None], items: Iterable[_Item]) -> None:
+        self._work = work
+        # The threads share a list's iterator, so that the quicker ones take more items.
+        self._left = iter(list(items))
+        self.errors: list[BaseException] = []
+        self.helping = 0
+
+    def take_part(self) -> None:
+        """Work until no item is left, or until one of the threads has failed."""
+        try:
+            for item in self._left:
+                self._work(item)
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Leave out the items that are not begun."""
+        self.errors.append(error)
+        collections.deque(self._left, maxlen=0)
+
+
 def share_out(work: Callable[[_Item], None], items: Iterable[_Item], nbytes: int) -> None:
     """Call `work` with each item, on several threads where that is worth it.
 
@@ -112,34 +139,105 @@ def share_out(work: Callable[[_Item], None], items: Iterable[_Item], nbytes: int
     threads = min(_MAX_THREADS, nbytes // _BYTES_PER_THREAD)
     if threads > 1:
         threads = min(threads, len(os.sched_getaffinity(0)))
-    # The threads share a list's iterator, so that the quicker ones take more items.
-    left = iter(list(items))
-    errors: list[BaseException] = []
-
-    def take_part() -> None:
-        try:
-            for item in left:
-                work(item)
-        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
-            errors.append(error)
-            collections.deque(left, maxlen=0)
-
+    call = _Call(work, items)
     # These threads make no turns, as they live within this one call, which waits for their end.
     others = [
-        threading.Thread(target=take_part, name="omni-connector-copy", daemon=True)
+        threading.Thread(target=call.take_part, name=_THREAD_NAME, daemon=True)
         for _ in range(threads - 1)
     ]
     with contextlib.suppress(RuntimeError):  # the system has no more threads: fewer do the work
         for thread in others:
             thread.start()
-    take_part()
+    call.take_part()
     # Even if something is raised here, no thread may go on: its memory could be used again.
     while working := [each for each in others if each.is_alive()]:
         try:
             for thread in working:
                 thread.join()
         except BaseException as error:  # noqa: BLE001 - raised below, as what a signal handler raises
-            errors.append(error)
-            collections.deque(left, maxlen=0)
-    if errors:
-        raise errors[0]
+            call.fail(error)
+    if call.errors:
+        raise call.errors[0]
+
+
+class Helpers:
+    """Threads that wait for work to take part in, as `share_out` has it, for calls that are too
+    short to start threads. They start with the first call. Any thread may call.
+
+    Args:
+        threads: that work on one call, the caller's among them.
+        cores: CPU cores that the helpers may run on; None for those of the creating thread.
+    """
+
+    def __init__(self, threads: int, cores: frozenset[int] | None = None) -> None:
+        self.threads = threads
+        self._cores = cores
+        self._changed = threading.Condition()
+        self._helpers: list[Turns] = []
+        # One entry for each helper that is still wanted.
+        self._wanted: collections.deque[_Call[Any]] = collections.deque()
+        self._closed = False
+
+    def share(self, work: Callable[[_Item], None], items: Sequence[_Item]) -> None:
+        """Call `work` with each item; returns once no thread works on any of them.
+
+        Raises:
+            The first error that `work` raises. Items that are not begun by then are left out.
+        """
+        call = _Call(work, items)
+        wanted = min(self.threads, len(items)) - 1
+        if wanted > 0:
+            with self._changed:
+                self._start()
+                self._wanted.extend([call] * wanted)
+            for helper in self._helpers:
+                helper.wake()
+        call.take_part()
+        if wanted > 0:
+            self._end(call)
+        if call.errors:
+            raise call.errors[0]
+
+    def _end(self, call: _Call[Any]) -> None:
+        while True:
+            try:
+                with self._changed:
+                    self._wanted = collections.deque(c for c in self._wanted if c is not call)
+                    while call.helping:
+                        self._changed.wait()
+                return
+            except BaseException as error:  # noqa: BLE001 - raised when no helper works any more
+                call.fail(error)
+
+    def close(self, timeout: float) -> None:
+        """End the threads, within so many seconds. Later calls are worked on by their callers."""
+        with self._changed:
+            self._closed = True
+            helpers, self._helpers = self._helpers, []
+        for helper in helpers:
+            helper.wake()
+        deadline = time.monotonic() + timeout
+        for helper in helpers:
+            helper.join(max(0.0, deadline - time.monotonic()))
+
+    def _start(self) -> None:
+        # Holds the lock.
+        if self._helpers or self._closed:
+            return
+        with contextlib.suppress(RuntimeError):  # the system has no more threads: fewer help
+            for _ in range(self.threads - 1):
+                self._helpers.append(TurnThread(_THREAD_NAME, self._turn, cores=self._cores))
+
+    def _turn(self) -> float | None:
+        with self._changed:
+            if self._closed:
+                return None
+            if not self._wanted:
+                return WOKEN
+            call = self._wanted.popleft()
+            call.helping += 1
+        call.take_part()
+        with self._changed:
+            call.helping -= 1
+            self._changed.notify_all()
+        return 0.0

@@ -360,12 +360,12 @@ class Listener:
         self.wake()
 
     def _turn(self) -> float | None:
-        for key, _ in self._ready:
+        ready, self._ready = self._ready, []
+        for key, _ in ready:
             watched: socket.socket = key.fileobj  # type: ignore[assignment]
             if watched.fileno() >= 0:  # it may have been closed earlier in this round
                 key.data(watched)
-        # Tasks that are added meanwhile are for the next round.
-        for _ in range(len(self._todo)):
+        for _ in range(len(self._todo)):  # those added meanwhile are for the next round
             self._todo.popleft()()
         return None if self._stopped.is_set() else WOKEN
 
@@ -403,10 +403,9 @@ class Listener:
         except OSError:  # the peer is gone already
             connection.close()
             return
-        if uid != os.geteuid() or len(self._connections) >= MAX_CONNECTIONS:
-            logger.warning(
-                "Refused a peer of user %d; %d peers are connected", uid, len(self._connections)
-            )
+        peers = len(self._connections)
+        if uid != os.geteuid() or peers >= MAX_CONNECTIONS:
+            logger.warning("Refused a peer of user %d; %d peers are connected", uid, peers)
             connection.close()
             return
         self._connections.add(connection)

@@ -16,9 +16,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_connector.copy_threads import CLOSE_S, CopyThread, Outcome, Work
 from omni_connector.errors import ChecksumError, OmniError
 from omni_connector.kv import BlockCopier, BlockCopy, SlotLayout
-from omni_connector.kv.copy_threads import CLOSE_S, CopyThread, Outcome, Work
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.block_store import BlockStore
 from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from omni_connector.copy_threads import CopyThread
     from omni_connector.handoff.channel import ControlChannel
     from omni_connector.handoff.directory import Handoff, SlotDirectory
-    from omni_connector.kv.copy_threads import CopyThread
     from omni_connector.memory.arena import Arena
     from omni_connector.objects.exchange import Exchange
     from omni_connector.objects.object_store import ObjectStore
@@ -143,6 +143,21 @@ def copies_ended(half: "OmniWorker") -> bool:
     if half._store_jobs is not None:
         threads.append(half._store_jobs.loads)
     return all(map(_has_no_job, threads))
+
+
+def follows(half: "OmniWorker") -> bool:
+    """Whether a rank's saves have copied all layers that the forward pass has told of."""
+    thread = half._saves
+    with thread._changed:
+        return thread._running is None and all(job.waits for job in thread._queue)
+
+
+def is_published(arena: "Arena", slot: int) -> bool:
+    """Whether readers may read a slot."""
+    from omni_connector.memory.arena_format import SlotState, state_of
+
+    words, first = arena._locate(slot)
+    return state_of(words[first + 1]) == SlotState.PUBLISHED
 
 
 def stored(half: "OmniWorker") -> bool:

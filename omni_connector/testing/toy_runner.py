@@ -2,8 +2,11 @@
 """The toy model in an engine: it follows a scheduler's output and keeps its KV in vLLM's blocks."""
 
 import functools
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +23,28 @@ class _Row:
     tables: list[list[int]]
 
 
+@dataclass(slots=True)
+class _Put:
+    """KV that is written to one layer of one rank: `cache[place] = content`."""
+
+    cache: NDArray[np.uint8]
+    place: Any
+    content: NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class _Part:
+    """A request's part of a step: positions `start` to `end`, and what they leave in the cache, by
+    group and layer."""
+
+    request_id: str
+    row: _Row
+    start: int
+    end: int
+    mind: Mind
+    puts: list[list[list[_Put]]]
+
+
 class ToyRunner:
     """Follows a scheduler's output as vLLM's model runner does, and computes.
 
@@ -27,6 +52,13 @@ class ToyRunner:
         kv_caches: for each rank the layers as vLLM registers them, `[B, H, N, C]`.
         config: their groups.
         weights: of the model; other weights, other KV.
+
+    Attributes:
+        layer_computed: called in a forward pass with each attention layer, when the KV of the
+            whole batch is written in it and none in the layers after it; None computes request
+            by request. Layers that keep a state tell nothing, as in vLLM.
+        halves: whether a batch is computed in two halves, one after the other, as vLLM does with
+            `--enable-dbo`: each of them tells of all layers.
     """
 
     def __init__(
@@ -36,6 +68,8 @@ class ToyRunner:
         weights: bytes = b"",
     ) -> None:
         self.weights = weights
+        self.layer_computed: Callable[[str], None] | None = None
+        self.halves = False
         self._kinds = kinds_of(config, len(kv_caches))
         self._groups: list[_Attention | _State] = []
         layers = {
@@ -43,6 +77,14 @@ class ToyRunner:
             for name in kv_caches[0]
         }
         self._layers = [rank for ranks in layers.values() for rank in ranks]
+        # The groups take turns, as they do in hybrid models.
+        names = [group.layer_names for group in config.kv_cache_groups]
+        self._order = [
+            (names[g][number], g, number)
+            for number in range(max(map(len, names)))
+            for g in range(len(names))
+            if number < len(names[g])
+        ]
         for kind, group in zip(self._kinds, config.kv_cache_groups, strict=True):
             caches = [layers[name] for name in group.layer_names]
             if kind.attention == "state":
@@ -76,14 +118,25 @@ class ToyRunner:
         computed = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
         cached = step.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        sampled = []
+        batch: list[_Part] = []
+        undone: list[_Put] = []
         for request_id, num_tokens in step.num_scheduled_tokens.items():
-            row = self._rows[request_id]
-            end = computed[request_id] + num_tokens
-            token = self._compute(row, computed[request_id], end)
-            if end == len(row.token_ids):
-                self.sampled(request_id, row.token_ids, token)
-                row.token_ids.append(token)
+            start = computed[request_id]
+            batch.append(self._part(request_id, start, start + num_tokens))
+            undone += self._write(batch[-1])
+        if batch and self.layer_computed is not None:
+            self._write_by_layer(batch, undone, self.layer_computed)
+        sampled = []
+        for each in batch:
+            # What was written is read once more: it, too, has to be where it belongs.
+            stored = [
+                group.read(each.row.tables[g], each.end - 1, each.end).tobytes()
+                for g, group in enumerate(self._groups)
+            ]
+            if each.end == len(each.row.token_ids):
+                token = each.mind.token(stored)
+                self.sampled(each.request_id, each.row.token_ids, token)
+                each.row.token_ids.append(token)
                 sampled.append([token])
             else:
                 sampled.append([])  # a chunk of the prompt
@@ -107,7 +160,9 @@ class ToyRunner:
             for table, ids in zip(row.tables, block_ids or (), strict=False):
                 table += ids
 
-    def _compute(self, row: _Row, start: int, end: int) -> int:
+    def _part(self, request_id: str, start: int, end: int) -> _Part:
+        """Read the cache, and draw what the request's next positions leave in it."""
+        row = self._rows[request_id]
         mind = Mind(self.weights, self._kinds)
         full = []
         for g, (kind, group) in enumerate(zip(self._kinds, self._groups, strict=True)):
@@ -121,13 +176,36 @@ class ToyRunner:
         if full:  # by position, as they were drawn
             mind.read_full(np.concatenate(full, axis=1).tobytes())
         drawn = mind.steps(row.token_ids[start:end])
-        stored = []
-        for g, group in enumerate(self._groups):
-            group.write(row.tables[g], start, end, [each[g] for each in drawn])
-        # What was written is read once more: it, too, has to be where it belongs.
-        for g, group in enumerate(self._groups):
-            stored.append(group.read(row.tables[g], end - 1, end).tobytes())
-        return mind.token(stored)
+        puts = [
+            group.puts(row.tables[g], start, end, [each[g] for each in drawn])
+            for g, group in enumerate(self._groups)
+        ]
+        return _Part(request_id, row, start, end, mind, puts)
+
+    def _write(self, part: _Part) -> list[_Put]:
+        """Write it to the cache at once, as the next request of the batch may read it; returns
+        what was there, where layers are told of."""
+        before = []
+        for puts in part.puts:
+            for put in itertools.chain(*puts):
+                if self.layer_computed is not None:
+                    before.append(_Put(put.cache, put.place, put.cache[put.place].copy()))
+                put.cache[put.place] = put.content
+        return before
+
+    def _write_by_layer(
+        self, batch: list[_Part], before: list[_Put], computed: Callable[[str], None]
+    ) -> None:
+        """Take it all back, and write it layer by layer."""
+        for put in reversed(before):
+            put.cache[put.place] = put.content
+        halves = (batch[::2], batch[1::2]) if self.halves and len(batch) > 1 else (batch,)
+        for half, (name, g, number) in itertools.product(halves, self._order):
+            for part in half:
+                for put in part.puts[g][number]:
+                    put.cache[put.place] = put.content
+            if self._kinds[g].attention != "state":
+                computed(name)
 
     def spoil(self, block_ids: list[int], seed: int) -> None:
         """Fill whole blocks with noise, which no correct answer can come from."""
@@ -178,16 +256,21 @@ class _Attention:
                 raise WrongBytes("two ranks keep different bytes of one head")
         return one.reshape(end - start, self._size)
 
-    def write(self, table: list[int], start: int, end: int, content: list[bytes]) -> None:
-        """Put KV at positions."""
+    def puts(
+        self, table: list[int], start: int, end: int, content: list[bytes]
+    ) -> list[list[_Put]]:
+        """KV for these positions, by layer."""
         blocks, offsets = self._places(table, start, end)
         rows = np.frombuffer(b"".join(content), np.uint8).reshape(
             end - start, len(self._layers), self._heads, self._content
         )
+        every: list[list[_Put]] = [[] for _ in self._layers]
         for number, layer in enumerate(self._layers):
             for place, rank in enumerate(layer):
                 first = place * self._heads // len(layer)
-                rank[blocks, :, offsets] = rows[:, number, first : first + self._kept]
+                kept = rows[:, number, first : first + self._kept]
+                every[number].append(_Put(rank, (blocks, slice(None), offsets), kept))
+        return every
 
     def _places(
         self, table: list[int], start: int, end: int
@@ -222,15 +305,13 @@ class _State:
         block = self._block(table, end)
         return np.concatenate([rank[block] for layer in self._layers for rank in layer])
 
-    def write(self, table: list[int], start: int, end: int, content: list[bytes]) -> None:
-        """Put the state after `end` positions."""
-        block, rows = (
-            self._block(table, end),
-            iter(np.frombuffer(content[-1], np.uint8).reshape(-1, self._size)),
-        )
-        for layer in self._layers:
-            for rank in layer:
-                rank[block] = next(rows)
+    def puts(
+        self, table: list[int], start: int, end: int, content: list[bytes]
+    ) -> list[list[_Put]]:
+        """The state after `end` positions, by layer."""
+        block = self._block(table, end)
+        rows = iter(np.frombuffer(content[-1], np.uint8).reshape(-1, self._size))
+        return [[_Put(rank, block, next(rows)) for rank in layer] for layer in self._layers]
 
     def _block(self, table: list[int], end: int) -> int:
         block = table[(end - 1) // self._block_size]

@@ -214,7 +214,7 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: "AttentionMetadata",
         **kwargs: Any,
     ) -> None:
-        """Blocks are saved whole, after the forward pass."""
+        self._worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
         self._worker.start_saves()

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 COUNTERS: Final = {
     "bytes_saved": "Bytes copied from KV blocks to slots.",
+    "bytes_saved_early": "Bytes of them copied while the forward pass computed other layers.",
     "bytes_loaded": "Bytes copied from a peer's slots to KV blocks.",
     "blocks_saved": "KV blocks copied to slots.",
     "blocks_loaded": "KV blocks copied from a peer's slots.",

@@ -11,9 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import torch
+from vllm.logger import init_logger
+
 from omni_connector.config import OmniConfig, StoreSettings
 from omni_connector.errors import ConfigError
 from omni_connector.kv import BlockCopier, CanonicalKVCaches, SlotLayout, make_copier
+from omni_connector.kv.copying import Sharing
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.memory.arena_size import ArenaSize, arena_size, available_bytes
 from omni_connector.memory.huge_pages import HugePages
@@ -25,6 +29,8 @@ from omni_connector.turns import StartTurns, TurnThread
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger("vllm.omni_connector.worker")
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Surroundings:
         sockets: opens the sockets of the control channel.
         transports: opens the transports that a configuration asks for.
         block_store: opens a client of the shared store that lends so many bytes of memory to it.
-        copier: makes what copies between KV blocks and slots.
+        copier: makes what copies between KV blocks and slots, with threads that share in it.
         prefault: whether a thread prefaults the arena's memory.
     """
 
@@ -48,12 +54,23 @@ class Surroundings:
     sockets: Callable[[], Sockets] = ZmqSockets
     transports: Callable[[OmniConfig], Transports] = make_transports
     block_store: Callable[[StoreSettings, int], BlockStore] = MooncakeBlockStore
-    copier: Callable[[CanonicalKVCaches, SlotLayout], BlockCopier] = make_copier
+    copier: Callable[[CanonicalKVCaches, SlotLayout, Sharing], BlockCopier] = make_copier
     prefault: bool = True
 
 
 SURROUNDINGS: Final = Surroundings()
 """Those of an engine in production."""
+
+
+def copy_threads(cores: int, device: str) -> int:
+    """Threads that one copy is shared by, where the configuration does not say.
+
+    Args:
+        cores: of this host, for each rank of the engine.
+        device: type of the device of the KV cache.
+    """
+    computing = torch.get_num_threads() if device == "cpu" else 0
+    return max(1, min(4, cores - computing))
 
 
 @dataclass(frozen=True)
@@ -120,6 +137,34 @@ class ArenaSizing:
                 f"({size.why}); set arena_gib"
             )
         return size
+
+    def tell(
+        self,
+        rank: int,
+        ranks: int,
+        size: ArenaSize,
+        slot_bytes: int,
+        groups: tuple[GroupShape, ...],
+    ) -> None:
+        """Log the size of a rank's arena, and whether the longest prompts have room in it."""
+        logger.info(
+            "Arena of rank %d: %.2f GiB, %d slots of %.1f MiB (%s)",
+            rank,
+            size.slots * slot_bytes / 2**30,
+            size.slots,
+            slot_bytes / 2**20,
+            size.why,
+        )
+        longest = self.prompt_blocks(groups)
+        if longest > size.slots and self.given is None:  # else the user has set the size
+            logger.warning(
+                "The longest prompts take %d slots, the arena has %d (%s): they are not handed "
+                "off; set arena_gib to %.1f",
+                longest,
+                size.slots,
+                size.why,
+                (longest * slot_bytes * ranks + 2**26) / 2**30,
+            )
 
     def prompt_blocks(self, groups: tuple[GroupShape, ...]) -> int:
         """Slots that the longest prompt needs."""

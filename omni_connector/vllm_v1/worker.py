@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.logger import init_logger
 
 from omni_connector.config import OmniConfig
+from omni_connector.copy_threads import CLOSE_S, NO_JOB_ID, CopyThread, Outcome, Work
 from omni_connector.handoff.jobs import LoadSpec, Saver, SaveSpec
 from omni_connector.handoff.loading import Loader
 from omni_connector.kv import (
@@ -17,9 +18,11 @@ from omni_connector.kv import (
     canonicalize,
     canonicalize_cross_layers,
 )
-from omni_connector.kv.copy_threads import NO_JOB_ID, CopyThread, Outcome, Work
+from omni_connector.kv.layered import Forward, Stretches
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import TransferSpec
+from omni_connector.memory.buffers import Helpers
+from omni_connector.memory.nodes import near_cores, process_cores
 from omni_connector.prefix.block_store import BlockStore
 from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.prefix.store_jobs import StoreJobs
@@ -33,7 +36,12 @@ from omni_connector.vllm_v1.metadata import (
 )
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.specs import fails_by_block, group_shapes, group_specs
-from omni_connector.vllm_v1.surroundings import SURROUNDINGS, ArenaSizing, Surroundings
+from omni_connector.vllm_v1.surroundings import (
+    SURROUNDINGS,
+    ArenaSizing,
+    Surroundings,
+    copy_threads,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +50,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.omni_connector.worker")
 
 # As it was before the engine pinned anything: this module is imported while it starts.
-_PROCESS_CORES: Final = frozenset(os.sched_getaffinity(0))
+_PROCESS_CORES: Final = process_cores()
 
 # What is timed, and under which name its bytes and blocks are counted.
 _COUNTED: Final[Mapping[type[TransferSpec], tuple[str, str]]] = {
@@ -95,15 +103,19 @@ class OmniWorker:
         self._fails_by_block = fails_by_block(kv_cache_config)
         self._arena: Arena | None = None
         self._copier: BlockCopier | None = None
-        self._layout: SlotLayout | None = None
         self._handshake: OmniHandshakeMetadata | None = None
         self._saver: Saver | None = None
         self._loader: Loader | None = None
         self._store_jobs: StoreJobs | None = None
-        self._saves = CopyThread("omni-save", _PROCESS_CORES, surroundings.start)
-        self._loads = CopyThread("omni-load", _PROCESS_CORES, surroundings.start)
+        self._cores = near_cores(_PROCESS_CORES, frozenset(os.sched_getaffinity(0)))
+        self._saves = CopyThread("omni-save", self._cores, surroundings.start)
+        self._loads = CopyThread("omni-load", self._cores, surroundings.start)
+        self._helpers: Helpers | None = None
         self._metadata: OmniConnectorMetadata | None = None
         self._loads_started = self._saves_started = True
+        # The forward pass under way that saves follow, and those that follow it.
+        self._forward: Forward | None = None
+        self._following: dict[int, TransferSpec] = {}
         # By the kind of job: the thread that makes it, and what makes its body.
         self._bodies: dict[
             type[TransferSpec], tuple[CopyThread, Callable[[int, Any, object], Work]]
@@ -124,7 +136,7 @@ class OmniWorker:
             ConfigError: the arena would not hold a single slot.
         """
         groups = group_specs(self._kv_cache_config)
-        self._open(canonicalize(groups, kv_caches, self._kv_cache_config.num_blocks))
+        self._open(canonicalize(groups, kv_caches, self._kv_cache_config.num_blocks), kv_caches)
 
     def register_cross_layers(self, kv_cache: "torch.Tensor", dims: str) -> None:
         """Like `register_kv_caches`, with one tensor of all layers.
@@ -138,19 +150,31 @@ class OmniWorker:
         self._open(
             canonicalize_cross_layers(
                 group_specs(config), kv_cache, names, config.num_blocks, dims=dims
-            )
+            ),
+            dict(zip(names, kv_cache.unbind(dims.index("L")), strict=True)),
         )
 
-    def _open(self, canonical: CanonicalKVCaches) -> None:
+    def _open(self, canonical: CanonicalKVCaches, views: "Mapping[str, torch.Tensor]") -> None:
+        """Take the caches in canonical form, and each layer's view of them."""
         layout = SlotLayout.of(canonical)
-        self._layout = layout
-        self._copier = self._surroundings.copier(canonical, layout)
+        addresses = [
+            {layer.name: views[layer.name].data_ptr() for layer in group.layers}
+            for group in group_specs(self._kv_cache_config)
+        ]
+        stretches = Stretches.of(canonical, layout, addresses)
+        threads = self._config.copy_threads or copy_threads(
+            len(_PROCESS_CORES) // self._ranks, canonical.tensors[0].tensor.device.type
+        )
+        self._helpers = Helpers(threads, self._cores)
+        self._copier = self._surroundings.copier(
+            stretches.canonical, stretches.layout, self._helpers
+        )
         orders = kernel_orders(self._kv_cache_config, self._layers, canonical.page_orders)
         attention = attention_of(self._kv_cache_config, self._layers)
         groups = group_shapes(self._kv_cache_config, orders, attention)
         endpoints: tuple[Endpoint, ...] = ()
         if self._sizing is not None:
-            endpoints = self._open_arena(self._sizing, self._copier, layout, groups)
+            endpoints = self._open_arena(self._sizing, self._copier, stretches, groups)
         if self._store is not None:
             self._store_jobs = StoreJobs(
                 store=self._store,
@@ -158,7 +182,7 @@ class OmniWorker:
                 layout=layout,
                 groups=groups,
                 rank=self._rank,
-                affinity=_PROCESS_CORES,
+                affinity=self._cores,
                 clock=self._surroundings.clock,
                 start=self._surroundings.start,
             )
@@ -172,6 +196,7 @@ class OmniWorker:
             rank=self._rank,
             ranks=self._ranks,
             checksum=self._checksum,
+            threads=threads,
             clock=self._surroundings.clock,
             start=self._surroundings.start,
         )
@@ -184,10 +209,10 @@ class OmniWorker:
         self,
         sizing: ArenaSizing,
         copier: BlockCopier,
-        layout: SlotLayout,
+        stretches: Stretches,
         groups: tuple[GroupShape, ...],
     ) -> tuple[Endpoint, ...]:
-        slot_bytes = layout.slot_bytes
+        slot_bytes = stretches.layout.slot_bytes
         size = sizing.size(slot_bytes, groups)
         self._arena = Arena.create(
             size.slots,
@@ -200,28 +225,11 @@ class OmniWorker:
         self._saver = Saver(
             arena=self._arena,
             copier=copier,
-            layout=layout,
+            stretches=stretches,
             checksum=self._checksum or self._transports.needs_checksums,
         )
         self._bodies[SaveSpec] = self._saves, self._saver.work
-        logger.info(
-            "Arena of rank %d: %.2f GiB, %d slots of %.1f MiB (%s)",
-            self._rank,
-            size.slots * slot_bytes / 2**30,
-            size.slots,
-            slot_bytes / 2**20,
-            size.why,
-        )
-        longest = sizing.prompt_blocks(groups)
-        if longest > size.slots and sizing.given is None:  # else the user has set the size
-            logger.warning(
-                "The longest prompts take %d slots, the arena has %d (%s): they are not handed "
-                "off; set arena_gib to %.1f",
-                longest,
-                size.slots,
-                size.why,
-                (longest * slot_bytes * self._ranks + 2**26) / 2**30,
-            )
+        sizing.tell(self._rank, self._ranks, size, slot_bytes, groups)
         return self._transports.export(self._arena, self._arena_name)
 
     @property
@@ -231,8 +239,12 @@ class OmniWorker:
 
     def bind(self, metadata: OmniConnectorMetadata) -> None:
         """Take the work of a step."""
+        if self._following:  # the forward pass before this one has not come to its end
+            self._saves.cancel(set(self._following))
+            self._following = {}
         self._metadata = metadata
         self._loads_started = self._saves_started = False
+        self._forward = Forward() if metadata.saves else None
 
     def clear(self) -> None:
         """End of a step: whatever the runner did not start by itself starts now."""
@@ -253,23 +265,57 @@ class OmniWorker:
             return
         self._loads_started = True
         if metadata.loads:
-            self._start(metadata.loads)
+            self._start(metadata.loads, None if self._copier is None else self._copier.fence())
+
+    def layer_computed(self, layer: str) -> None:
+        """The forward pass has computed the KV of a layer; returns at once.
+
+        The first time in a step, its saves to slots start: never sooner, as blocks may be zeroed
+        and copied before.
+        """
+        forward = self._forward
+        if forward is None or self._copier is None or self._metadata is None:
+            return
+        forward.computed(layer, self._copier.fence())
+        if self._following:
+            self._saves.notify()
+            return
+        saves = self._metadata.saves.items()
+        self._following = {job_id: spec for job_id, spec in saves if type(spec) is SaveSpec}
+        if self._following:
+            self._start_void(self._metadata)
+            self._start(self._following, forward)
+        else:
+            self._forward = None
 
     def start_saves(self) -> None:
-        """Start the step's saves; returns at once. Call it when the forward has been launched."""
+        """Start those of the step's saves that have not been; returns at once. Call it when the
+        forward has been launched."""
         metadata = self._metadata
         if metadata is None or self._saves_started:
             return
         self._saves_started = True
+        forward, self._forward = self._forward, None
+        following, self._following = self._following, {}
+        if not following:
+            self._start_void(metadata)
+        if not metadata.saves:
+            return
+        fence = None if self._copier is None else self._copier.fence()
+        if following:
+            assert forward is not None
+            forward.end(fence)
+            self._saves.notify()
+        saves = metadata.saves.items()
+        self._start({job_id: spec for job_id, spec in saves if job_id not in following}, fence)
+
+    def _start_void(self, metadata: OmniConnectorMetadata) -> None:
         if metadata.void[0]:
             # After the copies under way, before any into the same slots.
             assert self._saver is not None
             self._saves.submit(NO_JOB_ID, self._saver.void_work(*metadata.void))
-        if metadata.saves:
-            self._start(metadata.saves)
 
-    def _start(self, jobs: Mapping[int, TransferSpec]) -> None:
-        fence = None if self._copier is None else self._copier.fence()
+    def _start(self, jobs: Mapping[int, TransferSpec], fence: object = None) -> None:
         for job_id, spec in jobs.items():
             if not self.transfer_async(job_id, spec, fence=fence):
                 bad = frozenset(spec.blocks.held)
@@ -281,7 +327,8 @@ class OmniWorker:
         Args:
             job_id: what this rank's report calls it.
             spec: what is copied.
-            fence: of the copier, when the blocks may be read or written; None for now.
+            fence: of the copier, when the blocks may be read or written; or the forward pass that
+                a save follows; None for now.
 
         Returns:
             Whether it was started. It is not before the caches that it needs are registered, nor
@@ -334,6 +381,8 @@ class OmniWorker:
         if done:
             self._stats.count(f"bytes_{done}", outcome.size)
             self._stats.count(f"blocks_{done}", outcome.blocks)
+        if outcome.early:
+            self._stats.count("bytes_saved_early", outcome.early)
 
     def take_finished_loads(self) -> tuple[set[str], set[str]]:
         """Requests whose loads ended, and those of them that failed as a whole."""
@@ -372,6 +421,8 @@ class OmniWorker:
         self._closed = True
         self._saves.close()
         self._loads.close()
+        if self._helpers is not None:
+            self._helpers.close(CLOSE_S)
         if self._store_jobs is not None:
             self._store_jobs.close()
         elif self._store is not None:

@@ -47,6 +47,16 @@ def test_bytes_moved_are_those_of_the_prompt(pair: Pair, cases: dict[str, Case])
     assert pair.received() - received == 1
 
 
+def test_layers_are_copied_while_others_are_computed(pair: Pair, cases: dict[str, Case]) -> None:
+    """Which of them is drawn by the machine: that some are says the counter."""
+    case = cases["two-thousand-not-aligned"]
+    before = pair.count(pair.prefill_engine, "bytes_saved_early")
+    end = time.monotonic() + 60
+    while pair.count(pair.prefill_engine, "bytes_saved_early") == before:
+        assert time.monotonic() < end
+        case.check(pair.hand_off(case.prompt))
+
+
 def test_a_prefix_that_decode_holds_is_not_moved(pair: Pair, cases: dict[str, Case]) -> None:
     case, salt = cases["two-thousand-not-aligned"], new_salt()
     pair.decode(case.prompt[: 8 * BLOCK], salt, max_tokens=1)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV caches in every layout, built the way an engine builds them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -298,6 +299,28 @@ def cpu(canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndarray) -> 
     return CpuCopier(canonical, layout)
 
 
+def by_numpy(canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndarray) -> BlockCopier:
+    copier = CpuCopier(canonical, layout)
+    copier._copy_part = copier._copy_by_numpy
+    return copier
+
+
+class InTurn:
+    """Three threads that work one after the other."""
+
+    threads = 3
+
+    def share(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
+        for item in items:
+            work(item)
+
+
+def shared(canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndarray) -> BlockCopier:
+    copier = CpuCopier(canonical, layout, InTurn())
+    copier.shared_bytes = 1
+    return copier
+
+
 def staged(canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndarray) -> BlockCopier:
     # Staging buffers of a slot or two, so that small caches take several turns.
     return StagedCopier(canonical, layout, HostStream(), staging_bytes=8192)
@@ -324,7 +347,10 @@ def kv() -> SimpleNamespace:
     )
 
 
-@pytest.fixture(scope="session", params=[cpu, staged, pinned], ids=lambda make: make.__name__)
+COPIERS = [cpu, by_numpy, shared, staged, pinned]
+
+
+@pytest.fixture(scope="session", params=COPIERS, ids=lambda make: make.__name__)
 def make_copier(request: pytest.FixtureRequest) -> MakeCopier:
     """Every way to copy a KV cache, so that one set of tests holds for all of them."""
     return request.param

@@ -5,14 +5,14 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from omni_connector.errors import TransportError
 from omni_connector.memory import buffers as module
-from omni_connector.memory.buffers import LARGE_BYTES, Buffers, share_out
+from omni_connector.memory.buffers import LARGE_BYTES, Buffers, Helpers, share_out
 
 
 def address(array: np.ndarray) -> int:
@@ -240,3 +240,78 @@ def test_what_a_signal_raises_ends_the_work_before_it_is_raised(
         share_out(work, range(2), 1 << 40)
     assert len(joined) > 1
     assert not joined[0].is_alive()
+
+
+@pytest.fixture
+def helpers() -> Iterator[Helpers]:
+    found = Helpers(3)
+    yield found
+    found.close(10)
+
+
+def test_helpers_take_part_in_each_call(helpers: Helpers) -> None:
+    together = threading.Barrier(3, timeout=10)
+    threads = set()
+
+    def work(item: int) -> None:
+        together.wait()
+        threads.add(threading.get_ident())
+
+    for _ in range(20):
+        helpers.share(work, range(3))
+    assert len(threads) == 3
+
+
+def test_calls_of_several_threads_are_helped_with_at_once(helpers: Helpers) -> None:
+    done: list[int] = []
+    callers = [
+        threading.Thread(target=helpers.share, args=(done.append, range(at, at + 100)))
+        for at in range(0, 500, 100)
+    ]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(10)
+    assert sorted(done) == list(range(500))
+
+
+def test_error_of_a_helper_is_raised_after_all_have_ended(helpers: Helpers) -> None:
+    begun, ended = threading.Barrier(3, timeout=10), []
+
+    def work(item: int) -> None:
+        begun.wait()
+        if item == 0:
+            raise TransportError("zero")
+        time.sleep(0.05)
+        ended.append(item)
+
+    with pytest.raises(TransportError, match="zero"):
+        helpers.share(work, range(3))
+    assert sorted(ended) == [1, 2]
+
+
+def test_call_returns_though_no_helper_is_free(helpers: Helpers) -> None:
+    busy, free = threading.Barrier(4, timeout=10), threading.Event()
+
+    def wait(item: int) -> None:
+        busy.wait()
+        free.wait(10)
+
+    caller = threading.Thread(target=helpers.share, args=(wait, range(3)))
+    caller.start()
+    busy.wait()
+    done: list[int] = []
+    helpers.share(done.append, range(5))
+    assert done == list(range(5))
+    free.set()
+    caller.join(10)
+
+
+def test_closed_helpers_leave_the_work_to_the_caller(helpers: Helpers) -> None:
+    done: list[int] = []
+    helpers.share(done.append, range(5))
+    helpers.close(10)
+    helpers.close(10)
+    helpers.share(done.append, range(5))
+    assert sorted(done) == sorted([*range(5)] * 2)
+    assert "omni-connector-copy" not in [thread.name for thread in threading.enumerate()]

@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from omni_connector.copy_threads import Outcome, Work
 from omni_connector.errors import PeerUnreachableError
 from omni_connector.handoff import loading
 from omni_connector.handoff import receiver as receiving
@@ -25,7 +26,6 @@ from omni_connector.handoff.messages import HandshakeReply, LeaseGranted, encode
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.kv import BlockCopy, SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
-from omni_connector.kv.copy_threads import Outcome, Work
 from omni_connector.kv.ledger import CopyLedger
 from omni_connector.memory.arena import Arena
 from omni_connector.testing.hostile.control import EPOCH, PROMPT, compatibility, readers

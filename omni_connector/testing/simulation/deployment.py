@@ -116,7 +116,7 @@ class Deployment:
             each = transport()
             return Transports([each], [each])
 
-        def copier(caches: Any, layout: Any) -> Any:
+        def copier(caches: Any, layout: Any, helpers: Any) -> Any:  # no thread runs by itself
             return TroubledCopier(
                 world, self.raising, self._slow_copies, make_copier(caches, layout)
             )

@@ -9,6 +9,7 @@ scheduled before that. Each of these is an act of its own: the seed draws what c
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -245,6 +246,12 @@ class SimulatedEngine(Actor):
         return None
 
     def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        # Layers tell nothing where a graph of the whole model is replayed; in a batch that is
+        # computed in two halves they tell twice. Both happen with batches of some sizes.
+        number = step.total_num_scheduled_tokens % 4
+        by_layer = bool(self.workers) and number > 0
+        self.runner.layer_computed = partial(self._layer_computed, step) if by_layer else None
+        self.runner.halves = number == 1
         outputs = self._lifecycle(self.workers, self.runner, step, self._breathe)
         if step.total_num_scheduled_tokens:
             self._busy_until = self.world.now + self.shape.step_s
@@ -253,6 +260,15 @@ class SimulatedEngine(Actor):
         output = self._aggregator.aggregate(list(outputs))
         assert output is not None
         return output
+
+    def _layer_computed(self, step: SchedulerOutput, layer: str) -> None:
+        """What vLLM's attention layers do."""
+        metadata: Any = step.kv_connector_metadata
+        unused: Any = None
+        for worker in self.workers:
+            worker.save_kv_layer(layer, unused, unused)
+            if metadata.saves:
+                self._breathe()
 
     def _breathe(self) -> None:
         self.world.breathe()

@@ -149,7 +149,7 @@ MENDED: Final = (
             "            except StopAsyncIteration as error:",
         ),
         (
-            "omni_connector.kv.copy_threads",
+            "omni_connector.copy_threads",
             "        except BaseException:  # it is this job's, and the others go on\n",
             "        except StopAsyncIteration:\n",
         ),
@@ -158,7 +158,7 @@ MENDED: Final = (
         "defect 4: nobody sees a dead thread",
         "jobs of a thread that has ended are waited for",
         (
-            "omni_connector.kv.copy_threads",
+            "omni_connector.copy_threads",
             "        if under_way and not self._closing and not self._thread.is_alive():\n",
             "        if False:\n",
         ),

@@ -55,6 +55,42 @@ OWN: Final = (
         ),
     ),
     mutant(
+        "a layer is copied too soon",
+        "layers are copied before they are computed, once one of them is",
+        (
+            "omni_connector.kv.layered",
+            "            if left and self._forward.has(left[0].layers):\n",
+            "            if left and self._forward._computed:\n",
+        ),
+    ),
+    mutant(
+        "a layer is not hashed",
+        "the checksum of a slot omits what was copied first",
+        (
+            "omni_connector.kv.layered",
+            "        if self._checksum:\n            for place, slot",
+            "        if self._checksum and stretch.first:\n            for place, slot",
+        ),
+    ),
+    mutant(
+        "layers are missing",
+        "a slot is published without the layers that told nothing",
+        (
+            "omni_connector.kv.layered",
+            "        for stretch in stretches[done:]:\n",
+            "        for stretch in ():\n",
+        ),
+    ),
+    mutant(
+        "a layer is copied once",
+        "where a batch is computed in two halves, the layers of the second are not copied again",
+        (
+            "omni_connector.kv.layered",
+            "        return not layers.isdisjoint(self._again)\n",
+            "        return False\n",
+        ),
+    ),
+    mutant(
         "checksums are not compared",
         "bytes that changed on their way are served",
         (

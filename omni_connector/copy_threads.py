@@ -33,6 +33,7 @@ class Outcome:
         failure: kind of failure; None when all went well, `cancelled` when told to stop.
         blocks: blocks copied.
         size: bytes copied.
+        early: bytes of them copied while the forward pass still computed others.
         seconds: how long it took, waiting in the queue not included.
         bad_block_ids: blocks that do not hold what they should.
     """
@@ -41,14 +42,18 @@ class Outcome:
     failure: str | None = None
     blocks: int = 0
     size: int = 0
+    early: int = 0
     seconds: float = 0.0
     bad_block_ids: frozenset[int] = frozenset()
 
 
-Work = Callable[[Callable[[], bool]], Generator[bool, None, Outcome]]
+UNTIL_NOTIFIED: Final = None
+
+Work = Callable[[Callable[[], bool]], Generator[bool | None, None, Outcome]]
 """A job's body: given a function that says whether to stop, it copies piece by piece and tells how
 it went. After each piece it yields whether it goes on at once; if not, the other jobs have their
-turn first. It looks before each piece: a job that was cancelled copies nothing any more."""
+turn first. `UNTIL_NOTIFIED` has it go on after the next `CopyThread.notify`, or when it is
+cancelled. It looks before each piece: a job that was cancelled copies nothing any more."""
 
 _NOT_YET_S: Final = 0.0003
 
@@ -58,6 +63,7 @@ class _Job:
         self.job_id = job_id
         self.writes = writes
         self.cancelled = False
+        self.waits = False
         self.seconds = 0.0
         self.pieces = work(lambda: self.cancelled)
 
@@ -82,6 +88,7 @@ class CopyThread:
         self._running: _Job | None = None
         self._ended: list[Outcome] = []
         self._closing = False
+        self._notified = 0
         self._thread = start(name, self._turn, cores=affinity)
 
     def submit(self, job_id: int, work: Work, writes: Iterable[int] = ()) -> None:
@@ -118,12 +125,20 @@ class CopyThread:
     def cancel(self, job_ids: set[int]) -> None:
         """Tell these jobs to stop, without waiting for it; unknown and ended ones are ignored."""
         with self._changed:
-            self._mark(job_ids)
+            for job in (*self._queue, self._running):
+                if job is not None and job.job_id in job_ids:
+                    job.cancelled = True
+        self._thread.wake()
 
-    def _mark(self, job_ids: set[int]) -> None:
-        for job in (*self._queue, self._running):
-            if job is not None and job.job_id in job_ids:
-                job.cancelled = True
+    def notify(self) -> None:
+        """Let the jobs go on that wait for this; returns at once."""
+        with self._changed:
+            self._notified += 1  # for one that looks just now, and is about to wait
+            waiting = [job for job in self._queue if job.waits]
+            for job in waiting:
+                job.waits = False
+        if waiting:
+            self._thread.wake()
 
     def close(self) -> None:
         """Cancel everything and stop the thread. Idempotent, within `CLOSE_S` seconds.
@@ -147,12 +162,15 @@ class CopyThread:
 
     def _turn(self) -> float | None:
         with self._changed:
-            if not self._queue:
+            due = (i for i, each in enumerate(self._queue) if each.cancelled or not each.waits)
+            place = next(due, None)
+            if place is None:
                 return None if self._closing else WOKEN
-            job = self._queue.popleft()
-            self._running = job
+            job = self._running = self._queue[place]
+            del self._queue[place]
+            notified = self._notified
         outcome: Outcome | None = None
-        goes_on = False
+        goes_on: bool | None = False
         started = time.perf_counter()
         try:
             with COPIES:
@@ -169,12 +187,13 @@ class CopyThread:
                 outcome.seconds = job.seconds
                 if job.job_id != NO_JOB_ID:
                     self._ended.append(outcome)
-            elif goes_on:
-                self._queue.appendleft(job)
-            else:
+            elif goes_on is False:
                 self._queue.append(job)
+            else:
+                job.waits = goes_on is UNTIL_NOTIFIED and notified == self._notified
+                self._queue.insert(place, job)
             self._changed.notify_all()
-        return 0.0 if goes_on or outcome is not None else _NOT_YET_S
+        return _NOT_YET_S if goes_on is False and outcome is None else 0.0
 
 
 def _failed(job: _Job, kind: str) -> Outcome:

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving blocks layer by layer, while the forward pass that fills them computes the next layers.
+
+A slot holds a block's layers one after the other, so the bytes of one layer are one stretch of it.
+The copier sees each stretch as a group of its own, and the checksum of a slot grows with them.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from omni_connector.copy_threads import UNTIL_NOTIFIED
+from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
+from omni_connector.kv.copying import BlockCopier, BlockCopy
+from omni_connector.kv.spans import BlockSpans
+
+_HASHED_BYTES: Final = 1024 * 1024
+"""Bytes copied before they are hashed: few enough to be still in the core's own cache."""
+
+
+class Forward:
+    """How far the forward pass of a step has come.
+
+    The engine's thread tells it, the thread that copies looks.
+
+    Attributes:
+        ended: whether all of it has been launched. No slot is published before, because a runner
+            may compute a layer again, for other tokens of the step.
+        fence: of the copier, after all that was told so far.
+    """
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.fence: object = None
+        self._computed: set[str] = set()
+        self._again: set[str] = set()
+
+    @classmethod
+    def of(cls, fence: object) -> "Forward":
+        """The pass that this is, or one that has ended with this fence of the copier."""
+        if isinstance(fence, cls):
+            return fence
+        over = cls()
+        over.end(fence)
+        return over
+
+    def computed(self, layer: str, fence: object) -> None:
+        """The KV of a layer has been computed; `fence` marks that."""
+        self.fence = fence
+        if layer in self._computed:
+            self._again.add(layer)
+        self._computed.add(layer)
+
+    def end(self, fence: object) -> None:
+        """All of it has been launched, the layers of which nothing was told among it."""
+        self.fence = fence
+        self.ended = True
+
+    def has(self, layers: frozenset[str]) -> bool:
+        """Whether it has told of these layers. Nothing is told of a stretch without any."""
+        return bool(layers) and layers <= self._computed
+
+    def repeated(self, layers: frozenset[str]) -> bool:
+        """Whether one of these was computed again after the first time."""
+        return not layers.isdisjoint(self._again)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """One layer's bytes of a slot.
+
+    Attributes:
+        number: of the group that the copier knows it as.
+        first, end: its bytes of the slot.
+        layers: the names of the layer; several where others read its cache.
+    """
+
+    number: int
+    first: int
+    end: int
+    layers: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretches:
+    """The layers of a KV cache's groups.
+
+    Attributes:
+        canonical, layout: the KV cache and its slots, for a copier: with a group for each stretch
+            after the real ones. A stretch is copied to and from a view of the slots,
+            `slots[:, first:end]`.
+        of_groups: for each real group its stretches, in slot order.
+    """
+
+    canonical: CanonicalKVCaches
+    layout: SlotLayout
+    of_groups: tuple[tuple[Stretch, ...], ...]
+
+    @classmethod
+    def of(
+        cls,
+        canonical: CanonicalKVCaches,
+        layout: SlotLayout,
+        addresses: Sequence[Mapping[str, int]],
+    ) -> "Stretches":
+        """Find the layers' bytes.
+
+        Args:
+            canonical: the KV cache.
+            layout: its slots.
+            addresses: for each group where the bytes of each layer begin, in block 0.
+        """
+        pages, sizes = list(canonical.pages), list(layout.group_bytes)
+        of_groups = []
+        for group_pages, group_addresses in zip(canonical.pages, addresses, strict=True):
+            stretches = []
+            for page in group_pages:
+                at = page.storage + page.start
+                layers = frozenset(name for name, each in group_addresses.items() if each == at)
+                end = page.slot_offset + page.nbytes
+                stretches.append(Stretch(len(pages), page.slot_offset, end, layers))
+                pages.append((replace(page, slot_offset=0),))
+                sizes.append(page.nbytes)
+            of_groups.append(tuple(stretches))
+        return cls(
+            replace(canonical, pages=tuple(pages)),
+            SlotLayout(tuple(sizes), layout.slot_bytes),
+            tuple(of_groups),
+        )
+
+
+class LayeredSave:
+    """The copies of one save.
+
+    Args:
+        copier, stretches: of the KV cache; the copier was made for the stretches.
+        checksum: whether slots have checksums.
+        forward: the pass that fills the blocks.
+        blocks: what is copied.
+        slots: `(n_slots, slot_bytes)`, writable.
+        slot_ids: the slot of each of `blocks.block_ids`, unused for a null block.
+    """
+
+    def __init__(
+        self,
+        copier: BlockCopier,
+        stretches: Stretches,
+        checksum: bool,
+        forward: Forward,
+        blocks: BlockSpans,
+        slots: NDArray[np.uint8],
+        slot_ids: NDArray[np.int64],
+    ) -> None:
+        self._copier = copier
+        self._stretches = stretches.of_groups
+        self._forward = forward
+        self._block_ids = blocks.block_ids
+        self._slots = slots
+        self._slot_ids = slot_ids
+        whole = [max(1, len(blocks.block_ids))] * len(blocks.group_sizes)
+        self._places = dict(blocks.batches(whole))
+        self._checksum = checksum
+        self._digests = [xxhash.xxh3_64() for _ in slot_ids] if checksum else []
+        self._done = [0] * len(self._stretches)
+
+    def follow(self, cancelled: Callable[[], bool]) -> Generator[bool | None, None, int]:
+        """Copy layers that are computed until the forward pass has ended; see `Work`.
+
+        A layer is copied after those that lie before it in the slot.
+
+        Returns:
+            The bytes copied.
+        """
+        copied = 0
+        while not self._forward.ended and not cancelled():
+            group = self._next_group()
+            if group is None:
+                yield UNTIL_NOTIFIED
+                continue
+            stretch, places = self._stretches[group][self._done[group]], self._places[group]
+            for batch in _batches(places, stretch):
+                if not self._copy(stretch, batch, cancelled):
+                    return copied
+                copied += len(batch) * (stretch.end - stretch.first)
+                yield True
+            self._done[group] += 1
+        return copied
+
+    def _next_group(self) -> int | None:
+        """A group whose next layer is computed."""
+        for group in self._places:
+            left = self._stretches[group][self._done[group] :]
+            if left and self._forward.has(left[0].layers):
+                return group
+        return None
+
+    def finish(
+        self, group: int, places: NDArray[np.int64], cancelled: Callable[[], bool]
+    ) -> NDArray[np.uint64] | None:
+        """Copy what is left of some blocks of a group, once the forward pass has ended.
+
+        Args:
+            group: the blocks' group.
+            places: of the blocks, among all of the save.
+            cancelled: see `BlockCopier.save`.
+
+        Returns:
+            What `BlockCopier.save` does.
+        """
+        stretches, done = self._stretches[group], self._done[group]
+        if not done or any(self._forward.repeated(each.layers) for each in stretches[:done]):
+            ids = self._block_ids[places], self._slots, self._slot_ids[places]
+            whole = BlockCopy(group, *ids, self._checksum, self._forward.fence)
+            return self._copier.save(whole, cancelled=cancelled)
+        for stretch in stretches[done:]:
+            for batch in _batches(places, stretch):
+                if not self._copy(stretch, batch, cancelled):
+                    return None
+        sums = [self._digests[place].intdigest() if self._checksum else 0 for place in places]
+        return np.array(sums, np.uint64)
+
+    def _copy(
+        self, stretch: Stretch, places: NDArray[np.int64], cancelled: Callable[[], bool]
+    ) -> bool:
+        part, slot_ids = self._slots[:, stretch.first : stretch.end], self._slot_ids[places]
+        copy = BlockCopy(
+            stretch.number, self._block_ids[places], part, slot_ids, False, self._forward.fence
+        )
+        copied = self._copier.save(copy, cancelled=cancelled)
+        if copied is None:
+            return False
+        if self._checksum:
+            for place, slot in zip(places.tolist(), slot_ids.tolist(), strict=True):
+                self._digests[place].update(part[slot].data)
+        return True
+
+
+def _batches(places: NDArray[np.int64], stretch: Stretch) -> Iterator[NDArray[np.int64]]:
+    """So many blocks that what was copied of them is hashed while it is at hand."""
+    count = max(1, _HASHED_BYTES // (stretch.end - stretch.first))
+    for first in range(0, len(places), count):
+        yield places[first : first + count]

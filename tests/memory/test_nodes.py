@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+import multiprocessing
+import os
+
+from omni_connector.memory.nodes import near_cores, process_cores
+
+ALL = frozenset(range(8))
+
+
+def nodes(folder, *lists):
+    for number, text in enumerate(lists):
+        (folder / f"node{number}").mkdir()
+        (folder / f"node{number}" / "cpulist").write_text(text)
+    return folder
+
+
+def test_cores_of_the_node_that_the_pinned_ones_lie_on_are_near(tmp_path):
+    folder = nodes(tmp_path, "0-3\n", "4,5-7\n", "\n")
+    assert near_cores(ALL, frozenset({5}), folder) == {4, 5, 6, 7}
+    assert near_cores(frozenset({1, 2, 6}), frozenset({0}), folder) == {1, 2}
+    assert near_cores(ALL, frozenset({3, 4}), folder) == ALL
+
+
+def test_all_cores_are_near_where_the_host_tells_nothing_or_none_is(tmp_path):
+    assert near_cores(ALL, frozenset({5}), tmp_path / "absent") == ALL
+    folder = nodes(tmp_path, "0-3\n", "4-7\n")
+    assert near_cores(frozenset({1}), frozenset({5}), folder) == {1}
+    (folder / "node1" / "cpulist").write_text("nonsense")
+    assert near_cores(ALL, frozenset({5}), folder) == ALL
+
+
+def _told(queue):
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    queue.put(process_cores())
+
+
+def test_a_pinned_worker_may_use_the_cores_of_the_process_that_started_it():
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    worker = context.Process(target=_told, args=(queue,))
+    worker.start()
+    assert queue.get() == os.sched_getaffinity(0)
+    worker.join()
+
+
+def test_a_process_that_nobody_started_has_its_own_cores():
+    assert process_cores() == os.sched_getaffinity(0)
