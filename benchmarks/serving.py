@@ -59,7 +59,8 @@ PREFIX_TOKENS, DRAWN_TOKENS, SPREAD = 64, 2496, 0.6
 MAX_TOKENS = 5120
 KV_CACHE_BYTES = 1280 << 20
 ARENA_GIB = 1.25
-WARM_UP_REQUESTS = 16  # more KV than a KV cache or an arena holds
+WARM_UP = 8  # requests; more KV than a KV cache or an arena holds
+QUICK_WARM_UP = 4
 READY_S = 240.0
 TARGET = 0.995
 # The command `vllm` itself looks for a package of its own name, and a CPU build may be called
@@ -111,7 +112,8 @@ class Place:
             self.model,
             self.folder / f"{name}.log",
             config,
-            arguments=("--max-model-len", str(MAX_TOKENS)),
+            # vLLM computes float32 on every CPU alike.
+            arguments=("--max-model-len", str(MAX_TOKENS), "--dtype", "float32"),
             environment=environment,
             core=core,
             kv_cache_bytes=KV_CACHE_BYTES,
@@ -157,6 +159,17 @@ class Place:
             errors = sorted(filter(None, told["errors"]))
             raise RuntimeError(f"{requests - told['completed']} requests failed: {errors[:3]}")
         return Load(told["request_throughput"], told["ttfts"])
+
+    @contextlib.contextmanager
+    def logs_on_failure(self) -> Iterator[None]:
+        """Print the end of each log if something fails, before the folder is removed."""
+        try:
+            yield
+        except Exception:
+            for log in sorted(self.folder.glob("*.log")):
+                tail = log.read_text(errors="replace").splitlines()[-30:]
+                print(f"== {log.name}", *tail, sep="\n", file=sys.stderr)
+            raise
 
 
 def cores() -> tuple[int, int]:
@@ -222,12 +235,13 @@ def measure(
     name: str,
     config: Mapping[str, Any] | None,
     requests: Mapping[int, int],
+    warm_up: int,
     number: int,
 ) -> dict[int, Load]:
     """One round of a configuration: its loads, by the number of concurrent requests."""
     loads = {}
-    with serving(place, name, config) as (port, decode):
-        place.load(port, WARM_UP_REQUESTS, 4, seed=1000 * number)
+    with serving(place, name, config) as (port, decode), place.logs_on_failure():
+        place.load(port, warm_up, 4, seed=1000 * number)
         for concurrent, count in requests.items():
             before = external_tokens(decode) if decode else (0.0, 0.0)
             load = place.load(port, count, concurrent, seed=1000 * number + concurrent)
@@ -295,7 +309,7 @@ def markdown(results: Results, about: str, requests: Mapping[int, int]) -> str:
         "",
         about,
         "",
-        "`vllm bench serve`; model of 64 KiB of KV a token, prompts of 1,062 to 4,058 tokens, "
+        "`vllm bench serve`; model of 128 KiB of KV a token, prompts of 1,062 to 4,058 tokens, "
         f"{OUTPUT_TOKENS} tokens of answer. One engine without a connector, and a prefill and a "
         "decode engine behind vllm-router; each engine computes on one core, so that two have "
         f"twice the cores of one. {rounds} rounds, in which each configuration runs alone; "
@@ -311,7 +325,7 @@ def markdown(results: Results, about: str, requests: Mapping[int, int]) -> str:
     for concurrent in requests:
         for name in results:
             each = row(results, name, concurrent)
-            remote = "–" if each.remote != each.remote else f"{100 * each.remote:.1f}"
+            remote = "-" if each.remote != each.remote else f"{100 * each.remote:.1f}"
             lines.append(
                 f"| {name} | {concurrent} | {each.requests_per_s:.3f} | {each.speed_ratio:.2f} "
                 f"| {each.first_token:.0f} | {each.first_token_ratio:.2f} "
@@ -344,25 +358,25 @@ def plot(results: Results, concurrencies: Sequence[int], path: Path) -> None:
 
 
 def compare(
-    place: Place, requests: Mapping[int, int], names: Sequence[str], rounds: int
+    place: Place, requests: Mapping[int, int], warm_up: int, names: Sequence[str], rounds: int
 ) -> Iterator[Results]:
     """The results so far, after each round; the order turns round by round."""
     found: dict[str, list[dict[int, Load]]] = {name: [] for name in names}
     for number in range(1, rounds + 1):
         for name in names if number % 2 else reversed(names):
-            found[name].append(measure(place, name, connectors()[name], requests, number))
+            found[name].append(measure(place, name, connectors()[name], requests, warm_up, number))
         yield found
 
 
-def idle(place: Place, requests: int, rounds: int) -> list[tuple[float, float]]:
+def idle(place: Place, requests: int, warm_up: int, rounds: int) -> list[tuple[float, float]]:
     """Requests a second of the engine without and with a connector, by round."""
     config = {**(connectors()[OURS] or {}), "kv_role": "kv_both"}
     core = cores()[1]
     plain, ours = place.engine("plain", None, core), place.engine("kv-both", config, core)
     speeds: list[tuple[float, float]] = []
-    with started([plain, ours]):
+    with started([plain, ours]), place.logs_on_failure():
         for engine in (plain, ours):
-            place.load(engine.port, WARM_UP_REQUESTS, IDLE_CONCURRENT, seed=0)
+            place.load(engine.port, warm_up, IDLE_CONCURRENT, seed=0)
         for number in range(1, rounds + 1):
             found = {}
             for engine in (plain, ours) if number % 2 else (ours, plain):
@@ -405,9 +419,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round, fewer requests, no peer")
     parser.add_argument("--idle", action="store_true", help="kv_both without hand-offs instead")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--connector", action="append", choices=list(connectors())[1:])
     parser.add_argument("--rounds", type=int, help="3 by default, and 10 with --idle")
     arguments = parser.parse_args()
     quick, output = arguments.quick, arguments.output
+    warm_up = QUICK_WARM_UP if quick else WARM_UP
     rounds = arguments.rounds or ((2 if quick else 10) if arguments.idle else (1 if quick else 3))
     # Asked to end, stop the engines on the way out.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -420,14 +436,15 @@ def main() -> None:
         place = Place(Path(folder))
         if arguments.idle:
             requests = 4 if quick else 24
-            text = idle_markdown(idle(place, requests, rounds), about, requests)
+            text = idle_markdown(idle(place, requests, warm_up, rounds), about, requests)
             (output / "serving_idle.md").write_text(text)
             print(text)
         else:
             by_concurrent = QUICK_REQUESTS if quick else REQUESTS
-            names = [name for name in connectors() if not (quick and name == NIXL)]
+            peers = arguments.connector or ([OURS] if quick else list(connectors())[1:])
+            names = [NONE, *peers]
             # Written after each round, so that a run cut short leaves what it measured.
-            for results in compare(place, by_concurrent, names, rounds):
+            for results in compare(place, by_concurrent, warm_up, names, rounds):
                 text = markdown(results, about, by_concurrent)
                 (output / "serving.md").write_text(text)
                 plot(results, list(by_concurrent), output / "serving.png")
