@@ -19,6 +19,7 @@ BENCHMARKS = (
     "store",
     "transfer_engine",
     "handoff",
+    "serving",
     "hostile_bytes",
 )
 
