@@ -20,6 +20,7 @@ BENCHMARKS = (
     "transfer_engine",
     "handoff",
     "timeline",
+    "serving",
     "hostile_bytes",
 )
 

@@ -134,7 +134,10 @@ def test_of_a_broken_start_the_first_error_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*arguments: object) -> list[Result]:
-        (tmp_path / "decode.log").write_text("INFO hello\nERROR ValueError: no room\nOSError: 2\n")
+        (tmp_path / "decode.log").write_text(
+            "WARNING errors like `OSError: [Errno 24]` may follow\n"
+            "ERROR ValueError: no room\nOSError: 2\n"
+        )
         raise module.EngineError("engine died while starting:\n...")
 
     monkeypatch.setattr(module, "find_spec", lambda name: object())
