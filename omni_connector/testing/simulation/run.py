@@ -153,6 +153,9 @@ def _settle(cluster: Cluster, look: Any) -> None:
     for name in sorted(cluster.deaf):
         cluster.serve(name, (0, 1), 1, 0)
     quieten()
+    if cluster.deaf:  # what that step has begun comes to its end
+        end = world.now + _TICKS_S
+        world.run(lambda: world.now >= end, end)
     while len(cluster.engines) < len(cluster.shapes):
         world.run(lambda: len(cluster.engines) == len(cluster.shapes), world.now + 5.0)
         look()
