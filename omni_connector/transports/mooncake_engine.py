@@ -39,9 +39,12 @@ _ATTEMPTS: Final = 4
 _BACKOFF_S: Final = 0.005
 # A read that fails sooner was refused, or lost its connection. One that takes longer is stuck.
 _QUICK_S: Final = 1.0
-# Mooncake's blocking call keeps a core busy until the bytes are there. Where ranges have so many
-# bytes, it costs less to start a transfer for each, and to look now and then.
-_POLLED_BYTES: Final = 256 << 10
+# Mooncake's blocking call keeps a core busy until the bytes are there, which those who send and
+# receive them need. Where ranges are few or large, it costs less to start a transfer for each, and
+# to look now and then.
+_FEW_RANGES: Final = 4
+_LARGE_BYTES: Final = 256 << 10
+_FIRST_POLL_S: Final = 0.00005
 _POLL_S: Final = 0.0002
 _NO_TRANSFER: Final = frozenset({0, -1, (1 << 64) - 1})
 _MIN_BUFFER_BYTES: Final = 64 << 10
@@ -169,8 +172,9 @@ class TransferEngine:
                     raise PeerUnreachableError(f"{peer} did not send everything in time")
                 failed = at
                 at += sum(each.size for each in batch)
+                large = at - failed >= len(batch) * _LARGE_BYTES
                 # The blocking call gets over a peer that has started anew under its old address.
-                if attempt or at - failed < len(batch) * _POLLED_BYTES:
+                if attempt or not (large or len(batch) <= _FEW_RANGES):
                     code = _read(engine, peer, batch, failed)
                 else:
                     code = _read_and_poll(engine, peer, batch, failed, self._settings.timeout_s)
@@ -299,6 +303,7 @@ def _read_and_poll(
             return -1
         transfers.append(transfer)
         at += each.size
+    pause = _FIRST_POLL_S
     while transfers:
         code = engine.transfer_check_status(transfers[0])
         if code > 0:
@@ -306,7 +311,8 @@ def _read_and_poll(
         elif code < 0 or time.monotonic() >= end:
             return int(code) or -1
         else:
-            time.sleep(_POLL_S)
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_S)
     return 0
 
 

@@ -315,10 +315,11 @@ def resident() -> int:
     return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
 
-class Registering:
+class Registering(Fake):
     """An engine whose reads fail, and which knows what is registered."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.registered: set[int] = set()
 
     def register_memory(self, address: int, size: int) -> int:
