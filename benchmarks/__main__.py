@@ -19,6 +19,8 @@ BENCHMARKS = (
     "store",
     "transfer_engine",
     "handoff",
+    "timeline",
+    "serving",
     "hostile_bytes",
 )
 

@@ -124,6 +124,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         peers: hosts that prompts may be fetched from: IP addresses, networks, host names.
         mooncake: how Mooncake is started; see `MooncakeSettings`.
         store: where prefixes are shared with engines on any host; None shares none.
+        trace: folder to which the engine writes what took how long; None writes nothing.
     """
 
     transport: str = "auto"
@@ -143,6 +144,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     peers: tuple[str, ...] = ()
     mooncake: MooncakeSettings = MooncakeSettings()
     store: StoreSettings | None = None
+    trace: str | None = None
 
     @classmethod
     def load(
@@ -206,6 +208,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             )
         if self.namespace.startswith("."):
             raise ConfigError(f"namespace must not start with a dot: {self.namespace!r}")
+        if self.trace == "":
+            raise ConfigError("trace must name a folder, or be null")
         Peers(self.peers)
         if self.listen is not None:
             host = parse_listen(self.listen).host

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from omni_connector.trace import Trace, now
 from omni_connector.turns import COPIES, WOKEN, StartTurns, TurnThread
 
 logger = logging.getLogger("vllm.omni_connector.worker")
@@ -56,6 +57,46 @@ turn first. `UNTIL_NOTIFIED` has it go on after the next `CopyThread.notify`, or
 cancelled. It looks before each piece: a job that was cancelled copies nothing any more."""
 
 _NOT_YET_S: Final = 0.0003
+
+
+def traced(trace: Trace, name: str, job_id: int, work: Work, request_id: str = "") -> Work:
+    """The same work, which tells a trace when it began and ended, and of which job its parts are.
+
+    Args:
+        name: of the span.
+        request_id: whose job it is, where that is known.
+    """
+
+    def body(cancelled: Callable[[], bool]) -> Generator[bool | None, None, Outcome]:
+        pieces, began = work(cancelled), now()
+        outcome = Outcome(job_id, "job_failed")
+        try:
+            while True:
+                trace.of_job.id = job_id
+                try:
+                    goes_on = next(pieces)
+                except StopIteration as end:
+                    given: Outcome = end.value
+                    outcome = given
+                    break
+                finally:
+                    trace.of_job.id = None
+                yield goes_on
+        finally:
+            pieces.close()
+            trace.span(
+                name,
+                began,
+                f"{name} {job_id}",
+                job=job_id,
+                request=request_id or None,
+                blocks=outcome.blocks,
+                bytes=outcome.size,
+                failure=outcome.failure,
+            )
+        return outcome
+
+    return body
 
 
 class _Job:

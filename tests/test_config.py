@@ -41,6 +41,7 @@ def test_without_configuration_the_documented_defaults_hold(extra: dict[str, Any
         ("copy_threads", 3),
         ("integrity", "generation"),
         ("weights", "fixed"),
+        ("trace", "/tmp/spans"),
     ],
 )
 def test_a_key_is_read_from_the_config_and_from_the_environment(key: str, value: Any) -> None:

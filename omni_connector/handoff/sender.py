@@ -126,7 +126,8 @@ class HandoffSender:
         if send.wait_until is None:
             send.wait_until = self._clock() + self._arena_wait
             self._waiting.append(send)
-        self._admit()
+        if self._waiting[0] is send:
+            self._admit()
         return not send.waits
 
     def _admit(self) -> None:

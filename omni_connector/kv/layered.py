@@ -17,6 +17,7 @@ from omni_connector.copy_threads import UNTIL_NOTIFIED
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
 from omni_connector.kv.copying import BlockCopier, BlockCopy
 from omni_connector.kv.spans import BlockSpans
+from omni_connector.trace import Trace, now
 
 _HASHED_BYTES: Final = 1024 * 1024
 """Bytes copied before they are hashed: few enough to be still in the core's own cache."""
@@ -237,6 +238,59 @@ class LayeredSave:
             for place, slot in zip(places.tolist(), slot_ids.tolist(), strict=True):
                 self._digests[place].update(part[slot].data)
         return True
+
+
+class TracedCopier(BlockCopier):
+    """A copier that tells a trace of each copy.
+
+    Args:
+        inner: the copier that copies, made for the stretches.
+        stretches: of the KV cache.
+        trace: is told.
+    """
+
+    def __init__(self, inner: BlockCopier, stretches: Stretches, trace: Trace) -> None:
+        super().__init__(stretches.layout)
+        self._inner = inner
+        self._trace = trace
+        self._layers = {
+            stretch.number: " ".join(sorted(stretch.layers)) or "padding"
+            for group in stretches.of_groups
+            for stretch in group
+        }
+
+    def fence(self) -> object:
+        return self._inner.fence()
+
+    def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
+        began = now()
+        self._inner.zero(group, block_ids, fence=fence)
+        self._trace.span("zero", began, group=group, blocks=len(block_ids))
+
+    def pin(self, slots: NDArray[np.uint8]) -> None:
+        self._inner.pin(slots)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _copy(
+        self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
+    ) -> NDArray[np.uint64] | None:
+        began = now()
+        if saving:
+            checksums = self._inner.save(copy, cancelled=cancelled)
+        else:
+            checksums = self._inner.load(copy)
+        layer, blocks = self._layers.get(copy.group), len(copy.block_ids)
+        self._trace.span(
+            "save part" if saving else "load part",
+            began,
+            group=copy.group if layer is None else None,
+            layer=layer,
+            blocks=blocks,
+            bytes=blocks * self._layout.group_bytes[copy.group],
+        )
+        return checksums
 
 
 def _batches(places: NDArray[np.int64], stretch: Stretch) -> Iterator[NDArray[np.int64]]:

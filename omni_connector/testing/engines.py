@@ -319,6 +319,16 @@ class Client:
         """POST /v1/completions: greedy, by token ids, never stopped by an end token."""
         return self.post("/v1/completions", completion(prompt, **fields))
 
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[bytes]:
+        """POST, and yield each event of the answer as it comes."""
+        self.send(path, {**body, "stream": True})
+        response = self.connection.getresponse()
+        if response.status != 200:
+            raise EngineError(f"{path}: HTTP {response.status}: {response.read()[:500]!r}")
+        while line := response.readline():
+            if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                yield line.removeprefix(b"data: ")
+
     def close(self) -> None:
         """Close the connection; a request under way is aborted by the server."""
         self.connection.close()

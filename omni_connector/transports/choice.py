@@ -25,6 +25,7 @@ from omni_connector.errors import (
 )
 from omni_connector.memory.arena import Arena
 from omni_connector.net.peers import Peers, is_loopback, parse_listen
+from omni_connector.trace import Trace
 from omni_connector.transports.base import ArenaTransport, Endpoint, Site
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,12 @@ class Transports:
     Args:
         readers: all transports.
         exporters: those of them by which peers may read our arena.
+
+    Attributes:
+        trace: is told when an arena was attached; None where nothing is traced.
     """
+
+    trace: Trace | None = None
 
     def __init__(
         self, readers: Sequence[ArenaTransport], exporters: Sequence[ArenaTransport]

@@ -13,7 +13,8 @@ from concurrent.futures import Future
 from typing import Final
 
 from omni_connector.net.watch import WATCH_S, Watch
-from omni_connector.transports import Endpoint, RemoteArena
+from omni_connector.trace import Trace, now
+from omni_connector.transports import ArenaTransport, Endpoint, RemoteArena
 from omni_connector.transports.choice import Transports
 from omni_connector.transports.reading import PeerThreads
 from omni_connector.turns import StartTurns, TurnThread
@@ -165,9 +166,17 @@ class OpenArenas:
             attached = self._taken[endpoints] = self._arenas.take(
                 endpoint,
                 connector.supports_mapping,
-                lambda: connector.attach(endpoint, timeout=ATTACH_S),
+                lambda: _attach(connector, endpoint, self._arenas._transports.trace),
             )
         return attached
+
+
+def _attach(connector: ArenaTransport, endpoint: Endpoint, trace: Trace | None) -> RemoteArena:
+    began = 0 if trace is None else now()
+    arena = connector.attach(endpoint, timeout=ATTACH_S)
+    if trace is not None:
+        trace.span("attach", began, transport=endpoint.transport)
+    return arena
 
 
 def _into(future: "Future[RemoteArena]", attach: Callable[[], RemoteArena]) -> Callable[[], None]:

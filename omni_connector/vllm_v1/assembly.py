@@ -29,6 +29,7 @@ from omni_connector.prefix.block_store import BlockStore
 from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.shared_blocks import key_prefix
 from omni_connector.prefix.shared_prefix import SharedPrefix
+from omni_connector.trace import Trace
 from omni_connector.vllm_v1.compat import hash_block_size
 from omni_connector.vllm_v1.identity import compatibility, hash_id
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
@@ -74,6 +75,7 @@ def make_worker(
         arena=sizing if transfer.is_kv_producer else None,
         store=_lending_store(config, vllm_config, kv_cache_config, surroundings),
         surroundings=surroundings,
+        trace=_trace(config, transfer.engine_id, f"worker{rank}", surroundings),
     )
 
 
@@ -126,6 +128,7 @@ class _Assembly:
         self._surroundings = surroundings
         self._clock = surroundings.clock
         self._stats = OmniStats()
+        self._trace = _trace(config, self._engine_id, "scheduler", surroundings)
         self._epoch = surroundings.randbytes(TOKEN_BYTES)
         self._arenas = tuple(rank.endpoints for rank in ranks if rank.endpoints)
         self._ours = compatibility(config, vllm_config, kv_cache_config, ranks)
@@ -165,6 +168,7 @@ class _Assembly:
             receiver=self._receiver(channel) if self._transfer.is_kv_consumer else None,
             shared=shared,
             stats=self._stats,
+            trace=self._trace,
         )
 
     def _new_directory(self) -> SlotDirectory:
@@ -272,6 +276,14 @@ class _Assembly:
             randbytes=surroundings.randbytes,
             stats=self._stats,
         )
+
+
+def _trace(
+    config: OmniConfig, engine_id: str | None, half: str, surroundings: Surroundings
+) -> Trace | None:
+    if config.trace is None:
+        return None
+    return Trace(config.trace, engine_id or "", half, surroundings.start)
 
 
 def _agreeing(

@@ -25,6 +25,7 @@ from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.upkeep import Upkeep
 from omni_connector.kv.ledger import CopyLedger
 from omni_connector.prefix.shared_prefix import SharedPrefix
+from omni_connector.trace import Trace, now
 from omni_connector.vllm_v1.adapters import AdapterContents
 from omni_connector.vllm_v1.compat import hash_block_size, tells_failure
 from omni_connector.vllm_v1.metadata import OmniConnectorMetadata, OmniWorkerMetadata
@@ -99,6 +100,8 @@ class OmniScheduler:
         receiver: loads hand-offs; None on an engine that loads none.
         shared: shares prefixes through a store, closed with this; None shares none.
         stats: where all of them count.
+        trace: is told of the phases that requests go through, closed with this; None where nothing
+            is traced.
     """
 
     def __init__(
@@ -117,7 +120,9 @@ class OmniScheduler:
         receiver: HandoffReceiver | None,
         shared: SharedPrefix | None,
         stats: OmniStats,
+        trace: Trace | None = None,
     ) -> None:
+        self._trace = trace
         self._clock = surroundings.clock
         self._manager = manager
         self._weights = weights
@@ -225,6 +230,8 @@ class OmniScheduler:
             raise BadParamsError("prompt_embeds", "the prompt has no token ids")
         if prompt.num_tokens > 0:
             receiver.add(request, remote, prompt)
+            if self._trace is not None:
+                self._trace.begin(request.request_id, "lease")
         else:
             # No prompt of one token is handed off. vLLM puts one in the place of a prompt that its
             # server has refused.
@@ -255,6 +262,8 @@ class OmniScheduler:
         if refusal is not None:
             self._stats.fail(refusal)
             logger.warning("Request %s is not handed off (%s)", request.request_id, refusal)
+        elif self._trace is not None:
+            self._trace.begin(request.request_id, "queued")
         sender.add(request, prompt, refusal)
 
     def get_num_new_matched_tokens(
@@ -278,6 +287,8 @@ class OmniScheduler:
                 return None, False
             if self._receiver is not None:
                 matched = self._receiver.matched_tokens(request_id, num_computed)
+                if self._trace is not None and matched is not None:
+                    self._trace.begin(request_id, "room", after="lease")
         if matched == 0 and self._shared is not None:
             matched = self._shared.matched_tokens(request, num_computed)
         return matched, bool(matched)
@@ -290,6 +301,10 @@ class OmniScheduler:
         from_store = shared is not None and shared.offers(request.request_id)
         if self._receiver is not None and request.kv_transfer_params:
             self._receiver.allocated(request, blocks, 0 if from_store else num_external)
+            if self._trace is not None:
+                loads = num_external > 0 and not from_store
+                phase = "load" if loads else "scheduling"
+                self._trace.begin(request.request_id, phase, after="room")
         if shared is not None:
             shared.allocated(request, blocks.get_block_ids, num_external if from_store else 0)
 
@@ -309,10 +324,17 @@ class OmniScheduler:
             scheduled = scheduler_output.num_scheduled_tokens
             self._shared.build(meta, scheduled, self._manager.get_block_ids)
         meta.cancel.extend(self._ledger.take_revoked())
+        if self._trace is not None:
+            for request_id in scheduler_output.num_scheduled_tokens:
+                self._trace.begin(request_id, "prefill", after="queued")
+                self._trace.begin(request_id, "decode", after="scheduling")
         return meta
 
     def update_output(self, output: "KVConnectorOutput") -> None:
         """Take the workers' reports."""
+        if self._trace is not None:
+            for request_id in output.finished_recving or ():
+                self._trace.begin(request_id, "scheduling", after="load")
         report = output.kv_connector_worker_meta
         if not isinstance(report, OmniWorkerMetadata):
             return
@@ -350,13 +372,15 @@ class OmniScheduler:
         self._adapters.goes_on(request.request_id)
         if self._shared is not None:
             self._shared.finish(request.request_id)
-        if not request.kv_transfer_params:
-            return False, None
-        if self._receiver is not None:
-            self._receiver.finish(request.request_id)
-        if self._sender is None:
-            return False, None
-        return False, self._sender.finish(request)
+        answer: dict[str, Any] | None = None
+        if request.kv_transfer_params:
+            if self._receiver is not None:
+                self._receiver.finish(request.request_id)
+            if self._sender is not None:
+                answer = self._sender.finish(request)
+        if self._trace is not None and self._trace.end(request.request_id) == "prefill":
+            self._trace.span("answer", now(), request.request_id, request=request.request_id)
+        return False, answer
 
     def copying(self) -> bool:
         """Whether copies hold blocks, so that a later step has to free them."""
@@ -398,3 +422,5 @@ class OmniScheduler:
         if self._shared is not None:
             self._shared.close()
         self._channel.close()
+        if self._trace is not None:
+            self._trace.close()

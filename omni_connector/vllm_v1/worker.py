@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.logger import init_logger
 
 from omni_connector.config import OmniConfig
-from omni_connector.copy_threads import CLOSE_S, NO_JOB_ID, CopyThread, Outcome, Work
+from omni_connector.copy_threads import CLOSE_S, NO_JOB_ID, CopyThread, Outcome, Work, traced
 from omni_connector.handoff.jobs import LoadSpec, Saver, SaveSpec
 from omni_connector.handoff.loading import Loader
 from omni_connector.kv import (
@@ -18,7 +18,7 @@ from omni_connector.kv import (
     canonicalize,
     canonicalize_cross_layers,
 )
-from omni_connector.kv.layered import Forward, Stretches
+from omni_connector.kv.layered import Forward, Stretches, TracedCopier
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import TransferSpec
 from omni_connector.memory.buffers import Helpers
@@ -26,6 +26,7 @@ from omni_connector.memory.nodes import near_cores, process_cores
 from omni_connector.prefix.block_store import BlockStore
 from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.prefix.store_jobs import StoreJobs
+from omni_connector.trace import Trace
 from omni_connector.transports import Arena, Endpoint
 from omni_connector.transports.choice import Transports
 from omni_connector.vllm_v1.kernels import attention_of, kernel_orders, scales_id
@@ -58,6 +59,7 @@ _COUNTED: Final[Mapping[type[TransferSpec], tuple[str, str]]] = {
     LoadSpec: ("load", "loaded"),
     StoreLoadSpec: ("fetch", ""),
 }
+_NAMES: Final = {SaveSpec: "save", LoadSpec: "load", StoreSaveSpec: "store", StoreLoadSpec: "fetch"}
 
 
 class OmniWorker:
@@ -73,6 +75,7 @@ class OmniWorker:
         arena: how large this rank's arena is; None where the engine hands nothing off.
         store: where prefixes are shared, closed with this; None shares none.
         surroundings: clock, randomness and threads.
+        trace: is told what takes how long, closed with this; None where nothing is traced.
     """
 
     def __init__(
@@ -88,7 +91,9 @@ class OmniWorker:
         arena: ArenaSizing | None,
         store: BlockStore | None = None,
         surroundings: Surroundings = SURROUNDINGS,
+        trace: Trace | None = None,
     ) -> None:
+        self._trace = transports.trace = trace
         self._config = config
         self._surroundings = surroundings
         self._kv_cache_config = kv_cache_config
@@ -169,6 +174,8 @@ class OmniWorker:
         self._copier = self._surroundings.copier(
             stretches.canonical, stretches.layout, self._helpers
         )
+        if self._trace is not None:
+            self._copier = TracedCopier(self._copier, stretches, self._trace)
         orders = kernel_orders(self._kv_cache_config, self._layers, canonical.page_orders)
         attention = attention_of(self._kv_cache_config, self._layers)
         groups = group_shapes(self._kv_cache_config, orders, attention)
@@ -344,6 +351,8 @@ class OmniWorker:
             return False
         thread, body = self._bodies[type(spec)]
         work = body(job_id, spec, self._copier.fence() if fence is None else fence)
+        if self._trace is not None:
+            work = traced(self._trace, _NAMES[type(spec)], job_id, work, spec.request_id)
         self._under_way[job_id] = spec
         thread.submit(job_id, work, spec.blocks.held if spec.request_id else ())
         return True
@@ -434,3 +443,5 @@ class OmniWorker:
             self._copier.close()  # it may have pinned the arena's memory
         if self._arena is not None:
             self._arena.close()
+        if self._trace is not None:
+            self._trace.close()

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the demo accepts, and that it stops at nothing less than moved KV and equal tokens."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from omni_connector.cli import demo as module
 from omni_connector.cli.demo import Metrics, Result, demo, median
+from omni_connector.cli.engines import make_engines
+from omni_connector.trace import Trace, now
 
 GOOD = Result(
     prompt_tokens=100,
@@ -80,6 +83,37 @@ def test_it_fails_and_keeps_the_logs_when_a_row_is_wrong(
     assert ("NO" in capsys.readouterr().out) == fails
 
 
+def test_a_trace_is_written_and_it_says_how_to_open_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure_all(*arguments: object) -> list[Result]:
+        spans = arguments[-1]
+        assert isinstance(spans, Path)
+        trace = Trace(str(spans / "client"), "user", "client")
+        trace.span("first token", now(), tokens=100)
+        trace.close()
+        return [GOOD]
+
+    monkeypatch.setattr(module, "find_spec", lambda name: object())
+    monkeypatch.setattr(module, "_measure_all", measure_all)
+    file = tmp_path / "trace.json"
+    assert demo(cache=tmp_path, trace=file) == 0
+    assert "chrome://tracing" in capsys.readouterr().out
+    events = json.loads(file.read_text())["traceEvents"]
+    assert {event["name"] for event in events} == {"process_name", "thread_name", "first token"}
+    assert demo(cache=tmp_path, logs=tmp_path, trace=tmp_path / "absent" / "trace.json") == 1
+    assert "the trace was not written" in capsys.readouterr().out
+
+
+def test_each_engine_is_told_of_a_folder_for_its_spans(tmp_path: Path) -> None:
+    for engine, name in zip(
+        make_engines(tmp_path, tmp_path, {}, trace=tmp_path), ("prefill", "decode"), strict=True
+    ):
+        assert engine.environment["OMNI_CONNECTOR_TRACE"] == str(tmp_path / name)
+    for engine in make_engines(tmp_path, tmp_path, {}):
+        assert "OMNI_CONNECTOR_TRACE" not in engine.environment
+
+
 @pytest.mark.parametrize("how", [KeyboardInterrupt, SystemExit])
 def test_an_interrupted_demo_leaves_no_logs(
     how: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -100,7 +134,10 @@ def test_of_a_broken_start_the_first_error_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*arguments: object) -> list[Result]:
-        (tmp_path / "decode.log").write_text("INFO hello\nERROR ValueError: no room\nOSError: 2\n")
+        (tmp_path / "decode.log").write_text(
+            "WARNING errors like `OSError: [Errno 24]` may follow\n"
+            "ERROR ValueError: no room\nOSError: 2\n"
+        )
         raise module.EngineError("engine died while starting:\n...")
 
     monkeypatch.setattr(module, "find_spec", lambda name: object())

@@ -45,6 +45,15 @@ def test_the_model_is_kept_in_the_users_cache(
     assert parser().parse_args(["demo"]).cache == tmp_path / ".cache" / "omni-connector"
 
 
+def test_the_demo_is_told_where_its_trace_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {}
+    monkeypatch.setattr("omni_connector.cli.demo.demo", lambda **given: told.update(given) or 0)
+    assert main(["demo", "--trace", "trace.json"]) == 0
+    assert told["trace"] == Path("trace.json")
+    assert main(["demo"]) == 0
+    assert told["trace"] is None
+
+
 def test_a_demo_without_the_right_vllm_says_which_ones_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,16 @@ WINDOW = 4 * MIB
 
 
 @pytest.fixture(autouse=True)
+def _heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Once vLLM is imported, its logger passes nothing on."""
+    monkeypatch.setattr(module.logger, "propagate", False)
+    monkeypatch.setattr(module.logger, "level", logging.INFO)
+    module.logger.addHandler(caplog.handler)
+    yield
+    module.logger.removeHandler(caplog.handler)
+
+
+@pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_IDLE", False)  # other tests may keep all cores busy
     monkeypatch.setattr(module, "_WINDOW", WINDOW)
@@ -82,7 +92,6 @@ def open_fds() -> set[str]:
 def test_all_of_it_is_allocated_and_mapped(
     memory: Memory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
     before = open_fds()
     memory.mapped[5 * MIB] = 9
     prefaulter = Prefaulter(memory.fd, memory.mapped)

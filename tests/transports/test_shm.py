@@ -147,7 +147,8 @@ def test_owner_outlives_readers_killed_while_they_attach(
         with SharedMemoryTransport(folder=place) as reader:
             with reader.attach(endpoint, timeout=WAIT_S) as remote:
                 assert read(remote, 0, 1).tobytes() == b"content"
-            assert reader.attach(endpoint, timeout=WAIT_S).alive
+            with reader.attach(endpoint, timeout=WAIT_S) as again:
+                assert again.alive
         assert owner.health()["status"] == "healthy"
         owner.withdraw(endpoint)
         # All that is left of the readers, pipes apart, is gone.

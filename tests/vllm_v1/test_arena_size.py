@@ -4,6 +4,7 @@
 import pytest
 
 from omni_connector.errors import ConfigError
+from omni_connector.testing import inspection
 from omni_connector.testing.toy import BLOCK
 from omni_connector.vllm_v1 import surroundings
 
@@ -43,7 +44,7 @@ def test_memory_and_kv_cache_say_how_large_it_is(engine, memory, ranks, tokens):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_share_what_there_is(engine, memory, log, ranks):
     given = engine("kv_producer", ranks=ranks)
-    slot_bytes = given.worker_half._layout.slot_bytes
+    slot_bytes = inspection.arena(given.worker_half).slots.shape[1]
     caches = ranks * sum(tensor.size for tensor in given.kv_config.kv_cache_tensors)
     memory(caches + 4 * ranks * 50 * slot_bytes)  # a quarter: 50 blocks for each
     assert not log

@@ -130,6 +130,8 @@ class Arena:
 class Transports:
     """Gives each address an arena, or an error."""
 
+    trace = None
+
     def __init__(self, supports_mapping: bool = True) -> None:
         self.supports_mapping = supports_mapping
         self.made: list[Arena] = []

@@ -10,6 +10,10 @@ LONGEST: Final = 60
 """Tokens of a prompt and its answer, at most."""
 
 
+SLOW_S: Final = 0.01
+"""Seconds that a slow copy may take without any request's being late for it."""
+
+
 def groups_of(family: str) -> int:
     """How many cache groups models of a family have."""
     return {"full": 1, "latent": 1, "window": 1, "all three": 3}.get(family, 2)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from omni_connector.testing.simulation.plan import Event, Plan, blocks_of
+from omni_connector.testing.simulation.plan import SLOW_S, Event, Plan, blocks_of
 
 _OFTEN: Final = 0.1
 _SLOW_OFTEN: Final = 0.05
@@ -27,7 +27,7 @@ def staged(plan: Plan, draw: random.Random) -> Plan:
     if draw.random() < _OFTEN:
         return draw.choice(_SCENES)(plan, draw)
     if draw.random() < _SLOW_OFTEN:
-        return replace(plan, trouble=plan.trouble | {"slow_copies": draw.choice((0.01, 0.3))})
+        return replace(plan, trouble=plan.trouble | {"slow_copies": draw.choice((SLOW_S, 0.3))})
     return plan
 
 
@@ -98,10 +98,24 @@ def _slow_saves(plan: Plan, draw: random.Random) -> Plan:
     return replace(plan, engines=engines, events=_events(happens), pace=0.0002, trouble=trouble)
 
 
+def _leaving_twin(plan: Plan, draw: random.Random) -> Plan:
+    """Of clients with one prompt the first goes away while the KV for all of them is copied."""
+    prefill, decode = _pair(plan, draw)
+    happens: list[tuple[int, str, dict[str, Any]]] = []
+    for family in draw.sample(range(3), 3):
+        how = _hand_off(prefill, decode, (family, draw.choice((33, 37))))
+        how |= {"leaves": True, "prefills": draw.choice((2, 4))}
+        happens.append((draw.choice((0, 30, 100)), "hand_off", how))
+    engines = tuple(replace(engine, step_s=0.0) for engine in plan.engines)
+    trouble = {"slow_copies": SLOW_S}
+    return replace(plan, engines=engines, events=_events(happens), pace=0.0, trouble=trouble)
+
+
 _SCENES: Final[tuple[Callable[[Plan, random.Random], Plan], ...]] = (
     _restarted_peer,
     _late_lease,
     _slow_saves,
+    _leaving_twin,
 )
 
 

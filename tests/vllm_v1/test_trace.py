@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both halves trace of hand-offs."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from omni_connector.testing.toy import BLOCK, LAYERS, PAGE
+from omni_connector.trace import Span, spans
+
+from .harness import HANDOFF, assert_clean, hand_off, prompt
+from .test_layers import announce
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = prompt(5 * BLOCK - 3)
+
+
+@pytest.fixture
+def traced(engine, tmp_path):
+    """Makes engines that trace, each to a folder of its name."""
+
+    def make(role, name, **options):
+        return engine(role, extra={"trace": str(tmp_path / name)}, **options)
+
+    return make
+
+
+def found(folder: Path, half: str) -> list[Span]:
+    """The spans of one half, by their beginnings."""
+    each = [span for _, span in spans(folder) if span.ph == "X" and span.cat == half]
+    return sorted(each, key=lambda span: span.ts)
+
+
+def test_a_handoff_is_traced_from_its_prefill_to_its_decode(traced, tokens, tmp_path):
+    prefill, decode = traced("kv_producer", "p"), traced("kv_consumer", "d")
+    prefill.runner.layer_computed = lambda layer: announce(prefill, layer)
+    assert hand_off(prefill, decode, PROMPT) == tokens(PROMPT, 6)
+    assert_clean(prefill, decode)
+    for each in (prefill, decode):
+        each.shutdown()
+
+    queued, computed, answer = found(tmp_path / "p", "scheduler")
+    assert (queued.name, computed.name, answer.name) == ("queued", "prefill", "answer")
+    assert len({queued.id, computed.id, answer.id}) == 1
+    assert computed.ts + computed.dur <= answer.ts
+
+    (save,) = (span for span in found(tmp_path / "p", "worker0") if span.name == "save")
+    parts = [span for span in found(tmp_path / "p", "worker0") if span.name == "save part"]
+    assert save.args["blocks"] == 5
+    assert sum(part.args["bytes"] for part in parts) == save.args["bytes"] == 5 * LAYERS * PAGE
+    assert {part.args["job"] for part in parts} == {save.args["job"]}
+    assert all(save.ts <= part.ts <= save.ts + save.dur for part in parts)
+
+    phases = found(tmp_path / "d", "scheduler")
+    assert [span.name for span in phases] == ["lease", "room", "load", "scheduling", "decode"]
+    for one, next_one in itertools.pairwise(phases):
+        assert one.ts + one.dur <= next_one.ts
+
+    copies = found(tmp_path / "d", "worker0")
+    assert [span.name for span in copies if span.name != "load part"] == ["load", "attach"]
+    load = copies[0]
+    assert load.args["request"] == phases[0].id
+    assert load.args["bytes"] == save.args["bytes"]
+    loading = phases[2]
+    assert loading.ts <= load.ts
+    assert load.ts + load.dur <= loading.ts + loading.dur
+
+
+def test_the_layers_of_a_save_that_follows_the_forward_pass_have_names(traced, tmp_path):
+    prefill = traced("kv_producer", "p")
+    names = []
+
+    def computed(layer):
+        names.append(layer)
+        announce(prefill, layer)
+
+    prefill.runner.layer_computed = computed
+    prefill.generate(PROMPT, params=HANDOFF)
+    prefill.shutdown()
+    told = {span.args.get("layer") for span in found(tmp_path / "p", "worker0")}
+    # Those that the copy had no time for before the forward pass has ended are saved whole.
+    assert told <= {*names, None}
+
+
+def test_nothing_of_a_prompt_is_traced(traced, tmp_path):
+    prefill, decode = traced("kv_producer", "p"), traced("kv_consumer", "d")
+    hand_off(prefill, decode, PROMPT)
+    for each in (prefill, decode):
+        each.shutdown()
+    keys = {key for _, span in spans(tmp_path) for key in span.args}
+    assert keys <= {
+        *("name", "request", "job", "blocks", "bytes", "layer", "group", "failure", "transport")
+    }
+
+
+def test_an_aborted_request_leaves_no_phase_open(traced):
+    prefill = traced("kv_producer", "p")
+    request_id = prefill.submit(PROMPT, params=HANDOFF)
+    prefill.abort(request_id)
+    prefill.settle()
+    assert prefill.half._trace._phases == {}
+
+
+def test_a_folder_that_has_gone_breaks_no_handoff(traced, tokens, tmp_path):
+    prefill, decode = traced("kv_producer", "p"), traced("kv_consumer", "d")
+    for name in ("p", "d"):
+        (tmp_path / name).rmdir()
+    assert hand_off(prefill, decode, PROMPT) == tokens(PROMPT, 6)
+    assert_clean(prefill, decode)
+
+
+def test_an_engine_that_traces_nothing_has_no_trace(engine):
+    prefill = engine("kv_producer")
+    assert prefill.half._trace is prefill.worker_half._trace is None
+    assert prefill.worker_half._transports.trace is None
