@@ -7,7 +7,8 @@ generations checked, read, and generations checked again, and, in turns, read wi
 
 Hand-off: two vLLM engines with `transport: mooncake`, as in benchmarks/handoff.py, whose cost (time
 to the first token, above that with the KV in the decode engine already) is divided by the time of
-one plain read of the bytes right after.
+one plain read of the bytes: right after, and undisturbed, before the engines start and after they
+have ended.
 
     python benchmarks/transfer_engine.py [--quick]
 
@@ -55,25 +56,25 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def own_an_arena(slot_bytes: int) -> None:
+def own_an_arena(slot_bytes: int, slots: int) -> None:
     """The other process: it exports an arena until its standard input ends."""
     with (
         MooncakeTransport(host=HOST) as connector,
-        Arena.create(ARENA_BYTES // slot_bytes, slot_bytes, prefault=True) as arena,
+        Arena.create(slots, slot_bytes, prefault=True) as arena,
     ):
         for slot in range(arena.n_slots):
             arena.begin_write(slot, 1)
-            arena.slots[slot] = slot + 1
+            arena.slots[slot] = (slot + 1) % 256
             arena.publish(slot, 1, b"", slot_bytes, 0)
         print(msgspec.json.encode(connector.export(arena, "arena")).decode(), flush=True)
         sys.stdin.read()
 
 
 @contextlib.contextmanager
-def owner(slot_bytes: int) -> Iterator[Endpoint]:
+def owner(slot_bytes: int, slots: int) -> Iterator[Endpoint]:
     """That process, and where its arena is."""
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).resolve()), "--owner", str(slot_bytes)],
+        [sys.executable, str(Path(__file__).resolve()), "--owner", str(slot_bytes), str(slots)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -97,11 +98,12 @@ class PlainRead:
 
         self._peer, _, base = endpoint.address.removeprefix("tcp://").partition("/")
         self._base = int(base, 16)
-        self._target = np.zeros(ARENA_BYTES, np.uint8)
+        size = endpoint.n_slots * endpoint.slot_bytes
+        self._target = np.ones(size, np.uint8)
         self._engine = TransferEngine()
         if self._engine.initialize(HOST, "P2PHANDSHAKE", "tcp", ""):
             raise RuntimeError("Mooncake does not start")
-        if self._engine.register_memory(self._target.ctypes.data, ARENA_BYTES):
+        if self._engine.register_memory(self._target.ctypes.data, size):
             raise RuntimeError("Mooncake does not register memory")
 
     def seconds(self, size: int) -> float:
@@ -118,14 +120,16 @@ class PlainRead:
 def read_slots(slot_mib: int, repeats: int) -> list[tuple[float, float]]:
     """Seconds of (fetch, plain read) of all slots of an arena, in turns."""
     samples = []
-    with owner(slot_mib * MIB) as endpoint, MooncakeTransport(host=HOST) as reader:
+    slot_bytes = slot_mib * MIB
+    arena = owner(slot_bytes, ARENA_BYTES // slot_bytes)
+    with arena as endpoint, MooncakeTransport(host=HOST) as reader:
         plain = PlainRead(endpoint)
         slots = np.random.default_rng(1).permutation(endpoint.n_slots).tolist()
         generations = [1] * len(slots)
         with reader.attach(endpoint, timeout=TIMEOUT_S) as remote:
             for turn in range(repeats + 2):
                 start = time.perf_counter()
-                fetched = remote.fetch(slots, generations, slot_mib * MIB, timeout=TIMEOUT_S)
+                fetched = remote.fetch(slots, generations, slot_bytes, timeout=TIMEOUT_S)
                 took = time.perf_counter() - start
                 for slot, row in zip(slots, fetched.rows, strict=True):
                     if row[0] != (slot + 1) % 256 or row[-1] != (slot + 1) % 256:
@@ -137,13 +141,27 @@ def read_slots(slot_mib: int, repeats: int) -> list[tuple[float, float]]:
     return samples
 
 
-def hand_offs(lengths: tuple[int, ...], repeats: int) -> dict[int, list[Sample]]:
-    """Hand-offs of each length between two engines."""
+def hand_offs(
+    lengths: tuple[int, ...], repeats: int
+) -> tuple[dict[int, list[Sample]], dict[int, float]]:
+    """Hand-offs of each length between two engines, and seconds of an undisturbed plain read."""
+    longest = max(lengths) * TOKEN_BYTES
     # Short, because the paths of Unix sockets are.
-    with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder, owner(MIB) as endpoint:
-        model = make_model("llama-wide", Path(folder) / "model")
+    folder = tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp")
+    with folder as name, owner(MIB, longest // MIB) as endpoint:
+        model = make_model("llama-wide", Path(name) / "model")
         plain = PlainRead(endpoint)
-        return measure("OmniKVConnector", CONFIG, model, Path(folder), lengths, repeats, plain)
+        plain.seconds(longest)  # connections
+        alone: dict[int, list[float]] = {tokens: [] for tokens in lengths}
+
+        def undisturbed() -> None:
+            for tokens in lengths:
+                alone[tokens] += [plain.seconds(tokens * TOKEN_BYTES) for _ in range(repeats)]
+
+        undisturbed()
+        handed = measure("OmniKVConnector", CONFIG, model, Path(name), lengths, repeats, plain)
+        undisturbed()
+        return handed, {tokens: statistics.median(each) for tokens, each in alone.items()}
 
 
 def speed(seconds: float) -> float:
@@ -151,7 +169,10 @@ def speed(seconds: float) -> float:
 
 
 def markdown(
-    reads: dict[int, list[tuple[float, float]]], handed: dict[int, list[Sample]], command: str
+    reads: dict[int, list[tuple[float, float]]],
+    handed: dict[int, list[Sample]],
+    alone: dict[int, float],
+    command: str,
 ) -> str:
     lines = [
         "# Mooncake's Transfer Engine, TCP on loopback",
@@ -173,23 +194,24 @@ def markdown(
         lines.append(f"| {slot_mib} | {fetch:.2f} | {plain:.2f} | {ratio:.2f} | {len(samples)} |")
     lines += [
         "",
-        "## Hand-off between two vLLM engines, 64 KiB of KV a token",
+        f"## Hand-off between two vLLM engines, {TOKEN_BYTES >> 10} KiB of KV a token",
         "",
         "Milliseconds at a client, medians; *cost*: time to the first token, less that with the KV "
-        "on the decode engine, paired; *plain*: one `transfer_sync_read` of the bytes; *ratio*: "
-        f"cost / plain, paired. Asked for at 2,048 tokens: {HANDOFF_TARGET} or less. The plain "
-        "read runs beside the two idle engines, which slows it; the table above has it without "
-        "them.",
+        "on the decode engine, paired; *plain*: one `transfer_sync_read` of the bytes right after, "
+        "beside the two idle engines; *ratio*: cost / plain, paired; *alone*: the same read before "
+        "the engines start and after they have ended; *to alone*: cost / alone. Asked for at 2,048 "
+        f"tokens: {HANDOFF_TARGET} or less to alone.",
         "",
-        "| tokens | MiB | cost | plain | ratio | pairs |",
-        "|---:|---:|---:|---:|---:|---:|",
+        "| tokens | MiB | cost | plain | ratio | alone | to alone | pairs |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for tokens, each in handed.items():
         cost, plain = (1e3 * median([getattr(s, name) for s in each]) for name in ("cost", "plain"))
-        ratio = median([s.ratio for s in each])
+        ratio, undisturbed = median([s.ratio for s in each]), 1e3 * alone[tokens]
         size = tokens * TOKEN_BYTES // MIB
         lines.append(
-            f"| {tokens} | {size} | {cost:.1f} | {plain:.1f} | {ratio:.2f} | {len(each)} |"
+            f"| {tokens} | {size} | {cost:.1f} | {plain:.1f} | {ratio:.2f} | {undisturbed:.1f} "
+            f"| {cost / undisturbed:.2f} | {len(each)} |"
         )
     return "\n".join([*lines, ""])
 
@@ -226,19 +248,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer sizes and runs")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--owner", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--owner", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.owner:
-        return own_an_arena(arguments.owner)
+        return own_an_arena(*arguments.owner)
     # Asked to end, stop the engines on the way out.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sizes, lengths = ((1, 8), (2048,)) if arguments.quick else (SLOT_MIB, LENGTHS)
     repeats = 7 if arguments.quick else 15
     reads = {slot_mib: read_slots(slot_mib, repeats) for slot_mib in sizes}
-    handed = hand_offs(lengths, repeats)
+    handed, alone = hand_offs(lengths, repeats)
     command = " ".join(["python benchmarks/transfer_engine.py", *sys.argv[1:]])
     arguments.output.mkdir(parents=True, exist_ok=True)
-    text = markdown(reads, handed, command)
+    text = markdown(reads, handed, alone, command)
     print(text)
     (arguments.output / "transfer_engine.md").write_text(text)
     plot(reads, handed, arguments.output / "transfer_engine.png")

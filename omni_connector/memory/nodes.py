@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cores that threads beside vLLM's compute threads may run on, and the memory near to them."""
 
+import contextlib
 import multiprocessing
 import os
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -47,6 +49,27 @@ def near_cores(
     except (OSError, ValueError):
         return cores
     return cores & near or cores
+
+
+def copy_cores() -> frozenset[int]:
+    """The cores for threads that copy memory on the node of the calling thread."""
+    return near_cores(process_cores(), frozenset(os.sched_getaffinity(0)))
+
+
+@contextlib.contextmanager
+def threads_on(cores: frozenset[int]) -> Iterator[None]:
+    """Have the threads that the body starts run on these cores: they inherit the caller's."""
+    before = os.sched_getaffinity(0)
+    _run_on(cores)
+    try:
+        yield
+    finally:
+        _run_on(before)
+
+
+def _run_on(cores: Collection[int]) -> None:
+    with contextlib.suppress(OSError):  # the cpuset has shrunk since
+        os.sched_setaffinity(0, cores)
 
 
 def _listed(text: str) -> frozenset[int]:

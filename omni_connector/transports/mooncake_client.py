@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from omni_connector.bounded import CallThreads
 from omni_connector.errors import OmniError, PeerUnreachableError, TransportError
+from omni_connector.memory.nodes import copy_cores, threads_on
 from omni_connector.transports.mooncake_lib import store_module
 
 logger = logging.getLogger(__name__)
@@ -325,6 +326,10 @@ class StoreClient:
             self._changed.notify_all()
 
     def _set_up(self) -> None:
+        with threads_on(copy_cores()):
+            self._start_store()
+
+    def _start_store(self) -> None:
         settings = self.settings
         own = _reach(settings.master)
         for variable, value in _LIMITS.items():

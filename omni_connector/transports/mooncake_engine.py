@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from omni_connector.config import MooncakeSettings
 from omni_connector.errors import PeerUnreachableError, TransportError
+from omni_connector.memory.nodes import copy_cores, threads_on
 from omni_connector.memory.pool import Pool
 from omni_connector.net.peers import HostPort, parse_host_port
 from omni_connector.transports.mooncake_lib import engine_module
@@ -37,6 +39,14 @@ _ATTEMPTS: Final = 4
 _BACKOFF_S: Final = 0.005
 # A read that fails sooner was refused, or lost its connection. One that takes longer is stuck.
 _QUICK_S: Final = 1.0
+# Mooncake's blocking call keeps a core busy until the bytes are there, which those who send and
+# receive them need. Where ranges are few or large, it costs less to start a transfer for each, and
+# to look now and then.
+_FEW_RANGES: Final = 4
+_LARGE_BYTES: Final = 256 << 10
+_FIRST_POLL_S: Final = 0.00005
+_POLL_S: Final = 0.0002
+_NO_TRANSFER: Final = frozenset({0, -1, (1 << 64) - 1})
 _MIN_BUFFER_BYTES: Final = 64 << 10
 # Memory is used again, as a fresh page costs as much as reading it over loopback.
 _MAX_SPARE_BYTES: Final = 256 << 20
@@ -161,21 +171,20 @@ class TransferEngine:
                     self.pool.give_back(buffer)
                     raise PeerUnreachableError(f"{peer} did not send everything in time")
                 failed = at
-                places = list(itertools.accumulate((each.size for each in batch), initial=at))
-                code = engine.batch_transfer_sync_read(
-                    peer,
-                    places[:-1],
-                    [each.address for each in batch],
-                    [each.size for each in batch],
-                )
+                at += sum(each.size for each in batch)
+                large = at - failed >= len(batch) * _LARGE_BYTES
+                # The blocking call gets over a peer that has started anew under its old address.
+                if attempt or not (large or len(batch) <= _FEW_RANGES):
+                    code = _read(engine, peer, batch, failed)
+                else:
+                    code = _read_and_poll(engine, peer, batch, failed, self._settings.timeout_s)
                 if code != 0:
                     break
-                at = places[-1]
             else:
                 return buffer
             # The queue is full, this was the first transfer after a pause, or the peer is gone.
             # Parts of the batch may still arrive, so the next try gets other memory.
-            self._keep(peer, buffer, failed, places[-1])
+            self._keep(peer, buffer, failed, at)
             if time.monotonic() - started > _QUICK_S:
                 break
         tries = "1 try" if not attempt else f"{attempt + 1} tries"
@@ -210,7 +219,8 @@ class TransferEngine:
         os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)
         engine = engine_module().TransferEngine()
         settings = self._settings
-        code = engine.initialize(host, "P2PHANDSHAKE", settings.protocol, settings.device)
+        with threads_on(copy_cores()):
+            code = engine.initialize(host, "P2PHANDSHAKE", settings.protocol, settings.device)
         if code != 0:
             raise TransportError(
                 f"Mooncake's Transfer Engine does not start on {host} with "
@@ -271,6 +281,39 @@ def cut(ranges: Iterable[MemoryRange], size: int = RANGE_BYTES) -> Iterator[Memo
     for each in ranges:
         for at in range(0, each.size, size):
             yield MemoryRange(each.address + at, min(size, each.size - at))
+
+
+def _read(engine: Any, peer: str, batch: Sequence[MemoryRange], at: int) -> int:
+    """Read ranges to this address, one after the other; Mooncake's code, 0 if all went well."""
+    places = list(itertools.accumulate((each.size for each in batch), initial=at))
+    addresses, sizes = [each.address for each in batch], [each.size for each in batch]
+    return int(engine.batch_transfer_sync_read(peer, places[:-1], addresses, sizes))
+
+
+def _read_and_poll(
+    engine: Any, peer: str, batch: Sequence[MemoryRange], at: int, timeout: float
+) -> int:
+    """The same, leaving the core to others while the bytes are under way."""
+    end = time.monotonic() + timeout
+    transfers: deque[int] = deque()
+    for each in batch:
+        # Mooncake tells only of the first range of a transfer whether it is there.
+        transfer = engine.batch_transfer_async_read(peer, [at], [each.address], [each.size])
+        if transfer in _NO_TRANSFER:
+            return -1
+        transfers.append(transfer)
+        at += each.size
+    pause = _FIRST_POLL_S
+    while transfers:
+        code = engine.transfer_check_status(transfers[0])
+        if code > 0:
+            transfers.popleft()  # Mooncake has freed it
+        elif code < 0 or time.monotonic() >= end:
+            return int(code) or -1
+        else:
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_S)
+    return 0
 
 
 def _batches(ranges: Iterable[MemoryRange], bound: int) -> Iterator[list[MemoryRange]]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import multiprocessing
 import os
+import threading
 
-from omni_connector.memory.nodes import near_cores, process_cores
+from omni_connector.memory.nodes import near_cores, process_cores, threads_on
 
 ALL = frozenset(range(8))
 
@@ -45,3 +46,20 @@ def test_a_pinned_worker_may_use_the_cores_of_the_process_that_started_it():
 
 def test_a_process_that_nobody_started_has_its_own_cores():
     assert process_cores() == os.sched_getaffinity(0)
+
+
+def test_threads_start_on_the_cores_that_were_named_and_the_caller_stays_on_its_own():
+    before = os.sched_getaffinity(0)
+    one, found = {min(before)}, []
+    with threads_on(frozenset(one)):
+        thread = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))
+        thread.start()
+        thread.join()
+    assert found == [one]
+    assert os.sched_getaffinity(0) == before
+
+
+def test_cores_that_are_not_there_are_not_asked_for():
+    before = os.sched_getaffinity(0)
+    with threads_on(frozenset({max(before) + 4096})):
+        assert os.sched_getaffinity(0) == before

@@ -87,10 +87,30 @@ def open_connector() -> Iterator[Callable[..., MooncakeTransport]]:
 Connect = Callable[..., MooncakeTransport]
 
 
-class Flaky:
+class Fake:
+    """An engine that makes the reads that are polled for as those that are waited for."""
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+
+    def batch_transfer_sync_read(
+        self, peer: str, places: list[int], addresses: list[int], sizes: list[int]
+    ) -> int:
+        raise NotImplementedError
+
+    def batch_transfer_async_read(self, *arguments: Any) -> int:
+        self.codes.append(self.batch_transfer_sync_read(*arguments))
+        return len(self.codes)
+
+    def transfer_check_status(self, transfer: int) -> int:
+        return self.codes[transfer - 1] or 1
+
+
+class Flaky(Fake):
     """Mooncake's engine, whose next reads fail, move nothing and say -1."""
 
     def __init__(self, inner: Any, failures: int) -> None:
+        super().__init__()
         self.inner = inner
         self.failures = failures
         self.batches: list[int] = []
@@ -203,20 +223,21 @@ def test_memory_of_failed_reads_is_bounded(
         assert (found["status"], found["quarantined_bytes"]) == ("healthy", 0)
 
 
-class Memory:
-    """An engine whose reads fill the memory, and of which the named batches fail after that."""
+class Memory(Fake):
+    """An engine whose reads fill the memory, and of which those named fail after that."""
 
     def __init__(self, *fails: int) -> None:
+        super().__init__()
         self.fails = fails
-        self.batches = 0
+        self.reads = 0
 
     def batch_transfer_sync_read(
         self, peer: str, places: list[int], addresses: list[int], sizes: list[int]
     ) -> int:
         for place, address, size in zip(places, addresses, sizes, strict=True):
             ctypes.memset(place, address >> 20, size)
-        self.batches += 1
-        return -1 if self.batches in self.fails else 0
+        self.reads += 1
+        return -1 if self.reads in self.fails else 0
 
 
 def test_of_a_large_read_that_fails_only_the_failed_part_counts(
@@ -224,7 +245,7 @@ def test_of_a_large_read_that_fails_only_the_failed_part_counts(
 ) -> None:
     monkeypatch.setattr(mooncake_engine, "_QUICK_S", WAIT_S)  # whatever else this machine does
     engine = TransferEngine(SETTINGS, LOOPBACK)
-    engine._engine = Memory(3)  # the third of four batches, and all is read once more
+    engine._engine = Memory(192)  # in the third of four batches, and all is read once more
     before = resident()
     ranges = [MemoryRange(n << 20, 1 << 20) for n in range(256)]
     buffer = engine.fetch("127.0.0.1:1", ranges, time.monotonic() + WAIT_S)
@@ -236,16 +257,69 @@ def test_of_a_large_read_that_fails_only_the_failed_part_counts(
     engine.pool.give_back(buffer)
 
 
+class Silent(Memory):
+    """An engine whose polled reads do not end, of which the named ones do not even begin."""
+
+    def batch_transfer_async_read(self, *arguments: Any) -> int:
+        self.codes.append(0)
+        return 0 if len(self.codes) in self.fails else len(self.codes)
+
+    def transfer_check_status(self, transfer: int) -> int:
+        return 0
+
+
+def test_a_polled_read_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake_engine, "_QUICK_S", 0.01)
+    engine = TransferEngine(MooncakeSettings(timeout_s=0.05), LOOPBACK)
+    engine._engine = Silent()
+    with pytest.raises(PeerUnreachableError, match="1 try"):
+        engine.fetch("127.0.0.1:1", [MemoryRange(1 << 20, 1 << 20)], time.monotonic() + WAIT_S)
+    assert engine.pool.quarantined_bytes == 1 << 20
+
+
+def test_a_polled_read_that_is_refused_is_made_again_in_other_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mooncake_engine, "_QUICK_S", WAIT_S)
+    engine = TransferEngine(SETTINGS, LOOPBACK)
+    engine._engine = Silent(2)
+    ranges = [MemoryRange(n << 20, 1 << 20) for n in range(1, 3)]
+    buffer = engine.fetch("127.0.0.1:1", ranges, time.monotonic() + WAIT_S)
+    assert buffer[: 2 << 20 : 1 << 20].tolist() == [1, 2]
+    assert engine.pool.quarantined_bytes == 2 << 20
+
+
+def test_mooncake_runs_on_the_cores_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to: list[set[int]] = []
+
+    class Module:
+        class TransferEngine:
+            def initialize(self, *arguments: Any) -> int:
+                set_to.append(set(set_to[-1]))
+                return 0
+
+            def get_rpc_port(self) -> int:
+                return 1
+
+    monkeypatch.setattr(mooncake_engine, "engine_module", Module)
+    monkeypatch.setattr(mooncake_engine, "copy_cores", lambda: frozenset({0, 1, 2}))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: set_to.append(set(cores)))
+    assert TransferEngine(SETTINGS, "127.0.0.2").host == "127.0.0.2"
+    assert set_to == [{0, 1, 2}, {0, 1, 2}, {1}]
+
+
 def resident() -> int:
     """Bytes of anonymous memory that this process has."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
 
-class Registering:
+class Registering(Fake):
     """An engine whose reads fail, and which knows what is registered."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.registered: set[int] = set()
 
     def register_memory(self, address: int, size: int) -> int:
