@@ -12,6 +12,7 @@ makes one Chrome trace of all files in a folder. Open it in chrome://tracing or 
 
 import logging
 import os
+import stat
 import sys
 import threading
 import time
@@ -172,8 +173,12 @@ class Trace:
     def _write(self) -> None:
         lines: list[Span] = []
         if self._file is None:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._file = os.open(self._path, flags, 0o600)
+            # A pipe without a reader is refused at once, instead of being waited for.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._file = os.open(self._path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+            found = os.fstat(self._file)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                raise OSError("it is not a file of this user")
             name: dict[str, Value] = {"name": f"{self._engine_id} {self._half}"}
             lines.append(Span(name="process_name", ph="M", pid=os.getpid(), args=name))
         lines += [self._spans.popleft() for _ in range(len(self._spans))]

@@ -3,6 +3,7 @@
 
 import json
 import logging
+import os
 import stat
 import threading
 from pathlib import Path
@@ -122,7 +123,7 @@ def test_a_folder_that_cannot_be_made_names_the_key(tmp_path: Path) -> None:
             Trace(folder, "engine", "scheduler")
 
 
-@pytest.mark.parametrize("how", ["gone", "full"])
+@pytest.mark.parametrize("how", ["gone", "full", "pipe", "link"])
 def test_a_file_that_cannot_be_written_ends_the_trace_with_one_warning(
     how: str,
     tmp_path: Path,
@@ -132,8 +133,14 @@ def test_a_file_that_cannot_be_written_ends_the_trace_with_one_warning(
     monkeypatch.setattr(module, "logger", logging.getLogger("trace"))
     folder = tmp_path / "folder"
     trace = Trace(str(folder), "engine", "scheduler", start)
+    reader = -1
     if how == "gone":
         folder.rmdir()
+    elif how == "pipe":  # somebody reads from it
+        os.mkfifo(trace._path)
+        reader = os.open(trace._path, os.O_RDONLY | os.O_NONBLOCK)
+    elif how == "link":
+        trace._path.symlink_to(tmp_path / "elsewhere")
     else:
         monkeypatch.setattr(module.os, "write", lambda file, text: len(text) // 2)
     trace.span("a", now())
@@ -143,6 +150,10 @@ def test_a_file_that_cannot_be_written_ends_the_trace_with_one_warning(
     assert not trace._spans
     assert len(caplog.records) == 1
     assert "No more spans are traced" in caplog.text
+    assert not (tmp_path / "elsewhere").exists()
+    if reader >= 0:
+        assert os.read(reader, 1) == b""
+        os.close(reader)
 
 
 def test_an_id_that_is_no_text_costs_its_own_spans_only(tmp_path: Path) -> None:

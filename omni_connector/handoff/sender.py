@@ -165,9 +165,10 @@ class HandoffSender:
         if not self._sends:
             return
         self._admit()
-        for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
-            send = self._sends.get(request_id)
-            if send is None or send.handoff is None or send.refusal is not None:
+        scheduled = scheduler_output.num_scheduled_tokens
+        for request_id, send in self._sends.items():  # fewer than those that decode
+            tokens = scheduled.get(request_id)
+            if tokens is None or send.handoff is None or send.refusal is not None:
                 continue
             ready = self._filled_blocks(send, send.request.num_computed_tokens + tokens)
             if ready:

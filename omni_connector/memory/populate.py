@@ -13,6 +13,7 @@ with its input, or with the process that started it.
 import contextlib
 import mmap
 import os
+import select
 import sys
 import time
 
@@ -20,6 +21,7 @@ MADV_POPULATE_READ = 22
 _STEP = 2 << 20
 _PAGE = 4096
 _PAUSE_S = 0.001
+_ALIVE_S = 1.0
 
 
 def main(
@@ -43,7 +45,7 @@ def main(
         _lower_priority()
     busy = mmap.mmap(busy_fd, _PAGE, prot=mmap.PROT_READ)
     for at in range(0, size, window):
-        if not os.read(0, 1):
+        if not _asked(parent):
             return
         length = min(window, size - at)
         # The seals forbid another writable mapping. Reading allocates the pages as well.
@@ -58,6 +60,14 @@ def main(
                     time.sleep(_PAUSE_S)
                 _populate(mapped, start, min(_STEP, length - start))
         os.write(1, b".")
+
+
+def _asked(parent: int) -> bool:
+    # The input has no end while a process that the parent has forked holds it open.
+    while not select.select([0], [], [], _ALIVE_S)[0]:
+        if os.getppid() != parent:
+            return False
+    return bool(os.read(0, 1))
 
 
 def _lower_priority() -> None:

@@ -236,6 +236,20 @@ def test_the_process_ends_with_the_one_that_started_it() -> None:
     wait_until(gone)
 
 
+def test_the_process_ends_though_another_one_holds_its_input_open(memory: Memory) -> None:
+    zero = os.open("/dev/zero", os.O_RDONLY)
+    numbers = (os.getppid(), memory.fd, zero, SIZE, SIZE, -1, 0, *os.sched_getaffinity(0))
+    orphan = subprocess.Popen(
+        [sys.executable, "-I", "-S", populate.__file__, *map(str, numbers)],
+        stdin=subprocess.PIPE,
+        pass_fds=(memory.fd, zero),
+    )
+    os.close(zero)
+    assert orphan.wait(60) == 0
+    assert orphan.stdin is not None
+    orphan.stdin.close()
+
+
 def reader_of(memory: Memory) -> mmap.mmap:
     return mmap.mmap(memory.fd, SIZE, prot=mmap.PROT_READ)
 
