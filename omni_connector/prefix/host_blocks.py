@@ -23,8 +23,8 @@ from omni_connector.prefix.neighbours import Arenas, Neighbour, Neighbours
 
 NOBODY: Final = -1
 
-# Saves under way may take at most one in so many slots.
-_BUSY_PART: Final = 4
+# Saves under way may take at most one in so many slots, so that hand-offs have room.
+_BUSY_PART: Final = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
