@@ -33,6 +33,7 @@ from omni_connector.memory.arena import SEALS, memfd, require_sealed
 from omni_connector.memory.arena_format import EPOCH_BYTES, PAGE_BYTES
 from omni_connector.memory.prefault import overcommit_is_strict
 from omni_connector.memory.slot_index import Ints
+from omni_connector.native_probe import native_probe
 
 Tags = NDArray[np.uint64]
 
@@ -56,7 +57,7 @@ _NUMBERS: Final = np.uint64(0x0001020304050607)
 _ODD: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 _BATCH: Final = 64
-"""Blocks that `find_prefix` looks for at once, at first."""
+"""Blocks that numpy looks for at once, at first."""
 
 _HALF: Final = np.uint64(32)
 _ONE: Final = np.uint64(1)
@@ -123,6 +124,8 @@ class _Table:
         self._cells: NDArray[np.uint32] = np.frombuffer(mapped, np.uint32, count, at[1])
         self._checks: Tags = np.frombuffer(mapped, np.uint64, num_slots, at[2])
         self._generations: Ints = np.frombuffer(mapped, np.int64, num_slots, at[3])
+        start = self._fingerprints.ctypes.data - at[0]
+        self._words = struct.pack("=5Q", *(start + offset for offset in at[:4]), num_slots)
 
     @property
     def closed(self) -> bool:
@@ -138,32 +141,26 @@ class _Table:
             TransportError: the index is closed.
         """
         self._require_open()
-        slots = np.full(len(tags), -1, np.int64)
-        generations = np.full(len(tags), -1, np.int64)
         buckets = self._buckets(tags)
         # A byte that is 0 is that of a cell with this fingerprint. Of those that follow one, some
         # may be taken for such a byte.
         bytes_ = self._fingerprints.take(buckets, mode="clip") ^ _fingerprints(tags) * _ONES
         matches = (bytes_ - _ONES) & ~bytes_ & _HIGHS
+        slots, generations = np.full((2, len(tags)), -1, np.int64)
         rows = np.flatnonzero(matches)
-        if not rows.size:
-            return slots, generations
-        matches, first, wanted = matches[rows], buckets[rows] * _CELLS, tags[rows]
         while rows.size:
-            lowest = matches & -matches
-            cells = first + ((lowest >> np.uint64(7)) * _NUMBERS >> np.uint64(56)).view(np.int64)
+            match = matches[rows]
+            lowest = match & -match
+            places = ((lowest >> np.uint64(7)) * _NUMBERS >> np.uint64(56)).view(np.int64)
+            cells = buckets[rows] * _CELLS + places
             found = self._cells.take(cells, mode="clip").astype(np.int64)
             generation = self._generations.take(found, mode="clip")
             check = self._checks.take(found, mode="clip")
-            right = (_check(wanted, generation) == check) & (found < self.num_slots)
+            right = (_check(tags[rows], generation) == check) & (found < self.num_slots)
             right &= generation >= 0
-            if right.all():
-                slots[rows], generations[rows] = found, generation
-                break
-            slots[rows[right]], generations[rows[right]] = found[right], generation[right]
-            matches ^= lowest
-            left = ~right & (matches != 0)
-            rows, matches, first, wanted = rows[left], matches[left], first[left], wanted[left]
+            slots[rows], generations[rows] = np.where(right, (found, generation), -1)
+            matches[rows] = np.where(right, 0, match ^ lowest)
+            rows = rows[matches[rows] != 0]
         return slots, generations
 
     def may_hold(self, tag: int) -> bool:
@@ -367,30 +364,41 @@ def find_prefix(
     Raises:
         TransportError: an index is closed.
     """
-    owners, slots, generations = np.full((3, len(tags)), -1, np.int64)
+    for index in indexes:
+        index._require_open()
+    places = np.empty((3, len(tags)), np.int64)
+    probe = native_probe()
+    if probe is None:
+        count = _probe(indexes, tags, places)
+    else:
+        count = probe(b"".join([each._words for each in indexes]), len(indexes), tags, places)
+    owners, slots, generations = places[:, :count]
+    return owners, slots, generations
+
+
+def _probe(indexes: Sequence[_Table], tags: Tags, places: NDArray[np.int64]) -> int:
+    """What a native probe does."""
     begin, size = 0, _BATCH
     order = list(range(len(indexes)))
     while begin < len(tags):
         batch = tags[begin : begin + size]
         run = 0
         for number in order:
-            if not indexes[number].may_hold(int(batch[0])):
-                continue
-            found, generation = indexes[number].find(batch)
-            lacks = found < 0
-            run = int(lacks.argmax()) if lacks.any() else len(batch)
+            if indexes[number].may_hold(int(batch[0])):
+                slots, generations = indexes[number].find(batch)
+                lacks = slots < 0
+                run = int(lacks.argmax()) if lacks.any() else len(batch)
             if run:
                 break
         if not run:
             break
-        end = begin + run
-        owners[begin:end] = number
-        slots[begin:end], generations[begin:end] = found[:run], generation[:run]
+        places[0, begin : begin + run] = number
+        places[1:, begin : begin + run] = slots[:run], generations[:run]
         # What has these blocks is likely to have those that follow.
         order.remove(number)
         order.insert(0, number)
-        begin, size = end, 4 * size if run == len(batch) else _BATCH
-    return owners[:begin], slots[:begin], generations[:begin]
+        begin, size = begin + run, 4 * size if run == len(batch) else _BATCH
+    return begin
 
 
 def _check_header(found: bytes, num_slots: int, epoch: bytes) -> None:

@@ -2,6 +2,7 @@
 """What an index says was said by its owner, whatever its bytes are; all else is a miss."""
 
 import fcntl
+import importlib
 import mmap
 import os
 import subprocess
@@ -22,6 +23,7 @@ from omni_connector.errors import (
     ProtocolError,
     TransportError,
 )
+from omni_connector.memory import block_index
 from omni_connector.memory.arena import SEALS, memfd
 from omni_connector.memory.arena_format import PAGE_BYTES
 from omni_connector.memory.block_index import (
@@ -34,6 +36,8 @@ from omni_connector.memory.block_index import (
     tags_of,
 )
 from omni_connector.memory.slot_index import Ints
+from omni_connector.native_probe import native_probe
+from omni_connector.testing import inspection
 
 EPOCH = b"epoch of an aren"
 N_SLOTS = 24
@@ -174,6 +178,16 @@ TestModel = Model.TestCase
 TestModel.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
 
 
+@pytest.fixture(params=[True, False], ids=["native", "numpy"])
+def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param:
+        pytest.importorskip("llvmlite")
+        assert native_probe() is not None
+    else:
+        monkeypatch.setattr(block_index, "native_probe", lambda: None)
+
+
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 1000])
 @pytest.mark.parametrize("turns", [1, 2, 7])
 def test_the_leading_blocks_are_found_wherever_they_are(count: int, turns: int) -> None:
@@ -191,6 +205,15 @@ def test_the_leading_blocks_are_found_wherever_they_are(count: int, turns: int) 
         index.close()
 
 
+def test_without_a_compiler_numpy_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    assert native_probe.__wrapped__() is None
+
+
+@pytest.mark.usefixtures("native")
 def test_a_fingerprint_alone_is_no_leading_block(index: BlockIndex) -> None:
     index.add(some_tags(1), ints(0), ints(0))
     assert index.may_hold(129)
@@ -211,20 +234,21 @@ def test_nonsense_in_the_file_costs_misses(noise: bytes, seed: int, dense: bool)
         slots, generations = view.find(tags)
         assert ((slots >= -1) & (slots < N_SLOTS)).all()
         assert ((generations >= 0) | (slots < 0)).all()
-        find_prefix([view], tags)
+        # Both look-ups take the same for right: what one finds, the other does.
+        for tag in tags.tolist():
+            places = find_prefix([view], some_tags(tag))
+            assert [each.tolist() for each in places[1:]] == [
+                [each] if each >= 0 else [] for each in found(view, tag)[0]
+            ]
 
 
 def write(index: BlockIndex, content: bytes) -> None:
     """Overwrite all of the file but the header, as a hostile owner may."""
-    mapped = index._map
-    assert mapped is not None
-    mapped[PAGE_BYTES:] = content
+    inspection.mapped(index)[PAGE_BYTES:] = content
 
 
 def content(index: BlockIndex) -> Tags:
-    mapped = index._map
-    assert mapped is not None
-    return np.frombuffer(mapped[PAGE_BYTES:], np.uint64)
+    return np.frombuffer(inspection.mapped(index)[PAGE_BYTES:], np.uint64)
 
 
 @given(
