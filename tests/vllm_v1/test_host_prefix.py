@@ -4,11 +4,10 @@
 import pytest
 
 from omni_connector.copies import loading
-from omni_connector.testing import inspection
 from omni_connector.testing.simulation import check
 from omni_connector.testing.toy import BLOCK
 
-from .harness import HANDOFF, assert_clean, hand_off, prompt, slots, wait
+from .harness import assert_clean, hand_off, prompt, slots, wait
 from .stores import MASTER, PREFIX, QUESTION, landed
 
 pytestmark = pytest.mark.vllm
@@ -192,7 +191,7 @@ def test_a_full_arena_keeps_what_was_used_last(sharer, tokens):
     assert kept(first) == 12
     assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
     assert second.count("tokens_from_host") == 0
-    assert second.generate(prompt(4 * BLOCK, seed=1) + [5], 6).reason is not None
+    assert second.generate([*prompt(4 * BLOCK, seed=1), 5], 6).reason is not None
     assert second.count("tokens_from_host") == 4 * BLOCK
 
 
@@ -200,12 +199,12 @@ def test_hits_of_neighbours_are_told(sharer):
     first, second = sharer(extra=slots(8)), sharer()
     publish(first, PREFIX[: 4 * BLOCK])
     publish(first, prompt(4 * BLOCK, seed=1))
-    publish(second, PREFIX[: 4 * BLOCK] + [7])  # the older blocks are the last used ones now
+    publish(second, [*PREFIX[: 4 * BLOCK], 7])  # the older blocks are the last used ones now
     neighbours(second)
     wait(lambda: first.half._shared._host._pool._last_stamp > 2)
     publish(first, prompt(4 * BLOCK, seed=2))
     third = sharer()
-    publish(third, PREFIX[: 4 * BLOCK] + [8])
+    publish(third, [*PREFIX[: 4 * BLOCK], 8])
     assert third.count("tokens_from_host") == 4 * BLOCK
 
 
