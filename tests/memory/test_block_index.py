@@ -230,7 +230,7 @@ def test_nonsense_in_the_file_costs_misses(noise: bytes, seed: int, dense: bool)
     with BlockIndex.create(N_SLOTS, EPOCH) as index, view_of(index) as view:
         write(index, content.tobytes())
         # Tags that the file has, and tags of any kind.
-        tags = np.concatenate([content[:4096].view(np.uint64), random_tags(500, seed)])
+        tags = np.concatenate([content[:512].view(np.uint64), random_tags(50, seed)])
         slots, generations = view.find(tags)
         assert ((slots >= -1) & (slots < N_SLOTS)).all()
         assert ((generations >= 0) | (slots < 0)).all()
