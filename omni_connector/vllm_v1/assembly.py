@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError
@@ -41,7 +42,7 @@ from omni_connector.vllm_v1.identity import compatibility, hash_id
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.scheduler import OmniScheduler, WeightsEpoch
-from omni_connector.vllm_v1.specs import group_specs, transferred_groups
+from omni_connector.vllm_v1.specs import group_specs, state_refusal, transferred_groups
 from omni_connector.vllm_v1.surroundings import ArenaSizing, Surroundings
 from omni_connector.vllm_v1.worker import OmniWorker
 
@@ -282,6 +283,7 @@ class _Assembly:
             group_ids=self._group_ids,
             hash_block_size=self._hash_block_size,
             num_blocks=self._kv_cache_config.num_blocks,
+            hash_of=self._hash_of,
             weights_fixed=config.weights == "fixed",
             lookup_timeout=0.0 if config.store is None else config.store.lookup_timeout_s,
             load_timeout=config.load_timeout_s,
@@ -289,6 +291,10 @@ class _Assembly:
             randbytes=surroundings.randbytes,
             stats=self._stats,
         )
+
+    def _hash_of(self, block_id: int) -> bytes | None:
+        named = self._manager.block_pool.blocks[block_id].block_hash
+        return None if named is None else get_block_hash(named)
 
     def _host_blocks(self, prefix: str) -> HostBlocks | None:
         """The arenas of this host; None where this engine does not share its own."""
@@ -376,12 +382,9 @@ def _sharing_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching:
         return "prefix caching is off; remove --no-enable-prefix-caching"
-    for group in group_specs(kv_cache_config):
-        if "mamba" in group.kind.split("+"):
-            return (
-                f"this model keeps recurrent states (layer {group.layers[0].name}), which are not "
-                "shared yet"
-            )
+    refusal = state_refusal(kv_cache_config)
+    if refusal is not None:
+        return refusal
     hash_size = hash_block_size(vllm_config, kv_cache_config)
     if not hash_id(vllm_config, hash_size):
         return (
