@@ -129,8 +129,7 @@ class SlotDirectory:
         Raises:
             ArenaFullError: it would not fit into an empty arena.
         """
-        total = sum(map(len, keys))
-        if total > self.num_slots:
+        if (total := sum(map(len, keys))) > self.num_slots:
             raise ArenaFullError(
                 f"a prompt of {prompt.num_tokens} tokens needs {total} slots, "
                 f"the arena has {self.num_slots}; raise arena_gib"
@@ -256,10 +255,9 @@ class SlotDirectory:
         """End a hand-off; returns whether there was one of this token."""
         with self._lock:
             handoff = self._handoffs.get(token)
-            if handoff is None:
-                return False
-            self._close(handoff)
-            return True
+            if handoff is not None:
+                self._close(handoff)
+            return handoff is not None
 
     def _close(self, handoff: Handoff) -> None:
         del self._handoffs[handoff.token]
@@ -323,6 +321,10 @@ class SlotDirectory:
         numbers = np.unique(np.concatenate([*leased, NONE]))
         self.pool.generation[numbers] += 1
         self._void.append(numbers)
+
+    def num_handoffs(self) -> int:
+        """How many hand-offs have not ended."""
+        return len(self._handoffs)
 
     def usage(self) -> tuple[int, int, int]:
         """(slots held, slots cached, leases)."""

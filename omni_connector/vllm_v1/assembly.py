@@ -5,12 +5,15 @@ The worker half is made with the connector of its rank. The scheduler half is ma
 have registered their KV caches, because what it consists of depends on what they say.
 """
 
+import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from omni_connector import __version__
 from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError
 from omni_connector.handoff.channel import ControlChannel
@@ -25,6 +28,8 @@ from omni_connector.kv.ledger import CopyLedger
 from omni_connector.net.keys import load_key
 from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import loopback_key, runtime_dir, socket_path
+from omni_connector.net.status import EngineStatus, StatusReport, Usage
+from omni_connector.plugin import require_supported_vllm
 from omni_connector.prefix.block_store import BlockStore
 from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.shared_blocks import key_prefix
@@ -33,7 +38,7 @@ from omni_connector.trace import Trace
 from omni_connector.vllm_v1.compat import hash_block_size
 from omni_connector.vllm_v1.identity import compatibility, hash_id
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
-from omni_connector.vllm_v1.metrics import OmniStats
+from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
 from omni_connector.vllm_v1.scheduler import OmniScheduler, WeightsEpoch
 from omni_connector.vllm_v1.specs import group_specs, transferred_groups
 from omni_connector.vllm_v1.surroundings import ArenaSizing, Surroundings
@@ -142,6 +147,7 @@ class _Assembly:
         self._key = None if config.key_file is None else load_key(config.key_file)
         self._directory = self._new_directory() if transfer.is_kv_producer else None
         self._upkeep = Upkeep(self._folder, self._clock, self._directory, self._weights.holds)
+        self._status = self._new_status()
 
     def scheduler(self) -> OmniScheduler:
         """The half. Nothing is left open where it cannot be made."""
@@ -153,6 +159,7 @@ class _Assembly:
             shared = self._shared_prefix()
         except BaseException:
             channel.close()
+            self._status.close()
             raise
         return OmniScheduler(
             self._vllm_config,
@@ -168,6 +175,7 @@ class _Assembly:
             receiver=self._receiver(channel) if self._transfer.is_kv_consumer else None,
             shared=shared,
             stats=self._stats,
+            status=self._status,
             trace=self._trace,
         )
 
@@ -180,6 +188,36 @@ class _Assembly:
             self._config.handoff_ttl_s,
             self._surroundings.randbytes,
         )
+
+    def _new_status(self) -> StatusReport:
+        endpoints = [each[0] for each in self._arenas]
+        return StatusReport(
+            self._surroundings.status_file(self._folder),
+            EngineStatus(
+                engine_id=self._engine_id,
+                role=str(self._transfer.kv_role),
+                model=self._ours.model,
+                pid=os.getpid(),
+                vllm=require_supported_vllm().version,
+                omni_connector=__version__,
+                ranks=self._ours.ranks,
+                arena_bytes=sum(each.n_slots * each.slot_bytes for each in endpoints),
+                started=time.time(),
+                counts=dict.fromkeys(COUNTERS, 0),
+            ),
+            self._usage,
+            self._clock,
+        )
+
+    def _usage(self) -> Usage:
+        directory = self._directory
+        if directory is None:
+            return Usage()
+        return Usage(directory.num_slots, *directory.usage(), directory.num_handoffs())
+
+    def _tick(self) -> None:
+        self._upkeep.tick()
+        self._status.tick()
 
     def _server(self, directory: SlotDirectory) -> ControlServer:
         return ControlServer(
@@ -200,7 +238,7 @@ class _Assembly:
             listen=None if server is None else self._control_path(self._engine_id),
             listen_tcp=None if listen is None else parse_listen(listen, rank),
             key=self._key or (loopback_key() if listen or self._config.peers else None),
-            on_tick=self._upkeep.tick,
+            on_tick=self._tick,
             on_peer_gone=self._upkeep.sweep,
             clock=self._clock,
             start=self._surroundings.start,
