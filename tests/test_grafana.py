@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def registered() -> dict[str, set[str]]:
     registry = prometheus.CollectorRegistry()
     kinds = (prometheus.Counter, prometheus.Gauge, prometheus.Histogram)
     metric_types = {kind: partial(kind, registry=registry) for kind in kinds}
-    config: Any = None
+    config: Any = SimpleNamespace(kv_transfer_config=None)
     metrics.OmniPromMetrics(config, metric_types, ["model_name", "engine"], {0: ["m", "0"]})
     return {
         family.name: {family.name + suffix for suffix in SUFFIXES[family.type]}
