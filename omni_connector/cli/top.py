@@ -193,7 +193,7 @@ def document(reading: Reading, history: History) -> dict[str, Any]:
 
 def nobody(reading: Reading) -> str:
     """What to do where no engine was found."""
-    others = []
+    others: list[str] = []
     root = runtime_root()
     for name in sorted(os.listdir(root)):
         if (root / name).is_dir() and root / name != reading.folder and len(others) < _OTHERS:

@@ -72,7 +72,7 @@ def write(file: StatusFile, **changes: Any) -> None:
 
 def text(reading: Reading, history: History | None = None, width: int = 160) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(screen(reading, history or History()))
+    console.print(screen(reading, history or History(), width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -200,9 +200,9 @@ def test_an_engine_that_writes_no_more_is_silent() -> None:
 
 
 def test_the_bar_shows_each_state_that_there_is() -> None:
-    assert bar(Usage(1000, 1, 1)).plain == "#=.............. 1+1/1000"
-    assert bar(Usage(8, 8, 0)).plain == "################ 8+0/8"
-    assert bar(Usage(4, 4, 9)).plain == "################ 4+9/4"  # nonsense keeps its width
+    assert bar(Usage(1000, 1, 1)).plain == "#=..........\n1+1/1000"
+    assert bar(Usage(8, 8, 0)).plain == "############\n8+0/8"
+    assert bar(Usage(4, 4, 9)).plain == "############\n4+9/4"  # nonsense keeps its width
     assert bar(Usage()).plain == "no arena"
 
 
@@ -215,7 +215,7 @@ def test_the_tables_show_engines_failures_and_times(width: int) -> None:
     if width == 200:
         assert "engine-[bold]1" in seen  # no markup
         assert "llama@main" in seen
-        assert "35% / 25% / 0%" in seen
+        assert "35/25/0 %" in seen
         assert "arena_full" in seen
         assert "2.50" in seen  # milliseconds of a save
         assert "[red]" in seen
