@@ -2,6 +2,7 @@
 """What engines say of themselves in the runtime folder: whole, theirs alone, gone with them."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -209,6 +210,21 @@ def test_nonsense_is_skipped_with_a_remark(place: Path, name: str) -> None:
     assert remarks[0].isprintable()
     good.close()
     bad.close()
+
+
+def test_no_damage_stops_the_reader(place: Path) -> None:
+    whole = msgspec.json.encode(msgspec.structs.replace(ENGINE, peers={"shm:x": 1}))
+    draw = random.Random(7)
+    file = StatusFile(place)
+    for _ in range(500):
+        text = bytearray(whole[: draw.randrange(len(whole)) if draw.random() < 0.2 else None])
+        for _ in range(draw.randrange(4) if text else 0):
+            text[draw.randrange(len(text))] = draw.randrange(256)
+        file.write(bytes(text))
+        found, remarks = read(place)
+        assert len(found) + len(remarks) == 1
+        assert all(each.model.isprintable() for each in found)
+    file.close()
 
 
 def test_what_is_no_file_is_neither_opened_nor_waited_for(place: Path) -> None:
