@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from omni_connector.copies.jobs import SaveSpec
 from omni_connector.errors import ArenaFullError
 from omni_connector.handoff.directory import Handoff, SlotDirectory
-from omni_connector.handoff.jobs import SaveSpec
 from omni_connector.handoff.params import handoff_answer, no_handoff_answer
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.compatibility import CompatibilityKey

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.logger import init_logger
 
 from omni_connector.config import OmniConfig
+from omni_connector.copies.jobs import LoadSpec, Saver, SaveSpec
+from omni_connector.copies.loading import Loader
 from omni_connector.copy_threads import CLOSE_S, NO_JOB_ID, CopyThread, Outcome, Work, traced
-from omni_connector.handoff.jobs import LoadSpec, Saver, SaveSpec
-from omni_connector.handoff.loading import Loader
 from omni_connector.kv import (
     BlockCopier,
     CanonicalKVCaches,

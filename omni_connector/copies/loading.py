@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from omni_connector.copies.jobs import LoadSpec, batch_blocks
 from omni_connector.copy_threads import Outcome, Work
 from omni_connector.errors import (
     ChecksumError,
@@ -19,7 +20,6 @@ from omni_connector.errors import (
     SlotPendingError,
     StaleSlotError,
 )
-from omni_connector.handoff.jobs import LoadSpec, batch_blocks
 from omni_connector.kv import (
     BlockCopier,
     BlockCopy,
