@@ -129,7 +129,8 @@ class SlotDirectory:
         Raises:
             ArenaFullError: it would not fit into an empty arena.
         """
-        if (total := sum(map(len, keys))) > self.num_slots:
+        total = sum(map(len, keys))
+        if total > self.num_slots:
             raise ArenaFullError(
                 f"a prompt of {prompt.num_tokens} tokens needs {total} slots, "
                 f"the arena has {self.num_slots}; raise arena_gib"
@@ -255,9 +256,10 @@ class SlotDirectory:
         """End a hand-off; returns whether there was one of this token."""
         with self._lock:
             handoff = self._handoffs.get(token)
-            if handoff is not None:
-                self._close(handoff)
-            return handoff is not None
+            if handoff is None:
+                return False
+            self._close(handoff)
+            return True
 
     def _close(self, handoff: Handoff) -> None:
         del self._handoffs[handoff.token]

@@ -40,10 +40,12 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         full = self._full_blocks if kind == "blocks" else 0
         covered = full * self.hash_block_size
         hasher.update(b"".join(self.block_hashes[:full]))
-        hasher.update(array("q", self.token_ids[covered : self.num_tokens]).tobytes())
+        rest = array("q", self.token_ids[covered : self.num_tokens])
         # Salts come from users, and JSON can contain half a surrogate pair.
         extra = [text.encode("utf-8", "surrogatepass") for text in self.extra]
-        hasher.update(msgspec.msgpack.encode((kind, self.num_tokens, covered, extra)))
+        head = (kind, self.num_tokens, covered, extra)
+        hasher.update(rest.tobytes())
+        hasher.update(msgspec.msgpack.encode(head))
         return hasher.digest()
 
     def identity(self) -> Hashable:
