@@ -163,13 +163,17 @@ def test_a_forked_process_neither_holds_nor_removes_the_file(place: Path) -> Non
     file = StatusFile(place)
     file.write(encoded())
     read_end, write_end = os.pipe()
+    told, tell = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(write_end)
         file.close()
+        os.write(tell, b".")
         os.read(read_end, 1)  # it lives on
         os._exit(0)
-    os.close(read_end)
+    assert os.read(told, 1) == b"."
+    for end in (read_end, told, tell):
+        os.close(end)
     assert len(read(place)[0]) == 1
     file._let_go()  # as the parent's end does
     assert read(place) == ([], [])
