@@ -34,23 +34,31 @@ channel has ended."""
 _STILL_S: Final = 2.5  # an engine of which something changes has written by then
 _OTHERS: Final = 20
 
+_LOADED: Final = {
+    "arena": "tokens_kept",
+    "host": "tokens_from_host",
+    "peer": "tokens_loaded",
+    "store": "tokens_shared",
+}
+
 Rates = Mapping[str, float]
 
 
 def hit_rates(engines: Iterable[EngineStatus]) -> dict[str, float | None]:
     """Which part of the prompts' tokens was not computed, by where their KV came from: the
-    engine's `own` cache, a `peer`, the shared `store`. None where there was no prompt yet."""
+    engine's `own` cache in vLLM, its `arena`, other engines of the `host`, a hand-off of a `peer`,
+    the shared `store`. None where there was no prompt yet."""
     engines = list(engines)
     tokens = sum(each.prompt_tokens for each in engines)
-    peer, store = (
-        sum(each.counts.get(name, 0) for each in engines)
-        for name in ("tokens_loaded", "tokens_shared")
-    )
+    loaded = {
+        source: sum(each.counts.get(name, 0) for each in engines)
+        for source, name in _LOADED.items()
+    }
     # What is loaded is counted a little before its prompt is.
-    own = max(0, sum(each.cached_tokens for each in engines) - peer - store)
+    own = max(0, sum(each.cached_tokens for each in engines) - sum(loaded.values()))
     return {
         name: min(1.0, part / tokens) if tokens else None
-        for name, part in {"own": own, "peer": peer, "store": store}.items()
+        for name, part in {"own": own, **loaded}.items()
     }
 
 

@@ -11,7 +11,6 @@ fails.
 """
 
 import secrets
-import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -25,6 +24,7 @@ from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.ledger import Block
 from omni_connector.memory.slot_index import Ints, SlotKey
 from omni_connector.memory.slot_pool import NONE, SlotPool
+from omni_connector.net.status import Usage
 
 
 class LeaseState(Enum):
@@ -101,8 +101,8 @@ class SlotDirectory:
         self._clock = clock
         self._ttl = ttl
         self._randbytes = randbytes
-        self._lock = threading.Lock()
         self.pool = SlotPool(num_slots)
+        self._lock = self.pool.lock
         self._handoffs: dict[bytes, Handoff] = {}
         self._twins: dict[Hashable, dict[bytes, Handoff]] = {}
         self._num_leases = 0
@@ -324,11 +324,11 @@ class SlotDirectory:
         self.pool.generation[numbers] += 1
         self._void.append(numbers)
 
-    def num_handoffs(self) -> int:
-        """How many hand-offs have not ended."""
-        return len(self._handoffs)
-
     def usage(self) -> tuple[int, int, int]:
         """(slots held, slots cached, leases)."""
         with self._lock:
             return self.pool.num_held, self.pool.num_cached, self._num_leases
+
+    def status(self) -> Usage:
+        """The same, and how many slots and open hand-offs there are."""
+        return Usage(self.num_slots, *self.usage(), len(self._handoffs))

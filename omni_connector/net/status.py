@@ -25,6 +25,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Struct
 
+from omni_connector import __version__
 from omni_connector.net.forks import forget_in_child
 from omni_connector.stats import FAILURE, PEER
 
@@ -107,12 +108,12 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     engine_id: _Text
     role: _Text
     model: _Text
-    pid: _Count
+    pid: _Count = 0
     vllm: _Text = ""
     omni_connector: _Text = ""
     ranks: _Count = 1
     arena_bytes: _Count = 0
-    started: _Amount
+    started: _Amount = 0.0
     written: _Amount = 0.0
     usage: Usage = Usage()
     prompt_tokens: _Count = 0
@@ -192,7 +193,8 @@ class StatusReport:
 
     Args:
         file: of the engine.
-        engine: all that does not change. Its `counts` have the names that are told also at 0.
+        engine: what does not change, without what this process knows by itself. Its `counts` have
+            the names that are told also at 0.
         usage: what the arena holds now.
         clock: seconds, monotonic.
     """
@@ -209,6 +211,9 @@ class StatusReport:
             engine,
             engine_id=plain(engine.engine_id)[:512],
             model=plain(engine.model)[:512],
+            pid=os.getpid(),
+            omni_connector=__version__,
+            started=time.time(),
         )
         self._usage = usage
         self._clock = clock

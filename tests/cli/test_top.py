@@ -102,7 +102,13 @@ def test_one_json_document_tells_all(make: Make, capsys: pytest.CaptureFixture[s
         "leases": 1,
         "handoffs_open": 2,
     }
-    assert prefill["hit_rates"] == {"own": 0.35, "peer": 0.25, "store": 0.0}
+    assert prefill["hit_rates"] == {
+        "own": 0.35,
+        "arena": 0.0,
+        "host": 0.0,
+        "peer": 0.25,
+        "store": 0.0,
+    }
     assert prefill["seconds"] == {"save": {"count": 4, "sum": 0.01}}
     assert prefill["rates"] is None  # one look tells none
     assert told["total"]["counts"]["bytes_loaded"] == 5
@@ -187,9 +193,9 @@ def test_rates_of_engines_add_up(make: Make) -> None:
 
 
 def test_hits_are_parts_of_the_prompts() -> None:
-    assert hit_rates([]) == {"own": None, "peer": None, "store": None}
+    assert set(hit_rates([]).values()) == {None}
     skewed = engine(prompt_tokens=10, cached_tokens=0, counts={"tokens_loaded": 20})
-    assert hit_rates([skewed]) == {"own": 0.0, "peer": 1.0, "store": 0.0}
+    assert set(hit_rates([skewed]).values()) == {0.0, 1.0}
 
 
 def test_an_engine_that_writes_no_more_is_silent() -> None:
@@ -215,7 +221,7 @@ def test_the_tables_show_engines_failures_and_times(width: int) -> None:
     if width == 200:
         assert "engine-[bold]1" in seen  # no markup
         assert "llama@main" in seen
-        assert "35/25/0 %" in seen
+        assert "35/0/0/25/0 %" in seen
         assert "arena_full" in seen
         assert "2.50" in seen  # milliseconds of a save
         assert "[red]" in seen
