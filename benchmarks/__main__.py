@@ -15,6 +15,7 @@ BENCHMARKS = (
     "fresh_arena",
     "scheduler_step",
     "handoff_open",
+    "scale",
     "objects",
     "store",
     "transfer_engine",

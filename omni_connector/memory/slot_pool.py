@@ -43,7 +43,9 @@ class SlotPool:
         self._ready = np.zeros(num_slots, bool)
         self._index = SlotIndex(self.generation)
         self._keyed = self._index.keyed
-        self._free = np.ones(num_slots, bool)
+        # A stack of the free slots, of which there are `_num_free`. Those that came free last are
+        # taken first: they are warm, and whatever the arena's size, no array is searched.
+        self._free: Ints = np.arange(num_slots - 1, -1, -1)
         self._num_free = num_slots
         # Cached slots in batches, the oldest first, each batch with a stamp. A slot whose stamp
         # differs from its batch's is no longer cached, or was cached again later.
@@ -89,9 +91,9 @@ class SlotPool:
         return slots, generations
 
     def _new(self, count: int) -> Ints:
-        numbers = np.flatnonzero(self._free)[:count]  # low slots are warm and consecutive
-        self._free[numbers] = False
-        self._num_free -= len(numbers)
+        left = max(0, self._num_free - count)
+        numbers = self._free[left : self._num_free][::-1].copy()
+        self._num_free = left
         if len(numbers) < count:
             numbers = np.concatenate([numbers, self._evict(count - len(numbers))])
         self.generation[numbers] += 1
@@ -164,7 +166,7 @@ class SlotPool:
             self._stamp[kept] = self._last_stamp
             self._batches.append((self._last_stamp, kept))
             self.num_cached += len(kept)
-        self._free[gone] = True
+        self._free[self._num_free : self._num_free + len(gone)] = np.sort(gone)[::-1]
         self._ready[gone] = False
         self._num_free += len(gone)
         self.releases += 1

@@ -116,7 +116,7 @@ OWN: Final = (
     mutant(
         "nothing expires",
         "a hand-off that nobody leases stays",
-        ("omni_connector.handoff.directory", "if each.deadline <= now]", "if False]"),
+        ("omni_connector.handoff.directory", "self._ends[each] <= now", "False"),
     ),
     mutant(
         "any prompt will do",
