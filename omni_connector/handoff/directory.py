@@ -11,7 +11,6 @@ fails.
 """
 
 import secrets
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -100,8 +99,8 @@ class SlotDirectory:
         self._clock = clock
         self._ttl = ttl
         self._randbytes = randbytes
-        self._lock = threading.Lock()
         self.pool = SlotPool(num_slots)
+        self._lock = self.pool.lock
         self._handoffs: dict[bytes, Handoff] = {}
         self._twins: dict[Hashable, dict[bytes, Handoff]] = {}
         # Until when, the earliest first: each finished hand-off; each lease, by its token and name.
