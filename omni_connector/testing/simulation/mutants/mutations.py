@@ -225,8 +225,8 @@ OWN: Final = (
         "bytes that do not come are waited for",
         (
             "omni_connector.handoff.loading",
-            "                    if self._clock() >= deadline:\n",
-            "                    if False:\n",
+            "                    if (left := deadline - self._clock()) <= 0:\n",
+            "                    if (left := 0.01) <= 0:\n",
         ),
     ),
     mutant(
