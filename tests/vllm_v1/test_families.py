@@ -149,11 +149,8 @@ def test_blocks_of_a_failed_load_hold_nothing_of_it(engine, family):
             prefill.arena().slots[slot][3] ^= 1
     zeroed = []
     loader = decode.worker_half._loader
-    zero = loader._copier.zero
-    loader._copier.zero = lambda group, ids, *, fence: (
-        zeroed.extend(ids),
-        zero(group, ids, fence=fence),
-    )
+    zero = loader._zero
+    loader._zero = lambda group, ids, fence: (zeroed.extend(ids), zero(group, ids, fence))
     decode.generate(prompt(7 * BLOCK), 6, params=answer)
     assert len(zeroed) == sum(len(slots) for slots in handoff.slots)
 

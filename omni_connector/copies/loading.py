@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from omni_connector.copies.jobs import LoadSpec, batch_blocks
 from omni_connector.copy_threads import Outcome, Work
 from omni_connector.errors import (
     ChecksumError,
@@ -19,7 +20,6 @@ from omni_connector.errors import (
     SlotPendingError,
     StaleSlotError,
 )
-from omni_connector.handoff.jobs import LoadSpec, batch_blocks
 from omni_connector.kv import (
     BlockCopier,
     BlockCopy,
@@ -81,6 +81,7 @@ class _Step:
         block_ids, indices: the blocks, and their logical indices `(n,)`.
         numbers: logical indices of the slots, in blocks of the peer `(m,)`.
         slots, generations: the peer's `(m,)`.
+        keys: as in `LoadSpec`.
     """
 
     group: int
@@ -91,6 +92,7 @@ class _Step:
     numbers: Blocks
     slots: Blocks
     generations: Blocks
+    keys: NDArray[np.object_] | None
 
     def parts(self, sizes: Sequence[int]) -> Iterator["_Step"]:
         """The same in steps of so many blocks, by group."""
@@ -108,6 +110,7 @@ class _Step:
                 numbers=self.numbers[first:end],
                 slots=self.slots[first:end],
                 generations=self.generations[first:end],
+                keys=None if self.keys is None else self.keys[first:end],
             )
 
 
@@ -174,7 +177,7 @@ class Loader:
                 steps, zeros = self._steps(job)
                 waiting.extend(steps)
                 for group, block_ids in zeros:
-                    self._copier.zero(group, block_ids, fence=fence)
+                    self._zero(group, block_ids, fence)
                     yield True
                 while waiting:
                     if cancelled():
@@ -283,6 +286,7 @@ class Loader:
                 numbers,
                 spec.slots.block_ids[own][numbers - first],
                 spec.generations[own][numbers - first],
+                None if spec.keys is None else spec.keys[own][numbers - first],
             )
             if whole.block_ids.size:
                 steps.append(whole)
@@ -314,6 +318,8 @@ class Loader:
         try:
             return [MappedSlots(each, slots, generations, step.plan.length) for each in sources]
         except SlotPendingError as pending:
+            if step.keys is not None:
+                raise StaleSlotError("what an index lists is there, or was") from pending
             if not all(remote.alive for remote in sources):
                 raise PeerUnreachableError("the peer died while copying") from pending
             return PENDING_S
@@ -400,18 +406,25 @@ class Loader:
         self._copier.load(BlockCopy(step.group, step.block_ids, made, rows, False, fence))
 
     def _compare(self, step: _Step, checksums: list[int], slots: Slots) -> None:
-        for slot, checksum, published in zip(step.slots, checksums, slots.published(), strict=True):
+        headers = slots.headers()
+        for slot, checksum, header in zip(step.slots, checksums, headers, strict=True):
+            published = header.checksum
             if checksum != published and (self._checksum or not slots.in_place):
                 raise ChecksumError(
                     f"slot {slot}: checksum {checksum:#x}, published {published:#x}"
                 )
+        if step.keys is not None and [header.key for header in headers] != step.keys.tolist():
+            raise StaleSlotError("a slot holds another block than the index says")
 
     def _wipe(self, steps: deque[_Step], fence: object) -> None:
         try:
             for step in steps:
-                self._copier.zero(step.group, step.block_ids, fence=fence)
+                self._zero(step.group, step.block_ids, fence)
         except Exception:  # the request is reported as failed in any case, and must be
             logger.exception("Blocks of a failed load could not be zeroed")
+
+    def _zero(self, group: int, block_ids: Blocks, fence: object) -> None:
+        self._copier.zero(group, block_ids, fence=fence)
 
 
 def _endpoints(job: LoadSpec, plan: _Plan) -> list[tuple[Endpoint, ...]]:
