@@ -104,8 +104,8 @@ OWN: Final = (
         "a slot that was reused is read",
         (
             "omni_connector.transports.reading",
-            "            _checksum(self._remote.verify(slot, generation), slot, self._length)\n",
-            "            _checksum(self._remote._view.header(slot), slot, self._length)\n",
+            "            _whole(self._remote.verify(slot, generation), slot, self._length)\n",
+            "            _whole(self._remote._view.header(slot), slot, self._length)\n",
         ),
     ),
     mutant(
