@@ -20,6 +20,7 @@ BENCHMARKS = (
     "store",
     "transfer_engine",
     "handoff",
+    "host_prefix",
     "timeline",
     "serving",
     "hostile_bytes",
