@@ -157,9 +157,9 @@ OWN: Final = (
         "its request waits for ever",
         (
             "omni_connector.vllm_v1.worker",
-            "        if spec.request_id:\n            self._finished_loads.add(spec.request_id)\n",
+            "        if spec.request_id:\n            self._loads_left[spec.request_id] -= 1\n",
             "        if spec.request_id and outcome.failure is None:\n"
-            "            self._finished_loads.add(spec.request_id)\n",
+            "            self._loads_left[spec.request_id] -= 1\n",
         ),
     ),
     mutant(
