@@ -9,13 +9,13 @@ there is room it is kept, and later prompts that begin like it use it.
 A prompt may have tens of thousands of blocks, so arrays hold what is known of the slots.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_connector.memory.eviction import EvictionOrder
 from omni_connector.memory.slot_index import Ints, SlotIndex, SlotKey
 
 NONE: Final[Ints] = np.empty(0, np.int64)
@@ -45,11 +45,7 @@ class SlotPool:
         self._keyed = self._index.keyed
         self._free = np.ones(num_slots, bool)
         self._num_free = num_slots
-        # Cached slots in batches, the oldest first, each batch with a stamp. A slot whose stamp
-        # differs from its batch's is no longer cached, or was cached again later.
-        self._stamp: Ints = np.zeros(num_slots, np.int64)
-        self._batches: deque[tuple[int, Ints]] = deque()
-        self._last_stamp = 0
+        self._order = EvictionOrder(num_slots)
 
     @property
     def num_held(self) -> int:
@@ -74,10 +70,11 @@ class SlotPool:
         lacks = found < 0
         shared = found[~lacks]
         needed = len(found) - len(shared)
-        from_cache = shared[self._stamp[shared] > 0]
+        from_cache = shared[self._order.here(shared)]
         if needed > self._num_free + self.num_cached - len(from_cache):
             return None
-        self._stamp[from_cache] = 0
+        self._order.remove(from_cache)
+        self._order.used_again(shared)
         self.num_cached -= len(from_cache)
         self._users[shared] += 1
         if needed:
@@ -100,18 +97,24 @@ class SlotPool:
         return numbers
 
     def _evict(self, count: int) -> Ints:
-        evicted: list[Ints] = []
         self.num_cached -= count
-        while count:
-            stamp, batch = self._batches.popleft()
-            batch = batch[self._stamp[batch] == stamp]
-            if len(batch) > count:
-                self._batches.appendleft((stamp, batch[count:]))
-                batch = batch[:count]
-            self._stamp[batch] = 0
-            evicted.append(batch)
-            count -= len(batch)
-        return np.concatenate(evicted)
+        return self._order.evict(count)
+
+    def touch(self, numbers: Ints, generations: Ints) -> None:
+        """Peers have used these slots while they had these generations.
+
+        Slots that have another generation by now, or that are no slots of this arena, are ignored.
+        Of cached slots, those that come first are evicted first. A slot may come more than once.
+        """
+        known = (numbers >= 0) & (numbers < len(self.generation))
+        numbers, generations = numbers[known], generations[known]
+        numbers = numbers[self._ready[numbers] & (self.generation[numbers] == generations)]
+        self._order.used_again(numbers)
+        latest = numbers[self._order.here(numbers)][::-1]
+        _, first = np.unique(latest, return_index=True)
+        cached = latest[np.sort(first)][::-1]
+        self._order.remove(cached)
+        self._order.add(cached)
 
     def hold(self, numbers: Ints) -> None:
         """Hold slots that another user holds already."""
@@ -136,6 +139,8 @@ class SlotPool:
         """Copies into these slots begin; from now on they are found by their keys."""
         self._busy[numbers] = True
         self._index.name(group, keys, numbers)
+        hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
+        self._order.fill(numbers, hashes ^ group)
 
     def filled(self, numbers: Ints) -> None:
         """Every rank has committed these slots."""
@@ -160,20 +165,16 @@ class SlotPool:
         keep = self._ready[idle] & self._keyed[idle]
         kept, gone = idle[keep], idle[~keep]
         if len(kept):
-            self._last_stamp += 1
-            self._stamp[kept] = self._last_stamp
-            self._batches.append((self._last_stamp, kept))
+            self._order.add(kept)
             self.num_cached += len(kept)
         self._free[gone] = True
         self._ready[gone] = False
+        self._order.unused(gone)
         self._num_free += len(gone)
         self.releases += 1
 
     def forget(self) -> None:
         """Free the cached slots, and let no slot be found by its key."""
         self._index.clear()
-        cached = np.flatnonzero(self._stamp)
-        self._stamp[cached] = 0
-        self._batches.clear()
         self.num_cached = 0
-        self._settle(cached)
+        self._settle(self._order.clear())
