@@ -15,6 +15,7 @@ BENCHMARKS = (
     "fresh_arena",
     "scheduler_step",
     "handoff_open",
+    "eviction",
     "objects",
     "store",
     "transfer_engine",

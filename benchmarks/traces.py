@@ -17,7 +17,7 @@ Trace = list[list[int]]
 
 
 def of_file(path: Path) -> Trace:
-    """A trace in the format of Mooncake's, one JSON object a line, without blocks that are not full.
+    """A trace in the format of Mooncake's, one JSON object a line; without blocks not full.
 
     kvcache-ai/Mooncake has some in FAST25-release/traces, with blocks of 512 tokens.
     """
@@ -74,7 +74,7 @@ def conversations(seed: int = 0, seconds: float = 3537.0) -> Trace:
 
 
 def agents(seed: int = 0, seconds: float = 3600.0) -> Trace:
-    """Agents that call tools: many turns, each of which continues the one before by a tool's result.
+    """Agents that call tools: many turns, each of which goes on with a tool's result.
 
     A session has the prompt of one of eight kinds of agents, some of them far more frequent, and
     then its own task. A turn adds a few blocks or, where a tool has read a file, many. The next one

@@ -29,9 +29,10 @@ class _Batch:
     """Slots that were used together.
 
     Attributes:
-        turn: at how many evictions since the start it would go, of batches used once or again.
-        numbers: of the slots, the first to go first. Those that have another stamp are here no more.
-        alive: how many have not.
+        turn: the batch with the least goes first. It is the number of evictions before the use.
+        numbers: of the slots, the first to go first. Those that have another stamp by now have left
+            the batch.
+        alive: how many have not left.
     """
 
     turn: int
@@ -81,13 +82,15 @@ class EvictionOrder:
         self._again[numbers] = True
 
     def fill(self, numbers: Ints, hashes: Ints) -> None:
-        """These slots, which are not in the order, get the content of these hashes, of 64 bits."""
+        """These slots, which are not in the order, get the content of these hashes, of 64 bits. They
+        are in the order of the prompt: if one was used before, so were those that come first."""
         self._hash[numbers] = hashes
         at = hashes & (len(self._past) - 1)
         # The difference is modulo 2**32, and so are both counts.
         since = np.uint32(self._evicted & 0xFFFFFFFF) - self._past_evicted[at]
         past = (self._past[at] == _high_bits(hashes)) & (since <= self._num_slots)
-        self._again[numbers] |= past
+        # Without a block whose entry was overwritten, those after it would be of no use.
+        self._again[numbers] |= np.logical_or.accumulate(past[::-1])[::-1]
 
     def unused(self, numbers: Ints) -> None:
         """The content of these slots, which are not in the order, is no longer of use."""

@@ -216,7 +216,8 @@ class PoolMachine(RuleBasedStateMachine):
         held = {slot for each in self.prompts for slot in (*each.slots, *each.filling)}
         cached = set(np.flatnonzero(pool._order.here(np.arange(self.SLOTS))).tolist())
         free = set(np.flatnonzero(pool._free).tolist())
-        assert not held & cached and not held & free and not cached & free
+        assert not held & (cached | free)
+        assert not cached & free
         assert (len(held), len(cached), len(free)) == (
             pool.num_held,
             pool.num_cached,
