@@ -51,8 +51,8 @@ class EvictionOrder:
         self._num_slots = num_slots
         self._evicted = 0
         # Batches by stamp, the oldest first: of slots used once, and of those used again.
-        self._queues: tuple[OrderedDict[int, _Batch], OrderedDict[int, _Batch]]
-        self._queues = (OrderedDict(), OrderedDict())
+        self._batches: tuple[OrderedDict[int, _Batch], OrderedDict[int, _Batch]]
+        self._batches = (OrderedDict(), OrderedDict())
         # Of each slot the stamp of its batch, 0 for none. Even ones are of slots used once.
         self._stamp: Ints = np.zeros(num_slots, np.int64)
         self._last_stamp = 2
@@ -73,7 +73,7 @@ class EvictionOrder:
         """Take every slot out of the order, and return them."""
         numbers = np.flatnonzero(self._stamp)
         self._stamp[numbers] = 0
-        for queue in self._queues:
+        for queue in self._batches:
             queue.clear()
         return numbers
 
@@ -82,8 +82,10 @@ class EvictionOrder:
         self._again[numbers] = True
 
     def fill(self, numbers: Ints, hashes: Ints) -> None:
-        """These slots, which are not in the order, get the content of these hashes, of 64 bits. They
-        are in the order of the prompt: if one was used before, so were those that come first."""
+        """These slots, which are not in the order, get the content of these hashes, of 64 bits.
+
+        They come as in the prompt: if one was used before, so were those that come first.
+        """
         self._hash[numbers] = hashes
         at = hashes & (len(self._past) - 1)
         # The difference is modulo 2**32, and so are both counts.
@@ -105,7 +107,7 @@ class EvictionOrder:
                 self._append(kind, part)
 
     def _append(self, kind: int, numbers: Ints) -> None:
-        queue = self._queues[kind]
+        queue = self._batches[kind]
         turn = self._evicted + kind * self._num_slots
         stamp, last = next(reversed(queue.items())) if queue else (0, None)
         if (
@@ -131,7 +133,7 @@ class EvictionOrder:
         stamps, counts = np.unique(self._stamp[numbers], return_counts=True)
         self._stamp[numbers] = 0
         for stamp, count in zip(stamps.tolist(), counts.tolist(), strict=True):
-            queue = self._queues[stamp % 2]
+            queue = self._batches[stamp % 2]
             batch = queue[stamp]
             batch.alive -= count
             if not batch.alive:
@@ -144,7 +146,7 @@ class EvictionOrder:
         self._evicted += count
         evicted: list[Ints] = []
         while count:
-            queue = min((queue for queue in self._queues if queue), key=_first_turn)
+            queue = min((queue for queue in self._batches if queue), key=_first_turn)
             stamp, batch = next(iter(queue.items()))
             living = self._living(stamp, batch)
             gone, batch.numbers = living[:count], living[count:]
@@ -164,7 +166,8 @@ class EvictionOrder:
 
 
 def _high_bits(hashes: Ints) -> NDArray[np.uint32]:
-    return (hashes >> 32).astype(np.uint32)
+    high: NDArray[np.uint32] = (hashes >> 32).astype(np.uint32)
+    return high
 
 
 def _first_turn(queue: OrderedDict[int, _Batch]) -> int:

@@ -112,7 +112,7 @@ def test_batches_do_not_pile_up_while_nothing_is_evicted() -> None:
         part = (numbers + 7 * turn)[:-1] % 900
         order.remove(part)
         order.add(part)
-    batches = [batch for queue in order._queues for batch in queue.values()]
+    batches = [batch for queue in order._batches for batch in queue.values()]
     assert sum(len(batch.numbers) for batch in batches) <= 2 * 900
     assert sum(batch.alive for batch in batches) == 900
     assert sorted(order.evict(900).tolist()) == numbers.tolist()
@@ -122,7 +122,7 @@ def test_a_million_slots_take_less_than_a_hundred_bytes_each() -> None:
     order = EvictionOrder(1 << 20)
     order.add(np.arange(1 << 20))
     arrays = [each for each in vars(order).values() if isinstance(each, np.ndarray)]
-    arrays += [batch.numbers for queue in order._queues for batch in queue.values()]
+    arrays += [batch.numbers for queue in order._batches for batch in queue.values()]
     assert sum(array.nbytes for array in arrays) <= 100 << 20
 
 
@@ -227,7 +227,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_cached_slot_has_its_turn_once(self) -> None:
-        queues = self.pool._order._queues
+        queues = self.pool._order._batches
         batches = [pair for queue in queues for pair in queue.items()]
         living = [n for pair in batches for n in self.pool._order._living(*pair).tolist()]
         assert len(living) == len(set(living)) == self.pool.num_cached
