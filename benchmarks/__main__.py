@@ -17,6 +17,7 @@ BENCHMARKS = (
     "handoff_open",
     "scale",
     "block_index",
+    "eviction",
     "objects",
     "store",
     "transfer_engine",
