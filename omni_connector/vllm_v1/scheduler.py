@@ -24,10 +24,11 @@ from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.upkeep import Upkeep
 from omni_connector.kv.ledger import CopyLedger
+from omni_connector.net.status import StatusReport
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.trace import Trace, now
 from omni_connector.vllm_v1.adapters import AdapterContents
-from omni_connector.vllm_v1.compat import hash_block_size, tells_failure
+from omni_connector.vllm_v1.compat import hash_block_size, tells_failure, worker_stats
 from omni_connector.vllm_v1.metadata import OmniConnectorMetadata, OmniWorkerMetadata
 from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
 from omni_connector.vllm_v1.requests import (
@@ -102,6 +103,7 @@ class OmniScheduler:
         receiver: loads hand-offs; None on an engine that loads none.
         shared: shares prefixes through a store, closed with this; None shares none.
         stats: where all of them count.
+        status: is told of the counts of both halves, closed with this.
         trace: is told of the phases that requests go through, closed with this; None where nothing
             is traced.
     """
@@ -122,6 +124,7 @@ class OmniScheduler:
         receiver: HandoffReceiver | None,
         shared: SharedPrefix | None,
         stats: OmniStats,
+        status: StatusReport,
         trace: Trace | None = None,
     ) -> None:
         self._trace = trace
@@ -138,6 +141,7 @@ class OmniScheduler:
         self._receiver = receiver
         self._shared = shared
         self._stats = stats
+        self._status = status
         self._adapters = AdapterContents(self._clock, surroundings.start)
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
         self._fails_by_block = fails_by_block(kv_cache_config)
@@ -330,6 +334,8 @@ class OmniScheduler:
             scheduled = scheduler_output.num_scheduled_tokens
             self._shared.build(meta, scheduled, self._manager.get_block_ids)
         meta.cancel.extend(self._ledger.take_revoked())
+        for request in scheduler_output.scheduled_new_reqs:
+            self._status.prompt(len(request.prompt_token_ids or ()), request.num_computed_tokens)
         if self._trace is not None:
             for request_id in scheduler_output.num_scheduled_tokens:
                 self._trace.begin(request_id, "prefill", after="queued")
@@ -341,6 +347,8 @@ class OmniScheduler:
         if self._trace is not None:
             for request_id in output.finished_recving or ():
                 self._trace.begin(request_id, "scheduling", after="load")
+        if (counted := worker_stats(output)) is not None:
+            self._status.add(counted.data)
         report = output.kv_connector_worker_meta
         if not isinstance(report, OmniWorkerMetadata):
             return
@@ -423,6 +431,7 @@ class OmniScheduler:
             return None
         taken = OmniStats()
         taken.data, stats.data = stats.data, taken.data
+        self._status.add(taken.data)
         return taken
 
     def close(self) -> None:
@@ -431,5 +440,6 @@ class OmniScheduler:
         if self._shared is not None:
             self._shared.close()
         self._channel.close()
+        self._status.close()
         if self._trace is not None:
             self._trace.close()
