@@ -169,8 +169,9 @@ class FileBlockStore(BlockStore):
         def answer(call: _Call, i: int) -> bool:
             return self._put(asked[i], rows[i, : sizes[i]], call)
 
-        self._start_to_sweep()
-        return self._in_time(self._puts, len(asked), answer, timeout)
+        stored = self._in_time(self._puts, len(asked), answer, timeout)
+        self._see_to_sweeping()
+        return stored
 
     def get(
         self, keys: Sequence[str], rows: Rows, lengths: Sequence[int], *, timeout: float
@@ -306,12 +307,12 @@ class FileBlockStore(BlockStore):
 
     # Sweeping.
 
-    def _start_to_sweep(self) -> None:
+    def _see_to_sweeping(self) -> None:
         with self._lock:
             if self._sweeping is None and not self._closed:
                 self._sweeping = self._start("omni-store-sweep", self._turn)
             sweeping = self._sweeping
-        if sweeping is not None and self._sweeper.due() <= 0:
+        if sweeping is not None and self._sweeper.urgent():
             sweeping.wake()
 
     def _turn(self) -> float | None:

@@ -77,7 +77,7 @@ class Sweeper:
     def due(self) -> float:
         """Seconds until the next sweep is due."""
         now = self._clock()
-        return max(0.0, self._not_before - now, 0.0 if self._urgent() else self._next - now)
+        return max(0.0, self._not_before - now, 0.0 if self.urgent() else self._next - now)
 
     def sweep(self) -> Generator[None, None, None]:
         """Bring the folder within its size, in pieces. Nothing is done while another sweeps.
@@ -91,22 +91,23 @@ class Sweeper:
         try:
             if not _locked(fd):
                 return
-            total = None if self._urgent() else self._told(fd)
-            if total is None:
+            total = None if self.urgent() else self._told(fd)
+            if total is not None:
+                self._learn(total)
+            if total is None or total > _HIGH * self._limit:
                 with self._lock:
                     self._written, self._full = 0, False
                 total = yield from self._scan_and_remove()
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, b"%d\n" % total, 0)
-            else:
-                self._learn(total)
         finally:
             os.close(fd)
         now = self._clock()
         self._next = now + max(_EVERY_S, 20 * (now - began))
         self._not_before = now + max(_REST_S, 4 * (now - began))
 
-    def _urgent(self) -> bool:
+    def urgent(self) -> bool:
+        """Whether so much was written since the last sweep that the next one must not wait."""
         with self._lock:
             if self._total is None:
                 return False
@@ -141,18 +142,20 @@ class Sweeper:
         if total <= _HIGH * self._limit:
             return total
         excess = total - int(_LOW * self._limit)
-        order = np.argsort(np.frombuffer(times, np.int64), kind="stable")
-        freed = np.cumsum(np.frombuffer(sizes, np.int64)[order])
-        last = order[min(int(np.searchsorted(freed, excess)), len(order) - 1)]
-        newest = times[last]
+        used, taken = np.frombuffer(times, np.int64), np.frombuffer(sizes, np.int64)
+        order = np.argsort(used, kind="stable")
+        newest = used[order[np.searchsorted(np.cumsum(taken[order]), excess)]]
+        excess -= int(taken[used < newest].sum())  # what goes of those that are as old as `newest`
         for file in self._folder.files():
-            if excess <= 0:
-                break
             if file is None:
                 yield
-            elif not file.temporary and file.used_ns <= newest and self._folder.remove(file.path):
-                excess -= file.nbytes
-                total -= file.nbytes
+            elif not file.temporary and (
+                file.used_ns < newest or (file.used_ns == newest and excess > 0)
+            ):
+                if self._folder.remove(file.path):
+                    total -= file.nbytes
+                if file.used_ns == newest:
+                    excess -= file.nbytes
         self._learn(total)
         return total
 
