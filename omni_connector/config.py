@@ -340,6 +340,8 @@ def _check(where: str, kind: Any, value: Any, *, strict: bool = True) -> Any:
             return struct(**fields)
         except TypeError as error:  # a field without a default is missing
             raise ConfigError(f"{where}: {error}") from None
+    if len(structs) > 1:  # which msgspec has no word for
+        kind = structs[0] | None
     try:
         converted = msgspec.convert(value, kind, strict=strict)
         msgspec.msgpack.encode(converted)  # the environment can say what no message can

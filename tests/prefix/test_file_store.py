@@ -134,7 +134,7 @@ def test_the_folder_is_private(store: FileBlockStore, folder: Path) -> None:
 def test_a_folder_that_others_can_write_to_is_refused(connect: Open, folder: Path) -> None:
     folder.mkdir()
     folder.chmod(0o1777)
-    with pytest.raises(ConfigError, match="others can write to .*chmod it to 700"):
+    with pytest.raises(ConfigError, match=r"others can write to .*chmod it to 700"):
         connect()
 
 
