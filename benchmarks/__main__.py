@@ -17,6 +17,7 @@ BENCHMARKS = (
     "handoff_open",
     "objects",
     "store",
+    "file_store",
     "transfer_engine",
     "handoff",
     "timeline",
