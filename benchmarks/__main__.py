@@ -15,6 +15,7 @@ BENCHMARKS = (
     "fresh_arena",
     "scheduler_step",
     "handoff_open",
+    "block_index",
     "objects",
     "store",
     "file_store",

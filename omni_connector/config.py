@@ -151,6 +151,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         key_file: what `omni-connector keygen` made, the same for all engines of a cluster.
         peers: hosts that prompts may be fetched from: IP addresses, networks, host names.
         mooncake: how Mooncake is started; see `MooncakeSettings`.
+        share: whether this engine keeps full blocks in its arena, and shares them with the engines
+            of its user and namespace on this host.
         store: where prefixes are shared with engines on any host, a Mooncake Store (`master`) or a
             folder of files (`path`); None shares none.
         trace: folder to which the engine writes what took how long; None writes nothing.
@@ -172,6 +174,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     key_file: str | None = None
     peers: tuple[str, ...] = ()
     mooncake: MooncakeSettings = MooncakeSettings()
+    share: bool = False
     store: StoreSettings | FileStoreSettings | None = None
     trace: str | None = None
 

@@ -11,7 +11,6 @@ fails.
 """
 
 import secrets
-import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -101,8 +100,8 @@ class SlotDirectory:
         self._clock = clock
         self._ttl = ttl
         self._randbytes = randbytes
-        self._lock = threading.Lock()
         self.pool = SlotPool(num_slots)
+        self._lock = self.pool.lock
         self._handoffs: dict[bytes, Handoff] = {}
         self._twins: dict[Hashable, dict[bytes, Handoff]] = {}
         self._num_leases = 0

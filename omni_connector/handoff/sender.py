@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from omni_connector.copies.jobs import SaveSpec
 from omni_connector.errors import ArenaFullError
 from omni_connector.handoff.directory import Handoff, SlotDirectory
-from omni_connector.handoff.jobs import SaveSpec
 from omni_connector.handoff.params import handoff_answer, no_handoff_answer
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.compatibility import CompatibilityKey
@@ -204,7 +204,7 @@ class HandoffSender:
             return {}
         if not chosen:  # another hand-off has, or had, all of them copied
             return {}
-        spec = _spec(send, handoff, chosen, tables)
+        spec = _spec(send, handoff, chosen, tables, self._directory.pool.header_keys)
         job_id = self._ledger.start(
             spec.blocks,
             lambda failure: self._job_ended(send, handoff, job_id, chosen, failure),
@@ -291,6 +291,7 @@ def _spec(
     handoff: Handoff,
     chosen: list[Block],
     tables: list[Sequence[EngineBlock]],
+    listed_keys: Callable[[int, Sequence[SlotKey | None]], list[bytes]],
 ) -> SaveSpec:
     """The copies of these blocks. Those between them that are not copied become null blocks."""
     indices_of: dict[int, list[int]] = {}
@@ -307,7 +308,7 @@ def _spec(
         held = slice(first - send.first_blocks[g], end - send.first_blocks[g])
         slots.append(handoff.slots[g][held])
         generations.append(handoff.generations[g][held])
-        keys += [(key or b"")[:32] for key in send.keys[g][held]]
+        keys += listed_keys(g, send.keys[g][held])
     return SaveSpec(
         blocks=BlockSpans.of(groups),
         slots=np.concatenate(slots),

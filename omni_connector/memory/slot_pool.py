@@ -9,6 +9,7 @@ there is room it is kept, and later prompts that begin like it use it.
 A prompt may have tens of thousands of blocks, so arrays hold what is known of the slots.
 """
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
@@ -16,6 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_connector.memory.listing import SlotListing
 from omni_connector.memory.slot_index import Ints, SlotIndex, SlotKey
 
 NONE: Final[Ints] = np.empty(0, np.int64)
@@ -23,18 +25,23 @@ NONE: Final[Ints] = np.empty(0, np.int64)
 
 
 class SlotPool:
-    """The slots of one arena. The caller holds a lock.
+    """The slots of one arena. Whoever calls anything of it holds its lock, and nobody holds that
+    during I/O.
 
     Args:
         num_slots: of the arena.
 
     Attributes:
+        lock: the pool's.
+        listing: lists for peers the slots that have keys; None where no peer looks for any.
         generation: of each slot; it grows with each use. (slots,) int64.
         releases: changes when a slot becomes free or cached.
         num_cached: slots that are cached.
     """
 
     def __init__(self, num_slots: int) -> None:
+        self.lock = threading.Lock()
+        self.listing: SlotListing | None = None
         self.generation: Ints = np.zeros(num_slots, np.int64)
         self.releases = 0
         self.num_cached = 0
@@ -94,6 +101,8 @@ class SlotPool:
         self._num_free -= len(numbers)
         if len(numbers) < count:
             numbers = np.concatenate([numbers, self._evict(count - len(numbers))])
+        if self.listing is not None:
+            self.listing.hide(numbers)
         self.generation[numbers] += 1
         self._ready[numbers] = self._keyed[numbers] = False
         self._users[numbers] = 1
@@ -113,6 +122,21 @@ class SlotPool:
             count -= len(batch)
         return np.concatenate(evicted)
 
+    def keep(self, group: int, keys: Sequence[SlotKey]) -> tuple[Ints, Ints]:
+        """Hold a slot, to be filled, for each block that has none, as far as there is room.
+
+        Args:
+            keys: of blocks of the group, in any order, each different.
+
+        Returns:
+            Which of the keys got a slot, and the slots.
+        """
+        lacking = np.flatnonzero(self._index.find(group, keys, 1) < 0)
+        chosen = lacking[: self._num_free + self.num_cached]
+        slots = self._new(len(chosen)) if len(chosen) else NONE
+        self.fill(group, [keys[i] for i in chosen.tolist()], slots)
+        return chosen, slots
+
     def hold(self, numbers: Ints) -> None:
         """Hold slots that another user holds already."""
         self._users[numbers] += 1
@@ -122,6 +146,18 @@ class SlotPool:
         first are evicted first."""
         self._users[numbers] -= 1
         self._settle(numbers[self._users[numbers] == 0])
+
+    def header_keys(self, group: int, keys: Sequence[SlotKey | None]) -> list[bytes]:
+        """What the headers of slots with these keys say; nothing where nobody looks them up."""
+        return [b""] * len(keys) if self.listing is None else self.listing.keys(group, keys)
+
+    def touch(self, numbers: Ints) -> None:
+        """Slots are being read; those of them that are cached are evicted later than others."""
+        cached = numbers[self._stamp[numbers] > 0]
+        if len(cached):
+            self._last_stamp += 1
+            self._stamp[cached] = self._last_stamp
+            self._batches.append((self._last_stamp, cached))
 
     def any_held(self, numbers: Ints) -> bool:
         """Whether somebody holds one of these slots."""
@@ -136,11 +172,16 @@ class SlotPool:
         """Copies into these slots begin; from now on they are found by their keys."""
         self._busy[numbers] = True
         self._index.name(group, keys, numbers)
+        if self.listing is not None:
+            self.listing.name(group, keys, numbers)
 
     def filled(self, numbers: Ints) -> None:
         """Every rank has committed these slots."""
         self._busy[numbers] = False
         self._ready[numbers] = True
+        if self.listing is not None:
+            shown = numbers[self._keyed[numbers]]
+            self.listing.show(shown, self.generation[shown])
         self._settle(numbers[self._users[numbers] == 0])
 
     def unfilled(self, numbers: Ints) -> bool:
@@ -172,6 +213,8 @@ class SlotPool:
     def forget(self) -> None:
         """Free the cached slots, and let no slot be found by its key."""
         self._index.clear()
+        if self.listing is not None:
+            self.listing.clear()
         cached = np.flatnonzero(self._stamp)
         self._stamp[cached] = 0
         self._batches.clear()

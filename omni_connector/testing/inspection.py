@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from omni_connector.handoff.channel import ControlChannel
     from omni_connector.handoff.directory import Handoff, SlotDirectory
     from omni_connector.memory.arena import Arena
+    from omni_connector.memory.block_index import BlockIndex
     from omni_connector.objects.exchange import Exchange
     from omni_connector.objects.object_store import ObjectStore
     from omni_connector.objects.peer import Peer
@@ -126,8 +127,8 @@ def arena(half: "OmniWorker") -> "Arena":
     return half._arena
 
 
-def mapped(arena: "Arena") -> mmap.mmap:
-    """Return an arena's memory, headers included."""
+def mapped(arena: "Arena | BlockIndex") -> mmap.mmap:
+    """Return the memory of an arena or index, headers included."""
     assert arena._map is not None
     return arena._map
 

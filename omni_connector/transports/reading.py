@@ -55,19 +55,19 @@ class MappedSlots:
         self._remote = remote
         self._refs = list(zip(slots, generations, strict=True))
         self._length = length
-        self.published()
+        self.headers()
         self.rows: NDArray[np.uint8] = remote.slots
         self.index: NDArray[np.int64] = np.asarray(slots, dtype=np.int64)
         check_ids(self.index, len(self.rows), "slot", written=False)
 
-    def published(self) -> list[int]:
-        """The checksums of the slots. Called after the copy, it shows that no slot has changed.
+    def headers(self) -> list[SlotHeader]:
+        """The headers of the slots. Read after the copy, they show that no slot has changed.
 
         Raises:
             StaleSlotError: a slot was reused meanwhile, so that the copy is a mixture.
         """
         return [
-            _checksum(self._remote.verify(slot, generation), slot, self._length)
+            _whole(self._remote.verify(slot, generation), slot, self._length)
             for slot, generation in self._refs
         ]
 
@@ -95,10 +95,10 @@ class FetchedSlots:
         self.rows: NDArray[np.uint8] = self._fetched.rows
         self.index: NDArray[np.int64] = np.arange(len(self._slots), dtype=np.int64)
 
-    def published(self) -> list[int]:
-        """The checksums of the slots."""
+    def headers(self) -> list[SlotHeader]:
+        """The headers of the slots."""
         return [
-            _checksum(header, slot, self._length)
+            _whole(header, slot, self._length)
             for slot, header in zip(self._slots, self._fetched.headers, strict=True)
         ]
 
@@ -264,7 +264,7 @@ def _release(future: "Future[list[FetchedSlots]]") -> None:
             slots.release()
 
 
-def _checksum(header: SlotHeader, slot: int, length: int) -> int:
+def _whole(header: SlotHeader, slot: int, length: int) -> SlotHeader:
     if header.length != length:
         raise PeerRefusedError(f"slot {slot} holds {header.length} bytes, not {length}")
-    return int(header.checksum)
+    return header

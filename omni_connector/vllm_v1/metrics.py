@@ -23,6 +23,8 @@ COUNTERS: Final = {
     "blocks_saved": "KV blocks copied to slots.",
     "blocks_loaded": "KV blocks copied from a peer's slots.",
     "tokens_loaded": "Prompt tokens whose KV came from a peer.",
+    "tokens_kept": "Prompt tokens whose KV came from this engine's own arena.",
+    "tokens_from_host": "Prompt tokens whose KV came from the arenas of other engines of the host.",
     "tokens_shared": "Prompt tokens whose KV came from the shared store.",
     "blocks_stored": "KV blocks that the shared store took, or had already.",
     "blocks_dropped": "KV blocks not stored, as too many were on their way.",
@@ -34,6 +36,7 @@ COUNTERS: Final = {
 SECONDS: Final = {
     "save": "Duration of one copy from KV blocks to slots.",
     "load": "Duration of one load from a peer's slots, its connection included.",
+    "share": "Duration of one load from the prefix cache of the host.",
     "fetch": "Duration of one load from the shared store.",
     "claim": "Time from a decode request's arrival to the peer's answer.",
 }

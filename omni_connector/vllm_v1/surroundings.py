@@ -24,6 +24,7 @@ from omni_connector.memory.huge_pages import HugePages
 from omni_connector.net.links import Sockets, ZmqSockets
 from omni_connector.prefix.block_store import BlockStore, MooncakeBlockStore
 from omni_connector.prefix.file_store import FileBlockStore
+from omni_connector.prefix.neighbours import HostNeighbours, Household, Neighbours
 from omni_connector.transports.choice import Transports, make_transports
 from omni_connector.turns import StartTurns, TurnThread
 
@@ -57,6 +58,7 @@ class Surroundings:
         sockets: opens the sockets of the control channel.
         transports: opens the transports that a configuration asks for.
         block_store: opens a client of the shared store that lends so many bytes of memory to it.
+        neighbours: finds the engines of this host that share prefixes.
         copier: makes what copies between KV blocks and slots, with threads that share in it.
         prefault: whether a thread prefaults the arena's memory.
     """
@@ -67,6 +69,7 @@ class Surroundings:
     sockets: Callable[[], Sockets] = ZmqSockets
     transports: Callable[[OmniConfig], Transports] = make_transports
     block_store: Callable[[StoreSettings | FileStoreSettings, int], BlockStore] = open_block_store
+    neighbours: Callable[[Household, Callable[[], float], StartTurns], Neighbours] = HostNeighbours
     copier: Callable[[CanonicalKVCaches, SlotLayout, Sharing], BlockCopier] = make_copier
     prefault: bool = True
 

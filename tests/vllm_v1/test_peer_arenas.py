@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from omni_connector.copies.jobs import LoadSpec
 from omni_connector.errors import PeerUnreachableError
-from omni_connector.handoff.jobs import LoadSpec
 from omni_connector.kv.spans import BlockSpans
 from omni_connector.testing import FakeClock, inspection
 from omni_connector.transports import Endpoint

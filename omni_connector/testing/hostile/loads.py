@@ -15,13 +15,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from omni_connector.copies import loading
+from omni_connector.copies.jobs import LoadSpec
+from omni_connector.copies.loading import Loader
 from omni_connector.copy_threads import Outcome, Work
 from omni_connector.errors import PeerUnreachableError
-from omni_connector.handoff import loading
 from omni_connector.handoff import receiver as receiving
 from omni_connector.handoff.client import Lease, PeerSession, PendingLease
-from omni_connector.handoff.jobs import LoadSpec
-from omni_connector.handoff.loading import Loader
 from omni_connector.handoff.messages import HandshakeReply, LeaseGranted, encode
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.kv import BlockCopy, SlotLayout

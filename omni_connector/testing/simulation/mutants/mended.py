@@ -143,7 +143,7 @@ MENDED: Final = (
         "defect 4: a job ends its thread",
         "what a load raises ends the thread of all loads",
         (
-            "omni_connector.handoff.loading",
+            "omni_connector.copies.loading",
             "            except Exception as error:  # whatever it is, the request "
             "must not wait for ever",
             "            except StopAsyncIteration as error:",
@@ -220,7 +220,7 @@ MENDED: Final = (
         "defect 14: no checksum of what travels",
         "with integrity `generation` a fetch that brings other bytes is believed",
         (
-            "omni_connector.handoff.loading",
+            "omni_connector.copies.loading",
             "            if checksum != published and (self._checksum or not slots.in_place):\n",
             "            if checksum != published and self._checksum:\n",
         ),

@@ -94,7 +94,7 @@ OWN: Final = (
         "checksums are not compared",
         "bytes that changed on their way are served",
         (
-            "omni_connector.handoff.loading",
+            "omni_connector.copies.loading",
             "            if checksum != published and (self._checksum or not slots.in_place):\n",
             "            if False:\n",
         ),
@@ -224,7 +224,7 @@ OWN: Final = (
         "no deadline of loads",
         "bytes that do not come are waited for",
         (
-            "omni_connector.handoff.loading",
+            "omni_connector.copies.loading",
             "                    if self._clock() >= deadline:\n",
             "                    if False:\n",
         ),

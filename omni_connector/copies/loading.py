@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from omni_connector.copies.jobs import LoadSpec, batch_blocks
 from omni_connector.copy_threads import Outcome, Work
 from omni_connector.errors import (
     ChecksumError,
@@ -19,7 +20,6 @@ from omni_connector.errors import (
     SlotPendingError,
     StaleSlotError,
 )
-from omni_connector.handoff.jobs import LoadSpec, batch_blocks
 from omni_connector.kv import (
     BlockCopier,
     BlockCopy,
@@ -80,6 +80,7 @@ class _Step:
         block_ids, indices: the blocks, and their logical indices `(n,)`.
         numbers: logical indices of the slots, in blocks of the peer `(m,)`.
         slots, generations: the peer's `(m,)`.
+        keys: as in `LoadSpec`.
     """
 
     group: int
@@ -90,6 +91,7 @@ class _Step:
     numbers: Blocks
     slots: Blocks
     generations: Blocks
+    keys: NDArray[np.object_] | None
 
     def parts(self, sizes: Sequence[int]) -> Iterator["_Step"]:
         """The same in steps of so many blocks, by group."""
@@ -107,6 +109,7 @@ class _Step:
                 numbers=self.numbers[first:end],
                 slots=self.slots[first:end],
                 generations=self.generations[first:end],
+                keys=None if self.keys is None else self.keys[first:end],
             )
 
 
@@ -280,6 +283,7 @@ class Loader:
                 numbers,
                 spec.slots.block_ids[own][numbers - first],
                 spec.generations[own][numbers - first],
+                None if spec.keys is None else spec.keys[own][numbers - first],
             )
             if whole.block_ids.size:
                 steps.append(whole)
@@ -310,6 +314,8 @@ class Loader:
         try:
             return [MappedSlots(each, slots, generations, step.plan.length) for each in sources]
         except SlotPendingError as pending:
+            if step.keys is not None:
+                raise StaleSlotError("what an index lists is there, or was") from pending
             if not all(remote.alive for remote in sources):
                 raise PeerUnreachableError("the peer died while copying") from pending
             return None
@@ -396,11 +402,15 @@ class Loader:
         self._copier.load(BlockCopy(step.group, step.block_ids, made, rows, False, fence))
 
     def _compare(self, step: _Step, checksums: list[int], slots: Slots) -> None:
-        for slot, checksum, published in zip(step.slots, checksums, slots.published(), strict=True):
+        headers = slots.headers()
+        for slot, checksum, header in zip(step.slots, checksums, headers, strict=True):
+            published = header.checksum
             if checksum != published and (self._checksum or not slots.in_place):
                 raise ChecksumError(
                     f"slot {slot}: checksum {checksum:#x}, published {published:#x}"
                 )
+        if step.keys is not None and [header.key for header in headers] != step.keys.tolist():
+            raise StaleSlotError("a slot holds another block than the index says")
 
     def _wipe(self, steps: deque[_Step], fence: object) -> None:
         try:
