@@ -183,9 +183,10 @@ def markdown(results: dict[str, dict[str, list[float]]], nbytes: dict[str, int],
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += [
         "",
-        "The store uses no direct I/O. A direct read of a file that is not cached takes less time, once;",
-        "but it leaves nothing in the page cache, so that each later load of the block, by this engine",
-        "or another, takes what a direct read takes over a cached one. A direct write takes longer.",
+        "The store uses no direct I/O. A direct read of a file that is not cached takes less",
+        "time, once; but it leaves nothing in the page cache, so that each later load of the",
+        "block, by this engine or another, takes what a direct read takes over a cached one. A",
+        "direct write takes longer.",
     ]
     return "\n".join([*lines, ""])
 
