@@ -317,6 +317,8 @@ class FileBlockStore(BlockStore):
 
     def _turn(self) -> float | None:
         if self._closed:
+            if self._pieces is not None and self._step is None:
+                self._pieces.close()  # so that others may sweep
             return None
         if self._step is None:
             if self._pieces is None:

@@ -6,6 +6,7 @@ process. Where the file system has no locks, several may work at once: they find
 be the oldest, and none minds a file that has gone.
 """
 
+import contextlib
 import errno
 import fcntl
 import math
@@ -98,8 +99,9 @@ class Sweeper:
                 with self._lock:
                     self._written, self._full = 0, False
                 total = yield from self._scan_and_remove()
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, b"%d\n" % total, 0)
+                with contextlib.suppress(OSError):  # on a full disk: the next one scans again
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, b"%d\n" % total, 0)
         finally:
             os.close(fd)
         now = self._clock()

@@ -556,6 +556,29 @@ def test_a_file_system_without_locks_is_swept(
     assert sum(path_of(folder, key).exists() for key in KEYS) == 4
 
 
+def test_a_store_that_is_closed_in_a_sweep_leaves_no_lock(
+    connect: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[Callable[[], float | None]] = []
+
+    class Driven(Still):
+        def __init__(self, name: str, turn: Callable[[], float | None], **options: object) -> None:
+            turns.append(turn)
+
+    store = connect(start=Driven)
+    assert all(put(store))
+    (turn,) = turns
+    assert turn() is not None
+    other = Sweeper(BlockFolder(str(folder)), 5 * PAGE)
+    sweep(other)
+    assert other._total is None
+    store.close()
+    assert turn() is None
+    other = Sweeper(BlockFolder(str(folder)), 5 * PAGE)
+    sweep(other)
+    assert other._total == 4 * PAGE
+
+
 def test_files_of_others_stay(store: FileBlockStore, folder: Path) -> None:
     assert all(put(store))
     part = path_of(folder, KEYS[0]).parent
