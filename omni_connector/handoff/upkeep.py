@@ -4,7 +4,7 @@ the engine's own after that thread has ended."""
 
 import logging
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -31,6 +31,7 @@ class Upkeep:
 
     Attributes:
         channel: its thread calls `tick`.
+        events: how often each event has happened since the last `take`.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Upkeep:
         self._next_sweep = clock() + _SWEEP_S
         self._next_expiry = clock()
         self._lock = threading.Lock()
-        self._events: Counter[str] = Counter()
+        self.events: defaultdict[str, int] = defaultdict(int)
 
     def tick(self) -> None:
         """Do what is due; called about twice a second."""
@@ -85,12 +86,12 @@ class Upkeep:
         """Count an event, from any thread."""
         if number:
             with self._lock:
-                self._events[event] += number
+                self.events[event] += number
 
-    def take(self) -> Counter[str]:
+    def take(self) -> dict[str, int]:
         """How often each event has happened since the last call."""
         with self._lock:
-            events, self._events = self._events, Counter()
+            events, self.events = self.events, defaultdict(int)
         return events
 
     def _expire(self) -> None:

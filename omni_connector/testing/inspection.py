@@ -71,8 +71,7 @@ def sends(half: "OmniScheduler") -> dict[str, Any]:
 
 def first_waiting(half: "OmniScheduler") -> Any:
     """Return what a prefill engine knows of the first request that waits for room; None: nobody."""
-    waiting = () if half._sender is None else half._sender._waiting
-    return waiting[0] if waiting else None
+    return None if half._sender is None else next(iter(half._sender.waiting.values()), None)
 
 
 def fetches(half: "OmniScheduler") -> dict[str, Any]:

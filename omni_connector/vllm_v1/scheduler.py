@@ -5,8 +5,8 @@ It decides, and the workers copy. Nothing here waits: lease requests are answere
 channel's thread, and the workers report copies with each step.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
 
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.omni_connector.scheduler")
+
+_ASK_AGAIN: Final = (None, False)
 
 
 class WeightsEpoch:
@@ -134,6 +136,8 @@ class OmniScheduler:
         self._channel = channel
         self._directory = directory
         self._sender = sender
+        self._waiting: Collection[str] = sender.waiting if sender is not None else ()
+        self._control_ended = False
         self._receiver = receiver
         self._shared = shared
         self._stats = stats
@@ -274,12 +278,14 @@ class OmniScheduler:
         self, request: "Request", num_computed: int
     ) -> tuple[int | None, bool]:
         """How many tokens beyond these can be loaded; see `KVConnectorBase_V1`. Never waits."""
+        if request.request_id in self._waiting and not self._control_ended:
+            return _ASK_AGAIN  # in each step, for each of them, so it is all that is looked at
         self._follow_weights()
         if self._adapters.waits(request):
-            return None, False
+            return _ASK_AGAIN
         if self._adapters.goes_on(request.request_id):
             self._begin(request)
-            return None, False  # it may be shorter now, so vLLM has to look at it anew
+            return _ASK_AGAIN  # it may be shorter now, so vLLM has to look at it anew
         matched: int | None = 0
         if request.kv_transfer_params:
             request_id = request.request_id
@@ -288,7 +294,7 @@ class OmniScheduler:
                 and not self._sender.may_schedule(request_id)
                 and not self._upkeep.ended()
             ):
-                return None, False
+                return _ASK_AGAIN
             if self._receiver is not None:
                 matched = self._receiver.matched_tokens(request_id, num_computed)
                 if self._trace is not None and matched is not None:
@@ -315,7 +321,7 @@ class OmniScheduler:
     def build_meta(self, scheduler_output: "SchedulerOutput") -> OmniConnectorMetadata:
         """This step's work for the workers."""
         meta = OmniConnectorMetadata()
-        self._upkeep.ended()
+        self._control_ended = self._upkeep.ended()
         self._follow_weights()
         if self._void[0]:
             meta.void, self._void = self._void, ([], [])
@@ -373,6 +379,8 @@ class OmniScheduler:
         """vLLM has taken over what a step has computed."""
         if self._receiver is not None:
             self._receiver.step_ended()
+        if self._waiting and self._sender is not None:
+            self._sender.admit()
 
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """The request is over, in whatever way; see `SupportsHMA`."""
@@ -406,7 +414,8 @@ class OmniScheduler:
     def take_stats(self) -> OmniStats | None:
         """What was counted since the last call; None when nothing changed."""
         stats = self._stats
-        self._take_events()
+        if self._upkeep.events:
+            self._take_events()
         if self._shared is not None:
             self._shared.count_failures()
         if self._directory is not None:

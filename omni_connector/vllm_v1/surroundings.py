@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from vllm.logger import init_logger
 
-from omni_connector.config import OmniConfig, StoreSettings
+from omni_connector.config import FileStoreSettings, OmniConfig, StoreSettings
 from omni_connector.errors import ConfigError
 from omni_connector.kv import BlockCopier, CanonicalKVCaches, SlotLayout, make_copier
 from omni_connector.kv.copying import Sharing
@@ -25,6 +25,7 @@ from omni_connector.memory.huge_pages import HugePages
 from omni_connector.net.links import Sockets, ZmqSockets
 from omni_connector.net.status import StatusFile
 from omni_connector.prefix.block_store import BlockStore, MooncakeBlockStore
+from omni_connector.prefix.file_store import FileBlockStore
 from omni_connector.prefix.neighbours import HostNeighbours, Household, Neighbours
 from omni_connector.transports.choice import Transports, make_transports
 from omni_connector.turns import StartTurns, TurnThread
@@ -34,6 +35,18 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.omni_connector.worker")
+
+
+def open_block_store(settings: StoreSettings | FileStoreSettings, lends: int) -> BlockStore:
+    """A client of the store that the settings name; Mooncake's lends so many bytes to it.
+
+    Raises:
+        ConfigError: the folder of a store of files cannot be used.
+        MissingDependencyError: Mooncake is needed and not installed.
+    """
+    if isinstance(settings, FileStoreSettings):
+        return FileBlockStore(settings)
+    return MooncakeBlockStore(settings, lends)
 
 
 @dataclass(frozen=True)
@@ -58,7 +71,7 @@ class Surroundings:
     start: StartTurns = TurnThread
     sockets: Callable[[], Sockets] = ZmqSockets
     transports: Callable[[OmniConfig], Transports] = make_transports
-    block_store: Callable[[StoreSettings, int], BlockStore] = MooncakeBlockStore
+    block_store: Callable[[StoreSettings | FileStoreSettings, int], BlockStore] = open_block_store
     neighbours: Callable[[Household, Callable[[], float], StartTurns], Neighbours] = HostNeighbours
     copier: Callable[[CanonicalKVCaches, SlotLayout, Sharing], BlockCopier] = make_copier
     status_file: Callable[[Path], StatusFile] = StatusFile

@@ -217,6 +217,7 @@ class OmniWorker:
             threads=threads,
             clock=self._surroundings.clock,
             start=self._surroundings.start,
+            notify=self._loads.notify,
         )
         self._bodies[LoadSpec] = self._bodies[HostLoadSpec] = self._loads, self._loader.work
         self._handshake = OmniHandshakeMetadata(

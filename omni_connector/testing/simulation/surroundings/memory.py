@@ -241,6 +241,11 @@ class SimulatedStore(BlockStore):
                 row[:length] = np.frombuffer(entry, np.uint8)
         return found
 
+    def discard(self, keys: Sequence[str], *, timeout: float) -> None:
+        if self._shelf.answers(timeout):
+            for key in keys:
+                self._shelf.entries.pop(self._model + key, None)
+
     @property
     def failures(self) -> Mapping[str, int]:
         return Counter()
