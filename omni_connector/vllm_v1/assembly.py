@@ -25,18 +25,18 @@ from omni_connector.handoff.upkeep import Upkeep
 from omni_connector.kv.ledger import CopyLedger
 from omni_connector.memory.arena_format import EPOCH_BYTES
 from omni_connector.memory.block_index import BlockIndex
-from omni_connector.memory.listing import SlotListing
+from omni_connector.memory.slot_pool import SlotListing
 from omni_connector.net.keys import load_key
 from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import loopback_key, runtime_dir, socket_path
 from omni_connector.net.status import EngineStatus, StatusReport, Usage
 from omni_connector.plugin import require_supported_vllm
-from omni_connector.prefix.block_store import BlockStore
 from omni_connector.prefix.host_blocks import HostBlocks, touch
 from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.neighbours import Household
 from omni_connector.prefix.shared_blocks import key_prefix, readers_id
 from omni_connector.prefix.shared_prefix import SharedPrefix
+from omni_connector.stores.block_store import BlockStore
 from omni_connector.trace import Trace
 from omni_connector.vllm_v1.compat import hash_block_size
 from omni_connector.vllm_v1.identity import compatibility, hash_id

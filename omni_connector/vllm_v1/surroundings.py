@@ -24,9 +24,9 @@ from omni_connector.memory.arena_size import ArenaSize, arena_size, available_by
 from omni_connector.memory.huge_pages import HugePages
 from omni_connector.net.links import Sockets, ZmqSockets
 from omni_connector.net.status import StatusFile
-from omni_connector.prefix.block_store import BlockStore, MooncakeBlockStore
-from omni_connector.prefix.file_store import FileBlockStore
 from omni_connector.prefix.neighbours import HostNeighbours, Household, Neighbours
+from omni_connector.stores.block_store import BlockStore, MooncakeBlockStore
+from omni_connector.stores.file_store import FileBlockStore
 from omni_connector.transports.choice import Transports, make_transports
 from omni_connector.turns import StartTurns, TurnThread
 

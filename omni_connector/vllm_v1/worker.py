@@ -24,9 +24,9 @@ from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import TransferSpec
 from omni_connector.memory.buffers import Helpers
 from omni_connector.memory.nodes import near_cores, process_cores
-from omni_connector.prefix.block_store import BlockStore
 from omni_connector.prefix.jobs import HostLoadSpec, KeepSpec, StoreLoadSpec, StoreSaveSpec
 from omni_connector.prefix.store_jobs import StoreJobs
+from omni_connector.stores.block_store import BlockStore
 from omni_connector.trace import Trace
 from omni_connector.transports import Arena, Endpoint
 from omni_connector.transports.choice import Transports
