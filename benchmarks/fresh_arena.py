@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from data_plane import FULL, LAYERS, RESULTS, Cache, Memcpy, block_ids, machine, timed
 
-from omni_connector.handoff.jobs import BATCH_BYTES
+from omni_connector.copies.jobs import BATCH_BYTES
 from omni_connector.kv.copying import BlockCopy
 from omni_connector.memory.arena import Arena, ArenaView
 from omni_connector.memory.huge_pages import explain

@@ -123,6 +123,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         key_file: what `omni-connector keygen` made, the same for all engines of a cluster.
         peers: hosts that prompts may be fetched from: IP addresses, networks, host names.
         mooncake: how Mooncake is started; see `MooncakeSettings`.
+        share: whether this engine keeps full blocks in its arena, and shares them with the engines
+            of its user and namespace on this host.
         store: where prefixes are shared with engines on any host; None shares none.
         trace: folder to which the engine writes what took how long; None writes nothing.
     """
@@ -143,6 +145,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     key_file: str | None = None
     peers: tuple[str, ...] = ()
     mooncake: MooncakeSettings = MooncakeSettings()
+    share: bool = False
     store: StoreSettings | None = None
     trace: str | None = None
 

@@ -208,18 +208,28 @@ def native_copy() -> NativeCopy | None:
     return copy
 
 
-def _compiled() -> NativeCopy:
+def compiled(code: str) -> Any:
+    """Machine code of LLVM's, which is there as long as what this returns.
+
+    Raises:
+        Exception: whatever keeps llvmlite from compiling it; or there is none.
+    """
     llvm: Any = importlib.import_module("llvmlite.binding")
-    extension = importlib.import_module("xxhash._xxhash").__file__
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=2
     )
-    module = llvm.parse_assembly(_CODE)
+    module = llvm.parse_assembly(code)
     module.verify()
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
+    return engine
+
+
+def _compiled() -> NativeCopy:
+    extension = importlib.import_module("xxhash._xxhash").__file__
+    engine = compiled(_CODE)
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     run = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, number, number, *[pointer] * 5)(
         engine.get_function_address("copy")

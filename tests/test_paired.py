@@ -64,7 +64,9 @@ def test_rounds_are_compared_pair_by_pair(paired: Any) -> None:
     assert len(paired.table(here, there, 150.0).splitlines()) == 2
 
 
-@pytest.mark.parametrize("name", ["data_plane", "handoff", "objects", "scheduler_step", "store"])
+@pytest.mark.parametrize(
+    "name", ["block_index", "data_plane", "handoff", "objects", "scheduler_step", "store"]
+)
 def test_the_tables_of_a_benchmark_can_be_read(paired: Any, name: str) -> None:
     page = (FOLDER / "results" / f"{name}.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| ")]

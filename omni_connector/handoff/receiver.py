@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from omni_connector.copies.jobs import LoadSpec
 from omni_connector.errors import IncompatiblePeerError, PeerUnreachableError, ProtocolError
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.client import Lease, LeaseDeniedError, PendingLease
-from omni_connector.handoff.jobs import LoadSpec
 from omni_connector.handoff.params import RemotePrefill
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.compatibility import CompatibilityKey

@@ -206,7 +206,7 @@ class Arena(_Mapping):
         epoch = randbytes(EPOCH_BYTES)
         reserved = huge_pages == "hugetlb"
         try:
-            fd = _memfd("omni-connector-arena", MFD_HUGETLB if reserved else 0)
+            fd = memfd("omni-connector-arena", MFD_HUGETLB if reserved else 0)
         except OSError as error:
             if reserved:
                 raise _no_huge_pages(size, error) from error
@@ -361,12 +361,7 @@ class ArenaView(_Mapping):
             ProtocolError: this is no arena, or not of the announced size.
             IncompatiblePeerError: it has another format, geometry or epoch than announced.
         """
-        try:
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        except OSError as error:
-            raise PeerRefusedError(f"the peer sent a file that is no memfd: {error}") from error
-        if seals & SEALS != SEALS:
-            raise PeerRefusedError(f"the peer's memfd has seals {seals:#x}, wanted {SEALS:#x}")
+        require_sealed(fd)
         try:
             geometry = ArenaGeometry(n_slots, slot_bytes)
         except ValueError as error:
@@ -408,7 +403,12 @@ def _no_huge_pages(size: int, error: OSError) -> ConfigError:
     return ConfigError(f"huge_pages is 'hugetlb' ({error}): {pool().advice(size)}")
 
 
-def _memfd(name: str, flags: int = 0) -> int:
+def memfd(name: str, flags: int = 0) -> int:
+    """Make a memfd that can be sealed.
+
+    Raises:
+        OSError: the kernel makes none.
+    """
     flags |= os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         # Some hosts refuse memfds that might be executed.
@@ -417,3 +417,17 @@ def _memfd(name: str, flags: int = 0) -> int:
         if error.errno != errno.EINVAL:  # EINVAL: the flag is unknown before Linux 6.3
             raise
     return os.memfd_create(name, flags)
+
+
+def require_sealed(fd: int) -> None:
+    """Refuse a received file unless it is a memfd with all of `SEALS`.
+
+    Raises:
+        PeerRefusedError: this is no memfd, or not sealed against change of size and writing.
+    """
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise PeerRefusedError(f"the peer sent a file that is no memfd: {error}") from error
+    if seals & SEALS != SEALS:
+        raise PeerRefusedError(f"the peer's memfd has seals {seals:#x}, wanted {SEALS:#x}")

@@ -126,7 +126,8 @@ class EvictionOrder:
     def _living(self, stamp: int, batch: _Batch) -> Ints:
         if batch.alive == len(batch.numbers):
             return batch.numbers
-        return batch.numbers[self._stamp[batch.numbers] == stamp]
+        living: Ints = batch.numbers[self._stamp[batch.numbers] == stamp]
+        return living
 
     def remove(self, numbers: Ints) -> None:
         """Take these slots, all of them different and in the order, out of it."""

@@ -9,6 +9,7 @@ there is room it is kept, and later prompts that begin like it use it.
 A prompt may have tens of thousands of blocks, so arrays hold what is known of the slots.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import Final
 
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.memory.eviction import EvictionOrder
+from omni_connector.memory.listing import SlotListing
 from omni_connector.memory.slot_index import Ints, SlotIndex, SlotKey
 
 NONE: Final[Ints] = np.empty(0, np.int64)
@@ -23,18 +25,23 @@ NONE: Final[Ints] = np.empty(0, np.int64)
 
 
 class SlotPool:
-    """The slots of one arena. The caller holds a lock.
+    """The slots of one arena. Whoever calls anything of it holds its lock, and nobody holds that
+    during I/O.
 
     Args:
         num_slots: of the arena.
 
     Attributes:
+        lock: the pool's.
+        listing: lists for peers the slots that have keys; None where no peer looks for any.
         generation: of each slot; it grows with each use. (slots,) int64.
         releases: changes when a slot becomes free or cached.
         num_cached: slots that are cached.
     """
 
     def __init__(self, num_slots: int) -> None:
+        self.lock = threading.Lock()
+        self.listing: SlotListing | None = None
         self.generation: Ints = np.zeros(num_slots, np.int64)
         self.releases = 0
         self.num_cached = 0
@@ -43,7 +50,9 @@ class SlotPool:
         self._ready = np.zeros(num_slots, bool)
         self._index = SlotIndex(self.generation)
         self._keyed = self._index.keyed
-        self._free = np.ones(num_slots, bool)
+        # A stack of the free slots, of which there are `_num_free`. Those that came free last are
+        # taken first: they are warm, and whatever the arena's size, no array is searched.
+        self._free: Ints = np.arange(num_slots - 1, -1, -1)
         self._num_free = num_slots
         self._order = EvictionOrder(num_slots)
 
@@ -86,11 +95,13 @@ class SlotPool:
         return slots, generations
 
     def _new(self, count: int) -> Ints:
-        numbers = np.flatnonzero(self._free)[:count]  # low slots are warm and consecutive
-        self._free[numbers] = False
-        self._num_free -= len(numbers)
+        left = max(0, self._num_free - count)
+        numbers = self._free[left : self._num_free][::-1].copy()
+        self._num_free = left
         if len(numbers) < count:
             numbers = np.concatenate([numbers, self._evict(count - len(numbers))])
+        if self.listing is not None:
+            self.listing.hide(numbers)
         self.generation[numbers] += 1
         self._ready[numbers] = self._keyed[numbers] = False
         self._users[numbers] = 1
@@ -116,6 +127,21 @@ class SlotPool:
         self._order.remove(cached)
         self._order.add(cached)
 
+    def keep(self, group: int, keys: Sequence[SlotKey]) -> tuple[Ints, Ints]:
+        """Hold a slot, to be filled, for each block that has none, as far as there is room.
+
+        Args:
+            keys: of blocks of the group, in any order, each different.
+
+        Returns:
+            Which of the keys got a slot, and the slots.
+        """
+        lacking = np.flatnonzero(self._index.find(group, keys, 1) < 0)
+        chosen = lacking[: self._num_free + self.num_cached]
+        slots = self._new(len(chosen)) if len(chosen) else NONE
+        self.fill(group, [keys[i] for i in chosen.tolist()], slots)
+        return chosen, slots
+
     def hold(self, numbers: Ints) -> None:
         """Hold slots that another user holds already."""
         self._users[numbers] += 1
@@ -125,6 +151,10 @@ class SlotPool:
         first are evicted first."""
         self._users[numbers] -= 1
         self._settle(numbers[self._users[numbers] == 0])
+
+    def header_keys(self, group: int, keys: Sequence[SlotKey | None]) -> list[bytes]:
+        """What the headers of slots with these keys say; nothing where nobody looks them up."""
+        return [b""] * len(keys) if self.listing is None else self.listing.keys(group, keys)
 
     def any_held(self, numbers: Ints) -> bool:
         """Whether somebody holds one of these slots."""
@@ -139,6 +169,8 @@ class SlotPool:
         """Copies into these slots begin; from now on they are found by their keys."""
         self._busy[numbers] = True
         self._index.name(group, keys, numbers)
+        if self.listing is not None:
+            self.listing.name(group, keys, numbers)
         hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
         self._order.fill(numbers, hashes ^ group)
 
@@ -146,6 +178,9 @@ class SlotPool:
         """Every rank has committed these slots."""
         self._busy[numbers] = False
         self._ready[numbers] = True
+        if self.listing is not None:
+            shown = numbers[self._keyed[numbers]]
+            self.listing.show(shown, self.generation[shown])
         self._settle(numbers[self._users[numbers] == 0])
 
     def unfilled(self, numbers: Ints) -> bool:
@@ -167,7 +202,7 @@ class SlotPool:
         if len(kept):
             self._order.add(kept)
             self.num_cached += len(kept)
-        self._free[gone] = True
+        self._free[self._num_free : self._num_free + len(gone)] = np.sort(gone)[::-1]
         self._ready[gone] = False
         self._order.unused(gone)
         self._num_free += len(gone)
@@ -176,5 +211,7 @@ class SlotPool:
     def forget(self) -> None:
         """Free the cached slots, and let no slot be found by its key."""
         self._index.clear()
+        if self.listing is not None:
+            self.listing.clear()
         self.num_cached = 0
         self._settle(self._order.clear())

@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers are told to copy to the shared store, and from it."""
+"""What the workers are told to copy for the shared prefix cache, and from it."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
+from omni_connector.copies.jobs import LoadSpec, SaveSpec
 from omni_connector.kv.spans import TransferSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class KeepSpec(SaveSpec):
+    """Copy blocks to this engine's own slots, of any requests, after the forward pass."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class HostLoadSpec(LoadSpec):
+    """Fill blocks from the arena of an engine of this host, which gave no lease."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

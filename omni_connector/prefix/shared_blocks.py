@@ -49,6 +49,12 @@ def key_prefix(namespace: str, compatibility: CompatibilityKey, hash_id: str) ->
     return f"{namespace}/{digest.hexdigest()}"
 
 
+def readers_id(compatibility: CompatibilityKey, hash_id: str) -> bytes:
+    """16 bytes, equal for engines that can read each other's slots and name blocks alike."""
+    what = msgspec.msgpack.encode((compatibility, hash_id))
+    return hashlib.blake2b(what, digest_size=16, person=_MAGIC).digest()
+
+
 def block_key(prefix: str, group: int, rank: int, block_hash: bytes) -> str:
     """Key of one block.
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler half of the shared prefix cache: what is loaded from the store, and saved to it.
+"""The scheduler half of the shared prefix cache: what is loaded from arenas and store, and saved.
+
+Blocks are looked up in the arenas of this host first, and then in the store beyond it. One prompt
+may be loaded from several of them.
 
 All of it is best effort. A lookup may be late, a block may be gone when it is fetched, or there may
 be no room for a copy: then tokens are computed here, and nothing else follows. So a failed load is
@@ -12,14 +15,18 @@ Blocks are copied when they have filled, and held until the copy has ended (see 
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Final
+
+import numpy as np
 
 from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, EngineRequest
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
+from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec
+from omni_connector.prefix.host_blocks import Candidate, HostBlocks, Wanted
 from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.prefix.lookups import BlockName, Lookup, Recently, StoreLookups
+from omni_connector.prefix.prompts import SharedPrompt, read_blocks, shares
 from omni_connector.prefix.shared_blocks import CORRUPT
 from omni_connector.stats import Stats
 
@@ -40,27 +47,12 @@ _NEVER: Final = 1 << 62
 _COPY_S: Final = 0.1
 
 
-@dataclass(slots=True, eq=False)
-class _Prompt:
-    request: EngineRequest
-    loads: bool
-    hashed_tokens: int | None  # where its hashes end to be those of its tokens; None: nowhere
-    adapter: str  # digest of the LoRA adapter's content; "" without one
-    sent: list[int]  # for each group, the blocks already considered for the store
-    lookup: Lookup | None = None
-    local: int | None = None  # tokens that vLLM has itself; None until it asks
-    offered: int = 0  # tokens beyond them that can be loaded
-    missed: bool = False
-    admitted: bool = False  # vLLM has scheduled it since the lookup
-    job_id: int | None = None
-    void: bool = False  # what is being loaded for it belongs to other weights
-
-
 class SharedPrefix:
-    """Finds, loads and stores the full blocks of prompts in a store that engines share.
+    """Finds, loads and keeps the full blocks of prompts where other engines find them too.
 
     Args:
-        lookups: asks the store; closed with this.
+        host: the arenas of this host, closed with this; None uses none.
+        lookups: asks the store, closed with this; None uses none.
         ledger: the copy jobs.
         prefix: of this engine's keys.
         groups: what this engine keeps, none of it recurrent.
@@ -78,7 +70,8 @@ class SharedPrefix:
     def __init__(
         self,
         *,
-        lookups: StoreLookups,
+        host: HostBlocks | None,
+        lookups: StoreLookups | None,
         ledger: CopyLedger,
         prefix: str,
         groups: tuple[GroupShape, ...],
@@ -93,6 +86,7 @@ class SharedPrefix:
         stats: Stats,
     ) -> None:
         self._randbytes = randbytes
+        self._host = host
         self._lookups = lookups
         self._ledger = ledger
         self._engines_prefix = self._prefix = prefix
@@ -106,20 +100,21 @@ class SharedPrefix:
         self._load_timeout = load_timeout
         self._clock = clock
         self._stats = stats
-        self._prompts: dict[str, _Prompt] = {}
+        self._prompts: dict[str, SharedPrompt] = {}
         self._num_held = 0
-        self._queued: dict[int, StoreLoadSpec] = {}
+        self._queued: dict[int, TransferSpec] = {}
         self._failed: list[EngineRequest] = []
+        self._keeping: set[int] = set()
         self._sent = Recently(_RECENT_S, clock)
 
     def add(self, request: EngineRequest, *, stops_early: bool = False, adapter: str = "") -> None:
-        """A request has arrived: ask what the store holds of its prompt.
+        """A request has arrived: ask what is held of its prompt.
 
         Args:
             stops_early: its prompt was shortened, but not its hashes.
             adapter: digest of what its LoRA adapter contains.
         """
-        prompt = _Prompt(
+        prompt = SharedPrompt(
             request=request,
             # For prompt log-probabilities, for one, every token has to be computed.
             loads=not request.skip_reading_prefix_cache,
@@ -130,18 +125,18 @@ class SharedPrefix:
         self._prompts[request.request_id] = prompt
         self._look_up(prompt)
 
-    def _look_up(self, prompt: _Prompt) -> None:
-        prompt.admitted, prompt.local = False, None
-        hashes = [self._hashes(prompt, g, 0, None) for g in range(len(self._groups))]
-        if any(hashes):
+    def _look_up(self, prompt: SharedPrompt) -> None:
+        prompt.admitted, prompt.local, prompt.found = False, None, None
+        prompt.hashes = [self._hashes(prompt, g, 0, None) for g in range(len(self._groups))]
+        if self._lookups is not None and any(prompt.hashes):
             deadline = self._clock() + self._lookup_timeout
-            prompt.lookup = Lookup(self._keys_of(prompt), hashes, deadline)
+            prompt.lookup = Lookup(self._keys_of(prompt), prompt.hashes, deadline)
             self._lookups.ask(prompt.lookup)
 
-    def _keys_of(self, prompt: _Prompt) -> str:
+    def _keys_of(self, prompt: SharedPrompt) -> str:
         return f"{self._prefix}/{prompt.adapter}" if prompt.adapter else self._prefix
 
-    def _hashes(self, prompt: _Prompt, group: int, first: int, end: int | None) -> list[bytes]:
+    def _hashes(self, prompt: SharedPrompt, group: int, first: int, end: int | None) -> list[bytes]:
         """Hashes of these blocks of a group, as far as they are known."""
         step = self._hashes_a_block[group]
         if prompt.hashed_tokens is not None:
@@ -159,33 +154,32 @@ class SharedPrefix:
             return 0
         if prompt.admitted:  # and preempted since then
             self._look_up(prompt)
+        if prompt.local == num_computed:  # vLLM asks again because it had no room
+            return prompt.offered
+        # The last token is computed here, for its logits.
+        last = (request.num_tokens - 1) // self._unit * self._unit
+        if self._host is not None and prompt.found is None:
+            prompt.found = self._host.find([prompt.keys(each) for each in prompt.hashes])
+        reach = self._reach(prompt, num_computed, last)
         lookup = prompt.lookup
-        if lookup is None:
-            return 0
-        if lookup.held is None:
+        if lookup is not None and lookup.held is None and reach < last:
             if self._clock() < lookup.deadline:
                 return None
             self._stats.fail("store_lookup_timeout")
             prompt.lookup = None
-            return 0
-        if prompt.local == num_computed:  # vLLM asks again because it had no room
-            return prompt.offered
         prompt.local = num_computed
-        # The last token is computed here, for its logits.
-        last = (request.num_tokens - 1) // self._unit * self._unit
-        prompt.offered = max(0, self._reach(lookup, num_computed, last) - num_computed)
-        prompt.missed = not prompt.offered and num_computed < last
+        prompt.offered = max(0, reach - num_computed)
+        prompt.missed = not prompt.offered and num_computed < last and bool(prompt.lookup)
         return prompt.offered
 
-    def _reach(self, lookup: Lookup, start: int, end: int) -> int:
+    def _reach(self, prompt: SharedPrompt, start: int, end: int) -> int:
         """The token at which the longest prefix ends that can be completed from `start` on."""
-        assert lookup.held is not None
-        pairs = list(zip(self._groups, lookup.held, strict=True))
+        pairs = list(zip(self._groups, prompt.held(), strict=True))
         for shape, held in pairs:
             if shape.attention_type == "all":
                 end = min(end, held.reach(start // shape.block_size) * shape.block_size)
         for tokens in range(end // self._unit * self._unit, start, -self._unit):
-            if all(held.has(_read(shape, start, tokens)) for shape, held in pairs):
+            if all(held.has(read_blocks(shape, start, tokens)) for shape, held in pairs):
                 return tokens
         return start
 
@@ -211,38 +205,65 @@ class SharedPrefix:
             self._stats.count("store_misses", prompt.missed)
             prompt.missed = False
             return
-        lookup = prompt.lookup
-        assert lookup is not None, "tokens are matched only by a lookup"
-        assert local is not None
-        self._load(prompt, lookup, tables(), local, local + num_external)
+        assert local is not None, "tokens are matched only by a lookup"
+        self._load(prompt, tables(), local, local + num_external)
 
-    def _load(
-        self, prompt: _Prompt, lookup: Lookup, tables: BlockTables, start: int, end: int
-    ) -> None:
+    def _load(self, prompt: SharedPrompt, tables: BlockTables, start: int, end: int) -> None:
         request_id = prompt.request.request_id
-        names: list[BlockName] = []
-        groups: list[tuple[int, list[int]]] = []
-        hashes: list[bytes] = []
+        wanted: list[Wanted] = []
         for g, shape in enumerate(self._groups):
-            table, read = tables[self._group_ids[g]], _read(shape, start, end)
+            table, read = tables[self._group_ids[g]], read_blocks(shape, start, end)
             if len(table) < read.stop or NULL_BLOCK_ID in table[read.start : read.stop]:
                 raise RuntimeError(f"request {request_id}: vLLM allocated no block of group {g}")
             first = start // shape.block_size
-            groups.append((first, table[first : read.stop]))
-            wanted = lookup.hashes[g][read.start : read.stop]
-            hashes += [b""] * (read.stop - first - len(wanted)) + wanted
-            names += [(g, each) for each in wanted]
-        spec = StoreLoadSpec(
-            request_id=request_id,
-            blocks=BlockSpans.of(groups),
-            prefix=lookup.prefix,
-            hashes=hashes,
-            timeout=self._load_timeout,
-        )
-        prompt.job_id = self._ledger.start(
-            spec.blocks, lambda failure: self._loaded(prompt, end - start, names, failure)
-        )
-        self._queued[prompt.job_id] = spec
+            block_ids = np.array(table[first : read.stop], np.int64)
+            hashes = prompt.hashes[g][read.start : read.stop]
+            wanted.append(Wanted(first, block_ids, read, hashes))
+        prompt.failure = None
+        loads: list[tuple[TransferSpec, str]] = []
+        if self._host is not None and prompt.found is not None:
+            keyed = [replace(each, hashes=prompt.keys(each.hashes)) for each in wanted]
+            specs, left = self._host.loads(request_id, prompt.found, keyed)
+            loads += [(spec, "tokens_kept" if own else "tokens_from_host") for spec, own in specs]
+            wanted = [
+                replace(each, block_ids=rest.block_ids)
+                for each, rest in zip(wanted, left, strict=True)
+            ]
+        names: list[BlockName] = []
+        if any(each.block_ids.any() for each in wanted):
+            names = [(g, key) for g, each in enumerate(wanted) for key in each.hashes]
+            store_load = StoreLoadSpec(
+                request_id=request_id,
+                blocks=BlockSpans.of([(each.first, each.block_ids.tolist()) for each in wanted]),
+                prefix=self._keys_of(prompt),
+                hashes=[key for each in wanted for key in [b""] * each.begin + each.hashes],
+                timeout=self._load_timeout,
+            )
+            loads.append((store_load, "tokens_shared"))
+        by_load = shares(end - start, [spec.blocks for spec, _ in loads])
+        for (spec, counter), tokens in zip(loads, by_load, strict=True):
+            self._start(prompt, spec, counter, tokens, names)
+
+    def _start(
+        self,
+        prompt: SharedPrompt,
+        spec: TransferSpec,
+        counter: str,
+        tokens: int,
+        names: list[BlockName],
+    ) -> None:
+        def end(failure: str | None) -> None:
+            prompt.jobs.discard(job_id)
+            if failure is None:
+                self._stats.count(counter, 0 if prompt.void else tokens)
+            else:
+                self._load_failed(prompt, failure, names if counter == "tokens_shared" else None)
+            if not prompt.jobs:
+                self._loaded(prompt)
+
+        job_id = self._ledger.start(spec.blocks, end)
+        prompt.jobs.add(job_id)
+        self._queued[job_id] = spec
 
     def build(
         self,
@@ -258,19 +279,44 @@ class SharedPrefix:
         """
         meta.loads |= self._queued
         self._queued.clear()
+        filled: dict[tuple[int, bytes], Candidate] = {}
         for request_id, tokens in scheduled.items():
             prompt = self._prompts.get(request_id)
             if prompt is None:
                 continue
             computed = prompt.request.num_computed_tokens + tokens
-            self._save(meta, prompt, computed, tables_of)
+            self._save(meta, prompt, computed, tables_of, filled)
+        if self._host is not None and filled:
+            self._keep(meta, self._host, list(filled.values()))
+
+    def _keep(self, meta: CopyWork, host: HostBlocks, filled: list[Candidate]) -> None:
+        room = max(0, self._max_held - self._num_held)
+        spec, dropped = host.keep(filled[:room])
+        if dropped := dropped + max(0, len(filled) - room):
+            self._stats.count("blocks_dropped", dropped)
+        if spec is None:
+            return
+        number = len(spec.slots)
+        self._num_held += number
+
+        def end(failure: str | None) -> None:
+            self._keeping.discard(job_id)
+            self._num_held -= number
+            host.kept(spec, failure)
+            if failure not in (None, CANCELLED):
+                self._stats.fail(failure)
+
+        job_id = self._ledger.start(spec.blocks, end, soon=_COPY_S)
+        self._keeping.add(job_id)
+        meta.saves[job_id] = spec
 
     def _save(
         self,
         meta: CopyWork,
-        prompt: _Prompt,
+        prompt: SharedPrompt,
         computed: int,
         tables_of: Callable[[str], BlockTables],
+        kept: dict[tuple[int, bytes], Candidate],
     ) -> None:
         groups: list[tuple[int, list[int]]] = []
         hashes: list[bytes] = []
@@ -285,8 +331,14 @@ class SharedPrefix:
                 if tables is None:
                     tables = tables_of(prompt.request.request_id)
                 table = tables[self._group_ids[g]]
-                block_ids, stored = self._stored(prompt, g, first, filled, table)
-                number += stored
+                if self._host is not None:
+                    table_part = table[first : first + len(filled)]
+                    for key, block_id in zip(prompt.keys(filled), table_part, strict=True):
+                        if block_id != NULL_BLOCK_ID:
+                            kept[g, key] = Candidate(g, key, block_id)
+                if self._lookups is not None:
+                    block_ids, stored = self._stored(prompt, g, first, filled, table)
+                    number += stored
             groups.append((first, block_ids))
             hashes += filled
         if not number:
@@ -299,7 +351,7 @@ class SharedPrefix:
         meta.saves[job_id] = spec
 
     def _stored(
-        self, prompt: _Prompt, group: int, first: int, hashes: list[bytes], table: list[int]
+        self, prompt: SharedPrompt, group: int, first: int, hashes: list[bytes], table: list[int]
     ) -> tuple[list[int], int]:
         """Blocks with null blocks for those that are not to be stored; how many are."""
         lookup = prompt.lookup
@@ -323,24 +375,38 @@ class SharedPrefix:
     def _let_go(self, num_blocks: int) -> None:
         self._num_held -= num_blocks
 
-    def _loaded(
-        self, prompt: _Prompt, num_tokens: int, names: list[BlockName], failure: str | None
+    def _load_failed(
+        self, prompt: SharedPrompt, failure: str, names: list[BlockName] | None
     ) -> None:
-        prompt.job_id = None
+        """A part of what a request waits for has not come: the other parts are not wanted either.
+
+        Args:
+            names: of the part, where it was to come from the store.
+        """
+        self._ledger.revoke(prompt.jobs)
+        if prompt.failure is not None:
+            return
+        prompt.failure = failure
+        if prompt.void:
+            return
+        if failure != CANCELLED:
+            self._stats.fail(failure)
+        if names is not None:
+            prompt.loads = False
+            prompt.lookup = None  # its answer was wrong, so what is computed now is stored again
+            if failure == CORRUPT and self._lookups is not None:
+                self._lookups.distrust(names)
+        prompt.retries -= 1
+
+    def _loaded(self, prompt: SharedPrompt) -> None:
+        """All parts have ended."""
         if prompt.void:
             prompt.void, prompt.lookup = False, None
             self._failed.append(prompt.request)
-            return
-        if failure is None:
-            self._stats.count("tokens_shared", num_tokens)
-            return
-        prompt.loads = False
-        prompt.lookup = None  # its answer was wrong, so what is computed now is stored again
-        if failure != CANCELLED:
-            self._stats.fail(failure)
-        if failure == CORRUPT:
-            self._lookups.distrust(names)
-        self._failed.append(prompt.request)
+        elif prompt.failure is not None:
+            prompt.loads = prompt.loads and prompt.retries >= 0
+            prompt.found = None
+            self._failed.append(prompt.request)
 
     def take_failed(self) -> list[Any]:
         """vLLM's requests whose loads have failed since the last call."""
@@ -350,8 +416,8 @@ class SharedPrefix:
     def finish(self, request_id: str) -> None:
         """The request is over. A load under way is told to stop."""
         prompt = self._prompts.pop(request_id, None)
-        if prompt is not None and prompt.job_id is not None:
-            self._ledger.revoke([prompt.job_id])
+        if prompt is not None:
+            self._ledger.revoke(prompt.jobs)
 
     def load_nothing(self, request_id: str) -> None:
         """A load of this request has failed: all of it is computed here.
@@ -372,28 +438,30 @@ class SharedPrefix:
         """
         if not self._weights_fixed:
             self._prefix = f"{self._engines_prefix}/{self._randbytes(8).hex()}"
+            if self._host is not None:
+                self._host.rename(self._prefix.encode())
+        self._ledger.revoke(self._keeping)
         self._sent = Recently(_RECENT_S, self._clock)
         for prompt in self._prompts.values():
             # What vLLM computes anew is stored anew. A request that goes on with blocks from before
             # the reset stores nothing.
-            goes_on = prompt.request.num_computed_tokens and prompt.job_id is None
+            goes_on = prompt.request.num_computed_tokens and not prompt.jobs
             prompt.sent = [_NEVER if goes_on else 0] * len(self._groups)
-            if prompt.job_id is None:
+            prompt.found = None
+            if not prompt.jobs:
                 prompt.lookup, prompt.offered = None, 0
             else:
                 prompt.void = True
-                self._ledger.revoke([prompt.job_id])
+                self._ledger.revoke(prompt.jobs)
 
     def count_failures(self) -> None:
         """Count what failed in the store since the last call."""
-        self._lookups.count_into(self._stats)
+        if self._lookups is not None:
+            self._lookups.count_into(self._stats)
 
     def close(self) -> None:
-        """Stop asking the store. Idempotent."""
-        self._lookups.close()
-
-
-def _read(shape: GroupShape, start: int, end: int) -> range:
-    """The blocks of the tokens from `start` to `end` that later tokens read."""
-    needed = shape.needed(end)
-    return range(max(needed.start, start // shape.block_size), needed.stop)
+        """Stop asking the store, and let go of the arenas' indexes. Idempotent."""
+        if self._lookups is not None:
+            self._lookups.close()
+        if self._host is not None:
+            self._host.close()

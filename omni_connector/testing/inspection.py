@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from omni_connector.handoff.channel import ControlChannel
     from omni_connector.handoff.directory import Handoff, SlotDirectory
     from omni_connector.memory.arena import Arena
+    from omni_connector.memory.block_index import BlockIndex
     from omni_connector.objects.exchange import Exchange
     from omni_connector.objects.object_store import ObjectStore
     from omni_connector.objects.peer import Peer
@@ -70,8 +71,7 @@ def sends(half: "OmniScheduler") -> dict[str, Any]:
 
 def first_waiting(half: "OmniScheduler") -> Any:
     """Return what a prefill engine knows of the first request that waits for room; None: nobody."""
-    waiting = () if half._sender is None else half._sender._waiting
-    return waiting[0] if waiting else None
+    return None if half._sender is None else next(iter(half._sender.waiting.values()), None)
 
 
 def fetches(half: "OmniScheduler") -> dict[str, Any]:
@@ -126,8 +126,8 @@ def arena(half: "OmniWorker") -> "Arena":
     return half._arena
 
 
-def mapped(arena: "Arena") -> mmap.mmap:
-    """Return an arena's memory, headers included."""
+def mapped(arena: "Arena | BlockIndex") -> mmap.mmap:
+    """Return the memory of an arena or index, headers included."""
     assert arena._map is not None
     return arena._map
 

@@ -6,6 +6,7 @@ have registered their KV caches, because what it consists of depends on what the
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,18 +23,25 @@ from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.server import ControlServer
 from omni_connector.handoff.upkeep import Upkeep
 from omni_connector.kv.ledger import CopyLedger
+from omni_connector.memory.arena_format import EPOCH_BYTES
+from omni_connector.memory.block_index import BlockIndex
+from omni_connector.memory.listing import SlotListing
 from omni_connector.net.keys import load_key
 from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import loopback_key, runtime_dir, socket_path
+from omni_connector.net.status import EngineStatus, StatusReport, Usage
+from omni_connector.plugin import require_supported_vllm
 from omni_connector.prefix.block_store import BlockStore
+from omni_connector.prefix.host_blocks import HostBlocks, touch
 from omni_connector.prefix.lookups import StoreLookups
-from omni_connector.prefix.shared_blocks import key_prefix
+from omni_connector.prefix.neighbours import Household
+from omni_connector.prefix.shared_blocks import key_prefix, readers_id
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.trace import Trace
 from omni_connector.vllm_v1.compat import hash_block_size
 from omni_connector.vllm_v1.identity import compatibility, hash_id
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
-from omni_connector.vllm_v1.metrics import OmniStats
+from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
 from omni_connector.vllm_v1.scheduler import OmniScheduler, WeightsEpoch
 from omni_connector.vllm_v1.specs import group_specs, transferred_groups
 from omni_connector.vllm_v1.surroundings import ArenaSizing, Surroundings
@@ -72,7 +80,7 @@ def make_worker(
         rank=rank,
         ranks=parallel.tensor_parallel_size,
         arena_name=f"arena:{transfer.engine_id}:{rank}",
-        arena=sizing if transfer.is_kv_producer else None,
+        arena=sizing if _has_arena(config, vllm_config, kv_cache_config) else None,
         store=_lending_store(config, vllm_config, kv_cache_config, surroundings),
         surroundings=surroundings,
         trace=_trace(config, transfer.engine_id, f"worker{rank}", surroundings),
@@ -140,19 +148,25 @@ class _Assembly:
         self._folder = runtime_dir(config.namespace)
         self._peers = Peers(config.peers)
         self._key = None if config.key_file is None else load_key(config.key_file)
-        self._directory = self._new_directory() if transfer.is_kv_producer else None
-        self._upkeep = Upkeep(self._folder, self._clock, self._directory, self._weights.holds)
+        with_arena = _has_arena(config, vllm_config, kv_cache_config)
+        self._directory = self._new_directory() if with_arena else None
+        self._status = self._new_status()
+        self._upkeep = Upkeep(
+            self._folder, self._clock, self._directory, self._weights.holds, self._status.tick
+        )
 
     def scheduler(self) -> OmniScheduler:
         """The half. Nothing is left open where it cannot be made."""
         self._upkeep.sweep()
         directory = self._directory
-        channel = self._channel(None if directory is None else self._server(directory))
+        offered = directory if self._transfer.is_kv_producer else None
+        channel = self._channel(None if offered is None else self._server(offered))
         self._upkeep.channel = channel
         try:
             shared = self._shared_prefix()
         except BaseException:
             channel.close()
+            self._status.close()
             raise
         return OmniScheduler(
             self._vllm_config,
@@ -164,10 +178,11 @@ class _Assembly:
             upkeep=self._upkeep,
             channel=channel,
             directory=directory,
-            sender=None if directory is None else self._sender(directory, channel),
+            sender=None if offered is None else self._sender(offered, channel),
             receiver=self._receiver(channel) if self._transfer.is_kv_consumer else None,
             shared=shared,
             stats=self._stats,
+            status=self._status,
             trace=self._trace,
         )
 
@@ -179,6 +194,23 @@ class _Assembly:
             self._clock,
             self._config.handoff_ttl_s,
             self._surroundings.randbytes,
+        )
+
+    def _new_status(self) -> StatusReport:
+        endpoints = [each[0] for each in self._arenas]
+        return StatusReport(
+            self._surroundings.status_file(self._folder),
+            EngineStatus(
+                engine_id=self._engine_id,
+                role=str(self._transfer.kv_role),
+                model=self._ours.model,
+                vllm=require_supported_vllm().version,
+                ranks=self._ours.ranks,
+                arena_bytes=sum(each.n_slots * each.slot_bytes for each in endpoints),
+                counts=dict.fromkeys(COUNTERS, 0),
+            ),
+            Usage if self._directory is None else self._directory.status,
+            self._clock,
         )
 
     def _server(self, directory: SlotDirectory) -> ControlServer:
@@ -247,34 +279,74 @@ class _Assembly:
         return f"tcp://{tcp_address(remote, self._peers, has_key=self._key is not None)}"
 
     def _shared_prefix(self) -> SharedPrefix | None:
-        """The scheduler half of sharing; None where no store is configured, or none can be used."""
+        """The scheduler half of sharing; None where nothing is configured, or can be used."""
         config, surroundings = self._config, self._surroundings
-        if config.store is None:
+        if config.store is None and not config.share:
             return None
         refusal = _sharing_refusal(self._vllm_config, self._kv_cache_config)
         if refusal is not None:
-            logger.warning("No prefix is shared through the store: %s", refusal)
+            logger.warning("No prefix is shared: %s", refusal)
             return None
-        return SharedPrefix(
-            lookups=StoreLookups(
+        prefix = key_prefix(config.namespace, self._ours, self._hash_id)
+        lookups = None
+        if config.store is not None:
+            lookups = StoreLookups(
                 surroundings.block_store(config.store, 0),
                 self._ours.groups,
                 self._ours.ranks,
                 self._clock,
                 surroundings.start,
-            ),
+            )
+        return SharedPrefix(
+            host=self._host_blocks(prefix),
+            lookups=lookups,
             ledger=self._ledger,
-            prefix=key_prefix(config.namespace, self._ours, self._hash_id),
+            prefix=prefix,
             groups=self._ours.groups,
             group_ids=self._group_ids,
             hash_block_size=self._hash_block_size,
             num_blocks=self._kv_cache_config.num_blocks,
             weights_fixed=config.weights == "fixed",
-            lookup_timeout=config.store.lookup_timeout_s,
+            lookup_timeout=0.0 if config.store is None else config.store.lookup_timeout_s,
             load_timeout=config.load_timeout_s,
             clock=self._clock,
             randbytes=surroundings.randbytes,
             stats=self._stats,
+        )
+
+    def _host_blocks(self, prefix: str) -> HostBlocks | None:
+        """The arenas of this host; None where this engine does not share its own."""
+        if not self._config.share or self._directory is None:
+            return None
+        pool = self._directory.pool
+        index = BlockIndex.create(
+            self._directory.num_slots, self._surroundings.randbytes(EPOCH_BYTES)
+        )
+        try:
+            neighbours = self._surroundings.neighbours(
+                Household(
+                    folder=self._folder,
+                    name=f"index:{self._engine_id}",
+                    readers=readers_id(self._ours, self._hash_id),
+                    index=index,
+                    arenas=self._arenas,
+                    on_hits=partial(touch, pool),
+                ),
+                self._clock,
+                self._surroundings.start,
+            )
+        except BaseException:
+            index.close()
+            raise
+        pool.listing = SlotListing(index, prefix.encode())
+        return HostBlocks(
+            pool=pool,
+            index=index,
+            arenas=self._arenas,
+            neighbours=neighbours,
+            groups=self._ours.groups,
+            key_prefix=prefix.encode(),
+            load_timeout=self._config.load_timeout_s,
         )
 
 
@@ -298,6 +370,16 @@ def _agreeing(
     if len({(rank.page_orders, rank.attention) for rank in ranks}) != 1:
         raise ConfigError("the ranks of this engine have KV caches of different layouts")
     return ranks
+
+
+def _has_arena(
+    config: OmniConfig, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
+) -> bool:
+    """Whether the workers of this engine have arenas: to hand off, or to share."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    shares = config.share and _sharing_refusal(vllm_config, kv_cache_config) is None
+    return shares or transfer.is_kv_producer
 
 
 def _lending_store(

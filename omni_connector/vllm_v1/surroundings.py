@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -22,7 +23,9 @@ from omni_connector.kv.shapes import GroupShape
 from omni_connector.memory.arena_size import ArenaSize, arena_size, available_bytes
 from omni_connector.memory.huge_pages import HugePages
 from omni_connector.net.links import Sockets, ZmqSockets
+from omni_connector.net.status import StatusFile
 from omni_connector.prefix.block_store import BlockStore, MooncakeBlockStore
+from omni_connector.prefix.neighbours import HostNeighbours, Household, Neighbours
 from omni_connector.transports.choice import Transports, make_transports
 from omni_connector.turns import StartTurns, TurnThread
 
@@ -44,7 +47,9 @@ class Surroundings:
         sockets: opens the sockets of the control channel.
         transports: opens the transports that a configuration asks for.
         block_store: opens a client of the shared store that lends so many bytes of memory to it.
+        neighbours: finds the engines of this host that share prefixes.
         copier: makes what copies between KV blocks and slots, with threads that share in it.
+        status_file: makes the file, in a runtime folder, that `omni-connector top` reads.
         prefault: whether a thread prefaults the arena's memory.
     """
 
@@ -54,7 +59,9 @@ class Surroundings:
     sockets: Callable[[], Sockets] = ZmqSockets
     transports: Callable[[OmniConfig], Transports] = make_transports
     block_store: Callable[[StoreSettings, int], BlockStore] = MooncakeBlockStore
+    neighbours: Callable[[Household, Callable[[], float], StartTurns], Neighbours] = HostNeighbours
     copier: Callable[[CanonicalKVCaches, SlotLayout, Sharing], BlockCopier] = make_copier
+    status_file: Callable[[Path], StatusFile] = StatusFile
     prefault: bool = True
 
 

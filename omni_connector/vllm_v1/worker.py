@@ -2,15 +2,16 @@
 """The worker half: one rank's KV caches, its arena, and the copies between them and peers'."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
 
 from omni_connector.config import OmniConfig
+from omni_connector.copies.jobs import LoadSpec, Saver, SaveSpec
+from omni_connector.copies.loading import Loader
 from omni_connector.copy_threads import CLOSE_S, NO_JOB_ID, CopyThread, Outcome, Work, traced
-from omni_connector.handoff.jobs import LoadSpec, Saver, SaveSpec
-from omni_connector.handoff.loading import Loader
 from omni_connector.kv import (
     BlockCopier,
     CanonicalKVCaches,
@@ -24,7 +25,7 @@ from omni_connector.kv.spans import TransferSpec
 from omni_connector.memory.buffers import Helpers
 from omni_connector.memory.nodes import near_cores, process_cores
 from omni_connector.prefix.block_store import BlockStore
-from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
+from omni_connector.prefix.jobs import HostLoadSpec, KeepSpec, StoreLoadSpec, StoreSaveSpec
 from omni_connector.prefix.store_jobs import StoreJobs
 from omni_connector.trace import Trace
 from omni_connector.transports import Arena, Endpoint
@@ -56,10 +57,19 @@ _PROCESS_CORES: Final = process_cores()
 # What is timed, and under which name its bytes and blocks are counted.
 _COUNTED: Final[Mapping[type[TransferSpec], tuple[str, str]]] = {
     SaveSpec: ("save", "saved"),
+    KeepSpec: ("save", "saved"),
     LoadSpec: ("load", "loaded"),
+    HostLoadSpec: ("share", "loaded"),
     StoreLoadSpec: ("fetch", ""),
 }
-_NAMES: Final = {SaveSpec: "save", LoadSpec: "load", StoreSaveSpec: "store", StoreLoadSpec: "fetch"}
+_NAMES: Final = {
+    SaveSpec: "save",
+    KeepSpec: "keep",
+    LoadSpec: "load",
+    HostLoadSpec: "share",
+    StoreSaveSpec: "store",
+    StoreLoadSpec: "fetch",
+}
 
 
 class OmniWorker:
@@ -126,6 +136,7 @@ class OmniWorker:
             type[TransferSpec], tuple[CopyThread, Callable[[int, Any, object], Work]]
         ] = {}
         self._under_way: dict[int, TransferSpec] = {}
+        self._loads_left: Counter[str] = Counter()  # of each request that waits for several
         self._finished_loads: set[str] = set()
         self._failed_loads: set[str] = set()
         self._bad_block_ids: set[int] = set()
@@ -206,8 +217,9 @@ class OmniWorker:
             threads=threads,
             clock=self._surroundings.clock,
             start=self._surroundings.start,
+            notify=self._loads.notify,
         )
-        self._bodies[LoadSpec] = self._loads, self._loader.work
+        self._bodies[LoadSpec] = self._bodies[HostLoadSpec] = self._loads, self._loader.work
         self._handshake = OmniHandshakeMetadata(
             endpoints, orders, attention, scales_id(self._kv_cache_config, self._layers)
         )
@@ -235,7 +247,7 @@ class OmniWorker:
             stretches=stretches,
             checksum=self._checksum or self._transports.needs_checksums,
         )
-        self._bodies[SaveSpec] = self._saves, self._saver.work
+        self._bodies[SaveSpec] = self._bodies[KeepSpec] = self._saves, self._saver.work
         sizing.tell(self._rank, self._ranks, size, slot_bytes, groups)
         return self._transports.export(self._arena, self._arena_name)
 
@@ -323,6 +335,7 @@ class OmniWorker:
             self._saves.submit(NO_JOB_ID, self._saver.void_work(*metadata.void))
 
     def _start(self, jobs: Mapping[int, TransferSpec], fence: object = None) -> None:
+        self._loads_left.update(spec.request_id for spec in jobs.values() if spec.request_id)
         for job_id, spec in jobs.items():
             if not self.transfer_async(job_id, spec, fence=fence):
                 bad = frozenset(spec.blocks.held)
@@ -371,7 +384,10 @@ class OmniWorker:
     def _end(self, spec: TransferSpec, outcome: Outcome) -> None:
         self._report.done[outcome.job_id] = 1
         if spec.request_id:
-            self._finished_loads.add(spec.request_id)
+            self._loads_left[spec.request_id] -= 1
+            if self._loads_left[spec.request_id] <= 0:
+                del self._loads_left[spec.request_id]
+                self._finished_loads.add(spec.request_id)
         kind, done = _COUNTED.get(type(spec), ("", ""))
         if not kind:  # a save to the store fails at nothing
             return
@@ -379,7 +395,7 @@ class OmniWorker:
             self._count(kind, done, outcome)
             return
         self._report.failed[outcome.job_id] = outcome.failure
-        if isinstance(spec, LoadSpec):
+        if type(spec) is LoadSpec:
             if self._fails_by_block:
                 self._bad_block_ids |= outcome.bad_block_ids
             else:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_connector.handoff.jobs import LoadSpec, SaveSpec
+from omni_connector.copies.jobs import LoadSpec, SaveSpec
 from omni_connector.kv import BlockSpans, expand
 from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
 

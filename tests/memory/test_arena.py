@@ -26,7 +26,7 @@ from omni_connector.memory.arena import (
     SEALS,
     Arena,
     ArenaView,
-    _memfd,
+    memfd,
 )
 from omni_connector.memory.arena_format import ArenaGeometry, SlotState
 
@@ -198,7 +198,7 @@ def forged(
     write: Callable[[mmap.mmap], object], seals: int = SEALS, size: int | None = None
 ) -> int:
     geometry = ArenaGeometry(N_SLOTS, SLOT_BYTES)
-    fd = _memfd("forged")
+    fd = memfd("forged")
     os.ftruncate(fd, geometry.total_bytes if size is None else size)
     with mmap.mmap(fd, max(os.fstat(fd).st_size, 1)) as mapped:
         superblock = geometry.superblock(b"e" * 16)

@@ -39,13 +39,14 @@ def test_a_store_that_goes_while_it_is_read(sharer, shelf, tokens, policy):
 def test_a_store_that_does_not_answer_is_waited_for_no_longer_than_told(sharer, shelf, tokens):
     first, second = sharer(), sharer()
     publish(first, shelf)
-    expected = tokens(QUESTION, 6)
+    questions = [QUESTION, *(prompt(40, seed=seed) for seed in range(3))]
+    expected = [tokens(each, 6) for each in questions]
     shelf.stalled = shelf.endless = True
     started = time.monotonic()
-    ids = [second.submit(QUESTION, max_tokens=6) for _ in range(4)]
+    ids = [second.submit(each, max_tokens=6) for each in questions]
     second.run(lambda: second.done(*ids))
     assert time.monotonic() - started >= 0.25
-    assert [second.answers[each].tokens for each in ids] == [expected] * 4
+    assert [second.answers[each].tokens for each in ids] == expected
     assert second.failures()["store_lookup_timeout"] == 4
     shelf.stalled = False
 

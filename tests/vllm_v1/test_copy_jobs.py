@@ -4,8 +4,8 @@
 import numpy as np
 import pytest
 
+from omni_connector.copies.jobs import LoadSpec, SaveSpec
 from omni_connector.copy_threads import CopyThread, Outcome
-from omni_connector.handoff.jobs import LoadSpec, SaveSpec
 from omni_connector.kv.spans import BlockSpans
 from omni_connector.testing import inspection
 from omni_connector.testing.toy import BLOCK

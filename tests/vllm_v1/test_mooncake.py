@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from omni_connector.handoff.loading import Loader
+from omni_connector.copies.loading import Loader
 from omni_connector.testing import inspection
 from omni_connector.testing.toy import BLOCK, FAMILIES
 from omni_connector.transports.mooncake import MooncakeTransport

@@ -24,6 +24,7 @@ PARSERS: Final = (
     "loads.answers",
     "engines.params",
     "arenas.superblocks",
+    "arenas.indexes",
     "arenas.mapped_headers",
     "arenas.fetched_headers",
     "arenas.object_places",

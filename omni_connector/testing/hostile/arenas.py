@@ -25,6 +25,12 @@ from omni_connector.memory.arena_format import (
     SUPERBLOCK_BYTES,
     ArenaGeometry,
 )
+from omni_connector.memory.block_index import (
+    BlockIndex,
+    BlockIndexView,
+    find_prefix,
+    tags_of,
+)
 from omni_connector.memory.buffers import Buffers
 from omni_connector.memory.pool import Pool
 from omni_connector.net import unix
@@ -124,6 +130,45 @@ def superblocks() -> Iterator[Parser]:
             return True
 
         yield Parser("superblocks", make, parse, (OmniError,))
+
+
+@contextmanager
+def indexes() -> Iterator[Parser]:
+    """A peer's index, and what the peer says of it; then look-ups in whatever it holds."""
+    epoch, tags = b"E" * 16, tags_of(b"", 0, [bytes([i]) * 32 for i in range(2 * N_SLOTS)])
+    with BlockIndex.create(N_SLOTS, epoch) as index:
+        slots = np.arange(N_SLOTS)
+        index.add(tags[:N_SLOTS], slots, slots + 1)
+        memory: NDArray[np.uint8] = np.frombuffer(inspection.mapped(index), np.uint8)
+        good = memory.copy()
+
+        def make(rng: random.Random) -> tuple[int, bytes, bytes, int]:
+            start = rng.choice((0, *range(PAGE_BYTES, good.size, PAGE_BYTES)))
+            raw = damage(good[start : start + 8 * N_SLOTS].tobytes(), rng)[:PAGE_BYTES]
+            odd = rng.random() < 0.1
+            return (
+                start,
+                raw,
+                damage(epoch, rng) if odd else epoch,
+                rng.choice(_ODD_SIZES) if odd else N_SLOTS,
+            )
+
+        def parse(hostile: tuple[int, bytes, bytes, int]) -> bool | str:
+            start, raw, said, num_slots = hostile
+            memory[start : start + len(raw)] = np.frombuffer(raw, np.uint8)
+            try:
+                with BlockIndexView.open(index.fd, epoch=said, num_slots=num_slots) as view:
+                    found, generations = view.find(tags)
+                    prefix = find_prefix([index, view], tags)
+            finally:
+                memory[:] = good
+            assert ((found >= -1) & (found < N_SLOTS)).all(), "a slot that does not exist"
+            assert ((generations >= 0) == (found >= 0)).all(), "a slot in no generation"
+            count = len(prefix[0])
+            assert np.array_equal(prefix[1], found[:count]), "two look-ups differ"
+            return bool((found >= 0).any()) or "misses"
+
+        yield Parser("indexes of blocks", make, parse, (OmniError,))
 
 
 class _Reach:

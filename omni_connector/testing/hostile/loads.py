@@ -15,13 +15,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from omni_connector.copies import loading
+from omni_connector.copies.jobs import LoadSpec
+from omni_connector.copies.loading import Loader
 from omni_connector.copy_threads import Outcome, Work
 from omni_connector.errors import PeerUnreachableError
-from omni_connector.handoff import loading
 from omni_connector.handoff import receiver as receiving
 from omni_connector.handoff.client import Lease, PeerSession, PendingLease
-from omni_connector.handoff.jobs import LoadSpec
-from omni_connector.handoff.loading import Loader
 from omni_connector.handoff.messages import HandshakeReply, LeaseGranted, encode
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.kv import BlockCopy, SlotLayout
@@ -142,6 +142,7 @@ class _Decoder:
             checksum=True,
             clock=time.monotonic,
             start=TurnThread,
+            notify=lambda: None,
         )
 
     def load(self, frames: list[bytes], timeout: float = _TIMEOUT_S) -> bool | str:
@@ -193,7 +194,7 @@ def _done(work: Work) -> Outcome:
         except StopIteration as end:
             outcome: Outcome = end.value
             return outcome
-        if not goes_on:
+        if goes_on is not True:
             time.sleep(0.0005)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from omni_connector.handoff import jobs
+from omni_connector.copies import jobs
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
 from omni_connector.prefix import store_jobs
 from omni_connector.testing.simulation import HASHES_VARIABLE

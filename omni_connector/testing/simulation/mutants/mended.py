@@ -143,7 +143,7 @@ MENDED: Final = (
         "defect 4: a job ends its thread",
         "what a load raises ends the thread of all loads",
         (
-            "omni_connector.handoff.loading",
+            "omni_connector.copies.loading",
             "            except Exception as error:  # whatever it is, the request "
             "must not wait for ever",
             "            except StopAsyncIteration as error:",
@@ -220,7 +220,7 @@ MENDED: Final = (
         "defect 14: no checksum of what travels",
         "with integrity `generation` a fetch that brings other bytes is believed",
         (
-            "omni_connector.handoff.loading",
+            "omni_connector.copies.loading",
             "            if checksum != published and (self._checksum or not slots.in_place):\n",
             "            if checksum != published and self._checksum:\n",
         ),
@@ -249,8 +249,9 @@ MENDED: Final = (
         "small prompts overtake large ones that wait for room",
         (
             "omni_connector.handoff.sender",
-            "            self._waiting.append(send)\n",
-            "            self._waiting.appendleft(send)\n",
+            "            self.waiting[request_id] = send\n",
+            "            self.waiting[request_id] = send\n"
+            "            self.waiting.move_to_end(request_id, last=False)\n",
         ),
     ),
     mutant(
@@ -267,8 +268,8 @@ MENDED: Final = (
         "a request that was aborted keeps its place in the queue for room",
         (
             "omni_connector.handoff.sender",
-            "            self._waiting.remove(send)\n",
-            "            pass\n",
+            "        if self.waiting.pop(request.request_id, None) is not None:\n",
+            "        if False:\n",
         ),
     ),
 )

@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from omni_connector.copies.jobs import LoadSpec, batch_blocks
 from omni_connector.copy_threads import Outcome, Work
 from omni_connector.errors import (
     ChecksumError,
@@ -19,7 +20,6 @@ from omni_connector.errors import (
     SlotPendingError,
     StaleSlotError,
 )
-from omni_connector.handoff.jobs import LoadSpec, batch_blocks
 from omni_connector.kv import (
     BlockCopier,
     BlockCopy,
@@ -36,6 +36,7 @@ from omni_connector.transports import Endpoint, RemoteArena
 from omni_connector.transports.choice import Transports
 from omni_connector.transports.peer_arenas import OpenArenas, PeerArenas
 from omni_connector.transports.reading import (
+    PENDING_S,
     FetchAhead,
     FetchedSlots,
     MappedSlots,
@@ -80,6 +81,7 @@ class _Step:
         block_ids, indices: the blocks, and their logical indices `(n,)`.
         numbers: logical indices of the slots, in blocks of the peer `(m,)`.
         slots, generations: the peer's `(m,)`.
+        keys: as in `LoadSpec`.
     """
 
     group: int
@@ -90,6 +92,7 @@ class _Step:
     numbers: Blocks
     slots: Blocks
     generations: Blocks
+    keys: NDArray[np.object_] | None
 
     def parts(self, sizes: Sequence[int]) -> Iterator["_Step"]:
         """The same in steps of so many blocks, by group."""
@@ -107,6 +110,7 @@ class _Step:
                 numbers=self.numbers[first:end],
                 slots=self.slots[first:end],
                 generations=self.generations[first:end],
+                keys=None if self.keys is None else self.keys[first:end],
             )
 
 
@@ -121,6 +125,7 @@ class Loader:
         checksum: whether slots carry checksums.
         clock: seconds, monotonic.
         start: starts the threads that fetch.
+        notify: has the works that wait go on; called on any thread.
         threads: that share one copy.
     """
 
@@ -136,13 +141,14 @@ class Loader:
         checksum: bool,
         clock: Callable[[], float],
         start: StartTurns,
+        notify: Callable[[], object],
         threads: int = 1,
     ) -> None:
         self._clock = clock
         sizes = batch_blocks(layout)
         # Of fetched and of mapped slots: those have a part for each thread.
         self._batches = sizes, [-(-size // threads) * threads for size in sizes]
-        self._threads = PeerThreads(start)
+        self._threads = PeerThreads(start, notify)
         self._arenas = PeerArenas(transports, self._threads, clock, start=start)
         self._copier = copier
         self._layout = layout
@@ -166,7 +172,7 @@ class Loader:
             self._clock,
         )
 
-        def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
+        def work(cancelled: Callable[[], bool]) -> Generator[bool | float, None, Outcome]:
             try:
                 steps, zeros = self._steps(job)
                 waiting.extend(steps)
@@ -177,11 +183,11 @@ class Loader:
                     if cancelled():
                         outcome.failure = "cancelled"
                         break
-                    if self._clock() >= deadline:
+                    if (left := deadline - self._clock()) <= 0:
                         raise PeerUnreachableError("the bytes were not there in time")
                     step = waiting[0]
                     if not self._attached(job, arenas, remotes):
-                        yield False
+                        yield left
                         continue
                     if steps:
                         sizes = self._batches[arenas.mapped]
@@ -191,8 +197,8 @@ class Loader:
                         continue
                     try:
                         slots = self._slots(job, step, list(waiting), ahead, arenas, remotes)
-                        if slots is None:
-                            yield False
+                        if isinstance(slots, float):
+                            yield min(slots, left)
                             continue
                         try:
                             if step.plan.converter is None:
@@ -280,6 +286,7 @@ class Loader:
                 numbers,
                 spec.slots.block_ids[own][numbers - first],
                 spec.generations[own][numbers - first],
+                None if spec.keys is None else spec.keys[own][numbers - first],
             )
             if whole.block_ids.size:
                 steps.append(whole)
@@ -301,8 +308,9 @@ class Loader:
         ahead: FetchAhead[_Step],
         arenas: OpenArenas,
         remotes: _Remotes,
-    ) -> Sequence[Slots] | None:
-        """What a step reads, of each rank that it reads; None: not there yet."""
+    ) -> Sequence[Slots] | float:
+        """What a step reads, of each rank that it reads; else the seconds after which to look again
+        if there is no notification."""
         sources = [remotes[each] for each in _endpoints(job, step.plan)]
         if not arenas.mapped:
             return ahead.take(steps)
@@ -310,9 +318,11 @@ class Loader:
         try:
             return [MappedSlots(each, slots, generations, step.plan.length) for each in sources]
         except SlotPendingError as pending:
+            if step.keys is not None:
+                raise StaleSlotError("what an index lists is there, or was") from pending
             if not all(remote.alive for remote in sources):
                 raise PeerUnreachableError("the peer died while copying") from pending
-            return None
+            return PENDING_S
 
     def _fetched(
         self, job: LoadSpec, step: _Step, remotes: _Remotes, deadline: float
@@ -396,11 +406,15 @@ class Loader:
         self._copier.load(BlockCopy(step.group, step.block_ids, made, rows, False, fence))
 
     def _compare(self, step: _Step, checksums: list[int], slots: Slots) -> None:
-        for slot, checksum, published in zip(step.slots, checksums, slots.published(), strict=True):
+        headers = slots.headers()
+        for slot, checksum, header in zip(step.slots, checksums, headers, strict=True):
+            published = header.checksum
             if checksum != published and (self._checksum or not slots.in_place):
                 raise ChecksumError(
                     f"slot {slot}: checksum {checksum:#x}, published {published:#x}"
                 )
+        if step.keys is not None and [header.key for header in headers] != step.keys.tolist():
+            raise StaleSlotError("a slot holds another block than the index says")
 
     def _wipe(self, steps: deque[_Step], fence: object) -> None:
         try:

@@ -54,6 +54,8 @@ class LoadSpec(TransferSpec):
         generations: int64 `(m,)`, of each of the m slots.
         arenas: the peer's arenas, one a rank, each in all ways that it can be read.
         timeout: seconds from its arrival until the job is given up.
+        keys: what the headers of these slots must say (m,), objects; None where a lease says that
+            they hold what is wanted.
         source: what the peer keeps; None where all its slots hold the bytes of our blocks.
     """
 
@@ -63,6 +65,7 @@ class LoadSpec(TransferSpec):
     generations: NDArray[np.int64]
     arenas: tuple[tuple[Endpoint, ...], ...]
     timeout: float
+    keys: NDArray[np.object_] | None = None
     source: CompatibilityKey | None = None
 
 
@@ -88,7 +91,7 @@ class Saver:
         forward = Forward.of(fence)
         copied = spec.blocks.block_ids != NULL_BLOCK_ID
 
-        def work(cancelled: Callable[[], bool]) -> Generator[bool | None, None, Outcome]:
+        def work(cancelled: Callable[[], bool]) -> Generator[bool | float, None, Outcome]:
             outcome = Outcome(job_id)
             complete = False
             try:

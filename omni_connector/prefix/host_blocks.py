@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks in the arenas of this host: which engine has them, what is loaded, and what is kept.
+
+A look-up reads the own index and those of the neighbours, in the call that asks. Nothing is leased:
+a block may go before it is read, which its generation and its key then tell the reader.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.kv.shapes import GroupShape
+from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
+from omni_connector.memory.block_index import BlockIndex, find_prefix, tags_of
+from omni_connector.memory.listing import header_keys
+from omni_connector.memory.slot_index import Ints
+from omni_connector.memory.slot_pool import NONE, SlotPool
+from omni_connector.prefix.jobs import HostLoadSpec, KeepSpec
+from omni_connector.prefix.neighbours import Arenas, Neighbour, Neighbours
+
+NOBODY: Final = -1
+
+# Saves under way may take at most one in so many slots, so that hand-offs have room.
+_BUSY_PART: Final = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundBlocks:
+    """Where the blocks of one group of a prompt are, from the first on.
+
+    Attributes:
+        owners: position of the engine that has each block, in `Found.engines`; `NOBODY`.
+        slots, generations: of each block. All int64 (blocks,); nothing is known of later blocks.
+    """
+
+    owners: Ints
+    slots: Ints
+    generations: Ints
+
+    @property
+    def there(self) -> list[bool]:
+        """Whether each block is in some arena."""
+        there: list[bool] = (self.owners >= 0).tolist()
+        return there
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """What the engines of this host have of a prompt.
+
+    Attributes:
+        engines: those that were asked.
+        groups: one entry for each group.
+    """
+
+    engines: Sequence[Neighbour]
+    groups: Sequence[FoundBlocks]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """Consecutive blocks of one group that a request has, to be filled.
+
+    Attributes:
+        first: logical index of the first of them.
+        block_ids: `(n,)`.
+        read: indices of those that later tokens read; those before are zeroed.
+        hashes: of the blocks in `read`.
+    """
+
+    first: int
+    block_ids: Ints
+    read: range
+    hashes: list[bytes]
+
+    @property
+    def begin(self) -> int:
+        """How many come before those that are read."""
+        return self.read.start - self.first
+
+    @property
+    def copied(self) -> NDArray[np.bool_]:
+        """Which of those that are read are to be filled."""
+        copied: NDArray[np.bool_] = self.block_ids[self.begin :] != NULL_BLOCK_ID
+        return copied
+
+    def only(self, part: NDArray[np.bool_]) -> "Wanted":
+        """The same with null blocks for all but these, so that they are not copied."""
+        return replace(self, block_ids=np.where(part, self.block_ids, NULL_BLOCK_ID))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A block that has filled: its group, hash and number."""
+
+    group: int
+    block_hash: bytes
+    block_id: int
+
+
+class HostBlocks:
+    """The scheduler half's view of the arenas of this host.
+
+    Args:
+        pool: the slots of this engine's arenas, with a listing.
+        index: the own one.
+        arenas: the own ones.
+        neighbours: the other engines; closed with this.
+        groups: what this engine keeps.
+        key_prefix: what the keys of this engine's blocks have in common.
+        load_timeout: seconds for the bytes.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: SlotPool,
+        index: BlockIndex,
+        arenas: Arenas,
+        neighbours: Neighbours,
+        groups: tuple[GroupShape, ...],
+        key_prefix: bytes,
+        load_timeout: float,
+    ) -> None:
+        self._pool = pool
+        self._own = Neighbour(index, arenas, own=True)
+        self._neighbours = neighbours
+        # Where a group keeps all tokens, a prefix ends at the first block that is missing.
+        self._whole = [shape.attention_type == "all" for shape in groups]
+        self._key_prefix = key_prefix
+        self._load_timeout = load_timeout
+        self._max_busy = max(1, len(pool.generation) // _BUSY_PART)
+        self._busy = 0
+
+    def find(self, hashes: Sequence[list[bytes]]) -> Found:
+        """Look for the blocks of a prompt.
+
+        Args:
+            hashes: of its full blocks, from the first on, one list for each group.
+        """
+        engines = (self._own, *self._neighbours.present())
+        groups = [
+            self._find_group(engines, g, of_group, whole)
+            for g, (of_group, whole) in enumerate(zip(hashes, self._whole, strict=True))
+        ]
+        return Found(engines, groups)
+
+    def _find_group(
+        self, engines: Sequence[Neighbour], group: int, hashes: list[bytes], whole: bool
+    ) -> FoundBlocks:
+        tags = tags_of(self._key_prefix, group, hashes)
+        if whole:
+            return FoundBlocks(*find_prefix([each.index for each in engines], tags))
+        owners, slots, generations = np.full((3, len(tags)), NOBODY, np.int64)
+        for number, engine in enumerate(engines):
+            lacking = np.flatnonzero(owners == NOBODY)
+            if not lacking.size:
+                break
+            found, theirs = engine.index.find(tags[lacking])
+            here = found >= 0
+            owners[lacking[here]] = number
+            slots[lacking], generations[lacking] = found, theirs
+        return FoundBlocks(owners, slots, generations)
+
+    def loads(
+        self, request_id: str, found: Found, wanted: Sequence[Wanted]
+    ) -> tuple[list[tuple[HostLoadSpec, bool]], list[Wanted]]:
+        """The jobs that fill the blocks which engines of this host have, one for each engine.
+
+        Returns:
+            The jobs, each with whether this engine itself has the blocks; and what is left, with
+            null blocks for those that the jobs fill.
+        """
+        owners = [
+            _padded(of.owners, each, NOBODY) for each, of in zip(wanted, found.groups, strict=True)
+        ]
+        loading = np.unique(np.concatenate([NONE, *owners]))
+        loading = loading[loading >= 0].tolist()
+        # Whoever fills any block zeroes those that nobody reads.
+        filler = loading[0] if loading else NOBODY
+        whose = [
+            np.concatenate([np.full(each.begin, filler), of])
+            for each, of in zip(wanted, owners, strict=True)
+        ]
+        specs = []
+        for number in loading:
+            parts = [each.only(of == number) for each, of in zip(wanted, whose, strict=True)]
+            spec = self._load(request_id, found, number, parts)
+            specs.append((spec, found.engines[number].own))
+        left = [each.only(of == NOBODY) for each, of in zip(wanted, whose, strict=True)]
+        return specs, left
+
+    def _load(
+        self, request_id: str, found: Found, number: int, parts: Sequence[Wanted]
+    ) -> HostLoadSpec:
+        slots = [
+            np.where(part.copied, _padded(of.slots, part, 0), 0)
+            for part, of in zip(parts, found.groups, strict=True)
+        ]
+        generations = [
+            _padded(of.generations, part, 0) for part, of in zip(parts, found.groups, strict=True)
+        ]
+        keys = [
+            key
+            for g, part in enumerate(parts)
+            for key in header_keys(self._key_prefix, g, part.hashes)
+        ]
+        engine = found.engines[number]
+        self._hit(
+            engine,
+            *(
+                np.concatenate([NONE, *(of[p.copied] for p, of in zip(parts, each, strict=True))])
+                for each in (slots, generations)
+            ),
+        )
+        return HostLoadSpec(
+            request_id=request_id,
+            blocks=BlockSpans.of([(part.first, part.block_ids.tolist()) for part in parts]),
+            slots=BlockSpans.of(
+                [(part.read.start, of.tolist()) for part, of in zip(parts, slots, strict=True)]
+            ),
+            generations=np.concatenate(generations),
+            keys=np.array(keys, dtype=object),
+            arenas=engine.arenas,
+            timeout=self._load_timeout,
+        )
+
+    def _hit(self, engine: Neighbour, slots: Ints, generations: Ints) -> None:
+        if engine.own:
+            touch(self._pool, slots, generations)
+        else:
+            self._neighbours.hit(engine, slots, generations)
+
+    def keep(self, filled: Sequence[Candidate]) -> tuple[KeepSpec | None, int]:
+        """The job that saves blocks which no arena of this host has; `kept` ends it.
+
+        Args:
+            filled: blocks that the step fills, each hash of a group once.
+
+        Returns:
+            The job, None where none has to be saved; and how many are not, for lack of room.
+        """
+        groups: list[tuple[int, list[int]]] = [(0, []) for _ in self._whole]
+        slots: list[Ints] = []
+        keys: list[bytes] = []
+        dropped = 0
+        for g in range(len(self._whole)):
+            lacking = self._lacking(g, [each for each in filled if each.group == g])
+            room = max(0, self._max_busy - self._busy)
+            with self._pool.lock:
+                chosen, taken = self._pool.keep(g, [each.block_hash for each in lacking[:room]])
+            dropped += len(lacking) - len(chosen)
+            kept = [lacking[i] for i in chosen.tolist()]
+            groups[g] = 0, [each.block_id for each in kept]
+            keys += header_keys(self._key_prefix, g, [each.block_hash for each in kept])
+            slots.append(taken)
+            self._busy += len(taken)
+        numbers = np.concatenate([NONE, *slots])
+        if not numbers.size:
+            return None, dropped
+        with self._pool.lock:
+            generations = self._pool.generation[numbers]
+        blocks = BlockSpans.of(groups)
+        return KeepSpec(blocks=blocks, slots=numbers, generations=generations, keys=keys), dropped
+
+    def _lacking(self, group: int, filled: list[Candidate]) -> list[Candidate]:
+        """Those of these blocks that no engine's index has."""
+        if not filled:
+            return []
+        tags = tags_of(self._key_prefix, group, [each.block_hash for each in filled])
+        lacks = np.ones(len(tags), bool)
+        for engine in (self._own, *self._neighbours.present()):
+            lacks &= engine.index.find(tags)[0] < 0
+        return [each for each, lacking in zip(filled, lacks.tolist(), strict=True) if lacking]
+
+    def kept(self, spec: KeepSpec, failure: str | None) -> None:
+        """The job has ended, in whatever way."""
+        self._busy -= len(spec.slots)
+        with self._pool.lock:
+            if failure is None:
+                self._pool.filled(spec.slots)
+            else:
+                self._pool.unfilled(spec.slots)
+            self._pool.let_go(spec.slots[::-1])
+
+    def rename(self, key_prefix: bytes) -> None:
+        """From now on the engine's blocks have keys of this prefix; none that it has now is found.
+
+        The directory has forgotten its slots by then.
+        """
+        self._key_prefix = key_prefix
+        with self._pool.lock:
+            assert self._pool.listing is not None
+            self._pool.listing.rename(key_prefix)
+
+    def close(self) -> None:
+        """Be no neighbour any more, and let go of the index. Idempotent."""
+        self._neighbours.close()
+        self._own.index.close()
+
+
+def _padded(found: Ints, wanted: Wanted, value: int) -> Ints:
+    """What was found of the blocks that are read; `value` where nothing is known."""
+    part = found[wanted.read.start : wanted.read.stop]
+    missing: Ints = np.full(len(wanted.read) - len(part), value, np.int64)
+    return np.concatenate([part, missing])
+
+
+def touch(pool: SlotPool, slots: Ints, generations: Ints) -> None:
+    """Slots of a pool are read, in these generations. Any thread may call this."""
+    with pool.lock:
+        pool.touch(slots, generations)

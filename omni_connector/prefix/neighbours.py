@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines of this host that share prefixes: whose indexes this engine reads, and who reads its.
+
+Each engine has a socket in the runtime folder, where it gives its index to whoever asks, and says
+whose it is. Nobody is told who comes: a thread looks into the folder about once a second. So no
+process is special, and an engine that dies is gone when its connection ends.
+"""
+
+import logging
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final, Protocol
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from omni_connector.errors import OmniError, PeerRefusedError, PeerUnreachableError
+from omni_connector.memory.arena_format import EPOCH_BYTES
+from omni_connector.memory.block_index import MAX_SLOTS, BlockIndex, BlockIndexView
+from omni_connector.memory.slot_index import Ints
+from omni_connector.net import runtime
+from omni_connector.net.unix import PROTOCOL, Connection, Listener, Refusal, require_protocol
+from omni_connector.transports import Endpoint
+from omni_connector.turns import StartTurns, TurnThread
+
+logger = logging.getLogger("vllm.omni_connector.sharing")
+
+LOOK_S: Final = 1.0
+"""Seconds between two looks into the runtime folder."""
+
+_KIND: Final = "i-"
+_ANSWER_S: Final = 1.0
+_CLOSE_S: Final = 2.0
+# An engine that could not be met is tried again after so many seconds.
+_AGAIN_S: Final = 5.0
+_MAX_HITS: Final = 1024
+_MAX_NEIGHBOURS: Final = 256
+
+Arenas = tuple[tuple[Endpoint, ...], ...]
+"""The arenas of an engine, one a rank, each in all ways that it can be read."""
+
+
+class AskIndex(msgspec.Struct, frozen=True, tag="ask-index"):
+    """Asks for the index of an engine; answered with `GiveIndex` and its memfd."""
+
+    protocol: int = PROTOCOL
+
+    def __post_init__(self) -> None:
+        require_protocol(self.protocol)
+
+
+class GiveIndex(msgspec.Struct, frozen=True, tag="give-index"):
+    """The memfd beside this message is the index of an engine.
+
+    Attributes:
+        readers: digest of what engines must agree in to read each other's slots.
+        epoch: of the index.
+        num_slots: of each arena.
+        arenas: see `Arenas`.
+    """
+
+    readers: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    epoch: Annotated[bytes, Meta(min_length=EPOCH_BYTES, max_length=EPOCH_BYTES)]
+    num_slots: Annotated[int, Meta(ge=1, le=MAX_SLOTS)]
+    arenas: Annotated[tuple[tuple[Endpoint, ...], ...], Meta(min_length=1, max_length=1024)]
+
+
+class Hits(msgspec.Struct, frozen=True, tag="hits"):
+    """Tells an engine which of its slots were read. It has no answer.
+
+    Attributes:
+        slots, generations: bytes of as many int64.
+    """
+
+    slots: Annotated[bytes, Meta(max_length=8 * _MAX_HITS)]
+    generations: Annotated[bytes, Meta(max_length=8 * _MAX_HITS)]
+
+    def __post_init__(self) -> None:
+        if len(self.slots) % 8 or len(self.slots) != len(self.generations):
+            raise ValueError("as many generations as slots, of 8 bytes each")
+
+
+_QUESTIONS: Final = msgspec.msgpack.Decoder(AskIndex | Hits)
+_ANSWERS: Final = msgspec.msgpack.Decoder(GiveIndex | Refusal)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Neighbour:
+    """An engine whose slots can be read.
+
+    Attributes:
+        index: finds its blocks.
+        arenas: hold them.
+        own: whether it is this engine itself.
+    """
+
+    index: BlockIndex | BlockIndexView
+    arenas: Arenas
+    own: bool = False
+
+
+class Neighbours(Protocol):
+    """The other engines of the host that share. The engine's thread calls this, and never waits."""
+
+    def present(self) -> Sequence[Neighbour]:
+        """Those that are there now."""
+
+    def hit(self, neighbour: Neighbour, slots: Ints, generations: Ints) -> None:
+        """Its slots are read, in these generations; it is told soon."""
+
+    def close(self) -> None:
+        """Be no neighbour any more. Idempotent."""
+
+
+@dataclass(frozen=True)
+class Household:
+    """What one engine tells its neighbours of itself, and hears from them.
+
+    Attributes:
+        folder: the runtime folder.
+        name: of its socket, unique on this host; it need not be secret.
+        readers: digest of what engines must agree in to read each other's slots, 16 bytes.
+        index: its own; closed by its owner, after the neighbours.
+        arenas: its own.
+        on_hits: called with slots and generations that a neighbour has read, on another thread;
+            must not block.
+    """
+
+    folder: Path
+    name: str
+    readers: bytes
+    index: BlockIndex
+    arenas: Arenas
+    on_hits: Callable[[Ints, Ints], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Met:
+    connection: Connection
+    neighbour: Neighbour
+
+
+class HostNeighbours:
+    """The neighbours of a real engine.
+
+    Args:
+        household: this engine.
+        clock: seconds, monotonic.
+        start: starts the thread that looks for them.
+
+    Raises:
+        TransportError: another process has this engine's socket.
+    """
+
+    def __init__(
+        self,
+        household: Household,
+        clock: Callable[[], float],
+        start: StartTurns = TurnThread,
+    ) -> None:
+        self._household = household
+        self._clock = clock
+        self._own = runtime.socket_path(household.folder, household.name, kind=_KIND)
+        index = household.index
+        self._gives = GiveIndex(household.readers, index.epoch, index.num_slots, household.arenas)
+        self._fd = os.dup(index.fd)
+        self._lock = threading.Lock()
+        self._met: dict[str, _Met] = {}
+        self._present: tuple[Neighbour, ...] = ()
+        self._not_before: dict[str, float] = {}
+        self._hits: defaultdict[Neighbour, list[tuple[Ints, Ints]]] = defaultdict(list)
+        self._closing = False
+        self._listener = Listener(_QUESTIONS, self._answer)
+        try:
+            self._listener.add(self._own)
+        except BaseException:
+            self._listener.close()
+            os.close(self._fd)
+            raise
+        self._thread = start("omni-neighbours", self._turn)
+
+    def present(self) -> Sequence[Neighbour]:
+        return self._present
+
+    def hit(self, neighbour: Neighbour, slots: Ints, generations: Ints) -> None:
+        with self._lock:
+            self._hits[neighbour].append((slots, generations))
+
+    def look(self) -> None:
+        """Find who has come and who has gone, and tell the others of hits. May wait for a peer."""
+        here = set(self._sockets())
+        for name, met in list(self._met.items()):
+            if not met.connection.alive:
+                self._leave(name)
+        for name in sorted(here - self._met.keys())[: _MAX_NEIGHBOURS - len(self._met)]:
+            if self._closing:
+                return
+            self._meet(name)
+        self._not_before = {n: at for n, at in self._not_before.items() if n in here}
+        self._present = tuple(met.neighbour for met in self._met.values())
+        self._tell()
+
+    def close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        self._listener.close()
+        self._thread.wake()
+        self._thread.join(_CLOSE_S)
+        self._present = ()
+        for name in list(self._met):
+            self._leave(name)
+        os.close(self._fd)
+
+    def _turn(self) -> float | None:
+        if self._closing:
+            return None
+        try:
+            self.look()
+        except Exception:  # the next look may do better
+            logger.exception("Looking for engines to share with failed; please report it")
+        return LOOK_S
+
+    def _sockets(self) -> list[str]:
+        try:
+            names = os.listdir(self._household.folder)
+        except OSError as error:
+            logger.debug("cannot read the runtime folder: %s", error)
+            return []
+        return [name for name in names if name.startswith(_KIND) and name != self._own.name]
+
+    def _meet(self, name: str) -> None:
+        now = self._clock()
+        if now < self._not_before.get(name, now):
+            return
+        self._not_before[name] = now + _AGAIN_S
+        deadline = now + _ANSWER_S
+        try:
+            connection = Connection(self._household.folder / name, deadline)
+        except OmniError as error:
+            logger.debug("%s is not met: %s", name, error)
+            return
+        try:
+            neighbour = self._ask(connection, deadline)
+        except OmniError as error:
+            connection.close()
+            level = logging.DEBUG if isinstance(error, PeerUnreachableError) else logging.WARNING
+            logger.log(level, "No prefixes are shared with %s: %s", name, error)
+            return
+        except BaseException:
+            connection.close()
+            raise
+        self._met[name] = _Met(connection, neighbour)
+        del self._not_before[name]
+        logger.info("Sharing prefixes with the engine at %s", name)
+
+    def _ask(self, connection: Connection, deadline: float) -> Neighbour:
+        reply, descriptor = connection.ask(AskIndex(), _ANSWERS, deadline, with_fd=True)
+        assert descriptor is not None
+        try:
+            ours = self._household
+            if reply.readers != ours.readers or len(reply.arenas) != len(ours.arenas):
+                raise PeerRefusedError("it runs another model, or runs it in another way")
+            if any(each.n_slots < reply.num_slots for rank in reply.arenas for each in rank):
+                raise PeerRefusedError("its arenas have fewer slots than its index")
+            view = BlockIndexView.open(descriptor, epoch=reply.epoch, num_slots=reply.num_slots)
+            return Neighbour(view, reply.arenas)
+        finally:
+            os.close(descriptor)
+
+    def _leave(self, name: str) -> None:
+        # The engine's thread may be looking something up: the mapping goes with its last user.
+        self._met.pop(name).connection.close()
+
+    def _tell(self) -> None:
+        with self._lock:
+            hits, self._hits = self._hits, defaultdict(list)
+        for met in self._met.values():
+            if told := hits.get(met.neighbour):
+                slots, generations = (
+                    np.concatenate(each)[-_MAX_HITS:] for each in zip(*told, strict=False)
+                )
+                met.connection.tell(Hits(slots.tobytes(), generations.tobytes()))
+
+    def _answer(self, question: AskIndex | Hits) -> tuple[msgspec.Struct | None, int | None]:
+        if isinstance(question, Hits):
+            slots, generations = question.slots, question.generations
+            self._household.on_hits(
+                np.frombuffer(slots, np.int64), np.frombuffer(generations, np.int64)
+            )
+            return None, None
+        return self._gives, os.dup(self._fd)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the shared prefix cache knows of one prompt: what is held of it, and where."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import zip_longest
+from typing import Final
+
+import numpy as np
+
+from omni_connector.kv.ledger import EngineRequest
+from omni_connector.kv.shapes import GroupShape
+from omni_connector.kv.spans import BlockSpans
+from omni_connector.prefix.host_blocks import Found
+from omni_connector.prefix.lookups import Held, Lookup
+
+# How often what an arena of this host has is looked up anew, when it was gone before it was read.
+_RETRIES: Final = 2
+
+
+@dataclass(slots=True, eq=False)
+class SharedPrompt:
+    """A prompt of a request that shares its prefix."""
+
+    request: EngineRequest
+    loads: bool
+    hashed_tokens: int | None  # where its hashes end to be those of its tokens; None: nowhere
+    adapter: str  # digest of the LoRA adapter's content; "" without one
+    sent: list[int]  # for each group, the blocks already considered for arena and store
+    hashes: list[list[bytes]] = field(default_factory=list)
+    found: Found | None = None
+    lookup: Lookup | None = None
+    local: int | None = None  # tokens that vLLM has itself; None until it asks
+    offered: int = 0  # tokens beyond them that can be loaded
+    missed: bool = False
+    admitted: bool = False  # vLLM has scheduled it since the lookup
+    retries: int = _RETRIES
+    jobs: set[int] = field(default_factory=set)
+    failure: str | None = None  # the first of its jobs'
+    void: bool = False  # what is being loaded for it belongs to other weights
+
+    def keys(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """What names these blocks in arenas: vLLM's hashes name an adapter, not its content."""
+        if not self.adapter:
+            return list(hashes)
+        whose = self.adapter.encode()[: blake2b.MAX_KEY_SIZE]
+        return [blake2b(each, digest_size=32, key=whose).digest() for each in hashes]
+
+    def held(self) -> list[Held]:
+        """What is held of it, in arenas of this host or in the store, one entry a group."""
+        stored = self.lookup.held if self.lookup is not None else None
+        if self.found is None:
+            return stored or [Held.of([]) for _ in self.hashes]
+        kept = [of.there for of in self.found.groups]
+        if stored is None:
+            return [Held.of(blocks) for blocks in kept]
+        return [
+            Held.of([any(pair) for pair in zip_longest(here, there.blocks, fillvalue=False)])
+            for here, there in zip(kept, stored, strict=True)
+        ]
+
+
+def shares(tokens: int, parts: Sequence[BlockSpans]) -> list[int]:
+    """How many of the tokens that are loaded come with each of the parts."""
+    if len(parts) < 2:
+        return [tokens] * len(parts)
+    # By the blocks of the group that loads most: one that keeps a window loads few.
+    ends = [np.cumsum(part.group_sizes)[:-1] for part in parts]
+    counts = np.array(
+        [
+            [np.count_nonzero(ids) for ids in np.split(part.block_ids, end)]
+            for part, end in zip(parts, ends, strict=True)
+        ]
+    )
+    most = counts[:, counts.sum(axis=0).argmax()]
+    upto = np.cumsum(most) * tokens // most.sum()
+    parted: list[int] = np.diff(upto, prepend=0).tolist()
+    return parted
+
+
+def read_blocks(shape: GroupShape, start: int, end: int) -> range:
+    """The blocks of the tokens from `start` to `end` that later tokens read."""
+    needed = shape.needed(end)
+    return range(max(needed.start, start // shape.block_size), needed.stop)

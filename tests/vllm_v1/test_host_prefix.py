@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of one host find each other's prefixes: every answer is that of an engine alone."""
+
+import pytest
+
+from omni_connector.copies import loading
+from omni_connector.testing.simulation import check
+from omni_connector.testing.toy import BLOCK
+
+from .harness import assert_clean, hand_off, prompt, slots, wait
+from .stores import MASTER, PREFIX, QUESTION, landed
+
+pytestmark = pytest.mark.vllm
+
+FAMILIES = ["full", "window", "window and full", "latent"]
+SHARE = {"share": True}
+
+
+@pytest.fixture
+def sharer(engine):
+    """Makes engines that share their prefixes, each of which has met those before it."""
+    made = []
+
+    def make(role="kv_both", extra=None, **options):
+        made.append(engine(role, extra={**SHARE, **(extra or {})}, **options))
+        for each in made:
+            wait(lambda each=each: len(neighbours(each).present()) == len(made) - 1)
+            each._before = check.sizes(each)
+        return made[-1]
+
+    return make
+
+
+def neighbours(engine):
+    found = engine.half._shared._host._neighbours
+    found.look()
+    return found
+
+
+def publish(engine, tokens=PREFIX, **options):
+    """Have an engine compute a prompt; its answer, once all blocks are in the arena."""
+    answer = engine.generate(tokens, **options)
+    assert_clean(engine)
+    return answer
+
+
+def kept(engine):
+    """How many blocks the index of an engine lists."""
+    return int((engine.half._shared._host._own.index._cell_of >= 0).sum())
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_prefix_is_found_in_the_arena_of_another_engine(sharer, engine, family, ranks, overlap):
+    options = {"family": family, "ranks": ranks, "async_scheduling": overlap}
+    first, second = sharer(**options), sharer(**options)
+    first.generate(PREFIX)
+    expected = engine(family=family, ranks=ranks).generate(QUESTION, 20).tokens
+    assert second.generate(QUESTION, 20).tokens == expected
+    assert second.count("tokens_from_host") == 6 * BLOCK
+    assert not second.failures()
+    assert_clean(first, second)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wrong_bytes_that_nobody_checks_are_noticed_by_these_tests(
+    sharer, engine, monkeypatch, family
+):
+    monkeypatch.setattr(loading.Loader, "_compare", lambda *args: None)
+    first, second = sharer(family=family), sharer(family=family)
+    publish(first)
+    first.arena().slots[:] ^= 0x10
+    answer = second.generate(QUESTION, 6)
+    assert second.count("tokens_from_host") == 6 * BLOCK
+    assert answer.tokens != engine(family=family).generate(QUESTION, 6).tokens
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wrong_bytes_are_computed_here(sharer, engine, family, policy):
+    options = {"family": family, "policy": policy}
+    first, second = sharer(**options), sharer(**options)
+    publish(first)
+    first.arena().slots[2:] ^= 0x10
+    expected = engine(family=family).generate(QUESTION, 6).tokens
+    assert second.generate(QUESTION, 6).tokens == expected
+    assert set(second.failures()) == {"checksum_mismatch"}
+    assert_clean(first, second)
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_an_engine_of_any_role_shares(sharer, tokens, role):
+    first, second = sharer(role), sharer(role)
+    publish(first)
+    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert second.count("tokens_from_host") == 6 * BLOCK
+
+
+@pytest.mark.parametrize(
+    ("length", "shared"),
+    [(7, 0), (BLOCK, 0), (BLOCK + 1, 1), (3 * BLOCK + 7, 3), (6 * BLOCK - 1, 5), (6 * BLOCK, 5)],
+)
+def test_of_a_prompt_that_is_there_the_last_token_is_computed(sharer, tokens, length, shared):
+    first, second = sharer(), sharer()
+    publish(first)
+    assert second.generate(PREFIX[:length], 4).tokens == tokens(PREFIX[:length], 4)
+    assert second.count("tokens_from_host") == shared * BLOCK
+
+
+def test_an_engine_gets_back_what_its_own_cache_has_evicted(sharer, tokens):
+    alone = sharer(usable_blocks=10)
+    publish(alone)
+    for seed in range(3):
+        publish(alone, prompt(8 * BLOCK, seed=seed))
+    assert alone.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert alone.count("tokens_kept") >= 2 * BLOCK
+    assert_clean(alone)
+
+
+def test_blocks_come_from_several_arenas_and_the_tail_from_the_store(sharer, shelf, tokens):
+    first, second = sharer(), sharer()
+    publish(first, PREFIX[: 2 * BLOCK])
+    publish(second, PREFIX[: 4 * BLOCK])
+    assert second.count("tokens_from_host") == 2 * BLOCK
+    third = sharer(extra=MASTER)
+    publish(third)
+    landed(third)
+    third.half._shared._host._pool.forget()
+    fourth = sharer(extra=MASTER)
+    assert fourth.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert fourth.count("tokens_from_host") == 4 * BLOCK
+    assert fourth.count("tokens_shared") == 2 * BLOCK
+
+
+def test_what_an_arena_of_the_host_has_is_not_kept_again(sharer):
+    first, second = sharer(), sharer()
+    publish(first)
+    publish(second)
+    publish(second, QUESTION)
+    publish(first)
+    assert (kept(first), kept(second)) == (6, 0)
+
+
+def test_answers_are_shared_like_prompts(sharer, tokens):
+    first, second = sharer(), sharer()
+    reply = publish(first, QUESTION, max_tokens=3 * BLOCK).tokens
+    again = QUESTION + reply + prompt(9, seed=2)
+    assert second.generate(again, 6).tokens == tokens(again, 6)
+    shared = (len(QUESTION) + len(reply) - 1) // BLOCK * BLOCK
+    assert second.count("tokens_from_host") == shared
+
+
+def test_a_handed_off_prompt_is_found_by_a_third_engine(sharer, tokens):
+    prefill, decode, third = sharer("kv_producer"), sharer("kv_consumer"), sharer()
+    assert hand_off(prefill, decode, PREFIX) == tokens(PREFIX, 6)
+    assert_clean(prefill, decode)
+    assert third.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert third.count("tokens_from_host") == 6 * BLOCK
+
+
+def test_another_salt_finds_nothing(sharer, tokens):
+    first, second = sharer(), sharer()
+    publish(first, PREFIX, salt="a")
+    second.generate(QUESTION, 6, salt="b")
+    second.generate(QUESTION, 6)
+    assert second.count("tokens_from_host") == 0
+    second.generate(PREFIX, 6, salt="a")
+    assert second.count("tokens_from_host") == 5 * BLOCK
+
+
+def test_after_new_weights_nothing_is_shared_either_way(sharer):
+    first, second = sharer(), sharer()
+    publish(first)
+    assert first.scheduler.reset_prefix_cache(reset_connector=True)
+    assert kept(first) == 0
+    publish(first)
+    assert kept(first) == 6
+    publish(second, QUESTION)
+    assert second.count("tokens_from_host") == 0
+    first.generate(QUESTION)
+    assert first.count("tokens_from_host") == 0
+    assert_clean(first, second)
+
+
+def test_a_full_arena_keeps_what_was_used_last(sharer, tokens):
+    first, second = sharer(extra=slots(12)), sharer()
+    publish(first)
+    for seed in range(3):
+        publish(first, prompt(4 * BLOCK, seed=seed))
+    assert kept(first) == 12
+    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert second.count("tokens_from_host") == 0
+    assert second.generate([*prompt(4 * BLOCK, seed=1), 5], 6).reason is not None
+    assert second.count("tokens_from_host") == 4 * BLOCK
+
+
+def test_hits_of_neighbours_are_told(sharer):
+    first, second = sharer(extra=slots(8)), sharer()
+    publish(first, PREFIX[: 4 * BLOCK])
+    publish(first, prompt(4 * BLOCK, seed=1))
+    publish(second, [*PREFIX[: 4 * BLOCK], 7])  # the older blocks are the last used ones now
+    neighbours(second)
+    wait(lambda: first.half._shared._host._pool._order._again.any())
+    publish(first, prompt(4 * BLOCK, seed=2))
+    third = sharer()
+    publish(third, [*PREFIX[: 4 * BLOCK], 8])
+    assert third.count("tokens_from_host") == 4 * BLOCK
+
+
+def test_a_block_that_goes_before_it_is_read_costs_its_computing(sharer, tokens):
+    first, second = sharer(extra=slots(12)), sharer()
+    publish(first)
+    held = second.hold(loads=True)
+    request_id = second.submit(QUESTION, max_tokens=6)
+    second.step()
+    for seed in range(3):
+        publish(first, prompt(4 * BLOCK, seed=seed))
+    held.open()
+    second.run(lambda: second.done(request_id))
+    assert second.answers[request_id].tokens == tokens(QUESTION, 6)
+    assert set(second.failures()) <= {"stale_slot"}
+    assert_clean(first, second)
+
+
+def test_an_engine_that_has_died_is_no_neighbour_any_more(sharer, tokens):
+    first, second = sharer(), sharer()
+    publish(first)
+    first.shutdown()
+    wait(lambda: not neighbours(second).present())
+    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert second.count("tokens_from_host") == 0
+    assert not second.failures()
+
+
+def test_an_engine_whose_arena_is_gone_costs_computing(sharer, tokens):
+    first, second = sharer(), sharer()
+    publish(first)
+    present = neighbours(second).present()
+    first.shutdown()
+    second.half._shared._host._neighbours._present = present
+    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert set(second.failures()) == {"peer_unreachable"}
+    assert_clean(second)
+
+
+def test_aborts_while_loading_leave_nothing(sharer, tokens):
+    first, second = sharer(), sharer()
+    publish(first)
+    held = second.hold(loads=True)
+    request_id = second.submit(QUESTION, max_tokens=6)
+    second.step()
+    second.abort(request_id)
+    held.open()
+    second.settle()
+    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert_clean(first, second)
