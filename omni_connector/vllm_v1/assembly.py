@@ -44,7 +44,7 @@ from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
 from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
 from omni_connector.vllm_v1.scheduler import OmniScheduler, WeightsEpoch
 from omni_connector.vllm_v1.specs import group_specs, transferred_groups
-from omni_connector.vllm_v1.surroundings import ArenaSizing, Surroundings
+from omni_connector.vllm_v1.surroundings import Surroundings, arena_sizing
 from omni_connector.vllm_v1.worker import OmniWorker
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def make_worker(
     parallel = vllm_config.parallel_config
     assert transfer is not None
     rank = parallel.rank % parallel.tensor_parallel_size  # there is one pipeline stage
-    sizing = ArenaSizing.of(config, vllm_config, kv_cache_config)
+    sizing = arena_sizing(config, vllm_config, kv_cache_config)
     return OmniWorker(
         config=config,
         kv_cache_config=kv_cache_config,
