@@ -180,7 +180,8 @@ def _one_by_one(plan: Plan, draw: random.Random) -> Plan:
             "only": engine.name,
         }
         happens.append((draw.choice((30, 300)), "update_weights", how))
-        happens += [(draw.choice((100, 1000)), *rest) for _, *rest in _served(plan, draw, 6)]
+        for _, what, how in _served(plan, draw, 6):
+            happens.append((draw.choice((100, 1000)), what, how))
     return replace(plan, events=_events(happens), pace=0.0, trouble={})
 
 
