@@ -217,20 +217,27 @@ def summary(tokens: int, samples: list[Sample]) -> str:
     )
 
 
-def markdown(results: dict[str, dict[int, list[Sample]]], command: str, repeats: int) -> str:
+def markdown(
+    results: dict[str, dict[int, list[Sample]]],
+    command: str,
+    repeats: int,
+    title: str = "Hand-off between two vLLM engines",
+    where: str = "on the prefill engine",
+) -> str:
+    """The table. `where` says where the KV is when a prompt is *remote*."""
     lines = [
-        "# Hand-off between two vLLM engines",
+        f"# {title}",
         "",
         f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
         f"{platform.system()} {platform.release()}, Python {platform.python_version()}.",
         "",
         "Model of 128 KiB of KV a token, one core an engine. Milliseconds at a client, medians of "
-        f"{repeats}. *remote*: first token with the KV on the prefill engine; *local*: with the "
+        f"{repeats}. *remote*: first token with the KV {where}; *local*: with the "
         "KV on the decode engine; *cost*: remote - local, paired; *memcpy*: one numpy copy of the "
         "bytes; *ratio*: cost / memcpy, paired.",
-        "",
-        "NoOpConnector moves nothing and completes at once: what vLLM itself needs.",
     ]
+    if "NoOpConnector" in results:
+        lines += ["", "NoOpConnector moves nothing and completes at once: what vLLM itself needs."]
     for name, by_length in results.items():
         lines += ["", f"## {name}", ""]
         lines += ["| tokens | MiB | remote | local | cost | memcpy | ratio |"]
@@ -239,7 +246,12 @@ def markdown(results: dict[str, dict[int, list[Sample]]], command: str, repeats:
     return "\n".join([*lines, ""])
 
 
-def plot(results: dict[str, dict[int, list[Sample]]], path: Path) -> None:
+def plot(
+    results: dict[str, dict[int, list[Sample]]],
+    path: Path,
+    what: str = "a hand-off",
+    target: float = 3.0,
+) -> None:
     """Cost, and cost over memcpy, by prompt length."""
     figure, (costs, ratios) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for name, by_length in results.items():
@@ -253,8 +265,8 @@ def plot(results: dict[str, dict[int, list[Sample]]], path: Path) -> None:
         for tokens in tokens
     }
     costs.plot(list(memcpy), list(memcpy.values()), "k--", label="numpy memcpy")
-    ratios.axhline(3.0, color="tab:red", linestyle=":", label="target at 2,048 tokens")
-    costs.set(title="Cost of a hand-off", ylabel="ms (median)")
+    ratios.axhline(target, color="tab:red", linestyle=":", label="target at 2,048 tokens")
+    costs.set(title=f"Cost of {what}", ylabel="ms (median)")
     ratios.set(title="Cost over memcpy", ylabel="ratio (median of pairs)")
     for axes in (costs, ratios):
         axes.set_xscale("log", base=2)

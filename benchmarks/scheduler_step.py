@@ -277,7 +277,8 @@ def measure(model: Path, connector: str, running: int, steps: int, waiting: int 
         while made.scheduler.requests:
             made.step()
         for number in range(waiting):
-            made.add(20_000 + number, 1, handed_off=True)
+            # Prompts of their own: an equal one would share the slots of a hand-off that has some.
+            made.add(20_100 + number, 1, handed_off=True)
         for number in range(running):
             made.add(number, steps + SPARE)
         requests = made.scheduler.requests
@@ -299,6 +300,8 @@ def measure(model: Path, connector: str, running: int, steps: int, waiting: int 
                 times.step.append(1e6 * whole)
         if len(made.scheduler.running) != running:
             raise RuntimeError(f"{len(made.scheduler.running)} requests run, not {running}")
+        if len(requests) != running + waiting:
+            raise RuntimeError(f"{len(requests) - running} requests wait, not {waiting}")
     return times
 
 

@@ -48,13 +48,14 @@ class Outcome:
     bad_block_ids: frozenset[int] = frozenset()
 
 
-UNTIL_NOTIFIED: Final = None
+UNTIL_NOTIFIED: Final = WOKEN
 
-Work = Callable[[Callable[[], bool]], Generator[bool | None, None, Outcome]]
+Work = Callable[[Callable[[], bool]], Generator[bool | float, None, Outcome]]
 """A job's body: given a function that says whether to stop, it copies piece by piece and tells how
-it went. After each piece it yields whether it goes on at once; if not, the other jobs have their
-turn first. `UNTIL_NOTIFIED` has it go on after the next `CopyThread.notify`, or when it is
-cancelled. It looks before each piece: a job that was cancelled copies nothing any more."""
+it went. After each piece it yields True to go on at once, or else the seconds that it waits: False
+stands for a few hundred microseconds, `UNTIL_NOTIFIED` for as long as it takes. Meanwhile the other
+jobs have their turn. The next `CopyThread.notify` ends the wait, so does its cancellation, and it
+may end early. It looks before each piece: a job that was cancelled copies nothing any more."""
 
 _NOT_YET_S: Final = 0.0003
 
@@ -67,7 +68,7 @@ def traced(trace: Trace, name: str, job_id: int, work: Work, request_id: str = "
         request_id: whose job it is, where that is known.
     """
 
-    def body(cancelled: Callable[[], bool]) -> Generator[bool | None, None, Outcome]:
+    def body(cancelled: Callable[[], bool]) -> Generator[bool | float, None, Outcome]:
         pieces, began = work(cancelled), now()
         outcome = Outcome(job_id, "job_failed")
         try:
@@ -104,7 +105,7 @@ class _Job:
         self.job_id = job_id
         self.writes = writes
         self.cancelled = False
-        self.waits = False
+        self.waits = 0.0
         self.seconds = 0.0
         self.pieces = work(lambda: self.cancelled)
 
@@ -130,6 +131,7 @@ class CopyThread:
         self._ended: list[Outcome] = []
         self._closing = False
         self._notified = 0
+        self._slept = False  # since the last turn
         self._thread = start(name, self._turn, cores=affinity)
 
     def submit(self, job_id: int, work: Work, writes: Iterable[int] = ()) -> None:
@@ -177,7 +179,7 @@ class CopyThread:
             self._notified += 1  # for one that looks just now, and is about to wait
             waiting = [job for job in self._queue if job.waits]
             for job in waiting:
-                job.waits = False
+                job.waits = 0.0
         if waiting:
             self._thread.wake()
 
@@ -203,15 +205,19 @@ class CopyThread:
 
     def _turn(self) -> float | None:
         with self._changed:
+            for each in self._queue if self._slept else ():
+                if each.waits < WOKEN:  # whatever ended the sleep
+                    each.waits = 0.0
+            self._slept = False
             due = (i for i, each in enumerate(self._queue) if each.cancelled or not each.waits)
             place = next(due, None)
             if place is None:
-                return None if self._closing else WOKEN
+                return None if self._closing else self._pause()
             job = self._running = self._queue[place]
             del self._queue[place]
             notified = self._notified
         outcome: Outcome | None = None
-        goes_on: bool | None = False
+        goes_on: bool | float = False
         started = time.perf_counter()
         try:
             with COPIES:
@@ -228,13 +234,18 @@ class CopyThread:
                 outcome.seconds = job.seconds
                 if job.job_id != NO_JOB_ID:
                     self._ended.append(outcome)
-            elif goes_on is False:
-                self._queue.append(job)
             else:
-                job.waits = goes_on is UNTIL_NOTIFIED and notified == self._notified
+                waits = goes_on is not True and notified == self._notified
+                job.waits = max(0.0, goes_on or _NOT_YET_S) if waits else 0.0
                 self._queue.insert(place, job)
-            self._changed.notify_all()
-        return _NOT_YET_S if goes_on is False and outcome is None else 0.0
+            return self._pause() if outcome is None and job.waits else 0.0
+
+    def _pause(self) -> float:
+        """Seconds until a job is due. Holds the lock."""
+        waits = [0.0 if each.cancelled else each.waits for each in self._queue]
+        pause = min(waits, default=WOKEN)
+        self._slept = pause > 0
+        return pause
 
 
 def _failed(job: _Job, kind: str) -> Outcome:

@@ -91,7 +91,7 @@ class Saver:
         forward = Forward.of(fence)
         copied = spec.blocks.block_ids != NULL_BLOCK_ID
 
-        def work(cancelled: Callable[[], bool]) -> Generator[bool | None, None, Outcome]:
+        def work(cancelled: Callable[[], bool]) -> Generator[bool | float, None, Outcome]:
             outcome = Outcome(job_id)
             complete = False
             try:

@@ -36,6 +36,7 @@ from omni_connector.transports import Endpoint, RemoteArena
 from omni_connector.transports.choice import Transports
 from omni_connector.transports.peer_arenas import OpenArenas, PeerArenas
 from omni_connector.transports.reading import (
+    PENDING_S,
     FetchAhead,
     FetchedSlots,
     MappedSlots,
@@ -126,6 +127,7 @@ class Loader:
         checksum: whether slots carry checksums.
         clock: seconds, monotonic.
         start: starts the threads that fetch.
+        notify: has the works that wait go on; called on any thread.
         threads: that share one copy.
     """
 
@@ -141,13 +143,14 @@ class Loader:
         checksum: bool,
         clock: Callable[[], float],
         start: StartTurns,
+        notify: Callable[[], object],
         threads: int = 1,
     ) -> None:
         self._clock = clock
         sizes = batch_blocks(layout)
         # Of fetched and of mapped slots: those have a part for each thread.
         self._batches = sizes, [-(-size // threads) * threads for size in sizes]
-        self._threads = PeerThreads(start)
+        self._threads = PeerThreads(start, notify)
         self._arenas = PeerArenas(transports, self._threads, clock, start=start)
         self._copier = copier
         self._layout = layout
@@ -171,7 +174,7 @@ class Loader:
             self._clock,
         )
 
-        def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
+        def work(cancelled: Callable[[], bool]) -> Generator[bool | float, None, Outcome]:
             try:
                 steps, zeros = self._steps(job)
                 waiting.extend(steps)
@@ -182,11 +185,11 @@ class Loader:
                     if cancelled():
                         outcome.failure = "cancelled"
                         break
-                    if self._clock() >= deadline:
+                    if (left := deadline - self._clock()) <= 0:
                         raise PeerUnreachableError("the bytes were not there in time")
                     step = waiting[0]
                     if not self._attached(job, arenas, remotes):
-                        yield False
+                        yield left
                         continue
                     if steps:
                         sizes = self._batches[arenas.mapped]
@@ -196,8 +199,8 @@ class Loader:
                         continue
                     try:
                         slots = self._slots(job, step, list(waiting), ahead, arenas, remotes)
-                        if slots is None:
-                            yield False
+                        if isinstance(slots, float):
+                            yield min(slots, left)
                             continue
                         try:
                             if step.plan.converter is None:
@@ -307,8 +310,9 @@ class Loader:
         ahead: FetchAhead[_Step],
         arenas: OpenArenas,
         remotes: _Remotes,
-    ) -> Sequence[Slots] | None:
-        """What a step reads, of each rank that it reads; None: not there yet."""
+    ) -> Sequence[Slots] | float:
+        """What a step reads, of each rank that it reads; else the seconds after which to look again
+        if there is no notification."""
         sources = [remotes[each] for each in _endpoints(job, step.plan)]
         if not arenas.mapped:
             return ahead.take(steps)
@@ -320,7 +324,7 @@ class Loader:
                 raise StaleSlotError(_NOT_THERE) from pending
             if not all(remote.alive for remote in sources):
                 raise PeerUnreachableError("the peer died while copying") from pending
-            return None
+            return PENDING_S
 
     def _fetched(
         self, job: LoadSpec, step: _Step, remotes: _Remotes, deadline: float

@@ -131,7 +131,7 @@ class ControlChannel:
     @property
     def alive(self) -> bool:
         """Whether peers are answered and asked; once False, it stays so."""
-        return self._thread.is_alive() and not self._closing
+        return not self._closing  # nor is it closing when it has ended: see `_end`
 
     def request_lease(self, address: str, pending: PendingLease) -> None:
         """Ask the peer at `address` for a hand-off; returns at once.

@@ -11,10 +11,11 @@ fails.
 """
 
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import groupby
+from itertools import groupby, takewhile
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.ledger import Block
 from omni_connector.memory.slot_index import Ints, SlotKey
 from omni_connector.memory.slot_pool import NONE, SlotPool
+from omni_connector.net.status import Usage
 
 
 class LeaseState(Enum):
@@ -46,7 +48,6 @@ class Handoff:
         first_blocks: logical index of the first held block, one a cache group.
         slots, generations: of each held block, one array a cache group.
         identity: of the prompt.
-        deadline: seconds of the clock when it ends unless a request or a release comes before.
         committed: whether the prefill is finished; before, no lease is given.
         leases: until when each decode request may read the slots, in seconds of the clock.
         closed: whether it has ended.
@@ -59,7 +60,6 @@ class Handoff:
     slots: list[Ints]
     generations: list[Ints]
     identity: Hashable
-    deadline: float = float("inf")
     committed: bool = False
     leases: dict[Hashable, float] = field(default_factory=dict)
     closed: bool = False
@@ -104,7 +104,9 @@ class SlotDirectory:
         self._lock = self.pool.lock
         self._handoffs: dict[bytes, Handoff] = {}
         self._twins: dict[Hashable, dict[bytes, Handoff]] = {}
-        self._num_leases = 0
+        # Until when, the earliest first: each finished hand-off; each lease, by its token and name.
+        self._ends: OrderedDict[bytes, float] = OrderedDict()
+        self._leases: OrderedDict[tuple[bytes, Hashable], float] = OrderedDict()
         self._void: list[Ints] = []  # slots whose readers have not been told that they are void
 
     def open(
@@ -191,7 +193,8 @@ class SlotDirectory:
         """The prefill is finished; the hand-off's time to live begins."""
         with self._lock:
             handoff.committed = True
-            handoff.deadline = self._clock() + self._ttl
+            if not handoff.closed:
+                self._ends[handoff.token] = self._clock() + self._ttl
 
     def lease(
         self, token: bytes, num_tokens: int, digest: bytes, kind: DigestKind, lease: Hashable
@@ -220,9 +223,10 @@ class SlotDirectory:
                 return LeaseState.UNKNOWN, None
             if self._waits(handoff):
                 return LeaseState.PENDING, None
-            handoff.deadline = self._clock() + self._ttl
-            self._num_leases += lease not in handoff.leases
-            handoff.leases[lease] = handoff.deadline
+            until = self._ends[token] = self._clock() + self._ttl
+            handoff.leases[lease] = self._leases[token, lease] = until
+            self._ends.move_to_end(token)
+            self._leases.move_to_end((token, lease))
             return LeaseState.GRANTED, handoff
 
     def pending(self, token: bytes) -> bool:
@@ -240,7 +244,7 @@ class SlotDirectory:
             handoff = self._handoffs.get(token)
             if handoff is None or handoff.leases.pop(lease, None) is None:
                 return
-            self._num_leases -= 1
+            del self._leases[token, lease]
             if not handoff.leases:
                 self._close(handoff)
 
@@ -262,8 +266,10 @@ class SlotDirectory:
 
     def _close(self, handoff: Handoff) -> None:
         del self._handoffs[handoff.token]
+        self._ends.pop(handoff.token, None)
         handoff.closed = True
-        self._num_leases -= len(handoff.leases)
+        for lease in handoff.leases:
+            del self._leases[handoff.token, lease]
         handoff.leases.clear()
         twins = self._twins[handoff.identity]
         del twins[handoff.token]
@@ -276,14 +282,12 @@ class SlotDirectory:
         """End the leases and the hand-offs that are past their time; returns how many hand-offs."""
         now = self._clock()
         with self._lock:
-            late = [each for each in self._handoffs.values() if each.deadline <= now]
-            for handoff in late:
-                self._close(handoff)
-            for handoff in self._handoffs.values():
-                ended = [lease for lease, until in handoff.leases.items() if until <= now]
-                for lease in ended:
-                    del handoff.leases[lease]
-                self._num_leases -= len(ended)
+            late = list(takewhile(lambda each: self._ends[each] <= now, self._ends))
+            for token in late:
+                self._close(self._handoffs[token])
+            ended = list(takewhile(lambda each: self._leases[each] <= now, self._leases))
+            for token, lease in ended:
+                del self._leases[token, lease], self._handoffs[token].leases[lease]
         return len(late)
 
     def void(self) -> tuple[list[int], list[int]]:
@@ -326,4 +330,8 @@ class SlotDirectory:
     def usage(self) -> tuple[int, int, int]:
         """(slots held, slots cached, leases)."""
         with self._lock:
-            return self.pool.num_held, self.pool.num_cached, self._num_leases
+            return self.pool.num_held, self.pool.num_cached, len(self._leases)
+
+    def status(self) -> Usage:
+        """The same, and how many slots and open hand-offs there are."""
+        return Usage(self.num_slots, *self.usage(), len(self._handoffs))

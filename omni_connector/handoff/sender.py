@@ -8,7 +8,7 @@ to the request, so that no copy is made twice.
 """
 
 import logging
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -55,11 +55,6 @@ class _Send:
     refusal: str | None = None
     jobs: dict[int, list[Block]] = field(default_factory=dict)
 
-    @property
-    def waits(self) -> bool:
-        """Whether it has neither slots nor a reason to do without."""
-        return self.handoff is None and self.refusal is None
-
 
 class HandoffSender:
     """Hands finished prefills off.
@@ -72,6 +67,9 @@ class HandoffSender:
         arena_wait: seconds that a request may wait for room.
         clock: seconds, monotonic.
         on_complete: called when a hand-off may have become ready, or void.
+
+    Attributes:
+        waiting: requests that wait for room, by id, in the order in which they are given some.
     """
 
     def __init__(
@@ -102,7 +100,8 @@ class HandoffSender:
         self._stats = stats
         self._on_complete = on_complete
         self._sends: dict[str, _Send] = {}
-        self._waiting: deque[_Send] = deque()
+        self._admitted: dict[str, _Send] = {}  # those with slots
+        self.waiting: OrderedDict[str, _Send] = OrderedDict()
         self._tried: tuple[_Send, int] | None = None  # no room for it at this count of releases
 
     def add(self, request: EngineRequest, prompt: Prompt, refusal: str | None = None) -> None:
@@ -121,33 +120,33 @@ class HandoffSender:
     def may_schedule(self, request_id: str) -> bool:
         """False while the request must wait for room in the arena."""
         send = self._sends.get(request_id)
-        if send is None or not send.waits:
+        if send is None or send.handoff is not None or send.refusal is not None:
             return True
         if send.wait_until is None:
             send.wait_until = self._clock() + self._arena_wait
-            self._waiting.append(send)
-        if self._waiting[0] is send:
-            self._admit()
-        return not send.waits
+            self.waiting[request_id] = send
+        self.admit()
+        return request_id not in self.waiting
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """Give room to the waiting requests in their order, so that smaller ones cannot overtake a
         large one for ever. Only the first is tried, and only when slots were released."""
-        while self._waiting:
-            send = self._waiting[0]
-            if send.refusal is None and self._tried != (send, self._directory.pool.releases):
+        while self.waiting:
+            request_id, send = next(iter(self.waiting.items()))
+            if self._tried != (send, self._directory.pool.releases):
                 self._tried = send, self._directory.pool.releases
                 try:
                     send.handoff = self._directory.open(send.prompt, send.keys, send.first_blocks)
                 except ArenaFullError as error:
                     self._refuse(send, "prompt_too_long", str(error))
-            assert send.wait_until is not None
-            if send.waits:
-                if self._clock() < send.wait_until:
+            if send.handoff is not None:
+                self._admitted[request_id] = send
+            elif send.refusal is None:
+                if self._clock() < (send.wait_until or 0.0):
                     return
                 text = f"no room in the arena for {self._arena_wait:g} s"
                 self._refuse(send, "arena_full", text)
-            self._waiting.popleft()
+            del self.waiting[request_id]
         self._tried = None
 
     def _refuse(self, send: _Send, reason: str, text: str) -> None:
@@ -162,11 +161,10 @@ class HandoffSender:
         blocks_of: Callable[[str], RequestBlocks],
     ) -> None:
         """Add this step's copies to `meta`."""
-        if not self._sends:
-            return
-        self._admit()
+        if self.waiting:
+            self.admit()
         scheduled = scheduler_output.num_scheduled_tokens
-        for request_id, send in self._sends.items():  # fewer than those that decode
+        for request_id, send in self._admitted.items():  # fewer than those that decode
             tokens = scheduled.get(request_id)
             if tokens is None or send.handoff is None or send.refusal is not None:
                 continue
@@ -235,14 +233,13 @@ class HandoffSender:
             What `SlotDirectory.void` does.
         """
         voided = self._directory.void()
-        for send in self._sends.values():
+        for request_id, send in list(self._admitted.items()):
             self._ledger.revoke(send.jobs)
-            if send.handoff is None:
-                continue
             if send.request.num_computed_tokens:
                 self._refuse(send, "weights_changed", "the prefix cache was reset meanwhile")
                 continue
             send.handoff, send.wait_until, send.jobs = None, None, {}
+            del self._admitted[request_id]
             send.copied = list(send.first_blocks)
         self._tried = None
         self._on_complete()
@@ -259,10 +256,10 @@ class HandoffSender:
     def finish(self, request: EngineRequest) -> dict[str, Any] | None:
         """The request is over; returns the answer for the router, None where there is none."""
         send = self._sends.pop(request.request_id, None)
+        self._admitted.pop(request.request_id, None)
         if send is None:
             return None
-        if send.waits and send.wait_until is not None:
-            self._waiting.remove(send)
+        if self.waiting.pop(request.request_id, None) is not None:
             self._tried = None
         handoff = send.handoff
         well = request.status.name in _FINISHED_WELL

@@ -4,7 +4,7 @@ the engine's own after that thread has ended."""
 
 import logging
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -27,9 +27,11 @@ class Upkeep:
         clock: seconds, monotonic.
         directory: whose leases it ends. None where nothing is handed off.
         valid: whether the directory's KV is of the engine's weights; it voids the directory if not.
+        tell: has the engine tell of itself in the folder; not called on the engine's thread.
 
     Attributes:
         channel: its thread calls `tick`.
+        events: how often each event has happened since the last `take`.
     """
 
     def __init__(
@@ -38,16 +40,18 @@ class Upkeep:
         clock: Callable[[], float],
         directory: SlotDirectory | None = None,
         valid: Callable[[], bool] = lambda: True,
+        tell: Callable[[], object] = lambda: None,
     ) -> None:
         self._folder = folder
         self._clock = clock
         self._directory = directory
         self._valid = valid
+        self._tell = tell
         self.channel: ControlChannel | None = None
         self._next_sweep = clock() + _SWEEP_S
         self._next_expiry = clock()
         self._lock = threading.Lock()
-        self._events: Counter[str] = Counter()
+        self.events: defaultdict[str, int] = defaultdict(int)
 
     def tick(self) -> None:
         """Do what is due; called about twice a second."""
@@ -60,6 +64,7 @@ class Upkeep:
         if self._clock() >= self._next_sweep:
             self._next_sweep = self._clock() + _SWEEP_S
             self.sweep()
+        self._tell()
 
     def ended(self) -> bool:
         """Whether the control channel has ended. Each step calls this: it then ends the leases."""
@@ -81,12 +86,12 @@ class Upkeep:
         """Count an event, from any thread."""
         if number:
             with self._lock:
-                self._events[event] += number
+                self.events[event] += number
 
-    def take(self) -> Counter[str]:
+    def take(self) -> dict[str, int]:
         """How often each event has happened since the last call."""
         with self._lock:
-            events, self._events = self._events, Counter()
+            events, self.events = self.events, defaultdict(int)
         return events
 
     def _expire(self) -> None:

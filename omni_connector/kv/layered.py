@@ -168,7 +168,7 @@ class LayeredSave:
         self._digests = [xxhash.xxh3_64() for _ in slot_ids] if checksum else []
         self._done = [0] * len(self._stretches)
 
-    def follow(self, cancelled: Callable[[], bool]) -> Generator[bool | None, None, int]:
+    def follow(self, cancelled: Callable[[], bool]) -> Generator[bool | float, None, int]:
         """Copy layers that are computed until the forward pass has ended; see `Work`.
 
         A layer is copied after those that lie before it in the slot.

@@ -144,6 +144,8 @@ class CopyLedger:
 
     def take_revoked(self) -> list[int]:
         """Jobs that were revoked since the last call, and have not ended."""
+        if not self._revoked:
+            return []
         revoked, self._revoked = sorted(self._revoked), set()
         return revoked
 

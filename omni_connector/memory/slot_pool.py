@@ -10,18 +10,74 @@ A prompt may have tens of thousands of blocks, so arrays hold what is known of t
 """
 
 import threading
-from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.memory.listing import SlotListing
+from omni_connector.memory.arena_format import MAX_KEY_BYTES
+from omni_connector.memory.block_index import BlockIndex, Tags, tags_of
+from omni_connector.memory.eviction import EvictionOrder
 from omni_connector.memory.slot_index import Ints, SlotIndex, SlotKey
 
 NONE: Final[Ints] = np.empty(0, np.int64)
 """No slots."""
+
+
+def header_keys(key_prefix: bytes, group: int, keys: Sequence[SlotKey | None]) -> list[bytes]:
+    """The keys that slot headers have: `MAX_KEY_BYTES` bytes at most; b"" for None.
+
+    Args:
+        key_prefix: what the keys of all blocks of an engine have in common.
+        group: the cache group of the blocks.
+        keys: of the blocks.
+    """
+    whose = xxhash.xxh3_64_digest(b"%d/%b" % (group, key_prefix))
+    rest = MAX_KEY_BYTES - len(whose)
+    return [b"" if key is None else whose + key[:rest] for key in keys]
+
+
+class SlotListing:
+    """Keeps the index of an arena. The caller holds the lock of the pool.
+
+    Args:
+        index: of the arena; closed by its owner.
+        key_prefix: as for `header_keys`.
+    """
+
+    def __init__(self, index: BlockIndex, key_prefix: bytes) -> None:
+        self._index = index
+        self._key_prefix = key_prefix
+        self._tags: Tags = np.zeros(index.num_slots, np.uint64)
+
+    def rename(self, key_prefix: bytes) -> None:
+        """From now on blocks have keys of this prefix."""
+        self._key_prefix = key_prefix
+
+    def keys(self, group: int, keys: Sequence[SlotKey | None]) -> list[bytes]:
+        """What the headers of slots with these keys say."""
+        return header_keys(self._key_prefix, group, keys)
+
+    def name(self, group: int, keys: Sequence[SlotKey | None], slots: Ints) -> None:
+        """These slots will hold these blocks; those without a key are never listed."""
+        if len(slots):
+            named = [key or b"" for key in keys]
+            self._tags[slots] = tags_of(self._key_prefix, group, named)
+
+    def show(self, slots: Ints, generations: Ints) -> None:
+        """Peers find these slots from now on."""
+        if len(slots):
+            self._index.add(self._tags[slots], slots, generations)
+
+    def hide(self, slots: Ints) -> None:
+        """Peers find these slots no more."""
+        self._index.remove(slots)
+
+    def clear(self) -> None:
+        """Peers find nothing any more."""
+        self._index.clear()
 
 
 class SlotPool:
@@ -50,13 +106,11 @@ class SlotPool:
         self._ready = np.zeros(num_slots, bool)
         self._index = SlotIndex(self.generation)
         self._keyed = self._index.keyed
-        self._free = np.ones(num_slots, bool)
+        # A stack of the free slots, of which there are `_num_free`. Those that came free last are
+        # taken first: they are warm, and whatever the arena's size, no array is searched.
+        self._free: Ints = np.arange(num_slots - 1, -1, -1)
         self._num_free = num_slots
-        # Cached slots in batches, the oldest first, each batch with a stamp. A slot whose stamp
-        # differs from its batch's is no longer cached, or was cached again later.
-        self._stamp: Ints = np.zeros(num_slots, np.int64)
-        self._batches: deque[tuple[int, Ints]] = deque()
-        self._last_stamp = 0
+        self._order = EvictionOrder(num_slots)
 
     @property
     def num_held(self) -> int:
@@ -81,10 +135,11 @@ class SlotPool:
         lacks = found < 0
         shared = found[~lacks]
         needed = len(found) - len(shared)
-        from_cache = shared[self._stamp[shared] > 0]
+        from_cache = shared[self._order.here(shared)]
         if needed > self._num_free + self.num_cached - len(from_cache):
             return None
-        self._stamp[from_cache] = 0
+        self._order.remove(from_cache)
+        self._order.used_again(shared)
         self.num_cached -= len(from_cache)
         self._users[shared] += 1
         if needed:
@@ -96,9 +151,9 @@ class SlotPool:
         return slots, generations
 
     def _new(self, count: int) -> Ints:
-        numbers = np.flatnonzero(self._free)[:count]  # low slots are warm and consecutive
-        self._free[numbers] = False
-        self._num_free -= len(numbers)
+        left = max(0, self._num_free - count)
+        numbers = self._free[left : self._num_free][::-1].copy()
+        self._num_free = left
         if len(numbers) < count:
             numbers = np.concatenate([numbers, self._evict(count - len(numbers))])
         if self.listing is not None:
@@ -109,18 +164,24 @@ class SlotPool:
         return numbers
 
     def _evict(self, count: int) -> Ints:
-        evicted: list[Ints] = []
         self.num_cached -= count
-        while count:
-            stamp, batch = self._batches.popleft()
-            batch = batch[self._stamp[batch] == stamp]
-            if len(batch) > count:
-                self._batches.appendleft((stamp, batch[count:]))
-                batch = batch[:count]
-            self._stamp[batch] = 0
-            evicted.append(batch)
-            count -= len(batch)
-        return np.concatenate(evicted)
+        return self._order.evict(count)
+
+    def touch(self, numbers: Ints, generations: Ints) -> None:
+        """Peers have used these slots while they had these generations.
+
+        Slots that have another generation by now, or that are no slots of this arena, are ignored.
+        Of cached slots, those that come first are evicted first. A slot may come more than once.
+        """
+        known = (numbers >= 0) & (numbers < len(self.generation))
+        numbers, generations = numbers[known], generations[known]
+        numbers = numbers[self._ready[numbers] & (self.generation[numbers] == generations)]
+        self._order.used_again(numbers)
+        latest = numbers[self._order.here(numbers)][::-1]
+        _, first = np.unique(latest, return_index=True)
+        cached = latest[np.sort(first)][::-1]
+        self._order.remove(cached)
+        self._order.add(cached)
 
     def keep(self, group: int, keys: Sequence[SlotKey]) -> tuple[Ints, Ints]:
         """Hold a slot, to be filled, for each block that has none, as far as there is room.
@@ -151,14 +212,6 @@ class SlotPool:
         """What the headers of slots with these keys say; nothing where nobody looks them up."""
         return [b""] * len(keys) if self.listing is None else self.listing.keys(group, keys)
 
-    def touch(self, numbers: Ints) -> None:
-        """Slots are being read; those of them that are cached are evicted later than others."""
-        cached = numbers[self._stamp[numbers] > 0]
-        if len(cached):
-            self._last_stamp += 1
-            self._stamp[cached] = self._last_stamp
-            self._batches.append((self._last_stamp, cached))
-
     def any_held(self, numbers: Ints) -> bool:
         """Whether somebody holds one of these slots."""
         return bool(self._users[numbers].any())
@@ -174,6 +227,8 @@ class SlotPool:
         self._index.name(group, keys, numbers)
         if self.listing is not None:
             self.listing.name(group, keys, numbers)
+        hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
+        self._order.fill(numbers, hashes ^ group)
 
     def filled(self, numbers: Ints) -> None:
         """Every rank has committed these slots."""
@@ -201,12 +256,11 @@ class SlotPool:
         keep = self._ready[idle] & self._keyed[idle]
         kept, gone = idle[keep], idle[~keep]
         if len(kept):
-            self._last_stamp += 1
-            self._stamp[kept] = self._last_stamp
-            self._batches.append((self._last_stamp, kept))
+            self._order.add(kept)
             self.num_cached += len(kept)
-        self._free[gone] = True
+        self._free[self._num_free : self._num_free + len(gone)] = np.sort(gone)[::-1]
         self._ready[gone] = False
+        self._order.unused(gone)
         self._num_free += len(gone)
         self.releases += 1
 
@@ -215,8 +269,5 @@ class SlotPool:
         self._index.clear()
         if self.listing is not None:
             self.listing.clear()
-        cached = np.flatnonzero(self._stamp)
-        self._stamp[cached] = 0
-        self._batches.clear()
         self.num_cached = 0
-        self._settle(cached)
+        self._settle(self._order.clear())

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.memory.block_index import BlockIndex, find_prefix, tags_of
-from omni_connector.memory.listing import header_keys
 from omni_connector.memory.slot_index import Ints
-from omni_connector.memory.slot_pool import NONE, SlotPool
+from omni_connector.memory.slot_pool import NONE, SlotPool, header_keys
 from omni_connector.prefix.jobs import HostLoadSpec, KeepSpec
 from omni_connector.prefix.neighbours import Arenas, Neighbour, Neighbours
 
@@ -209,8 +208,13 @@ class HostBlocks:
             for key in header_keys(self._key_prefix, g, part.hashes)
         ]
         engine = found.engines[number]
-        read = [of[part.copied] for part, of in zip(parts, slots, strict=True)]
-        self._hit(engine, np.concatenate([NONE, *read]))
+        self._hit(
+            engine,
+            *(
+                np.concatenate([NONE, *(of[p.copied] for p, of in zip(parts, each, strict=True))])
+                for each in (slots, generations)
+            ),
+        )
         return HostLoadSpec(
             request_id=request_id,
             blocks=BlockSpans.of([(part.first, part.block_ids.tolist()) for part in parts]),
@@ -223,11 +227,11 @@ class HostBlocks:
             timeout=self._load_timeout,
         )
 
-    def _hit(self, engine: Neighbour, slots: Ints) -> None:
+    def _hit(self, engine: Neighbour, slots: Ints, generations: Ints) -> None:
         if engine.own:
-            touch(self._pool, slots)
+            touch(self._pool, slots, generations)
         else:
-            self._neighbours.hit(engine, slots.tolist())
+            self._neighbours.hit(engine, slots, generations)
 
     def keep(self, filled: Sequence[Candidate]) -> tuple[KeepSpec | None, int]:
         """The job that saves blocks which no arena of this host has; `kept` ends it.
@@ -304,8 +308,7 @@ def _padded(found: Ints, wanted: Wanted, value: int) -> Ints:
     return np.concatenate([part, missing])
 
 
-def touch(pool: SlotPool, slots: Sequence[int] | Ints) -> None:
-    """Slots of a pool are being read; numbers of others are ignored. Any thread may call this."""
-    numbers = np.asarray(slots, np.int64)
+def touch(pool: SlotPool, slots: Ints, generations: Ints) -> None:
+    """Slots of a pool are read, in these generations. Any thread may call this."""
     with pool.lock:
-        pool.touch(numbers[numbers < len(pool.generation)])
+        pool.touch(slots, generations)

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Annotated, Final, Protocol
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from omni_connector.errors import OmniError, PeerRefusedError, PeerUnreachableError
 from omni_connector.memory.arena_format import EPOCH_BYTES
 from omni_connector.memory.block_index import MAX_SLOTS, BlockIndex, BlockIndexView
+from omni_connector.memory.slot_index import Ints
 from omni_connector.net import runtime
 from omni_connector.net.unix import PROTOCOL, Connection, Listener, Refusal, require_protocol
 from omni_connector.transports import Endpoint
@@ -69,11 +71,18 @@ class GiveIndex(msgspec.Struct, frozen=True, tag="give-index"):
 
 
 class Hits(msgspec.Struct, frozen=True, tag="hits"):
-    """Tells an engine which of its slots were read. It has no answer."""
+    """Tells an engine which of its slots were read. It has no answer.
 
-    slots: Annotated[
-        tuple[Annotated[int, Meta(ge=0, le=MAX_SLOTS)], ...], Meta(max_length=_MAX_HITS)
-    ]
+    Attributes:
+        slots, generations: bytes of as many int64.
+    """
+
+    slots: Annotated[bytes, Meta(max_length=8 * _MAX_HITS)]
+    generations: Annotated[bytes, Meta(max_length=8 * _MAX_HITS)]
+
+    def __post_init__(self) -> None:
+        if len(self.slots) % 8 or len(self.slots) != len(self.generations):
+            raise ValueError("as many generations as slots, of 8 bytes each")
 
 
 _QUESTIONS: Final = msgspec.msgpack.Decoder(AskIndex | Hits)
@@ -101,8 +110,8 @@ class Neighbours(Protocol):
     def present(self) -> Sequence[Neighbour]:
         """Those that are there now."""
 
-    def hit(self, neighbour: Neighbour, slots: Sequence[int]) -> None:
-        """Its slots are being read; it is told soon."""
+    def hit(self, neighbour: Neighbour, slots: Ints, generations: Ints) -> None:
+        """Its slots are read, in these generations; it is told soon."""
 
     def close(self) -> None:
         """Be no neighbour any more. Idempotent."""
@@ -118,7 +127,8 @@ class Household:
         readers: digest of what engines must agree in to read each other's slots, 16 bytes.
         index: its own; closed by its owner, after the neighbours.
         arenas: its own.
-        on_hits: called with slots that a neighbour has read, on another thread; must not block.
+        on_hits: called with slots and generations that a neighbour has read, on another thread;
+            must not block.
     """
 
     folder: Path
@@ -126,7 +136,7 @@ class Household:
     readers: bytes
     index: BlockIndex
     arenas: Arenas
-    on_hits: Callable[[Sequence[int]], None]
+    on_hits: Callable[[Ints, Ints], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -163,7 +173,7 @@ class HostNeighbours:
         self._met: dict[str, _Met] = {}
         self._present: tuple[Neighbour, ...] = ()
         self._not_before: dict[str, float] = {}
-        self._hits: defaultdict[Neighbour, list[int]] = defaultdict(list)
+        self._hits: defaultdict[Neighbour, list[tuple[Ints, Ints]]] = defaultdict(list)
         self._closing = False
         self._listener = Listener(_QUESTIONS, self._answer)
         try:
@@ -177,11 +187,9 @@ class HostNeighbours:
     def present(self) -> Sequence[Neighbour]:
         return self._present
 
-    def hit(self, neighbour: Neighbour, slots: Sequence[int]) -> None:
+    def hit(self, neighbour: Neighbour, slots: Ints, generations: Ints) -> None:
         with self._lock:
-            told = self._hits[neighbour]
-            told += slots
-            del told[:-_MAX_HITS]
+            self._hits[neighbour].append((slots, generations))
 
     def look(self) -> None:
         """Find who has come and who has gone, and tell the others of hits. May wait for a peer."""
@@ -273,11 +281,17 @@ class HostNeighbours:
         with self._lock:
             hits, self._hits = self._hits, defaultdict(list)
         for met in self._met.values():
-            if slots := hits.get(met.neighbour):
-                met.connection.tell(Hits(tuple(slots)))
+            if told := hits.get(met.neighbour):
+                slots, generations = (
+                    np.concatenate(each)[-_MAX_HITS:] for each in zip(*told, strict=False)
+                )
+                met.connection.tell(Hits(slots.tobytes(), generations.tobytes()))
 
     def _answer(self, question: AskIndex | Hits) -> tuple[msgspec.Struct | None, int | None]:
         if isinstance(question, Hits):
-            self._household.on_hits(question.slots)
+            slots, generations = question.slots, question.generations
+            self._household.on_hits(
+                np.frombuffer(slots, np.int64), np.frombuffer(generations, np.int64)
+            )
             return None, None
         return self._gives, os.dup(self._fd)

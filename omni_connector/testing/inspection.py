@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from omni_connector.objects.exchange import Exchange
     from omni_connector.objects.object_store import ObjectStore
     from omni_connector.objects.peer import Peer
-    from omni_connector.prefix.block_store import BlockStore
+    from omni_connector.stores.block_store import BlockStore
     from omni_connector.transports.base import ArenaTransport
     from omni_connector.transports.choice import Transports
     from omni_connector.vllm_v1.connector import OmniKVConnector
@@ -72,8 +72,7 @@ def sends(half: "OmniScheduler") -> dict[str, Any]:
 
 def first_waiting(half: "OmniScheduler") -> Any:
     """Return what a prefill engine knows of the first request that waits for room; None: nobody."""
-    waiting = () if half._sender is None else half._sender._waiting
-    return waiting[0] if waiting else None
+    return None if half._sender is None else next(iter(half._sender.waiting.values()), None)
 
 
 def fetches(half: "OmniScheduler") -> dict[str, Any]:
@@ -100,7 +99,7 @@ def listed(half: "OmniScheduler") -> "tuple[Ints, Ints, Ints]":
 
 def key_beginnings(half: "OmniScheduler") -> frozenset[bytes]:
     """Return what the keys of an engine's blocks begin with, one entry for each group."""
-    from omni_connector.memory.listing import header_keys
+    from omni_connector.memory.slot_pool import header_keys
 
     assert half._shared is not None
     assert half._shared._host is not None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The peers' arenas that one rank reads: each is attached once, for all loads, and let go in time.
 
-Threads of their own wait for peers; a load asks for an arena again until it is attached. A mapped
-arena is let go when its owner has gone and no load reads it. Nothing tells of the end of the owner
-of a fetched arena, which is let go when it was idle for a while.
+Threads of their own wait for peers; loads are notified when an arena is attached, or cannot be. A
+mapped arena is let go when its owner has gone and no load reads it. Nothing tells of the end of the
+owner of a fetched arena, which is let go when it was idle for a while.
 """
 
 import threading

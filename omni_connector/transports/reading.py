@@ -25,8 +25,13 @@ from omni_connector.turns import WOKEN, StartTurns, Turns, TurnThread
 THREADS_A_PEER: Final = 4
 MAX_THREADS: Final = 64
 
+PENDING_S: Final = 0.0003
+"""Seconds after which to look at a mapped slot again that is not published. Its owner publishes it
+in its header, which readers can only read: to notify them, it would have to send each of them a
+message for each slot."""
+
 _AHEAD: Final = 3
-_PENDING_S: Final = 0.002
+_FETCH_AGAIN_S: Final = 0.002
 _CLOSE_S: Final = 1.0
 
 _Step = TypeVar("_Step")
@@ -115,9 +120,13 @@ class PeerThreads:
 
     Args:
         start: starts a thread.
+        notify: is called on such a thread when a call has ended.
     """
 
-    def __init__(self, start: StartTurns = TurnThread) -> None:
+    def __init__(
+        self, start: StartTurns = TurnThread, notify: Callable[[], object] = lambda: None
+    ) -> None:
+        self.notify = notify
         self._start = start
         self._lock = threading.Lock()
         self._calls: dict[str, deque[Callable[[], None]]] = {}
@@ -162,6 +171,7 @@ class PeerThreads:
         finally:
             with self._lock:
                 self._ended(peer)
+            self.notify()
         return 0.0
 
     def _next(self) -> str | None:
@@ -208,25 +218,26 @@ class FetchAhead(Generic[_Step]):
         self._waiting: deque[tuple[_Step, Future[list[FetchedSlots]]]] = deque()
         self._running = False
 
-    def take(self, steps: Sequence[_Step]) -> list[FetchedSlots] | None:
-        """The slots of the first of these steps, which are to be copied; None while not fetched.
+    def take(self, steps: Sequence[_Step]) -> list[FetchedSlots] | float:
+        """The slots of the first of these steps, which are to be copied. Or, while they are not
+        fetched, the seconds after which to ask again if the threads do not notify before.
 
         Raises:
             Whatever `fetch` has raised; after a `SlotPendingError` the step is fetched again.
         """
-        if self._clock() < self._not_before:
-            return None
+        if (seconds := self._not_before - self._clock()) > 0:
+            return seconds
         for step in steps[len(self._under_way) : _AHEAD]:
             self._under_way.append(self._submit(step))
         if not self._under_way[0].done():
-            return None
+            return WOKEN
         first = self._under_way.popleft()
         try:
             return first.result()
         except SlotPendingError:
-            self._not_before = self._clock() + _PENDING_S
+            self._not_before = self._clock() + _FETCH_AGAIN_S
             self._under_way.appendleft(self._submit(steps[0]))
-            return None
+            return _FETCH_AGAIN_S
 
     def close(self) -> None:
         """Let go of slots that were not taken, also when they arrive later. Idempotent."""
@@ -237,6 +248,7 @@ class FetchAhead(Generic[_Step]):
 
     def _submit(self, step: _Step) -> "Future[list[FetchedSlots]]":
         future: Future[list[FetchedSlots]] = Future()
+        future.add_done_callback(lambda _: self._threads.notify())
         with self._lock:
             self._waiting.append((step, future))
             idle, self._running = not self._running, True

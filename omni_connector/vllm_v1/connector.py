@@ -102,8 +102,8 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> OmniStats | None:
         """What this half has counted since the last call."""
-        if self.role == KVConnectorRole.SCHEDULER:
-            return self._scheduler.take_stats()
+        if self._scheduler_half is not None:
+            return self._scheduler_half.take_stats()
         stats = self._worker.take_stats()
         if not self._reports.by_stats:
             return stats
@@ -143,7 +143,8 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        assert self._scheduler_half is not None
+        return self._scheduler_half.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int

@@ -5,8 +5,8 @@ It decides, and the workers copy. Nothing here waits: lease requests are answere
 channel's thread, and the workers report copies with each step.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
 
@@ -24,10 +24,11 @@ from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.upkeep import Upkeep
 from omni_connector.kv.ledger import CopyLedger
+from omni_connector.net.status import StatusReport
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.trace import Trace, now
 from omni_connector.vllm_v1.adapters import AdapterContents
-from omni_connector.vllm_v1.compat import hash_block_size, tells_failure
+from omni_connector.vllm_v1.compat import hash_block_size, tells_failure, worker_stats
 from omni_connector.vllm_v1.metadata import OmniConnectorMetadata, OmniWorkerMetadata
 from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
 from omni_connector.vllm_v1.requests import (
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.omni_connector.scheduler")
+
+_ASK_AGAIN: Final = (None, False)
 
 
 class WeightsEpoch:
@@ -100,6 +103,7 @@ class OmniScheduler:
         receiver: loads hand-offs; None on an engine that loads none.
         shared: shares prefixes through a store, closed with this; None shares none.
         stats: where all of them count.
+        status: is told of the counts of both halves, closed with this.
         trace: is told of the phases that requests go through, closed with this; None where nothing
             is traced.
     """
@@ -120,6 +124,7 @@ class OmniScheduler:
         receiver: HandoffReceiver | None,
         shared: SharedPrefix | None,
         stats: OmniStats,
+        status: StatusReport,
         trace: Trace | None = None,
     ) -> None:
         self._trace = trace
@@ -131,9 +136,12 @@ class OmniScheduler:
         self._channel = channel
         self._directory = directory
         self._sender = sender
+        self._waiting: Collection[str] = sender.waiting if sender is not None else ()
+        self._control_ended = False
         self._receiver = receiver
         self._shared = shared
         self._stats = stats
+        self._status = status
         self._adapters = AdapterContents(self._clock, surroundings.start)
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
         self._fails_by_block = fails_by_block(kv_cache_config)
@@ -272,12 +280,14 @@ class OmniScheduler:
         self, request: "Request", num_computed: int
     ) -> tuple[int | None, bool]:
         """How many tokens beyond these can be loaded; see `KVConnectorBase_V1`. Never waits."""
+        if request.request_id in self._waiting and not self._control_ended:
+            return _ASK_AGAIN  # in each step, for each of them, so it is all that is looked at
         self._follow_weights()
         if self._adapters.waits(request):
-            return None, False
+            return _ASK_AGAIN
         if self._adapters.goes_on(request.request_id):
             self._begin(request)
-            return None, False  # it may be shorter now, so vLLM has to look at it anew
+            return _ASK_AGAIN  # it may be shorter now, so vLLM has to look at it anew
         matched: int | None = 0
         if request.kv_transfer_params:
             request_id = request.request_id
@@ -286,7 +296,7 @@ class OmniScheduler:
                 and not self._sender.may_schedule(request_id)
                 and not self._upkeep.ended()
             ):
-                return None, False
+                return _ASK_AGAIN
             if self._receiver is not None:
                 matched = self._receiver.matched_tokens(request_id, num_computed)
                 if self._trace is not None and matched is not None:
@@ -313,7 +323,7 @@ class OmniScheduler:
     def build_meta(self, scheduler_output: "SchedulerOutput") -> OmniConnectorMetadata:
         """This step's work for the workers."""
         meta = OmniConnectorMetadata()
-        self._upkeep.ended()
+        self._control_ended = self._upkeep.ended()
         self._follow_weights()
         if self._void[0]:
             meta.void, self._void = self._void, ([], [])
@@ -326,6 +336,8 @@ class OmniScheduler:
             scheduled = scheduler_output.num_scheduled_tokens
             self._shared.build(meta, scheduled, self._manager.get_block_ids)
         meta.cancel.extend(self._ledger.take_revoked())
+        for request in scheduler_output.scheduled_new_reqs:
+            self._status.prompt(len(request.prompt_token_ids or ()), request.num_computed_tokens)
         if self._trace is not None:
             for request_id in scheduler_output.num_scheduled_tokens:
                 self._trace.begin(request_id, "prefill", after="queued")
@@ -337,6 +349,8 @@ class OmniScheduler:
         if self._trace is not None:
             for request_id in output.finished_recving or ():
                 self._trace.begin(request_id, "scheduling", after="load")
+        if (counted := worker_stats(output)) is not None:
+            self._status.add(counted.data)
         report = output.kv_connector_worker_meta
         if not isinstance(report, OmniWorkerMetadata):
             return
@@ -367,6 +381,8 @@ class OmniScheduler:
         """vLLM has taken over what a step has computed."""
         if self._receiver is not None:
             self._receiver.step_ended()
+        if self._waiting and self._sender is not None:
+            self._sender.admit()
 
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """The request is over, in whatever way; see `SupportsHMA`."""
@@ -400,7 +416,8 @@ class OmniScheduler:
     def take_stats(self) -> OmniStats | None:
         """What was counted since the last call; None when nothing changed."""
         stats = self._stats
-        self._take_events()
+        if self._upkeep.events:
+            self._take_events()
         if self._shared is not None:
             self._shared.count_failures()
         if self._directory is not None:
@@ -416,6 +433,7 @@ class OmniScheduler:
             return None
         taken = OmniStats()
         taken.data, stats.data = stats.data, taken.data
+        self._status.add(taken.data)
         return taken
 
     def close(self) -> None:
@@ -424,5 +442,6 @@ class OmniScheduler:
         if self._shared is not None:
             self._shared.close()
         self._channel.close()
+        self._status.close()
         if self._trace is not None:
             self._trace.close()

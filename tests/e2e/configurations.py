@@ -13,6 +13,7 @@ from typing import Any
 from omni_connector.testing import no_op, reference
 
 from .probe import EXTENSION as PROBE
+from .share_probe import EXTENSION as SHARE_PROBE
 from .store_probe import EXTENSION as STORE_PROBE
 
 BLOCK = 128
@@ -89,6 +90,9 @@ CONFIGURATIONS = {
         forked=False,
     ),
     # Under vLLM's policy "fail": what goes wrong with a cache must not end a request.
+    "share": Configuration(
+        {**ours(share=True), "kv_load_failure_policy": "fail"}, probe=SHARE_PROBE
+    ),
     "store": Configuration({**ours(), "kv_load_failure_policy": "fail"}, probe=STORE_PROBE),
 }
 """Addresses of peers and stores, which differ from run to run, are told when one is started."""

@@ -28,6 +28,6 @@ def test_what_is_counted_while_nobody_looks_takes_no_more_room(folder: Path) -> 
         upkeep.count("malformed_message")
     upkeep.count("handoffs_expired", 3)
     upkeep.count("handoffs_expired", 0)
-    assert upkeep._events == {"malformed_message": 100_000, "handoffs_expired": 3}
+    assert upkeep.events == {"malformed_message": 100_000, "handoffs_expired": 3}
     assert upkeep.take() == {"malformed_message": 100_000, "handoffs_expired": 3}
     assert upkeep.take() == {}

@@ -10,6 +10,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from omni_connector import copy_threads
 from omni_connector.copy_threads import UNTIL_NOTIFIED, CopyThread, Outcome
 from omni_connector.kv import SlotLayout, canonicalize
 from omni_connector.kv.layered import Forward, LayeredSave, Stretches
@@ -282,6 +283,43 @@ def test_a_notification_between_a_look_and_the_wait_is_not_lost(waiting, made):
     thread.submit(1, waiting(1, 1, lambda: next(notified, False) and thread.notify()))
     turns(thread)
     assert made == [(1, 0)]
+
+
+@pytest.mark.parametrize("notified", [True, False])
+def test_a_wait_ends_with_its_time_and_with_a_notification(made, notified):
+    thread = CopyThread("omni-test", None, ByHand)
+
+    def work(cancelled):
+        yield 25.0
+        made.append(1)
+        return Outcome(1)
+
+    thread.submit(1, work)
+    assert turns(thread) == 25.0
+    assert made == []
+    if notified:
+        woken = thread._thread.woken
+        thread.notify()
+        assert thread._thread.woken == woken + 1
+    turns(thread)
+    assert made == [1]
+
+
+def test_the_thread_sleeps_until_the_first_of_several_waits_is_over(waiting, made):
+    thread = CopyThread("omni-test", None, ByHand)
+
+    def work(seconds):
+        def pieces(cancelled):
+            while True:
+                yield seconds
+
+        return pieces
+
+    for number, seconds in enumerate((7.0, 5.0, False), 1):
+        thread.submit(number, work(seconds))
+        assert turns(thread) == (seconds or copy_threads._NOT_YET_S)
+    thread.submit(4, waiting(4, 1))
+    assert turns(thread) == copy_threads._NOT_YET_S
 
 
 @pytest.mark.parametrize("end", [lambda t: t.cancel({1}), lambda t: t.close()])

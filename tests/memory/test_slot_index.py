@@ -5,7 +5,6 @@ import hashlib
 from collections import Counter
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,4 +135,6 @@ def test_what_is_found_is_what_every_single_key_finds(
                 if held:
                     directory.close(held.pop(0).token)
         assert (directory.pool._users >= 0).all()
-        assert np.count_nonzero(directory.pool._free) == directory.pool._num_free
+        free = directory.pool._free[: directory.pool._num_free]
+        assert len(set(free.tolist())) == len(free)
+        assert not directory.pool.any_held(free)

@@ -202,7 +202,7 @@ def test_hits_of_neighbours_are_told(sharer):
     publish(first, prompt(4 * BLOCK, seed=1))
     publish(second, [*PREFIX[: 4 * BLOCK], 7])  # the older blocks are the last used ones now
     neighbours(second)
-    wait(lambda: first.half._shared._host._pool._last_stamp > 2)
+    wait(lambda: first.half._shared._host._pool._order._again.any())
     publish(first, prompt(4 * BLOCK, seed=2))
     third = sharer()
     publish(third, [*PREFIX[: 4 * BLOCK], 8])

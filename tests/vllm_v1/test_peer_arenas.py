@@ -10,14 +10,20 @@ import numpy as np
 import pytest
 
 from omni_connector.copies.jobs import LoadSpec
-from omni_connector.errors import PeerUnreachableError
+from omni_connector.errors import PeerUnreachableError, SlotPendingError
 from omni_connector.kv.spans import BlockSpans
 from omni_connector.testing import FakeClock, inspection
 from omni_connector.transports import Endpoint
 from omni_connector.transports import peer_arenas as arenas_module
 from omni_connector.transports.peer_arenas import PeerArenas
-from omni_connector.transports.reading import MAX_THREADS, THREADS_A_PEER, PeerThreads
+from omni_connector.transports.reading import (
+    MAX_THREADS,
+    THREADS_A_PEER,
+    FetchAhead,
+    PeerThreads,
+)
 from omni_connector.transports.shm import SharedMemoryTransport
+from omni_connector.turns import WOKEN
 
 from .harness import DEADLINE, HANDOFF, hand_off, prompt, wait
 
@@ -153,6 +159,9 @@ class Here:
     def __init__(self) -> None:
         self.later: list | None = None
 
+    def notify(self):
+        """Nobody waits."""
+
     def submit(self, peer, call):
         if self.later is None:
             call()
@@ -259,6 +268,52 @@ def test_an_arena_that_comes_when_nobody_wants_it_is_closed(keep):
     kept.arenas.close()
     kept.threads.later.pop()()
     assert kept.transports.made[0].closed == 1
+
+
+def test_who_waits_is_notified_when_a_fetch_or_an_attempt_to_attach_has_ended(keep):
+    told, ends, kept = threading.Semaphore(0), threading.Event(), keep()
+    threads = PeerThreads(notify=told.release)
+    slots: list = [object()]
+
+    def fetch(step):
+        ends.wait(DEADLINE)
+        return slots
+
+    ahead = FetchAhead(threads, "p", fetch, kept.clock)
+    try:
+        assert ahead.take(["a", "b"]) == WOKEN
+        assert not told.acquire(blocking=False)
+        ends.set()
+        assert told.acquire(timeout=DEADLINE)
+        assert ahead.take(["a", "b"]) is slots
+        for _ in range(2):  # the other fetch, and the thread's call
+            assert told.acquire(timeout=DEADLINE)
+        kept.arenas._threads = threads
+        load = kept.arenas.open()
+        first = load.get(endpoint())
+        assert told.acquire(timeout=DEADLINE)
+        assert load.get(endpoint()) is kept.transports.made[0]
+        assert first in (None, kept.transports.made[0])
+        load.close(failed=False)
+    finally:
+        ends.set()
+        threads.close()
+
+
+def test_a_slot_that_is_not_published_is_fetched_again_after_a_pause(keep):
+    clock, found = keep().clock, [SlotPendingError("a slot"), ["slots"]]
+
+    def fetch(step):
+        if isinstance(found[0], Exception):
+            raise found.pop(0)
+        return found[0]
+
+    ahead = FetchAhead(Here(), "p", fetch, clock)
+    pause = ahead.take(["a"])
+    assert 0 < pause < 0.1
+    assert 0 < ahead.take(["a"]) < 0.1
+    clock.advance(2 * pause)
+    assert ahead.take(["a"]) == ["slots"]
 
 
 def test_a_peer_holds_up_its_own_calls_only():

@@ -142,6 +142,7 @@ class _Decoder:
             checksum=True,
             clock=time.monotonic,
             start=TurnThread,
+            notify=lambda: None,
         )
 
     def load(self, frames: list[bytes], timeout: float = _TIMEOUT_S) -> bool | str:
@@ -193,7 +194,7 @@ def _done(work: Work) -> Outcome:
         except StopIteration as end:
             outcome: Outcome = end.value
             return outcome
-        if not goes_on:
+        if goes_on is not True:
             time.sleep(0.0005)
 
 

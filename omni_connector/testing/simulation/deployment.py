@@ -15,6 +15,7 @@ from omni_connector.testing.simulation.surroundings.memory import (
     SimulatedStore,
     SimulatedTransport,
     TroubledShelf,
+    UnwrittenFile,
 )
 from omni_connector.testing.simulation.surroundings.neighbours import SimulatedNeighbours
 from omni_connector.testing.simulation.surroundings.wires import (
@@ -141,6 +142,7 @@ class Deployment:
                 self.host.neighbourhood, owner, model, household
             ),
             copier=copier,
+            status_file=functools.partial(UnwrittenFile, world),
             prefault=False,
         )
 

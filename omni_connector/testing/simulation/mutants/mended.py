@@ -249,8 +249,9 @@ MENDED: Final = (
         "small prompts overtake large ones that wait for room",
         (
             "omni_connector.handoff.sender",
-            "            self._waiting.append(send)\n",
-            "            self._waiting.appendleft(send)\n",
+            "            self.waiting[request_id] = send\n",
+            "            self.waiting[request_id] = send\n"
+            "            self.waiting.move_to_end(request_id, last=False)\n",
         ),
     ),
     mutant(
@@ -267,8 +268,8 @@ MENDED: Final = (
         "a request that was aborted keeps its place in the queue for room",
         (
             "omni_connector.handoff.sender",
-            "            self._waiting.remove(send)\n",
-            "            pass\n",
+            "        if self.waiting.pop(request.request_id, None) is not None:\n",
+            "        if False:\n",
         ),
     ),
 )

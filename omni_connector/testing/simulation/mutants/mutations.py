@@ -105,8 +105,8 @@ OWN: Final = (
         "a slot that was reused is read",
         (
             "omni_connector.transports.reading",
-            "            _checksum(self._remote.verify(slot, generation), slot, self._length)\n",
-            "            _checksum(self._remote._view.header(slot), slot, self._length)\n",
+            "            _whole(self._remote.verify(slot, generation), slot, self._length)\n",
+            "            _whole(self._remote._view.header(slot), slot, self._length)\n",
         ),
     ),
     mutant(
@@ -117,7 +117,7 @@ OWN: Final = (
     mutant(
         "nothing expires",
         "a hand-off that nobody leases stays",
-        ("omni_connector.handoff.directory", "if each.deadline <= now]", "if False]"),
+        ("omni_connector.handoff.directory", "self._ends[each] <= now", "False"),
     ),
     mutant(
         "any prompt will do",
@@ -158,9 +158,9 @@ OWN: Final = (
         "its request waits for ever",
         (
             "omni_connector.vllm_v1.worker",
-            "        if spec.request_id:\n            self._finished_loads.add(spec.request_id)\n",
+            "        if spec.request_id:\n            self._loads_left[spec.request_id] -= 1\n",
             "        if spec.request_id and outcome.failure is None:\n"
-            "            self._finished_loads.add(spec.request_id)\n",
+            "            self._loads_left[spec.request_id] -= 1\n",
         ),
     ),
     mutant(
@@ -226,8 +226,8 @@ OWN: Final = (
         "bytes that do not come are waited for",
         (
             "omni_connector.copies.loading",
-            "                    if self._clock() >= deadline:\n",
-            "                    if False:\n",
+            "                    if (left := deadline - self._clock()) <= 0:\n",
+            "                    if (left := 0.01) <= 0:\n",
         ),
     ),
     mutant(
@@ -264,8 +264,8 @@ OWN: Final = (
         "bytes that changed in the store are served",
         (
             "omni_connector.prefix.store_jobs",
-            "            verify(row, size, checksum, key)\n",
-            "            pass\n",
+            "                verify(row, size, checksum, key)\n",
+            "                pass\n",
         ),
     ),
     mutant(

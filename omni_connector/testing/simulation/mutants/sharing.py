@@ -151,9 +151,9 @@ SHARING: Final = (
         "hits are believed",
         "an engine is told that slots were read which it does not have",
         (
-            "omni_connector.prefix.host_blocks",
-            "        pool.touch(numbers[numbers < len(pool.generation)])\n",
-            "        pool.touch(numbers)\n",
+            "omni_connector.memory.slot_pool",
+            "        known = (numbers >= 0) & (numbers < len(self.generation))\n",
+            "        known = numbers >= 0\n",
         ),
     ),
     mutant(
@@ -188,8 +188,8 @@ SHARING: Final = (
         "of blocks in several arenas all are read from the first",
         (
             "omni_connector.prefix.host_blocks",
-            "        engine = found.engines[number]\n        read =",
-            "        engine = found.engines[0]\n        read =",
+            "        engine = found.engines[number]\n        self._hit(",
+            "        engine = found.engines[0]\n        self._hit(",
         ),
     ),
     mutant(

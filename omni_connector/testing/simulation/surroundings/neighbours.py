@@ -11,6 +11,7 @@ import random
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -48,15 +49,15 @@ class Neighbourhood:
     def join(self, home: "SimulatedNeighbours") -> None:
         """It meets the others, one after the other, and they meet it."""
         for other in self.homes.values():
-            self.soon(lambda other=other: home.meet(other))  # type: ignore[misc]
-            self.soon(lambda other=other: other.meet(home))  # type: ignore[misc]
+            self.soon(partial(home.meet, other))
+            self.soon(partial(other.meet, home))
         self.homes[home.owner] = home
 
     def leave(self, home: "SimulatedNeighbours") -> None:
         """It has gone, which the others notice after a while."""
         if self.homes.pop(home.owner, None) is not None:
             for other in self.homes.values():
-                self.soon(lambda other=other: other.forget(home))  # type: ignore[misc]
+                self.soon(partial(other.forget, home))
 
     def soon(self, what: Callable[[], object]) -> None:
         """Have something done within the time in which engines are found."""
@@ -105,21 +106,23 @@ class SimulatedNeighbours(Neighbours):
     def present(self) -> Sequence[Neighbour]:
         return tuple(self._present.values())
 
-    def hit(self, neighbour: Neighbour, slots: Sequence[int]) -> None:
+    def hit(self, neighbour: Neighbour, slots: Ints, generations: Ints) -> None:
         around, draw = self._neighbourhood, self._neighbourhood.world.draw
-        told = list(slots)
         if around.world.chance(around.nonsense):
-            told += [draw.randrange(_NO_SLOT), draw.randrange(16)]
+            more = [draw.randrange(-_NO_SLOT, _NO_SLOT), *draw.choices(range(16), k=4)]
+            slots = np.concatenate([slots, np.array(more, np.int64)])
+            some = [draw.randrange(8) for _ in more]
+            generations = np.concatenate([generations, np.array(some, np.int64)])
         for home, each in self._present.items():
             if each is neighbour and not around.world.chance(around.lost):
-                around.soon(lambda home=home: home.told(told))  # type: ignore[misc]
+                around.soon(partial(home.told, slots, generations))
 
-    def told(self, slots: Sequence[int]) -> None:
+    def told(self, slots: Ints, generations: Ints) -> None:
         """Another engine says that it has read these slots."""
         if self.owner not in self._neighbourhood.homes:
             return
         try:
-            self.household.on_hits(slots)
+            self.household.on_hits(slots, generations)
         except Exception as error:
             raise Violation(
                 "exception", f"{self.owner} is told of hits: {type(error).__name__}: {error}"
@@ -166,7 +169,7 @@ class LyingIndex:
         index = victim.household.index
         self._index = BlockIndex.create(index.num_slots, neighbourhood.world.randbytes(EPOCH_BYTES))
         self._neighbourhood = neighbourhood
-        household = replace(victim.household, index=self._index, on_hits=lambda slots: None)
+        household = replace(victim.household, index=self._index, on_hits=lambda *_: None)
         self._home = SimulatedNeighbours(neighbourhood, name, "", household)
         self._home.household = household  # with the very digest of the victim
 

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of a host that know nothing of each other share prefixes through their arenas.
+
+The answers are those of an engine that has no connector, and the KV is compared byte for byte.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from omni_connector.testing import reference
+from omni_connector.testing.engines import Engine
+
+from . import kv
+from .configurations import BLOCK
+from .harness import PROMPTS, Case, ask
+from .pool import Member, Pool
+from .prompts import new_salt, random_prompt
+
+pytestmark = pytest.mark.e2e
+
+WAIT_S = 20.0
+
+
+@dataclass
+class Host:
+    """An engine that computes prefixes, and one that finds them in its arena."""
+
+    pool: Pool
+    writing: Member
+    reading: Member
+
+    def count(self, counter: str) -> float:
+        """What the reader has counted."""
+        return self.reading.engine.metric(f"vllm:omni_connector_{counter}_total")
+
+    def publish(self, prompt: list[int], salt: str, writer: Engine | None = None) -> None:
+        """Have the writer compute a prompt, and wait until its full blocks are in its arena."""
+        writer = writer or self.writing.engine
+        counter = "vllm:omni_connector_blocks_saved_total"
+        wanted = writer.metric(counter) + len(prompt) // BLOCK
+        ask(writer, prompt, salt)
+        deadline = time.monotonic() + WAIT_S
+        while writer.metric(counter) < wanted:
+            assert time.monotonic() < deadline, writer.log_tail()
+            writer.complete(random_prompt(7, 3), max_tokens=1)  # idle engines tell nothing
+
+    def share(self, prompt: list[int]) -> reference.Answer:
+        """Let the writer compute it, then ask the reader, whose blocks hold nobody's bytes."""
+        salt = new_salt()
+        self.publish(prompt, salt)
+        self.reading.probe.spoil()
+        return ask(self.reading.engine, prompt, salt)
+
+
+@pytest.fixture(scope="module")
+def host(engine_pool: Pool) -> Iterator[Host]:
+    engines = [engine_pool.new("share") for _ in range(2)]
+    try:
+        for engine in engines:
+            engine.start()
+        host = Host(engine_pool, *(engine_pool.adopt(engine) for engine in engines))
+        prompt, deadline = random_prompt(11, 2 * BLOCK + 1), time.monotonic() + WAIT_S
+        while not host.count("tokens_from_host"):  # until they have met
+            assert time.monotonic() < deadline, engines[1].log_tail()
+            salt = new_salt()
+            host.publish(prompt, salt)
+            ask(engines[1], prompt, salt)
+        yield host
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+def shareable(prompt: list[int]) -> int:
+    """Tokens of the full blocks before the last token."""
+    return (len(prompt) - 1) // BLOCK * BLOCK
+
+
+def test_a_prefix_is_found_in_the_arena_of_another_engine(host: Host, case: Case) -> None:
+    before, failures = host.count("tokens_from_host"), host.count("failures")
+    case.check(host.share(case.prompt))
+    assert host.count("tokens_from_host") - before == shareable(case.prompt)
+    assert host.count("failures") == failures
+
+
+def test_the_very_bytes_arrive(host: Host, cases: dict[str, Case]) -> None:
+    prompt = cases["two-thousand-not-aligned"].prompt
+    host.share(prompt)
+    (sent,), (found,) = (
+        host.writing.probe.read("prefilled"),
+        host.reading.probe.read("first"),
+    )
+    assert found.prompt == sent.prompt == prompt
+    assert found.computed == shareable(prompt)
+    kv.require_same_kv([sent], [found], shareable(prompt))
+
+
+@pytest.mark.parametrize("name", [name for name in PROMPTS if shareable(PROMPTS[name])])
+def test_an_arena_that_delivers_nothing_is_noticed(
+    host: Host, cases: dict[str, Case], name: str
+) -> None:
+    host.reading.probe.call("host_delivers", "nothing")
+    try:
+        answer = host.share(cases[name].prompt)
+    finally:
+        host.reading.probe.call("host_delivers", "all")
+    with pytest.raises(AssertionError, match=r"token \d+"):
+        cases[name].check(answer)
+
+
+def test_an_engine_that_is_killed_takes_no_answer_with_it(
+    host: Host, cases: dict[str, Case]
+) -> None:
+    case, salt = cases["two-thousand"], new_salt()
+    third = host.pool.new("share")
+    try:
+        third.start()
+        third.wait_ready()
+        host.publish(case.prompt, salt, third)
+        third.kill()
+    finally:
+        third.stop()
+    failures = host.count("failures")
+    case.check(ask(host.reading.engine, case.prompt, salt))
+    assert host.count("failures") - failures <= 3
