@@ -74,15 +74,22 @@ def _late_lease(plan: Plan, draw: random.Random) -> Plan:
 
 
 def _slow_saves(plan: Plan, draw: random.Random) -> Plan:
-    """Other prompts take the blocks of requests that ended while their blocks are being copied to
-    the shared store, from which another engine reads them."""
+    """Blocks of requests that ended are being copied to the shared store, and other engines read
+    them from there."""
     if "state" in plan.engines[0].family or plan.engines[0].family == "all three":
         return _restarted_peer(plan, draw)
+    engines = tuple(replace(engine, shares=True, caching=True) for engine in plan.engines)
+    return _slow_copies(replace(plan, engines=engines), draw)
+
+
+def _slow_copies(plan: Plan, draw: random.Random) -> Plan:
+    """Other prompts take the blocks of requests that ended while their blocks are being copied for
+    other engines, one of which reads them later."""
+    groups = groups_of(plan.engines[0].family)
     engines = tuple(
         replace(
             engine,
-            shares=True,
-            caching=True,
+            slots=max(engine.slots, 40 * groups) if engine.hosts else engine.slots,
             step_s=0.0,
             blocks=engine.blocks if number else blocks_of(engine.family, engine.block_size, 2),
         )
@@ -218,6 +225,7 @@ _HOST_SCENES: Final[tuple[Callable[[Plan, random.Random], Plan], ...]] = (
     _one_by_one,
     _liars,
     _parts,
+    _slow_copies,
 )
 
 

@@ -157,15 +157,6 @@ SHARING: Final = (
         ),
     ),
     mutant(
-        "the last token is loaded",
-        "a prompt that is there as a whole leaves vLLM nothing to compute",
-        (
-            "omni_connector.prefix.shared_prefix",
-            "        last = (request.num_tokens - 1) // self._unit * self._unit\n",
-            "        last = request.num_tokens // self._unit * self._unit\n",
-        ),
-    ),
-    mutant(
         "blocks are kept before they are full",
         "the block that a step begins to fill is listed with those that it fills",
         (
