@@ -168,6 +168,8 @@ class OmniScheduler:
             slots, generations = self._sender.void()
             self._void[0].extend(slots)
             self._void[1].extend(generations)
+        elif self._directory is not None:  # it hands nothing off, so nobody has a lease
+            self._directory.void()
         if self._receiver is not None:
             self._receiver.void()
         if self._shared is not None:
