@@ -15,6 +15,7 @@ import argparse
 import itertools
 import os
 import platform
+import shutil
 import signal
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from omni_connector.vllm_v1.metrics import COUNTERS
 
 RESULTS = Path(__file__).parent / "results"
 LEFT_S = 60.0
+STATUS_S = 3.0
 FLAT_BYTES = 8 << 20
 SHOWN = ("tokens_kept", "tokens_from_host", "handoffs_offered", "handoffs_received")
 SHOWN += ("handoffs_expired", "blocks_saved", "blocks_dropped")
@@ -76,16 +78,8 @@ class Host:
         }
         return self.engine(transfer, kv_cache_bytes=soak.KV_CACHE_BYTES)
 
-    def left(self) -> list[str]:
-        """What lies in the runtime folder, its subfolders and the user's key aside."""
-        return [
-            str(path.relative_to(self.runtime))
-            for path in self.runtime.rglob("*")
-            if not path.is_dir() and path.name != ".loopback.key"
-        ]
 
-
-def run(host: Host, requests: int) -> tuple[soak.Report, list[str]]:
+def run(host: Host, requests: int, seconds: float) -> tuple[soak.Report, list[str]]:
     """What came of so many requests, and what was left in the end."""
     prompts = soak.make_prompts(families=8, each=6)
     with host.engine() as engine:
@@ -98,13 +92,21 @@ def run(host: Host, requests: int) -> tuple[soak.Report, list[str]]:
             engine.start()
         for engine in pair:
             engine.wait_ready()
+        for engine in pair:
+            soak.until(lambda engine=engine: not soak.held(engine), LEFT_S, "still held")
+        time.sleep(STATUS_S)  # they have written all files that they write
+        ours = soak.files(host.runtime)
         work = soak.Soak(pair, host.sharer, prompts, expected)
-        report = work.run(requests)
+        report = work.run(requests, seconds=seconds)
         for number, engine in enumerate(pair):
             try:
                 soak.until(lambda engine=engine: not soak.held(engine), LEFT_S, "still held")
             except AssertionError:
                 left.append(f"engine {number} holds {soak.held(engine)}")
+        try:
+            soak.until(lambda: soak.files(host.runtime) <= ours, LEFT_S, "still there")
+        except AssertionError:
+            left += [f"{name} of a killed engine" for name in soak.files(host.runtime) - ours]
         names = {name: f"vllm:omni_connector_{name}_total" for name in COUNTERS}
         names["preemptions"] = "vllm:num_preemptions_total"
         for name, metric in names.items():
@@ -116,7 +118,8 @@ def run(host: Host, requests: int) -> tuple[soak.Report, list[str]]:
     finally:
         for engine in pair:
             engine.stop()
-    left += host.left()
+    soak.sweep(host.runtime)  # by default vLLM kills its engine core and workers
+    left += soak.files(host.runtime)
     left += map(str, soak.unmapped() - memory)
     return report, left
 
@@ -152,16 +155,18 @@ def markdown(report: soak.Report, left: list[str], seconds: float, command: str)
         "By process, the median of the last quarter of the looks, and what it is more than that of "
         f"the second quarter. More than {FLAT_BYTES >> 20} MiB of memory is a leak.",
         "",
-        "| process | resident, MiB | growth, MiB | open files, growth | threads, growth |",
-        "|:--|---:|---:|---:|---:|",
+        "| process | own memory, MiB | growth | shared, MiB | growth | files, growth "
+        "| threads, growth |",
+        "|:--|---:|---:|---:|---:|---:|---:|",
     ]
-    growths = {kind: report.growth(kind) for kind in ("resident", "files", "threads")}
+    growths = {kind: report.growth(kind) for kind in soak.KINDS}
     for process, series in report.usage.items():
-        resident = series["resident"][-1] / 2**20
-        grown = [growths[kind][process] for kind in growths]
+        own, shared, files, threads = (growths[kind][process] for kind in soak.KINDS)
         lines.append(
-            f"| {process.rpartition(' ')[0]} | {resident:.1f} | {grown[0] / 2**20:+.1f} "
-            f"| {grown[1]:+.0f} | {grown[2]:+.0f} |"
+            f"| {process.rpartition(' ')[0]} "
+            f"| {series['own'][-1] / 2**20:.1f} | {own / 2**20:+.1f} "
+            f"| {series['shared'][-1] / 2**20:.1f} | {shared / 2**20:+.1f} "
+            f"| {files:+.0f} | {threads:+.0f} |"
         )
     for title, items in (("Wrong", report.wrong), ("Broken", report.broken), ("Left", left)):
         if items:
@@ -174,6 +179,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--quick", action="store_true", help="300 requests")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="most that it takes")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--logs", type=Path, help="folder that keeps the logs of the engines")
     arguments = parser.parse_args()
@@ -184,17 +190,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
         host, began = Host(Path(folder)), time.monotonic()
         try:
-            report, left = run(host, 300 if arguments.quick else arguments.requests)
+            requests = 300 if arguments.quick else arguments.requests
+            report, left = run(host, requests, 60 * arguments.minutes)
         finally:
             if arguments.logs is not None:
                 arguments.logs.mkdir(parents=True, exist_ok=True)
                 for log in Path(folder).glob("*.log"):
-                    log.rename(arguments.logs / log.name)
+                    shutil.move(log, arguments.logs / log.name)
     command = " ".join(["python benchmarks/soak.py", *sys.argv[1:]])
     page = markdown(report, left, time.monotonic() - began, command)
     (arguments.output / "soak.md").write_text(page)
     print(page)
-    grown = max(report.growth("resident").values(), default=0.0) > FLAT_BYTES
+    grown = max(report.growth("own").values(), default=0.0) > FLAT_BYTES
     return int(bool(report.wrong or report.broken or left or grown))
 
 

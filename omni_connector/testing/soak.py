@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from omni_connector.net import runtime, status
 from omni_connector.testing import reference
 from omni_connector.testing.engines import Engine, EngineError, completion, prefill
 from omni_connector.testing.reference import LOGPROBS, ROUNDING, Answer
@@ -41,6 +42,7 @@ SETTINGS: Final = {
 }
 """What the engines' connector is told; their policy for failed loads is `recompute`."""
 
+KINDS: Final = ("own", "shared", "files", "threads")
 _CLIENTS: Final = 8
 _SAMPLE_S: Final = 1.0
 _LIFE_S: Final = 8.0
@@ -84,8 +86,8 @@ class Report:
         wrong: what was wrong with each answer that was not the reference's.
         broken: requests that got no answer, of engines that were not killed.
         lives: how often the third engine was killed.
-        usage: by engine and process, what `/proc` says at each look: `resident` bytes, open `files`
-            and `threads`.
+        usage: by engine and process, what `/proc` says at each look: bytes of resident memory of
+            its own (`own`) and of `shared` memory, such as arenas; open `files`; `threads`.
         counts: what the two engines have counted, by metric.
     """
 
@@ -134,16 +136,20 @@ class Soak:
         self._seed = seed
         self._numbers = itertools.count()
         self._ended = threading.Event()
+        self._until = float("inf")
         self._lock = threading.Lock()
 
-    def run(self, requests: int, least_lives: int = 1) -> Report:
-        """Send so many requests, and more until the third engine was killed often enough."""
+    def run(self, requests: int, least_lives: int = 1, seconds: float = float("inf")) -> Report:
+        """Send so many requests, and more until the third engine was killed often enough.
+
+        Args:
+            seconds: after which nothing more is sent.
+        """
+        self._until = time.monotonic() + seconds
         with ThreadPoolExecutor(_CLIENTS + 2) as threads:
             lives = threads.submit(self._lives, least_lives)
             looks = threads.submit(self._looks)
-            clients = [
-                threads.submit(self._client, requests, least_lives) for _ in range(_CLIENTS)
-            ]
+            clients = [threads.submit(self._client, requests, least_lives) for _ in range(_CLIENTS)]
             try:
                 for client in clients:
                     client.result()
@@ -155,7 +161,7 @@ class Soak:
 
     def _client(self, requests: int, least_lives: int) -> None:
         while (number := next(self._numbers)) < requests or self.report.lives < least_lives:
-            if self._ended.is_set():
+            if self._ended.is_set() or time.monotonic() > self._until:
                 return
             draw = random.Random(f"{self._seed}/{number}")
             try:
@@ -234,12 +240,12 @@ class Soak:
 
     def _look(self, engine: str, process: Path) -> None:
         name = f"{engine}: {(process / 'comm').read_text().strip()} {process.name}"
-        status = dict(
-            line.split(":", 1) for line in (process / "status").read_text().splitlines()
-        )
-        series = self.report.usage.setdefault(name, {"resident": [], "files": [], "threads": []})
-        series["resident"].append(int(status["VmRSS"].split()[0]) << 10)
-        series["threads"].append(int(status["Threads"]))
+        lines = (process / "status").read_text().splitlines()
+        said = dict(line.split(":", 1) for line in lines)
+        series = self.report.usage.setdefault(name, {kind: [] for kind in KINDS})
+        series["own"].append(int(said["RssAnon"].split()[0]) << 10)
+        series["shared"].append(int(said["RssShmem"].split()[0]) << 10)
+        series["threads"].append(int(said["Threads"]))
         series["files"].append(len(list((process / "fd").iterdir())))
 
 
@@ -273,6 +279,22 @@ def until(condition: Callable[[], object], timeout: float, what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"{what} after {timeout:g} s"
         time.sleep(0.3)
+
+
+def files(folder: Path) -> set[str]:
+    """What lies in a runtime folder and below, its subfolders and the user's key aside."""
+    return {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if not path.is_dir() and not path.name.startswith(".")
+    }
+
+
+def sweep(folder: Path) -> None:
+    """Remove what dead engines have left in a runtime folder and below, as living ones do."""
+    for each in (path for path in folder.iterdir() if path.is_dir()):
+        runtime.sweep(each)
+        status.sweep(each)
 
 
 def _go_away(engine: Engine, prompt: list[int], events: int, fields: dict[str, Any]) -> None:
