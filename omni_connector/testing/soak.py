@@ -45,7 +45,7 @@ SETTINGS: Final = {
 KINDS: Final = ("own", "shared", "files", "threads")
 _CLIENTS: Final = 8
 _SAMPLE_S: Final = 1.0
-_LIFE_S: Final = 8.0
+_LIFE_S: Final = 6.0
 _GAUGES: Final = (
     "num_requests_running",
     "num_requests_waiting",
