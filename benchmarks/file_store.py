@@ -26,7 +26,7 @@ import matplotlib as mpl
 import numpy as np
 
 from omni_connector.config import FileStoreSettings
-from omni_connector.prefix.file_store import FileBlockStore
+from omni_connector.stores.file_store import FileBlockStore
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

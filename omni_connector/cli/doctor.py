@@ -26,8 +26,8 @@ from omni_connector.memory.arena_size import (
 from omni_connector.memory.huge_pages import explain, pool
 from omni_connector.net.runtime import runtime_dir
 from omni_connector.plugin import CONNECTOR_NAME, require_supported_vllm, supported_range
-from omni_connector.prefix.file_folder import BlockFolder
-from omni_connector.prefix.file_store import FileBlockStore
+from omni_connector.stores.file_folder import BlockFolder
+from omni_connector.stores.file_store import FileBlockStore
 from omni_connector.transports.mooncake_lib import engine_module, wheel_name
 
 _GIB: Final = 1 << 30

@@ -17,7 +17,7 @@ from omni_connector.cli.top import History, Rates, Reading, hit_rates, nobody
 from omni_connector.net.status import EngineStatus, Usage
 
 _BAR: Final = 12
-_OTHER_COLUMNS: Final = 78  # characters that all but the names of engines and models take
+_OTHER_COLUMNS: Final = 75  # characters that all but the names of engines and models take
 _LINES: Final = 16
 _STATES: Final = {"live": "green", "silent": "bold red"}
 
@@ -78,7 +78,7 @@ def _engines(reading: Reading, history: History, width: int) -> Table:
     table = _table(
         *("engine\nmodel", "role\nstate", "slots #held\n=cached", "leases"),
         *(
-            "hits % own/arena\n/host/peer/store",
+            "hits %: own/\narena/host/\npeer/store",
             "in\nMB/s",
             "out\nMB/s",
             "hand-offs\n/s",

@@ -20,7 +20,6 @@ from omni_connector.copy_threads import CLOSE_S, CopyThread, Outcome, Work
 from omni_connector.errors import ChecksumError, OmniError
 from omni_connector.kv import BlockCopier, BlockCopy, SlotLayout
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.prefix.block_store import BlockStore
 from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.prefix.shared_blocks import (
     CORRUPT,
@@ -32,6 +31,7 @@ from omni_connector.prefix.shared_blocks import (
     verify,
 )
 from omni_connector.stats import Stats
+from omni_connector.stores.block_store import BlockStore
 from omni_connector.turns import WOKEN, StartTurns
 
 logger = logging.getLogger("vllm.omni_connector.store")

@@ -25,18 +25,18 @@ from omni_connector.handoff.upkeep import Upkeep
 from omni_connector.kv.ledger import CopyLedger
 from omni_connector.memory.arena_format import EPOCH_BYTES
 from omni_connector.memory.block_index import BlockIndex
-from omni_connector.memory.listing import SlotListing
+from omni_connector.memory.slot_pool import SlotListing
 from omni_connector.net.keys import load_key
 from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import loopback_key, runtime_dir, socket_path
 from omni_connector.net.status import EngineStatus, StatusReport, Usage
 from omni_connector.plugin import require_supported_vllm
-from omni_connector.prefix.block_store import BlockStore
 from omni_connector.prefix.host_blocks import HostBlocks, touch
 from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.neighbours import Household
 from omni_connector.prefix.shared_blocks import key_prefix, readers_id
 from omni_connector.prefix.shared_prefix import SharedPrefix
+from omni_connector.stores.block_store import BlockStore
 from omni_connector.trace import Trace
 from omni_connector.vllm_v1.compat import hash_block_size
 from omni_connector.vllm_v1.identity import compatibility, hash_id
@@ -44,7 +44,7 @@ from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
 from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
 from omni_connector.vllm_v1.scheduler import OmniScheduler, WeightsEpoch
 from omni_connector.vllm_v1.specs import group_specs, transferred_groups
-from omni_connector.vllm_v1.surroundings import ArenaSizing, Surroundings
+from omni_connector.vllm_v1.surroundings import Surroundings, arena_sizing
 from omni_connector.vllm_v1.worker import OmniWorker
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def make_worker(
     parallel = vllm_config.parallel_config
     assert transfer is not None
     rank = parallel.rank % parallel.tensor_parallel_size  # there is one pipeline stage
-    sizing = ArenaSizing.of(config, vllm_config, kv_cache_config)
+    sizing = arena_sizing(config, vllm_config, kv_cache_config)
     return OmniWorker(
         config=config,
         kv_cache_config=kv_cache_config,

@@ -133,7 +133,7 @@ def test_a_full_disk_means_misses(sharer, folder, tokens, monkeypatch):
 
     first, second = sharer(), sharer()
     with monkeypatch.context() as full:
-        full.setattr("omni_connector.prefix.file_folder.os.write", write)
+        full.setattr("omni_connector.stores.file_folder.os.write", write)
         assert first.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
         landed(first)
     assert not files(folder)

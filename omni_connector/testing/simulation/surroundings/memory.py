@@ -14,7 +14,7 @@ from omni_connector.errors import PeerUnreachableError, ProtocolError
 from omni_connector.memory.arena import Arena, ArenaView
 from omni_connector.memory.arena_format import SlotHeader
 from omni_connector.net.status import StatusFile
-from omni_connector.prefix.block_store import BlockStore
+from omni_connector.stores.block_store import BlockStore
 from omni_connector.testing.simulation.surroundings.world import World
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
 

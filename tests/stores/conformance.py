@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omni_connector.prefix.block_store import BlockStore
+from omni_connector.stores.block_store import BlockStore
 
 TIMEOUT_S = 10.0
 

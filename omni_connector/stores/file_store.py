@@ -23,9 +23,9 @@ from omni_connector.bounded import CallThreads
 from omni_connector.config import FileStoreSettings
 from omni_connector.errors import ConfigError, TransportError
 from omni_connector.memory.pool import pages
-from omni_connector.prefix.block_store import BlockStore, Rows, check_rows, in_pages
-from omni_connector.prefix.file_folder import BlockFolder
-from omni_connector.prefix.file_sweep import Sweeper
+from omni_connector.stores.block_store import BlockStore, Rows, check_rows, in_pages
+from omni_connector.stores.file_folder import BlockFolder
+from omni_connector.stores.file_sweep import Sweeper
 from omni_connector.turns import StartTurns, Turns, TurnThread
 
 logger = logging.getLogger("vllm.omni_connector.store")

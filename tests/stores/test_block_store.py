@@ -8,7 +8,7 @@ import pytest
 
 from omni_connector.config import StoreSettings
 from omni_connector.errors import PeerUnreachableError
-from omni_connector.prefix.block_store import MooncakeBlockStore
+from omni_connector.stores.block_store import MooncakeBlockStore
 from omni_connector.testing.ports import free_port
 
 from ..masters import Master

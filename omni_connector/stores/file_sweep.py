@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from omni_connector.prefix.file_folder import BlockFolder
+from omni_connector.stores.file_folder import BlockFolder
 
 # A sweep begins beyond `_HIGH` of the size, and ends at `_LOW`. Between the two, each of a few
 # writers may fill a quarter of what is left before it looks again.

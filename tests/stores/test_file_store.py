@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from omni_connector.config import FileStoreSettings
 from omni_connector.errors import ConfigError
-from omni_connector.prefix import file_folder, file_store
-from omni_connector.prefix.file_folder import BlockFolder
-from omni_connector.prefix.file_store import FileBlockStore
-from omni_connector.prefix.file_sweep import Sweeper
+from omni_connector.stores import file_folder, file_store
+from omni_connector.stores.file_folder import BlockFolder
+from omni_connector.stores.file_store import FileBlockStore
+from omni_connector.stores.file_sweep import Sweeper
 from omni_connector.testing.clock import FakeClock
 
 from .conformance import TIMEOUT_S, BlockStoreConformance, fill, name
@@ -187,7 +187,7 @@ def test_a_restart_finds_the_blocks(connect: Open) -> None:
 _WRITER = """
 import os, sys
 from omni_connector.config import FileStoreSettings
-from omni_connector.prefix.file_store import FileBlockStore
+from omni_connector.stores.file_store import FileBlockStore
 store = FileBlockStore(FileStoreSettings(path=sys.argv[1], gib=1))
 rows = store.buffer(16, 100_000)
 print("ready", flush=True)
