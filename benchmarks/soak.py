@@ -63,6 +63,7 @@ class Host:
                 "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
                 "OMNI_CONNECTOR_RUNTIME_DIR": str(self.runtime),
                 "TORCHDYNAMO_DISABLE": "1",
+                **soak.ENVIRONMENT,
             },
             core=cores[number % len(cores)],
             **settings,

@@ -99,6 +99,7 @@ CONFIGURATIONS = {
     "soak": Configuration(
         {**ours(), "kv_connector_extra_config": soak.SETTINGS},
         arguments=("--max-model-len", str(soak.MAX_MODEL_LEN)),
+        environment=soak.ENVIRONMENT,
         kv_cache_bytes=soak.KV_CACHE_BYTES,
     ),
     "store": Configuration({**ours(), "kv_load_failure_policy": "fail"}, probe=STORE_PROBE),
