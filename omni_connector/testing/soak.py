@@ -43,8 +43,8 @@ SETTINGS: Final = {
 """What the engines' connector is told; their policy for failed loads is `recompute`."""
 
 ENVIRONMENT: Final = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8"}
-"""Variables of the engines. What vLLM computes on a CPU is cached for each number of tokens, in half
-a gigabyte that would hide what is lost elsewhere."""
+"""Variables of the engines: on a CPU oneDNN keeps what it computes with for each number of tokens,
+in up to half a gigabyte, which would hide what is lost elsewhere."""
 KINDS: Final = ("own", "shared", "files", "threads")
 _CLIENTS: Final = 8
 _SAMPLE_S: Final = 1.0
