@@ -160,7 +160,8 @@ class _Assembly:
         """The half. Nothing is left open where it cannot be made."""
         self._upkeep.sweep()
         directory = self._directory
-        offered = directory if self._transfer.is_kv_producer else None
+        offered = directory if self._config.handoff and self._transfer.is_kv_producer else None
+        receives = self._config.handoff and self._transfer.is_kv_consumer
         channel = self._channel(None if offered is None else self._server(offered))
         self._upkeep.channel = channel
         try:
@@ -180,7 +181,7 @@ class _Assembly:
             channel=channel,
             directory=directory,
             sender=None if offered is None else self._sender(offered, channel),
-            receiver=self._receiver(channel) if self._transfer.is_kv_consumer else None,
+            receiver=self._receiver(channel) if receives else None,
             shared=shared,
             stats=self._stats,
             status=self._status,
@@ -368,11 +369,6 @@ def _agreeing(
     workers: Mapping[tuple[int, int], OmniHandshakeMetadata],
 ) -> list[OmniHandshakeMetadata]:
     ranks = [workers[key] for key in sorted(workers)]
-    if not ranks:
-        raise ConfigError(
-            "no worker of OmniKVConnector has introduced itself; MultiConnector passes on the "
-            "word of one child only, so OmniKVConnector must be its first that has one"
-        )
     if len({(rank.page_orders, rank.attention) for rank in ranks}) != 1:
         raise ConfigError("the ranks of this engine have KV caches of different layouts")
     return ranks
@@ -385,7 +381,7 @@ def _has_arena(
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     shares = config.share and _sharing_refusal(vllm_config, kv_cache_config) is None
-    return shares or transfer.is_kv_producer
+    return shares or (config.handoff and transfer.is_kv_producer)
 
 
 def _lending_store(
