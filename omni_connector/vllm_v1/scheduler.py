@@ -192,7 +192,7 @@ class OmniScheduler:
             return
         self._follow_params(request, adapter)
         if self._shared is not None and not request.resumable:  # a session's tokens may change
-            truncated = bool(request.kv_transfer_params) and self._stops_early
+            truncated = self._stops_early and wants_handoff(request.kv_transfer_params or {})
             self._shared.add(request, stops_early=truncated, adapter=adapter)
 
     def _check_params(self, request: "Request") -> None:

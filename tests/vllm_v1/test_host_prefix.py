@@ -12,7 +12,7 @@ from .stores import MASTER, PREFIX, QUESTION, landed
 
 pytestmark = pytest.mark.vllm
 
-FAMILIES = ["full", "window", "window and full", "latent"]
+FAMILIES = ["full", "window", "window and full", "latent", "state and full", "all three"]
 SHARE = {"share": True}
 
 
