@@ -98,7 +98,8 @@ def _slow_copies(plan: Plan, draw: random.Random) -> Plan:
     first, other = (engine.name for engine in engines[:2])
     length = draw.choice((33, 37))
     happens: _Happens = []
-    for engine, acts, tokens in ((first, (30, 60), 20), (other, (300,), 1)):
+    soon = (0, 3) if plan.engines[0].hosts else (30, 60)
+    for engine, acts, tokens in ((first, soon, 20), (other, (300,), 1)):
         for family in draw.sample(range(3), 3):
             prompt = family, length
             how = {"engine": engine, "prompt": prompt, "tokens": tokens, "priority": 0}

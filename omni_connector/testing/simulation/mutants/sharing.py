@@ -174,23 +174,4 @@ SHARING: Final = (
             "            if True or all(held.has(read_blocks",
         ),
     ),
-    mutant(
-        "arenas are mixed up",
-        "of blocks in several arenas all are read from the first",
-        (
-            "omni_connector.prefix.host_blocks",
-            "        engine = found.engines[number]\n        self._hit(",
-            "        engine = found.engines[0]\n        self._hit(",
-        ),
-    ),
-    mutant(
-        "loads of the void count",
-        "what was being loaded for a request at a reset is computed with",
-        (
-            "omni_connector.prefix.shared_prefix",
-            "        if prompt.void:\n            prompt.void, prompt.lookup = False, None\n"
-            "            self._failed.append(prompt.request)\n",
-            "        if prompt.void:\n            prompt.void, prompt.lookup = False, None\n",
-        ),
-    ),
 )
