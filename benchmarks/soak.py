@@ -29,6 +29,11 @@ from omni_connector.testing.engines import Engine
 from omni_connector.testing.models import make_model
 from omni_connector.vllm_v1.metrics import COUNTERS
 
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from tests.e2e.fork_server import ForkServer  # noqa: E402
+from tests.e2e.pool import PooledEngine, engine_environment  # noqa: E402
+
 RESULTS = Path(__file__).parent / "results"
 LEFT_S = 60.0
 STATUS_S = 3.0
@@ -38,19 +43,22 @@ SHOWN += ("handoffs_expired", "blocks_saved", "blocks_dropped")
 
 
 class Host:
-    """Makes the engines, all in one runtime folder."""
+    """Makes the engines, all in one runtime folder; forks of a process that has imported vLLM."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.runtime = folder / "run"
         self._model = make_model("llama", folder / "model")
         self._numbers = itertools.count()
+        self._environment = {**engine_environment(self.runtime), **soak.ENVIRONMENT}
+        one_thread = {"OMP_NUM_THREADS": "1"}
+        self._forks = ForkServer(folder / "forks.log", self._environment | one_thread)
+        self.close = self._forks.close
 
     def engine(self, transfer: Mapping[str, Any] | None = None, **settings: Any) -> Engine:
         """An engine that is not started yet; None of a transfer makes the reference."""
         number, cores = next(self._numbers), sorted(os.sched_getaffinity(0))
-        root = str(Path(__file__).parents[1])
-        return Engine(
+        return PooledEngine(
             self._model,
             self.folder / f"{number}.log",
             transfer,
@@ -59,12 +67,8 @@ class Host:
                 *("--dtype", "float32", "--max-num-batched-tokens", "512"),
                 *("--max-model-len", str(soak.MAX_MODEL_LEN)),
             ),
-            environment={
-                "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
-                "OMNI_CONNECTOR_RUNTIME_DIR": str(self.runtime),
-                "TORCHDYNAMO_DISABLE": "1",
-                **soak.ENVIRONMENT,
-            },
+            environment=self._environment,
+            fork_server=self._forks,
             core=cores[number % len(cores)],
             **settings,
         )
@@ -194,6 +198,7 @@ def main() -> int:
             requests = 300 if arguments.quick else arguments.requests
             report, left = run(host, requests, 60 * arguments.minutes)
         finally:
+            host.close()
             if arguments.logs is not None:
                 arguments.logs.mkdir(parents=True, exist_ok=True)
                 for log in Path(folder).glob("*.log"):
