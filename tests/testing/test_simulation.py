@@ -86,7 +86,8 @@ def test_engines_of_a_host_find_blocks_in_each_other_s_arenas_and_in_their_own(m
     plans = [plan_of(seed) for seed in range(150)]
     with laboratory():
         for plan in plans:
-            if plan.engines[0].hosts:
+            # Pytest keeps logged exceptions, and what their frames hold: mappings among them.
+            if plan.engines[0].hosts and not {"raising_saves", "raising_loads"} & set(plan.trouble):
                 assert run(plan) is None
     assert counted["tokens_from_host"] > 500
     assert counted["tokens_kept"] > 100
