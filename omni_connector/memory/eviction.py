@@ -87,12 +87,19 @@ class EvictionOrder:
         They come as in the prompt: if one was used before, so were those that come first.
         """
         self._hash[numbers] = hashes
+        past = self.evicted_lately(hashes)
+        # Without a block whose entry was overwritten, those after it would be of no use.
+        self._again[numbers] |= np.logical_or.accumulate(past[::-1])[::-1]
+
+    def evicted_lately(self, hashes: Ints) -> NDArray[np.bool_]:
+        """Whether content of these hashes was among the last that were evicted, as many as there
+        are slots, as far as that is remembered."""
         at = hashes & (len(self._past) - 1)
         # The difference is modulo 2**32, and so are both counts.
         since = np.uint32(self._evicted & 0xFFFFFFFF) - self._past_evicted[at]
-        past = (self._past[at] == _high_bits(hashes)) & (since <= self._num_slots)
-        # Without a block whose entry was overwritten, those after it would be of no use.
-        self._again[numbers] |= np.logical_or.accumulate(past[::-1])[::-1]
+        lately: NDArray[np.bool_] = self._past[at] == _high_bits(hashes)
+        lately &= since <= self._num_slots
+        return lately
 
     def unused(self, numbers: Ints) -> None:
         """The content of these slots, which are not in the order, is no longer of use."""

@@ -160,6 +160,11 @@ class SlotPool:
         """Whether somebody holds one of these slots."""
         return bool(self._users[numbers].any())
 
+    def evicted_lately(self, group: int, key: SlotKey) -> bool:
+        """Whether this block is remembered as evicted, among the last of as many as there are
+        slots."""
+        return bool(self._order.evicted_lately(_content_hashes(group, [key]))[0])
+
     def lacks(self, numbers: Ints) -> NDArray[np.bool_]:
         """Which of these slots have no content, and get none from a copy under way."""
         lacks: NDArray[np.bool_] = ~(self._busy[numbers] | self._ready[numbers])
@@ -171,8 +176,7 @@ class SlotPool:
         self._index.name(group, keys, numbers)
         if self.listing is not None:
             self.listing.name(group, keys, numbers)
-        hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
-        self._order.fill(numbers, hashes ^ group)
+        self._order.fill(numbers, _content_hashes(group, keys))
 
     def filled(self, numbers: Ints) -> None:
         """Every rank has committed these slots."""
@@ -215,3 +219,7 @@ class SlotPool:
             self.listing.clear()
         self.num_cached = 0
         self._settle(self._order.clear())
+
+
+def _content_hashes(group: int, keys: Sequence[SlotKey | None]) -> Ints:
+    return np.fromiter(map(hash, keys), np.int64, len(keys)) ^ group

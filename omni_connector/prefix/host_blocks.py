@@ -287,12 +287,10 @@ class HostBlocks:
             self._pool.let_go(spec.slots[::-1])
 
     def rename(self, key_prefix: bytes) -> None:
-        """From now on the engine's blocks have keys of this prefix; none that it has now is found.
-
-        The directory has forgotten its slots by then.
-        """
+        """From now on the engine's blocks have keys of this prefix; those of now are not found."""
         self._key_prefix = key_prefix
         with self._pool.lock:
+            self._pool.forget()  # where nothing is handed off, nobody else does
             assert self._pool.listing is not None
             self._pool.listing.rename(key_prefix)
 

@@ -23,6 +23,7 @@ import numpy as np
 from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, EngineRequest
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec
+from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.host_blocks import Candidate, HostBlocks, Wanted
 from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.prefix.lookups import BlockName, Lookup, Recently, StoreLookups
@@ -65,6 +66,7 @@ class SharedPrefix:
         clock: seconds, monotonic.
         randbytes: makes so many bytes that nobody can guess.
         stats: where to count.
+        changes: is told which blocks arena and store may have; None where nobody asks.
     """
 
     def __init__(
@@ -84,7 +86,9 @@ class SharedPrefix:
         clock: Callable[[], float],
         randbytes: Callable[[int], bytes],
         stats: Stats,
+        changes: BlockChanges[Any] | None = None,
     ) -> None:
+        self._changes = changes
         self._randbytes = randbytes
         self._host = host
         self._lookups = lookups
@@ -200,6 +204,7 @@ class SharedPrefix:
         if prompt is None:
             return
         local, prompt.local, prompt.offered = prompt.local, None, 0
+        prompt.sources.clear()
         if num_external <= 0:
             prompt.admitted = True
             self._stats.count("store_misses", prompt.missed)
@@ -242,6 +247,7 @@ class SharedPrefix:
             loads.append((store_load, "tokens_shared"))
         by_load = shares(end - start, [spec.blocks for spec, _ in loads])
         for (spec, counter), tokens in zip(loads, by_load, strict=True):
+            prompt.sources[counter] = prompt.sources.get(counter, 0) + tokens
             self._start(prompt, spec, counter, tokens, names)
 
     def _start(
@@ -332,10 +338,12 @@ class SharedPrefix:
                     tables = tables_of(prompt.request.request_id)
                 table = tables[self._group_ids[g]]
                 if self._host is not None:
-                    table_part = table[first : first + len(filled)]
-                    for key, block_id in zip(prompt.keys(filled), table_part, strict=True):
+                    keys = prompt.keys(filled)
+                    for i, (key, block_id) in enumerate(zip(keys, table[first:], strict=False)):
                         if block_id != NULL_BLOCK_ID:
                             kept[g, key] = Candidate(g, key, block_id)
+                            if self._changes is not None:
+                                self._changes.filled(prompt.request, g, first + i, key, filled[i])
                 if self._lookups is not None:
                     block_ids, stored = self._stored(prompt, g, first, filled, table)
                     number += stored
@@ -416,8 +424,17 @@ class SharedPrefix:
     def finish(self, request_id: str) -> None:
         """The request is over. A load under way is told to stop."""
         prompt = self._prompts.pop(request_id, None)
-        if prompt is not None:
-            self._ledger.revoke(prompt.jobs)
+        if prompt is None:
+            return
+        self._ledger.revoke(prompt.jobs)
+        if self._changes is not None and prompt.lookup is not None:
+            for g, held in enumerate(prompt.lookup.held or ()):
+                self._changes.looked_up(prompt.request, g, prompt.hashes[g], held.blocks)
+
+    def sources(self, request_id: str) -> Mapping[str, int]:
+        """Tokens that are being loaded for a request, by the counter of where they come from."""
+        prompt = self._prompts.get(request_id)
+        return prompt.sources if prompt is not None else {}
 
     def load_nothing(self, request_id: str) -> None:
         """A load of this request has failed: all of it is computed here.
@@ -440,6 +457,8 @@ class SharedPrefix:
             self._prefix = f"{self._engines_prefix}/{self._randbytes(8).hex()}"
             if self._host is not None:
                 self._host.rename(self._prefix.encode())
+        if self._changes is not None:
+            self._changes.void()
         self._ledger.revoke(self._keeping)
         self._sent = Recently(_RECENT_S, self._clock)
         for prompt in self._prompts.values():

@@ -25,7 +25,7 @@ from omni_connector.handoff.upkeep import Upkeep
 from omni_connector.kv.ledger import CopyLedger
 from omni_connector.memory.arena_format import EPOCH_BYTES
 from omni_connector.memory.block_index import BlockIndex
-from omni_connector.memory.listing import SlotListing
+from omni_connector.memory.listing import SlotChanges, SlotListing
 from omni_connector.net.keys import load_key
 from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import loopback_key, runtime_dir, socket_path
@@ -37,6 +37,7 @@ from omni_connector.prefix.shared_blocks import key_prefix, readers_id
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.trace import Trace
 from omni_connector.vllm_v1.compat import hash_block_size
+from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.identity import compatibility, hash_id
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
 from omni_connector.vllm_v1.metrics import OmniStats
@@ -149,6 +150,8 @@ class _Assembly:
         with_arena = _has_arena(config, vllm_config, kv_cache_config)
         self._directory = self._new_directory() if with_arena else None
         self._upkeep = Upkeep(self._folder, self._clock, self._directory, self._weights.holds)
+        wanted = vllm_config.kv_events_config
+        self._events = self._kv_events() if wanted and wanted.enable_kv_cache_events else None
 
     def scheduler(self) -> OmniScheduler:
         """The half. Nothing is left open where it cannot be made."""
@@ -175,6 +178,7 @@ class _Assembly:
             sender=None if offered is None else self._sender(offered, channel),
             receiver=self._receiver(channel) if self._transfer.is_kv_consumer else None,
             shared=shared,
+            events=self._events,
             stats=self._stats,
             trace=self._trace,
         )
@@ -288,7 +292,12 @@ class _Assembly:
             clock=self._clock,
             randbytes=surroundings.randbytes,
             stats=self._stats,
+            changes=None if self._events is None else self._events.changes,
         )
+
+    def _kv_events(self) -> KVEvents:
+        pool = self._directory.pool if self._config.share and self._directory else None
+        return KVEvents(pool, self._ours.groups, self._group_ids, self._hash_block_size)
 
     def _host_blocks(self, prefix: str) -> HostBlocks | None:
         """The arenas of this host; None where this engine does not share its own."""
@@ -314,7 +323,8 @@ class _Assembly:
         except BaseException:
             index.close()
             raise
-        pool.listing = SlotListing(index, prefix.encode())
+        changes = None if self._events is None else SlotChanges(index.num_slots)
+        pool.listing = SlotListing(index, prefix.encode(), changes)
         return HostBlocks(
             pool=pool,
             index=index,

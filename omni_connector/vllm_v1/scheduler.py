@@ -5,7 +5,8 @@ It decides, and the workers copy. Nothing here waits: lease requests are answere
 channel's thread, and the workers report copies with each step.
 """
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
@@ -27,7 +28,8 @@ from omni_connector.kv.ledger import CopyLedger
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.trace import Trace, now
 from omni_connector.vllm_v1.adapters import AdapterContents
-from omni_connector.vllm_v1.compat import hash_block_size, tells_failure
+from omni_connector.vllm_v1.compat import cache_hit_source, hash_block_size, tells_failure
+from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.metadata import OmniConnectorMetadata, OmniWorkerMetadata
 from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
 from omni_connector.vllm_v1.requests import (
@@ -42,6 +44,7 @@ from omni_connector.vllm_v1.surroundings import Surroundings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -101,6 +104,7 @@ class OmniScheduler:
         directory, sender: slots, and what hands them off; None on an engine that hands nothing off.
         receiver: loads hand-offs; None on an engine that loads none.
         shared: shares prefixes through a store, closed with this; None shares none.
+        events: of arena and store, for vLLM to publish; None where it publishes none.
         stats: where all of them count.
         trace: is told of the phases that requests go through, closed with this; None where nothing
             is traced.
@@ -121,6 +125,7 @@ class OmniScheduler:
         sender: HandoffSender | None,
         receiver: HandoffReceiver | None,
         shared: SharedPrefix | None,
+        events: KVEvents | None,
         stats: OmniStats,
         trace: Trace | None = None,
     ) -> None:
@@ -137,6 +142,7 @@ class OmniScheduler:
         self._control_ended = False
         self._receiver = receiver
         self._shared = shared
+        self._events = events
         self._stats = stats
         self._adapters = AdapterContents(self._clock, surroundings.start)
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
@@ -314,6 +320,14 @@ class OmniScheduler:
         if shared is not None:
             shared.allocated(request, blocks.get_block_ids, num_external if from_store else 0)
 
+    def hit_sources(self, request: "Request", tokens: int) -> dict[Any, int]:
+        """See `KVConnectorBase_V1`."""
+        read = {} if self._shared is None else self._shared.sources(request.request_id)
+        sources: Counter[Any] = Counter()
+        for counter, number in (read or {"tokens_loaded": tokens}).items():
+            sources[cache_hit_source(counter)] += number
+        return +sources
+
     def build_meta(self, scheduler_output: "SchedulerOutput") -> OmniConnectorMetadata:
         """This step's work for the workers."""
         meta = OmniConnectorMetadata()
@@ -367,12 +381,13 @@ class OmniScheduler:
                 )
                 recompute(request, self._manager)
 
-    def step_ended(self) -> None:
-        """vLLM has taken over what a step has computed."""
+    def step_ended(self) -> "Iterable[KVCacheEvent]":
+        """vLLM has taken over what a step has computed; returns the KV events since the last."""
         if self._receiver is not None:
             self._receiver.step_ended()
         if self._waiting and self._sender is not None:
             self._sender.admit()
+        return () if self._events is None else self._events.take()
 
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """The request is over, in whatever way; see `SupportsHMA`."""
