@@ -20,6 +20,7 @@ BENCHMARKS = (
     "eviction",
     "objects",
     "store",
+    "file_store",
     "transfer_engine",
     "handoff",
     "host_prefix",

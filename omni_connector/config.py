@@ -7,7 +7,7 @@ the configuration wins. An unknown key is an error that names the nearest known 
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -51,7 +51,7 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The store in which engines share the prefixes of prompts, a Mooncake Store.
+    """A store in which engines share the prefixes of prompts: a Mooncake Store.
 
     Attributes:
         master: `host:port` of its master.
@@ -78,14 +78,42 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"store.master must be host:port, not {self.master!r}")
         if not (math.isfinite(self.segment_gib * _GIB) and self.segment_gib >= 0):
             raise ConfigError(f"store.segment_gib must not be negative, {self.segment_gib!r}")
-        if not (math.isfinite(self.lookup_timeout_s) and self.lookup_timeout_s > 0):
-            raise ConfigError(
-                f"store.lookup_timeout_s must be a positive number, not {self.lookup_timeout_s!r}"
-            )
+        _check_positive("store.lookup_timeout_s", self.lookup_timeout_s)
 
     def segment_bytes(self) -> int:
         """Bytes lent by all ranks of this engine."""
         return int(self.segment_gib * _GIB)
+
+
+class FileStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """A store in which engines share the prefixes of prompts: the files of a folder.
+
+    Attributes:
+        path: the folder, absolute; it is made if it is missing, its parent is not.
+        gib: size that the files may have together; None takes a tenth of what the file system
+            would have free without them.
+        lookup_timeout_s: seconds that a request waits to hear what the store holds of its prompt.
+    """
+
+    path: str
+    gib: float | None = None
+    lookup_timeout_s: float = 0.25
+
+    def check(self) -> None:
+        """Raise ConfigError for a value that is out of range."""
+        if not os.path.isabs(self.path) or "\0" in self.path:
+            raise ConfigError(f"store.path must be an absolute path, not {_shown(self.path)}")
+        if self.gib is not None:
+            _check_positive("store.gib", self.gib)
+        _check_positive("store.lookup_timeout_s", self.lookup_timeout_s)
+
+    def size_bytes(self) -> int | None:
+        """Bytes that the files may have together; None where no size was set."""
+        return None if self.gib is None else int(self.gib * _GIB)
+
+    def segment_bytes(self) -> int:
+        """Bytes of memory lent to the store: none."""
+        return 0
 
 
 class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -125,7 +153,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         mooncake: how Mooncake is started; see `MooncakeSettings`.
         share: whether this engine keeps full blocks in its arena, and shares them with the engines
             of its user and namespace on this host.
-        store: where prefixes are shared with engines on any host; None shares none.
+        store: where prefixes are shared with engines on any host, a Mooncake Store (`master`) or a
+            folder of files (`path`); None shares none.
         trace: folder to which the engine writes what took how long; None writes nothing.
     """
 
@@ -146,7 +175,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     peers: tuple[str, ...] = ()
     mooncake: MooncakeSettings = MooncakeSettings()
     share: bool = False
-    store: StoreSettings | None = None
+    store: StoreSettings | FileStoreSettings | None = None
     trace: str | None = None
 
     @classmethod
@@ -190,8 +219,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def _check_ranges(self) -> None:
         for key in ("arena_gib", "handoff_ttl_s", "arena_wait_s", "load_timeout_s"):
             value = getattr(self, key)
-            if value is not None and not (math.isfinite(value * _GIB) and value > 0):
-                raise ConfigError(f"{key} must be a positive number, not {value!r}")
+            if value is not None:
+                _check_positive(key, value)
         if self.copy_threads is not None and not 1 <= self.copy_threads <= MAX_COPY_THREADS:
             raise ConfigError(
                 f"copy_threads must be between 1 and {MAX_COPY_THREADS}, not {self.copy_threads}"
@@ -200,9 +229,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ConfigError(
                 "huge_pages: 'hugetlb' needs arena_gib, at most what the reserved huge pages hold"
             )
-        timeout_s = self.mooncake.timeout_s
-        if not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise ConfigError(f"mooncake.timeout_s must be a positive number, not {timeout_s!r}")
+        _check_positive("mooncake.timeout_s", self.mooncake.timeout_s)
         if self.store is not None:
             self.store.check()
         if not self.namespace or not all(c.isalnum() or c in "-_." for c in self.namespace):
@@ -260,6 +287,11 @@ def read_settings(where: str, kind: type[_Settings], given: Mapping[Any, Any]) -
         raise ConfigError(f"{where}: {str(error).replace('`$', f'`{where}')}") from error
 
 
+def _check_positive(key: str, value: float) -> None:
+    if not (math.isfinite(value * _GIB) and value > 0):
+        raise ConfigError(f"{key} must be a positive number, not {value!r}")
+
+
 def _shown(value: object) -> str:
     try:
         text = repr(value)
@@ -271,7 +303,7 @@ def _shown(value: object) -> str:
 def _from_text(where: str, kind: Any, text: str) -> Any:
     if get_origin(kind) is tuple:
         return [item.strip() for item in text.split(",")] if text.strip() else []
-    if _struct(kind) is None and get_origin(kind) is not dict:
+    if not _structs(kind) and get_origin(kind) is not dict:
         return text
     try:
         return msgspec.json.decode(text)
@@ -279,21 +311,30 @@ def _from_text(where: str, kind: Any, text: str) -> Any:
         raise ConfigError(f"{where} must be a JSON object: {error}") from None
 
 
-def _struct(kind: Any) -> type[msgspec.Struct] | None:
-    """The struct that a key holds, or may hold."""
-    for part in (kind, *get_args(kind)):
-        if isinstance(part, type) and issubclass(part, msgspec.Struct):
-            return part
-    return None
+def _structs(kind: Any) -> list[type[msgspec.Struct]]:
+    """The structs that a key holds, or may hold."""
+    parts = (kind, *get_args(kind))
+    return [part for part in parts if isinstance(part, type) and issubclass(part, msgspec.Struct)]
+
+
+def _chosen(where: str, structs: list[type[msgspec.Struct]], keys: Iterable[Any]) -> type:
+    """The struct that has all of these keys."""
+    chosen = [each for each in structs if all(key in each.__struct_fields__ for key in keys)]
+    if chosen:
+        return chosen[0]
+    known = {name for each in structs for name in each.__struct_fields__}
+    for key in keys:
+        if key not in known:
+            raise ConfigError(f"{where}: {unknown('key', key, known)}")
+    sets = "; or ".join(", ".join(each.__struct_fields__) for each in structs)
+    raise ConfigError(f"{where}: {', '.join(keys)} do not go together. Known are {sets}")
 
 
 def _check(where: str, kind: Any, value: Any, *, strict: bool = True) -> Any:
-    struct = _struct(kind)
-    if struct is not None and isinstance(value, Mapping):
+    structs = _structs(kind)
+    if structs and isinstance(value, Mapping):
+        struct = _chosen(where, structs, value)
         known = get_type_hints(struct)
-        for key in value:
-            if key not in known:
-                raise ConfigError(f"{where}: {unknown('key', key, known)}")
         fields = {
             key: _check(f"{where}.{key}", known[key], part, strict=strict)
             for key, part in value.items()
@@ -302,6 +343,8 @@ def _check(where: str, kind: Any, value: Any, *, strict: bool = True) -> Any:
             return struct(**fields)
         except TypeError as error:  # a field without a default is missing
             raise ConfigError(f"{where}: {error}") from None
+    if len(structs) > 1:  # which msgspec has no word for
+        kind = structs[0] | None
     try:
         converted = msgspec.convert(value, kind, strict=strict)
         msgspec.msgpack.encode(converted)  # the environment can say what no message can
@@ -313,7 +356,7 @@ def _check(where: str, kind: Any, value: Any, *, strict: bool = True) -> Any:
 def _describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(repr(choice) for choice in get_args(kind))
-    if _struct(kind) is not None or get_origin(kind) is dict:
+    if _structs(kind) or get_origin(kind) is dict:
         return "an object"
     if get_origin(kind) is tuple:
         return f"a list, each item {_describe(get_args(kind)[0])}"

@@ -10,6 +10,12 @@ from omni_connector.errors import (
     StaleSlotError,
 )
 
+FAILURE: Final = "failure:"
+"""What the names of counted failures begin with, before their kind."""
+
+PEER: Final = "peer:"
+"""What the names of counted arenas of peers begin with, before transport and reason."""
+
 _KINDS: Final[dict[type[Exception], str]] = {
     StaleSlotError: "stale_slot",
     ChecksumError: "checksum_mismatch",

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OmniConfig`: where values come from, and what is refused in which words."""
 
+import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from omni_connector.config import OmniConfig, memory_limit_bytes
+from omni_connector.config import (
+    FileStoreSettings,
+    OmniConfig,
+    StoreSettings,
+    memory_limit_bytes,
+)
 from omni_connector.errors import ConfigError
 
 GIB = 1 << 30
@@ -223,6 +230,39 @@ def test_values_that_cannot_be_shown_or_encoded_are_refused_by_their_key() -> No
         OmniConfig.load({"arena_gib": 1e308}, {})
     with pytest.raises(ConfigError, match="segment_gib"):
         OmniConfig.load({"store": {"master": "a:1", "segment_gib": 1e308}}, {})
+
+
+def test_a_store_is_mooncakes_or_a_folder_by_its_keys() -> None:
+    mooncake, files = load({"store": {"master": "a:1"}}), load({"store": {"path": "/kv", "gib": 2}})
+    assert isinstance(mooncake.store, StoreSettings)
+    assert isinstance(files.store, FileStoreSettings)
+    assert files.store.size_bytes() == 2 * GIB
+    assert load({"store": {"path": "/kv"}}).store == FileStoreSettings(path="/kv")
+    environ = {"OMNI_CONNECTOR_STORE": '{"path": "/kv", "gib": 2}'}
+    assert OmniConfig.load({}, environ).store == files.store
+    assert load({"store": None}).store is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"pth": "/kv"}, "store: unknown key 'pth'; did you mean 'path'"),
+        ({"path": "/kv", "gb": 1}, "store: unknown key 'gb'; did you mean 'gib'"),
+        ({"master": "a:1", "path": "/kv"}, "store: master, path do not go together"),
+        ({"gib": 1}, "store: Missing required argument 'path'"),
+        ({}, "store: Missing required argument 'master'"),
+        ({"path": "kv"}, "store.path must be an absolute path, not 'kv'"),
+        ({"path": "/kv\0"}, "store.path must be an absolute path"),
+        ({"path": 3}, "store.path must be a string"),
+        ({"path": "/kv", "gib": 0}, "store.gib must be a positive number"),
+        ({"path": "/kv", "gib": math.nan}, "store.gib must be a positive number"),
+        ({"path": "/kv", "lookup_timeout_s": 0}, "store.lookup_timeout_s must be a positive"),
+        ("/kv", "store must be an object"),
+    ],
+)
+def test_a_store_that_makes_no_sense_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load({"store": given})
 
 
 def test_config_errors_are_value_errors() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Final, NamedTuple
 
-from omni_connector.config import OmniConfig, memory_limit_bytes
+from omni_connector.config import FileStoreSettings, OmniConfig, memory_limit_bytes
 from omni_connector.errors import OmniError
 from omni_connector.memory.arena import Arena, ArenaView
 from omni_connector.memory.arena_size import (
@@ -26,10 +26,13 @@ from omni_connector.memory.arena_size import (
 from omni_connector.memory.huge_pages import explain, pool
 from omni_connector.net.runtime import runtime_dir
 from omni_connector.plugin import CONNECTOR_NAME, require_supported_vllm, supported_range
+from omni_connector.stores.file_folder import BlockFolder
+from omni_connector.stores.file_store import FileBlockStore
 from omni_connector.transports.mooncake_lib import engine_module, wheel_name
 
 _GIB: Final = 1 << 30
 _IMPORT_S: Final = 180.0
+_STORE_S: Final = 10.0
 
 # This runs in a process of its own: a broken vLLM can end the process that imports it.
 _LOOK_FOR_PLUGIN: Final = """
@@ -163,6 +166,31 @@ def _mooncake() -> str:
     return "installed, with the system libraries that it needs"
 
 
+def _store() -> str:
+    settings = OmniConfig.load(None).store
+    if settings is None:
+        return "none; engines share no prefixes through a store"
+    if not isinstance(settings, FileStoreSettings):
+        return f"a Mooncake Store whose master is {settings.master}; it was not asked"
+    store = FileBlockStore(settings)
+    try:
+        key, row = f"doctor/{os.urandom(8).hex()}", store.buffer(1, 4096)
+        row[:] = 7
+        stored = store.put([key], row, [4096], timeout=_STORE_S)
+        row[:] = 0
+        there = all(stored) and all(store.get([key], row, [4096], timeout=_STORE_S))
+        store.discard([key], timeout=_STORE_S)
+        if not (there and (row == 7).all()):
+            kinds = ", ".join(store.failures) or "other bytes"
+            raise CheckFailedError(f"{settings.path} takes no blocks, or loses them ({kinds})")
+    finally:
+        store.close()
+    size = settings.size_bytes()
+    limit = "a tenth of what is free" if size is None else f"{size / _GIB:.1f} GiB"
+    free = BlockFolder(settings.path).free_bytes()
+    return f"files in {settings.path}, up to {limit}; {free / _GIB:.1f} GiB are free there"
+
+
 CHECKS: Final[tuple[tuple[str, Callable[[], str]], ...]] = (
     ("system", _python),
     ("vLLM", _vllm),
@@ -172,6 +200,7 @@ CHECKS: Final[tuple[tuple[str, Callable[[], str]], ...]] = (
     ("shared memory", _shared_memory),
     ("memory", _memory),
     ("huge pages", _huge_pages),
+    ("store", _store),
     ("Mooncake", _mooncake),
     ("vllm-router", _router),
 )

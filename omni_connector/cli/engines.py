@@ -160,7 +160,7 @@ def running(
         EngineError: one of them did not start.
     """
     router = Router(prefill.port, decode.port, logs / "router.log")
-    with _terminable():
+    with terminable():
         try:
             prefill.start()
             decode.start()
@@ -222,7 +222,8 @@ def _handled(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _terminable() -> contextlib.AbstractContextManager[None]:
+def terminable() -> contextlib.AbstractContextManager[None]:
+    """In this context SIGTERM ends the program as Ctrl-C does: by an exception."""
     return _handled({signal.SIGTERM: _exit, signal.SIGHUP: _exit})
 
 

@@ -26,6 +26,10 @@ _KEYGEN = """Make the key that the engines of a cluster share, for talking to ea
 hosts. Copy the file to every host, owned by the engine's user, with mode 600, and name it there as
 key_file in kv_connector_extra_config. A file that exists is not overwritten."""
 
+_TOP = """Show the engines of a namespace: their slots by state, where the KV of their prompts comes
+from, transfers, hand-offs and failures. It reads what engines of this user write into the runtime
+folder, and asks them nothing. Ctrl-C ends it."""
+
 
 def _cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -44,6 +48,13 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0.1 <= number <= 3600:
+        raise argparse.ArgumentTypeError(f"must be 0.1 to 3600 seconds, not {text}")
     return number
 
 
@@ -97,6 +108,23 @@ def parser() -> argparse.ArgumentParser:
         "keygen", help="a key for engines on several hosts", description=_KEYGEN
     )
     keygen.add_argument("path", type=Path, metavar="PATH", help="the file to make")
+    view = commands.add_parser("top", help="the engines, as they are now", description=_TOP)
+    view.add_argument(
+        "--namespace",
+        metavar="NAME",
+        help="of the engines (default: that of the environment, else default)",
+    )
+    view.add_argument("--once", action="store_true", help="print once, and end")
+    view.add_argument(
+        "--json", action="store_true", help="print a JSON document a line, instead of tables"
+    )
+    view.add_argument(
+        "--interval",
+        type=_seconds,
+        default=1.0,
+        metavar="S",
+        help="seconds between two looks (default: %(default)s)",
+    )
     return top
 
 
@@ -112,6 +140,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from omni_connector.cli.keygen import keygen
 
             return keygen(options.path)
+        if options.command == "top":
+            from omni_connector.cli.top import top
+
+            return top(
+                options.namespace,
+                once=options.once,
+                as_json=options.json,
+                interval=options.interval,
+            )
         require_supported_vllm()  # vLLM also brings `rich`, with which the demo prints
         from omni_connector.cli.demo import LENGTHS, demo
 

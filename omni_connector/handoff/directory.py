@@ -25,6 +25,7 @@ from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.ledger import Block
 from omni_connector.memory.slot_index import Ints, SlotKey
 from omni_connector.memory.slot_pool import NONE, SlotPool
+from omni_connector.net.status import Usage
 
 
 class LeaseState(Enum):
@@ -330,3 +331,7 @@ class SlotDirectory:
         """(slots held, slots cached, leases)."""
         with self._lock:
             return self.pool.num_held, self.pool.num_cached, len(self._leases)
+
+    def status(self) -> Usage:
+        """The same, and how many slots and open hand-offs there are."""
+        return Usage(self.num_slots, *self.usage(), len(self._handoffs))

@@ -27,6 +27,7 @@ class Upkeep:
         clock: seconds, monotonic.
         directory: whose leases it ends. None where nothing is handed off.
         valid: whether the directory's KV is of the engine's weights; it voids the directory if not.
+        tell: has the engine tell of itself in the folder; not called on the engine's thread.
 
     Attributes:
         channel: its thread calls `tick`.
@@ -39,11 +40,13 @@ class Upkeep:
         clock: Callable[[], float],
         directory: SlotDirectory | None = None,
         valid: Callable[[], bool] = lambda: True,
+        tell: Callable[[], object] = lambda: None,
     ) -> None:
         self._folder = folder
         self._clock = clock
         self._directory = directory
         self._valid = valid
+        self._tell = tell
         self.channel: ControlChannel | None = None
         self._next_sweep = clock() + _SWEEP_S
         self._next_expiry = clock()
@@ -61,6 +64,7 @@ class Upkeep:
         if self._clock() >= self._next_sweep:
             self._next_sweep = self._clock() + _SWEEP_S
             self.sweep()
+        self._tell()
 
     def ended(self) -> bool:
         """Whether the control channel has ended. Each step calls this: it then ends the leases."""

@@ -23,6 +23,8 @@ Ints = NDArray[np.int64]
 _SMALL: Final = 64
 """A batch of no more slots is joined by the next ones, as a batch of its own takes memory."""
 
+_LOWER_HALF: Final = (1 << 32) - 1
+
 
 @dataclass(slots=True, eq=False)
 class _Batch:
@@ -58,11 +60,10 @@ class EvictionOrder:
         self._last_stamp = 2
         self._again = np.zeros(num_slots, bool)
         self._hash: Ints = np.zeros(num_slots, np.int64)
-        # What was evicted: at a place that the low bits of a hash name, its high bits, and when it
-        # was. A later one takes the place of an earlier one.
+        # What was evicted, at places that the low bits of hashes name: the upper half of the hash,
+        # and the lower half of the number of evictions then. A later one replaces an earlier one.
         places = 1 << (4 * num_slots - 1).bit_length()
-        self._past = np.zeros(places, np.uint32)
-        self._past_evicted = np.zeros(places, np.uint32)
+        self._past: Ints = np.zeros(places, np.int64)
 
     def here(self, numbers: Ints) -> NDArray[np.bool_]:
         """Which of these slots are in the order."""
@@ -87,19 +88,17 @@ class EvictionOrder:
         They come as in the prompt: if one was used before, so were those that come first.
         """
         self._hash[numbers] = hashes
-        past = self.evicted_lately(hashes)
+        known = self.evicted_lately(hashes)
         # Without a block whose entry was overwritten, those after it would be of no use.
-        self._again[numbers] |= np.logical_or.accumulate(past[::-1])[::-1]
+        self._again[numbers] |= np.logical_or.accumulate(known[::-1])[::-1]
 
     def evicted_lately(self, hashes: Ints) -> NDArray[np.bool_]:
         """Whether content of these hashes was among the last that were evicted, as many as there
         are slots, as far as that is remembered."""
-        at = hashes & (len(self._past) - 1)
-        # The difference is modulo 2**32, and so are both counts.
-        since = np.uint32(self._evicted & 0xFFFFFFFF) - self._past_evicted[at]
-        lately: NDArray[np.bool_] = self._past[at] == _high_bits(hashes)
-        lately &= since <= self._num_slots
-        return lately
+        past = self._past[hashes & (len(self._past) - 1)]
+        since = (self._evicted - past) & _LOWER_HALF
+        known: NDArray[np.bool_] = ((past ^ hashes) >> 32 == 0) & (since <= self._num_slots)
+        return known
 
     def unused(self, numbers: Ints) -> None:
         """The content of these slots, which are not in the order, is no longer of use."""
@@ -138,9 +137,11 @@ class EvictionOrder:
 
     def remove(self, numbers: Ints) -> None:
         """Take these slots, all of them different and in the order, out of it."""
-        stamps, counts = np.unique(self._stamp[numbers], return_counts=True)
+        stamps = self._stamp[numbers]
         self._stamp[numbers] = 0
-        for stamp, count in zip(stamps.tolist(), counts.tolist(), strict=True):
+        at = np.flatnonzero(np.diff(stamps, prepend=-1))
+        counts = np.diff(at, append=len(stamps))
+        for stamp, count in zip(stamps[at].tolist(), counts.tolist(), strict=True):
             queue = self._batches[stamp % 2]
             batch = queue[stamp]
             batch.alive -= count
@@ -167,15 +168,10 @@ class EvictionOrder:
         self._stamp[numbers] = 0
         self._again[numbers] = False
         hashes = self._hash[numbers]
-        at = hashes & (len(self._past) - 1)
-        self._past[at] = _high_bits(hashes)
-        self._past_evicted[at] = self._evicted & 0xFFFFFFFF
+        self._past[hashes & (len(self._past) - 1)] = (hashes & ~_LOWER_HALF) | (
+            self._evicted & _LOWER_HALF
+        )
         return numbers
-
-
-def _high_bits(hashes: Ints) -> NDArray[np.uint32]:
-    high: NDArray[np.uint32] = (hashes >> 32).astype(np.uint32)
-    return high
 
 
 def _first_turn(queue: OrderedDict[int, _Batch]) -> int:

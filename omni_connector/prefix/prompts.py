@@ -61,6 +61,26 @@ class SharedPrompt:
             for here, there in zip(kept, stored, strict=True)
         ]
 
+    def key_prefix(self, engines: str) -> str:
+        """What its blocks' keys in a store begin with, where those of the engine begin so."""
+        return f"{engines}/{self.adapter}" if self.adapter else engines
+
+    def reach(self, groups: Sequence[GroupShape], unit: int, start: int, end: int) -> int:
+        """The token at which the longest prefix ends that can be completed from `start` on.
+
+        Args:
+            unit: prefixes end at multiples of so many tokens.
+            end: the token that it ends at or before.
+        """
+        pairs = list(zip(groups, self.held(), strict=True))
+        for shape, held in pairs:
+            if shape.attention_type == "all":
+                end = min(end, held.reach(start // shape.block_size) * shape.block_size)
+        for tokens in range(end // unit * unit, start, -unit):
+            if all(held.has(read_blocks(shape, start, tokens)) for shape, held in pairs):
+                return tokens
+        return start
+
 
 def shares(tokens: int, parts: Sequence[BlockSpans]) -> list[int]:
     """How many of the tokens that are loaded come with each of the parts."""

@@ -134,11 +134,8 @@ class SharedPrefix:
         prompt.hashes = [self._hashes(prompt, g, 0, None) for g in range(len(self._groups))]
         if self._lookups is not None and any(prompt.hashes):
             deadline = self._clock() + self._lookup_timeout
-            prompt.lookup = Lookup(self._keys_of(prompt), prompt.hashes, deadline)
+            prompt.lookup = Lookup(prompt.key_prefix(self._prefix), prompt.hashes, deadline)
             self._lookups.ask(prompt.lookup)
-
-    def _keys_of(self, prompt: SharedPrompt) -> str:
-        return f"{self._prefix}/{prompt.adapter}" if prompt.adapter else self._prefix
 
     def _hashes(self, prompt: SharedPrompt, group: int, first: int, end: int | None) -> list[bytes]:
         """Hashes of these blocks of a group, as far as they are known."""
@@ -164,7 +161,7 @@ class SharedPrefix:
         last = (request.num_tokens - 1) // self._unit * self._unit
         if self._host is not None and prompt.found is None:
             prompt.found = self._host.find([prompt.keys(each) for each in prompt.hashes])
-        reach = self._reach(prompt, num_computed, last)
+        reach = prompt.reach(self._groups, self._unit, num_computed, last)
         lookup = prompt.lookup
         if lookup is not None and lookup.held is None and reach < last:
             if self._clock() < lookup.deadline:
@@ -175,17 +172,6 @@ class SharedPrefix:
         prompt.offered = max(0, reach - num_computed)
         prompt.missed = not prompt.offered and num_computed < last and bool(prompt.lookup)
         return prompt.offered
-
-    def _reach(self, prompt: SharedPrompt, start: int, end: int) -> int:
-        """The token at which the longest prefix ends that can be completed from `start` on."""
-        pairs = list(zip(self._groups, prompt.held(), strict=True))
-        for shape, held in pairs:
-            if shape.attention_type == "all":
-                end = min(end, held.reach(start // shape.block_size) * shape.block_size)
-        for tokens in range(end // self._unit * self._unit, start, -self._unit):
-            if all(held.has(read_blocks(shape, start, tokens)) for shape, held in pairs):
-                return tokens
-        return start
 
     def offers(self, request_id: str) -> bool:
         """Whether tokens that vLLM now allocates blocks for are to be loaded by us."""
@@ -240,7 +226,7 @@ class SharedPrefix:
             store_load = StoreLoadSpec(
                 request_id=request_id,
                 blocks=BlockSpans.of([(each.first, each.block_ids.tolist()) for each in wanted]),
-                prefix=self._keys_of(prompt),
+                prefix=prompt.key_prefix(self._prefix),
                 hashes=[key for each in wanted for key in [b""] * each.begin + each.hashes],
                 timeout=self._load_timeout,
             )
@@ -353,7 +339,7 @@ class SharedPrefix:
             return
         self._num_held += number
         spec = StoreSaveSpec(
-            blocks=BlockSpans.of(groups), prefix=self._keys_of(prompt), hashes=hashes
+            blocks=BlockSpans.of(groups), prefix=prompt.key_prefix(self._prefix), hashes=hashes
         )
         job_id = self._ledger.start(spec.blocks, lambda failure: self._let_go(number), soon=_COPY_S)
         meta.saves[job_id] = spec

@@ -20,7 +20,6 @@ from omni_connector.copy_threads import CLOSE_S, CopyThread, Outcome, Work
 from omni_connector.errors import ChecksumError, OmniError
 from omni_connector.kv import BlockCopier, BlockCopy, SlotLayout
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.prefix.block_store import BlockStore
 from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.prefix.shared_blocks import (
     CORRUPT,
@@ -32,6 +31,7 @@ from omni_connector.prefix.shared_blocks import (
     verify,
 )
 from omni_connector.stats import Stats
+from omni_connector.stores.block_store import BlockStore
 from omni_connector.turns import WOKEN, StartTurns
 
 logger = logging.getLogger("vllm.omni_connector.store")
@@ -43,6 +43,7 @@ _STAGING_BUFFERS: Final = 8
 
 _PUT_S: Final = 5.0
 _GET_S: Final = 2.0
+_DISCARD_S: Final = 0.5
 # A copy that finds no staging buffer for so long is given up: the store is slower than the engine
 # computes.
 _STAGING_WAIT_S: Final = 1.0
@@ -255,8 +256,15 @@ class StoreJobs:
             raise _GoneError(f"{len(there) - sum(there)} of {len(there)} blocks did not come")
         yield True
         checksums = self._copier.load(batch.beside(rows, fence))
+        wrong: dict[str, ChecksumError] = {}
         for row, checksum, key in zip(rows, checksums.tolist(), keys, strict=True):
-            verify(row, size, checksum, key)
+            try:
+                verify(row, size, checksum, key)
+            except ChecksumError as error:
+                wrong[key] = error
+        if wrong:
+            self._store.discard(list(wrong), timeout=_DISCARD_S)
+            raise next(iter(wrong.values()))
 
     def _wipe(self, batches: "deque[_Batch]", fence: object) -> None:
         try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from omni_connector.objects.exchange import Exchange
     from omni_connector.objects.object_store import ObjectStore
     from omni_connector.objects.peer import Peer
-    from omni_connector.prefix.block_store import BlockStore
+    from omni_connector.stores.block_store import BlockStore
     from omni_connector.transports.base import ArenaTransport
     from omni_connector.transports.choice import Transports
     from omni_connector.vllm_v1.connector import OmniKVConnector

@@ -22,28 +22,31 @@ from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.server import ControlServer
 from omni_connector.handoff.upkeep import Upkeep
+from omni_connector.handoff.weights import WeightsEpoch
 from omni_connector.kv.ledger import CopyLedger
 from omni_connector.memory.arena_format import EPOCH_BYTES
 from omni_connector.memory.block_index import BlockIndex
-from omni_connector.memory.listing import SlotChanges, SlotListing
+from omni_connector.memory.slot_pool import SlotChanges, SlotListing
 from omni_connector.net.keys import load_key
 from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import loopback_key, runtime_dir, socket_path
-from omni_connector.prefix.block_store import BlockStore
+from omni_connector.net.status import EngineStatus, StatusReport, Usage
+from omni_connector.plugin import require_supported_vllm
 from omni_connector.prefix.host_blocks import HostBlocks, touch
 from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.neighbours import Household
 from omni_connector.prefix.shared_blocks import key_prefix, readers_id
 from omni_connector.prefix.shared_prefix import SharedPrefix
+from omni_connector.stores.block_store import BlockStore
 from omni_connector.trace import Trace
 from omni_connector.vllm_v1.compat import hash_block_size
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.identity import compatibility, hash_id
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
-from omni_connector.vllm_v1.metrics import OmniStats
-from omni_connector.vllm_v1.scheduler import OmniScheduler, WeightsEpoch
+from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
+from omni_connector.vllm_v1.scheduler import OmniScheduler
 from omni_connector.vllm_v1.specs import group_specs, transferred_groups
-from omni_connector.vllm_v1.surroundings import ArenaSizing, Surroundings
+from omni_connector.vllm_v1.surroundings import Surroundings, arena_sizing
 from omni_connector.vllm_v1.worker import OmniWorker
 
 if TYPE_CHECKING:
@@ -70,7 +73,7 @@ def make_worker(
     parallel = vllm_config.parallel_config
     assert transfer is not None
     rank = parallel.rank % parallel.tensor_parallel_size  # there is one pipeline stage
-    sizing = ArenaSizing.of(config, vllm_config, kv_cache_config)
+    sizing = arena_sizing(config, vllm_config, kv_cache_config)
     return OmniWorker(
         config=config,
         kv_cache_config=kv_cache_config,
@@ -149,7 +152,10 @@ class _Assembly:
         self._key = None if config.key_file is None else load_key(config.key_file)
         with_arena = _has_arena(config, vllm_config, kv_cache_config)
         self._directory = self._new_directory() if with_arena else None
-        self._upkeep = Upkeep(self._folder, self._clock, self._directory, self._weights.holds)
+        self._status = self._new_status()
+        self._upkeep = Upkeep(
+            self._folder, self._clock, self._directory, self._weights.holds, self._status.tick
+        )
         wanted = vllm_config.kv_events_config
         self._events = self._kv_events() if wanted and wanted.enable_kv_cache_events else None
 
@@ -164,6 +170,7 @@ class _Assembly:
             shared = self._shared_prefix()
         except BaseException:
             channel.close()
+            self._status.close()
             raise
         return OmniScheduler(
             self._vllm_config,
@@ -180,6 +187,7 @@ class _Assembly:
             shared=shared,
             events=self._events,
             stats=self._stats,
+            status=self._status,
             trace=self._trace,
         )
 
@@ -191,6 +199,23 @@ class _Assembly:
             self._clock,
             self._config.handoff_ttl_s,
             self._surroundings.randbytes,
+        )
+
+    def _new_status(self) -> StatusReport:
+        endpoints = [each[0] for each in self._arenas]
+        return StatusReport(
+            self._surroundings.status_file(self._folder),
+            EngineStatus(
+                engine_id=self._engine_id,
+                role=str(self._transfer.kv_role),
+                model=self._ours.model,
+                vllm=require_supported_vllm().version,
+                ranks=self._ours.ranks,
+                arena_bytes=sum(each.n_slots * each.slot_bytes for each in endpoints),
+                counts=dict.fromkeys(COUNTERS, 0),
+            ),
+            Usage if self._directory is None else self._directory.status,
+            self._clock,
         )
 
     def _server(self, directory: SlotDirectory) -> ControlServer:

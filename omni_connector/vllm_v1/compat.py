@@ -173,11 +173,17 @@ class ReportingStats(OmniStats):
         return self
 
 
-def carried_report(output: "KVConnectorOutput") -> OmniWorkerMetadata | None:
-    """The workers' report, if it came with the statistics, as with runners before 0.30."""
+def worker_stats(output: "KVConnectorOutput") -> OmniStats | None:
+    """What the workers have counted; None where they have counted nothing."""
     stats = output.kv_connector_stats
     if stats is not None and not isinstance(stats, OmniStats):
         stats = stats.data.get(CONNECTOR_NAME)  # MultiConnector's: its children's by name
+    return stats if isinstance(stats, OmniStats) else None
+
+
+def carried_report(output: "KVConnectorOutput") -> OmniWorkerMetadata | None:
+    """The workers' report, if it came with the statistics, as with runners before 0.30."""
+    stats = worker_stats(output)
     return stats.report if isinstance(stats, ReportingStats) else None
 
 

@@ -16,6 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from omni_connector.stats import FAILURE, PEER
+
 COUNTERS: Final = {
     "bytes_saved": "Bytes copied from KV blocks to slots.",
     "bytes_saved_early": "Bytes of them copied while the forward pass computed other layers.",
@@ -46,8 +48,6 @@ GAUGES: Final = {
     "slots_total": "Slots in the arena.",
     "leases": "Hand-offs leased to a peer.",
 }
-_FAILURE: Final = "failure:"
-_PEER: Final = "peer:"
 _SECONDS_BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5, 30]
 
 
@@ -74,11 +74,11 @@ class OmniStats(KVConnectorStats):
 
     def fail(self, kind: str, number: int = 1) -> None:
         """Count failures of this kind."""
-        self.count(_FAILURE + kind, number)
+        self.count(FAILURE + kind, number)
 
     def choose(self, transport: str, reason: str) -> None:
         """Count an arena of a peer that this transport reads."""
-        self.count(f"{_PEER}{transport}:{reason}")
+        self.count(f"{PEER}{transport}:{reason}")
 
     def time(self, name: str, seconds: float) -> None:
         """Record one of `SECONDS`."""
@@ -122,10 +122,10 @@ class OmniStats(KVConnectorStats):
         for name, values in self.data["seconds"].items():
             out[f"mean {name} ms"] = round(1e3 * sum(values) / len(values), 2)
         for name, number in counts.items():
-            if name.startswith(_FAILURE):
-                out[f"failed: {name.removeprefix(_FAILURE)}"] = number
-            elif name.startswith(_PEER):
-                out[f"peers by {name.removeprefix(_PEER).split(':')[0]}"] = number
+            if name.startswith(FAILURE):
+                out[f"failed: {name.removeprefix(FAILURE)}"] = number
+            elif name.startswith(PEER):
+                out[f"peers by {name.removeprefix(PEER).split(':')[0]}"] = number
         for name, value in self.data["gauges"].items():
             out[name.replace("_", " ")] = value
         return out
@@ -178,10 +178,10 @@ class OmniPromMetrics(KVConnectorPromMetrics):
         """Record what one engine reported."""
         values = self.per_engine_labelvalues[engine_idx]
         for name, amount in transfer_stats_data.get("counts", {}).items():
-            if name.startswith(_FAILURE):
-                self._failures.labels(*values, name.removeprefix(_FAILURE)).inc(amount)
-            elif name.startswith(_PEER):
-                self._peers.labels(*values, *name.removeprefix(_PEER).split(":")).inc(amount)
+            if name.startswith(FAILURE):
+                self._failures.labels(*values, name.removeprefix(FAILURE)).inc(amount)
+            elif name.startswith(PEER):
+                self._peers.labels(*values, *name.removeprefix(PEER).split(":")).inc(amount)
             else:
                 self._counters[name].labels(*values).inc(amount)
         for name, durations in transfer_stats_data.get("seconds", {}).items():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
 
+from omni_connector.handoff.adapters import AdapterContents
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
 from omni_connector.handoff.params import (
@@ -24,11 +25,17 @@ from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.upkeep import Upkeep
+from omni_connector.handoff.weights import WeightsEpoch
 from omni_connector.kv.ledger import CopyLedger
+from omni_connector.net.status import StatusReport
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.trace import Trace, now
-from omni_connector.vllm_v1.adapters import AdapterContents
-from omni_connector.vllm_v1.compat import cache_hit_source, hash_block_size, tells_failure
+from omni_connector.vllm_v1.compat import (
+    cache_hit_source,
+    hash_block_size,
+    tells_failure,
+    worker_stats,
+)
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.metadata import OmniConnectorMetadata, OmniWorkerMetadata
 from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
@@ -45,7 +52,6 @@ from omni_connector.vllm_v1.surroundings import Surroundings
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -55,38 +61,6 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.omni_connector.scheduler")
 
 _ASK_AGAIN: Final = (None, False)
-
-
-class WeightsEpoch:
-    """The epoch of the weights: as long as it lasts, KV that was computed means what it meant.
-
-    vLLM tells a connector of new weights at most by `reset_cache`, and not even that when the
-    prefix cache alone is reset. But whatever may change what KV means has to reset vLLM's own
-    prefix cache, and each reset that succeeds gives its block pool another table of hashes. So this
-    table is the mark of an epoch.
-
-    Args:
-        pool: vLLM's blocks.
-    """
-
-    def __init__(self, pool: "BlockPool") -> None:
-        self._pool = pool
-        self._table: object = pool.cached_block_hash_to_block
-        self._number = 0
-
-    @property
-    def number(self) -> int:
-        """The number of the epoch, as far as the engine's thread has noticed."""
-        return self._number
-
-    def holds(self) -> bool:
-        """Whether vLLM has reset nothing since `begin`. Any thread may ask."""
-        return self._pool.cached_block_hash_to_block is self._table
-
-    def begin(self) -> None:
-        """A new epoch begins, and all KV that was computed before is void."""
-        self._table = self._pool.cached_block_hash_to_block
-        self._number += 1
 
 
 class OmniScheduler:
@@ -106,6 +80,7 @@ class OmniScheduler:
         shared: shares prefixes through a store, closed with this; None shares none.
         events: of arena and store, for vLLM to publish; None where it publishes none.
         stats: where all of them count.
+        status: is told of the counts of both halves, closed with this.
         trace: is told of the phases that requests go through, closed with this; None where nothing
             is traced.
     """
@@ -127,6 +102,7 @@ class OmniScheduler:
         shared: SharedPrefix | None,
         events: KVEvents | None,
         stats: OmniStats,
+        status: StatusReport,
         trace: Trace | None = None,
     ) -> None:
         self._trace = trace
@@ -144,6 +120,7 @@ class OmniScheduler:
         self._shared = shared
         self._events = events
         self._stats = stats
+        self._status = status
         self._adapters = AdapterContents(self._clock, surroundings.start)
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
         self._fails_by_block = fails_by_block(kv_cache_config)
@@ -344,6 +321,8 @@ class OmniScheduler:
             scheduled = scheduler_output.num_scheduled_tokens
             self._shared.build(meta, scheduled, self._manager.get_block_ids)
         meta.cancel.extend(self._ledger.take_revoked())
+        for request in scheduler_output.scheduled_new_reqs:
+            self._status.prompt(len(request.prompt_token_ids or ()), request.num_computed_tokens)
         if self._trace is not None:
             for request_id in scheduler_output.num_scheduled_tokens:
                 self._trace.begin(request_id, "prefill", after="queued")
@@ -355,6 +334,8 @@ class OmniScheduler:
         if self._trace is not None:
             for request_id in output.finished_recving or ():
                 self._trace.begin(request_id, "scheduling", after="load")
+        if (counted := worker_stats(output)) is not None:
+            self._status.add(counted.data)
         report = output.kv_connector_worker_meta
         if not isinstance(report, OmniWorkerMetadata):
             return
@@ -438,6 +419,7 @@ class OmniScheduler:
             return None
         taken = OmniStats()
         taken.data, stats.data = stats.data, taken.data
+        self._status.add(taken.data)
         return taken
 
     def close(self) -> None:
@@ -446,5 +428,6 @@ class OmniScheduler:
         if self._shared is not None:
             self._shared.close()
         self._channel.close()
+        self._status.close()
         if self._trace is not None:
             self._trace.close()

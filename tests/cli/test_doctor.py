@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the doctor finds, and how it says so."""
 
+import errno
+import os
 import stat
 from pathlib import Path
 
@@ -32,7 +34,8 @@ def test_a_check_that_fails_stops_no_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["system", "settings", "runtime folder", "shared memory", "memory", "huge pages"]
+    "what",
+    ["system", "settings", "runtime folder", "shared memory", "memory", "huge pages", "store"],
 )
 def test_what_needs_no_vllm_is_in_order_here(what: str) -> None:
     finding = _find(what)
@@ -141,3 +144,34 @@ def test_the_exit_status_says_whether_all_is_in_order(
     out = capsys.readouterr().out
     assert "WRONG" in out
     assert "full [today]" in out
+
+
+def test_it_tries_the_folder_of_a_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    monkeypatch.setenv("OMNI_CONNECTOR_STORE", f'{{"path": "{folder}", "gib": 2}}')
+    finding = _find("store")
+    assert finding.ok, finding.text
+    assert f"files in {folder}, up to 2.0 GiB" in finding.text
+    assert not list(folder.rglob("*.kv"))
+    folder.chmod(0o777)
+    finding = _find("store")
+    assert not finding.ok
+    assert "others can write" in finding.text
+
+
+def test_a_store_whose_disk_is_full_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def write(*args: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("OMNI_CONNECTOR_STORE", f'{{"path": "{tmp_path / "kv"}"}}')
+    monkeypatch.setattr(os, "write", write)
+    finding = _find("store")
+    assert not finding.ok
+    assert "takes no blocks, or loses them (ENOSPC" in finding.text
+
+
+def test_a_mooncake_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNI_CONNECTOR_STORE", '{"master": "10.0.0.5:50051"}')
+    assert "master is 10.0.0.5:50051" in _find("store").text

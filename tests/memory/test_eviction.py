@@ -215,7 +215,7 @@ class PoolMachine(RuleBasedStateMachine):
         pool = self.pool
         held = {slot for each in self.prompts for slot in (*each.slots, *each.filling)}
         cached = set(np.flatnonzero(pool._order.here(np.arange(self.SLOTS))).tolist())
-        free = set(np.flatnonzero(pool._free).tolist())
+        free = set(pool._free[: pool._num_free].tolist())
         assert not held & (cached | free)
         assert not cached & free
         assert (len(held), len(cached), len(free)) == (

@@ -175,9 +175,7 @@ def test_vllms_publisher_brings_them_to_a_subscriber(sharer):  # noqa: F811
         subscriber.bind(endpoint)
         subscriber.subscribe("")
         engine = sharer(
-            events=KVEventsConfig(
-                enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint
-            )
+            events=KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
         )
 
         def receive(seconds):

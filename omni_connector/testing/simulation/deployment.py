@@ -15,6 +15,7 @@ from omni_connector.testing.simulation.surroundings.memory import (
     SimulatedStore,
     SimulatedTransport,
     TroubledShelf,
+    UnwrittenFile,
 )
 from omni_connector.testing.simulation.surroundings.wires import (
     STRANGER,
@@ -132,6 +133,7 @@ class Deployment:
             transports=transports,
             block_store=lambda settings, lends: SimulatedStore(self.shelf, model),
             copier=copier,
+            status_file=functools.partial(UnwrittenFile, world),
             prefault=False,
         )
 

@@ -263,8 +263,8 @@ OWN: Final = (
         "bytes that changed in the store are served",
         (
             "omni_connector.prefix.store_jobs",
-            "            verify(row, size, checksum, key)\n",
-            "            pass\n",
+            "                verify(row, size, checksum, key)\n",
+            "                pass\n",
         ),
     ),
     mutant(

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arenas of peers and the shared store in a simulation: real memory, and what can go wrong."""
+"""Arenas of peers and the shared store in a simulation: real memory, and what can go wrong. And the
+file for `omni-connector top`, which stays unwritten."""
 
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +13,8 @@ from numpy.typing import NDArray
 from omni_connector.errors import PeerUnreachableError, ProtocolError
 from omni_connector.memory.arena import Arena, ArenaView
 from omni_connector.memory.arena_format import SlotHeader
-from omni_connector.prefix.block_store import BlockStore
+from omni_connector.net.status import StatusFile
+from omni_connector.stores.block_store import BlockStore
 from omni_connector.testing.simulation.surroundings.world import World
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
 
@@ -238,9 +241,30 @@ class SimulatedStore(BlockStore):
                 row[:length] = np.frombuffer(entry, np.uint8)
         return found
 
+    def discard(self, keys: Sequence[str], *, timeout: float) -> None:
+        if self._shelf.answers(timeout):
+            for key in keys:
+                self._shelf.entries.pop(self._model + key, None)
+
     @property
     def failures(self) -> Mapping[str, int]:
         return Counter()
 
     def close(self) -> None:
         """Nothing to let go of."""
+
+
+class UnwrittenFile(StatusFile):
+    """Sees that no thread writes to it that may not wait for a disk, and writes nothing."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self._world = world
+
+    def write(self, text: bytes) -> None:
+        self._world.forbid_engine("the status file")
+
+    def sweep(self) -> None:
+        self._world.forbid_engine("the status file")
+
+    def close(self) -> None:
+        """There is none."""

@@ -172,6 +172,11 @@ class World:
         if self.acting and (self.acting[-1].on_engine_thread or self.acting[-1].is_shared):
             raise Violation("engine_waits", f"{self.acting[-1].name} calls {what}")
 
+    def forbid_engine(self, what: str) -> None:
+        """Something is called that no engine's thread may wait for."""
+        if self.acting and self.acting[-1].on_engine_thread:
+            raise Violation("engine_waits", f"{self.acting[-1].name} calls {what}")
+
     def _act(self, deadline: float, *, threads_only: bool = False) -> bool:
         now, stopped = self.now, self.stopped
         ready = [

@@ -5,6 +5,7 @@ A failure of the network raises no exception here: an entry that does not arrive
 missing. What lies under a key is not checked here: entries carry a check of key and bytes.
 """
 
+import contextlib
 import itertools
 import threading
 import time
@@ -70,6 +71,13 @@ class BlockStore(ABC):
         Returns:
             For each key whether exactly as many bytes arrived as asked for. If not, the row has any
             content. No row changes after this has returned.
+        """
+
+    @abstractmethod
+    def discard(self, keys: Sequence[str], *, timeout: float) -> None:
+        """Remove entries that hold wrong bytes, so that they can be put again, as far as it works.
+
+        It ends within `timeout` seconds, whatever it has done by then.
         """
 
     @property
@@ -141,7 +149,7 @@ class MooncakeBlockStore(BlockStore):
         return [code == 1 for code in codes]
 
     def buffer(self, rows: int, row_bytes: int) -> Rows:
-        stride = _in_pages(row_bytes)
+        stride = in_pages(row_bytes)
         memory = pages(rows * stride)
         self._client.register(memory)
         with self._lock:
@@ -158,6 +166,13 @@ class MooncakeBlockStore(BlockStore):
     ) -> list[bool]:
         return self._in_parts(self._get, keys, rows, lengths, timeout)
 
+    def discard(self, keys: Sequence[str], *, timeout: float) -> None:
+        wrong = list(keys)
+        with contextlib.suppress(OmniError):
+            self._client.call(
+                lambda store: store.batch_remove(wrong, True), time.monotonic() + timeout
+            )
+
     def close(self) -> None:
         with self._lock:
             closed, self._closed = self._closed, True
@@ -171,7 +186,7 @@ class MooncakeBlockStore(BlockStore):
     def _in_parts(
         self, move: _Move, keys: Sequence[str], rows: Rows, lengths: Sequence[int], timeout: float
     ) -> list[bool]:
-        _check(keys, rows, lengths)
+        check_rows(keys, rows, lengths)
         deadline = time.monotonic() + timeout
         done: list[bool] = []
         try:
@@ -191,7 +206,7 @@ class MooncakeBlockStore(BlockStore):
         return [code == OK for code in codes]
 
     def _get(self, keys: list[str], rows: Rows, sizes: list[int], deadline: float) -> list[bool]:
-        *offsets, total = itertools.accumulate(map(_in_pages, sizes), initial=0)
+        *offsets, total = itertools.accumulate(map(in_pages, sizes), initial=0)
         memory = self._staging.take(self._buffer_for(total))
         places = addresses(memory, offsets)
         # They arrive in a staging buffer, to which a call that was given up may still write.
@@ -233,7 +248,8 @@ def _parts(lengths: Sequence[int]) -> Iterator[slice]:
         yield slice(start, len(lengths))
 
 
-def _check(keys: Sequence[str], rows: Rows, lengths: Sequence[int]) -> None:
+def check_rows(keys: Sequence[str], rows: Rows, lengths: Sequence[int]) -> None:
+    """Raise ValueError where the arguments of `BlockStore.put` or `get` do not go together."""
     if rows.dtype != np.uint8 or rows.ndim != 2 or not len(rows) == len(keys) == len(lengths):
         raise ValueError(
             f"{len(keys)} keys and {len(lengths)} lengths for rows of {rows.dtype}{rows.shape}"
@@ -246,5 +262,6 @@ def _kind(error: OmniError) -> str:
     return "unreachable" if isinstance(error, PeerUnreachableError) else "refused"
 
 
-def _in_pages(nbytes: int) -> int:
+def in_pages(nbytes: int) -> int:
+    """The bytes of the whole pages that so many bytes take."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

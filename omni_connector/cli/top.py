@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`omni-connector top`: the engines of a namespace, as they are now.
+
+It reads the files in which engines of this user tell of themselves (`omni_connector.net.status`),
+and asks no engine anything. Rates come from two writings of the same engine.
+"""
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, Self
+
+import msgspec
+
+from omni_connector.cli.engines import terminable
+from omni_connector.config import OmniConfig
+from omni_connector.errors import ConfigError
+from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE, runtime_dir, runtime_root
+from omni_connector.net.status import SIGN_OF_LIFE_S, EngineStatus, Usage, plain, read
+
+FORMAT: Final = 1
+"""Of the JSON document; it grows when a field goes or changes its meaning."""
+
+SILENT_S: Final = 3 * SIGN_OF_LIFE_S
+"""A living process that has written nothing for so long is silent: it is stopped, or its control
+channel has ended."""
+
+_STILL_S: Final = 2.5  # an engine of which something changes has written by then
+_OTHERS: Final = 20
+
+_LOADED: Final = {
+    "arena": "tokens_kept",
+    "host": "tokens_from_host",
+    "peer": "tokens_loaded",
+    "store": "tokens_shared",
+}
+
+Rates = Mapping[str, float]
+
+
+def hit_rates(engines: Iterable[EngineStatus]) -> dict[str, float | None]:
+    """Which part of the prompts' tokens was not computed, by where their KV came from: the
+    engine's `own` cache in vLLM, its `arena`, other engines of the `host`, a hand-off of a `peer`,
+    the shared `store`. None where there was no prompt yet."""
+    engines = list(engines)
+    tokens = sum(each.prompt_tokens for each in engines)
+    loaded = {
+        source: sum(each.counts.get(name, 0) for each in engines)
+        for source, name in _LOADED.items()
+    }
+    # What is loaded is counted a little before its prompt is.
+    own = max(0, sum(each.cached_tokens for each in engines) - sum(loaded.values()))
+    return {
+        name: min(1.0, part / tokens) if tokens else None
+        for name, part in {"own": own, **loaded}.items()
+    }
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the engines of a namespace have said by some moment.
+
+    Attributes:
+        namespace, folder: that were read.
+        time: seconds of Unix time.
+        engines: those that live, by engine id.
+        remarks: why a file was skipped.
+    """
+
+    namespace: str
+    folder: Path
+    time: float
+    engines: list[EngineStatus] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    @classmethod
+    def take(cls, namespace: str) -> Self:
+        """Read the files.
+
+        Raises:
+            ConfigError: the runtime folder is unsafe, or cannot be made.
+        """
+        folder = runtime_dir(namespace)
+        try:
+            engines, remarks = read(folder)
+        except OSError as error:
+            engines, remarks = [], [plain(f"{folder} cannot be read: {error}")]
+        engines.sort(key=lambda each: (each.engine_id, each.started))
+        return cls(namespace, folder, time.time(), engines, remarks)
+
+    def state(self, engine: EngineStatus) -> str:
+        """`live`, or `silent`; see `SILENT_S`."""
+        return "silent" if self.time - engine.written > SILENT_S else "live"
+
+    def total(self) -> EngineStatus:
+        """All engines together, as if they were one."""
+        counts: Counter[str] = Counter()
+        failures: Counter[str] = Counter()
+        for each in self.engines:
+            counts.update(each.counts)
+            failures.update(each.failures)
+        return EngineStatus(
+            engine_id="total",
+            role="",
+            model="",
+            pid=0,
+            ranks=sum(each.ranks for each in self.engines),
+            arena_bytes=sum(each.arena_bytes for each in self.engines),
+            started=min((each.started for each in self.engines), default=0.0),
+            usage=Usage(
+                *(
+                    sum(getattr(each.usage, name) for each in self.engines)
+                    for name in Usage.__struct_fields__
+                )
+            ),
+            prompt_tokens=sum(each.prompt_tokens for each in self.engines),
+            cached_tokens=sum(each.cached_tokens for each in self.engines),
+            counts=dict(counts),
+            failures=dict(failures),
+        )
+
+
+class History:
+    """The last two writings of each engine, and the rates between them."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, float, int], tuple[EngineStatus | None, EngineStatus]] = {}
+
+    def add(self, reading: Reading) -> None:
+        """Take a reading; engines that are not in it are forgotten."""
+        last = {}
+        for engine in reading.engines:
+            key = engine.engine_id, engine.started, engine.pid
+            older, newer = self._last.get(key, (None, engine))
+            if engine.written > newer.written:
+                older, newer = newer, engine
+            last[key] = older, newer
+        self._last = last
+
+    def rates(self, engine: EngineStatus, now: float) -> Rates | None:
+        """By how much each count, and `failures` in all, has grown a second lately; None where an
+        engine has written only once."""
+        key = engine.engine_id, engine.started, engine.pid
+        older, newer = self._last.get(key, (None, engine))
+        if older is None:
+            return None
+        grown = {
+            **{name: number - older.counts.get(name, 0) for name, number in newer.counts.items()},
+            "failures": sum(newer.failures.values()) - sum(older.failures.values()),
+        }
+        seconds = newer.written - older.written
+        still = now - newer.written > _STILL_S
+        return {name: 0.0 if still else max(0, more) / seconds for name, more in grown.items()}
+
+    def total(self, reading: Reading) -> Rates | None:
+        """The rates of all engines together; None where none has any."""
+        each = [self.rates(engine, reading.time) for engine in reading.engines]
+        known = [rates for rates in each if rates is not None]
+        names = {name for rates in known for name in rates}
+        return {name: sum(r.get(name, 0.0) for r in known) for name in names} if known else None
+
+
+def document(reading: Reading, history: History) -> dict[str, Any]:
+    """What `--json` prints; docs/operations.md says what the fields mean."""
+
+    def told(engine: EngineStatus, rates: Rates | None) -> dict[str, Any]:
+        whole = msgspec.to_builtins(engine)
+        del whole["format"]
+        whole["usage"]["slots_free"] = engine.usage.slots_free
+        return {**whole, "hit_rates": hit_rates([engine]), "rates": rates}
+
+    total = told(reading.total(), history.total(reading))
+    return {
+        "format": FORMAT,
+        "time": reading.time,
+        "namespace": reading.namespace,
+        "folder": str(reading.folder),
+        "engines": [
+            {**told(engine, history.rates(engine, reading.time)), "state": reading.state(engine)}
+            for engine in reading.engines
+        ],
+        "total": {
+            **{
+                name: total[name]
+                for name in (
+                    *("arena_bytes", "usage", "prompt_tokens", "cached_tokens"),
+                    *("counts", "failures", "rates"),
+                )
+            },
+            "hit_rates": hit_rates(reading.engines),
+        },
+        "remarks": reading.remarks,
+    }
+
+
+def nobody(reading: Reading) -> str:
+    """What to do where no engine was found."""
+    others: list[str] = []
+    root = runtime_root()
+    for name in sorted(os.listdir(root)):
+        if (root / name).is_dir() and root / name != reading.folder and len(others) < _OTHERS:
+            try:
+                if read(root / name)[0]:
+                    others.append(plain(name))
+            except OSError:  # it is gone
+                continue
+    found = f" There are engines in {', '.join(others)}." if others else ""
+    return (
+        f"No engine of namespace {plain(reading.namespace)} shows itself in "
+        f"{plain(str(reading.folder))}.{found} An engine does once it has started with "
+        f"OmniKVConnector. Give its namespace with --namespace; {RUNTIME_DIR_VARIABLE} and "
+        "XDG_RUNTIME_DIR must be here as they are there."
+    )
+
+
+def top(namespace: str | None, *, once: bool, as_json: bool, interval: float) -> int:
+    """Show the engines of a namespace until Ctrl-C; return the exit status.
+
+    Args:
+        namespace: None takes that of the environment.
+        once: only as they are now; also where there is no terminal.
+        as_json: a JSON document a line, instead of tables.
+        interval: seconds between two looks.
+
+    Raises:
+        ConfigError: the runtime folder is unsafe, or rich is missing.
+    """
+    name = OmniConfig.load(None).namespace if namespace is None else namespace
+    history = History()
+
+    def look() -> Reading:
+        reading = Reading.take(name)
+        history.add(reading)
+        return reading
+
+    try:
+        with terminable():
+            if as_json:
+                _print_json(look, history, once, interval)
+            else:
+                if find_spec("rich") is None:
+                    raise ConfigError("top needs rich: pip install 'omni-connector[cli]'")
+                from omni_connector.cli.top_view import show
+
+                show(look, history, once, interval)
+    except KeyboardInterrupt:  # how one leaves
+        return 0
+    except BrokenPipeError:  # whoever reads has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _print_json(look: Callable[[], Reading], history: History, once: bool, interval: float) -> None:
+    while True:
+        print(json.dumps(document(look(), history)), flush=True)  # in ASCII, whatever it says
+        if once:
+            return
+        time.sleep(interval)

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines say of themselves in the runtime folder, for `omni-connector top`.
+
+An engine keeps one small file there, in JSON, which it replaces as a whole. As long as the engine
+lives, it holds a lock on its file, which the kernel drops with the process: a file that others can
+lock is a dead engine's, and whoever finds it removes it. Nobody waits for such a lock.
+
+A reader trusts no file: it reads a bounded number of them and of bytes, checks every type, and
+takes all that no terminal should get out of the texts.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import stat
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from omni_connector import __version__
+from omni_connector.net.forks import forget_in_child
+from omni_connector.stats import FAILURE, PEER
+
+logger = logging.getLogger("vllm.omni_connector.status")
+
+FORMAT: Final = 1
+MAX_BYTES: Final = 1 << 20
+MAX_FILES: Final = 1024
+
+WRITE_S: Final = 0.75
+"""So many seconds at least lie between two writes: the control channel ticks twice a second, and
+every second tick may write."""
+
+SIGN_OF_LIFE_S: Final = 5.0
+"""An engine of which nothing changes writes after so many seconds."""
+
+_SWEEP_S: Final = 10.0
+_NAME: Final = re.compile(r"\.?[0-9a-f]{16}\.status")
+_LOOKS: Final = 3
+
+_Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_Amount = Annotated[float, Meta(ge=0, le=1e12)]
+_Text = Annotated[str, Meta(max_length=512)]
+_Counts = Annotated[dict[_Text, _Count], Meta(max_length=1024)]
+
+
+class Durations(Struct, frozen=True):
+    """How often something was timed, and the sum of the seconds that it took."""
+
+    count: _Count = 0
+    sum: _Amount = 0.0
+
+
+class Usage(Struct, frozen=True):
+    """An arena and its hand-offs at one moment; all zeros on an engine that hands nothing off.
+
+    Attributes:
+        slots_total: slots of each rank's arena.
+        slots_in_use: of them, held by hand-offs or being written.
+        slots_cached: of them, kept for reuse, and held by nobody.
+        leases: hand-offs leased to a peer, each lease counted.
+        handoffs_open: hand-offs that have not ended, those of running prefills included.
+    """
+
+    slots_total: _Count = 0
+    slots_in_use: _Count = 0
+    slots_cached: _Count = 0
+    leases: _Count = 0
+    handoffs_open: _Count = 0
+
+    @property
+    def slots_free(self) -> int:
+        """Slots that hold nothing."""
+        return max(0, self.slots_total - self.slots_in_use - self.slots_cached)
+
+
+class EngineStatus(Struct, frozen=True, kw_only=True):
+    """What one engine says of itself. Counts are since its start, of all its ranks.
+
+    Attributes:
+        format: of this file; a reader skips others.
+        engine_id: by which peers know it.
+        role: its `kv_role`.
+        model: what peers compare to know that they run the same weights.
+        pid: of the process of its scheduler half, as that process sees it.
+        vllm, omni_connector: their versions.
+        ranks: its tensor-parallel size.
+        arena_bytes: of the arenas of all ranks; 0 where it hands nothing off.
+        started, written: seconds of Unix time.
+        usage: as it is now.
+        prompt_tokens: of all prompts that it has begun to compute.
+        cached_tokens: of them, those whose KV it did not compute, wherever that came from.
+        counts: by the names of the metrics.
+        failures: by kind.
+        peers: arenas of peers that it reads, by `transport:reason`.
+        seconds: by the names of the metrics.
+    """
+
+    format: int = FORMAT
+    engine_id: _Text
+    role: _Text
+    model: _Text
+    pid: _Count = 0
+    vllm: _Text = ""
+    omni_connector: _Text = ""
+    ranks: _Count = 1
+    arena_bytes: _Count = 0
+    started: _Amount = 0.0
+    written: _Amount = 0.0
+    usage: Usage = Usage()
+    prompt_tokens: _Count = 0
+    cached_tokens: _Count = 0
+    counts: _Counts = {}
+    failures: _Counts = {}
+    peers: _Counts = {}
+    seconds: Annotated[dict[_Text, Durations], Meta(max_length=1024)] = {}
+
+
+_decoder = msgspec.json.Decoder(EngineStatus)
+
+
+def plain(text: str) -> str:
+    """A text without what steers a terminal or cannot be seen, each such character as `?`."""
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+class StatusFile:
+    """The file of one engine. It appears with the first `write`.
+
+    A name is never used again, so that a file that was found dead stays dead.
+
+    Args:
+        folder: a runtime folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / f"{os.urandom(8).hex()}.status"
+        self._process = os.getpid()
+        self._locked: int | None = None
+        # The lock would live as long as a process that was forked.
+        forget_in_child(self, StatusFile._let_go)
+
+    def write(self, text: bytes) -> None:
+        """Replace the content.
+
+        Raises:
+            OSError: it could not be written; then the former content stands, if it still can.
+        """
+        hidden = self._path.with_name(f".{self._path.name}")
+        fd = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.write(fd, text) < len(text):
+                raise OSError("it was not written whole")
+            os.rename(hidden, self._path)
+        except BaseException:
+            os.close(fd)
+            hidden.unlink(missing_ok=True)
+            raise
+        self._let_go()
+        self._locked = fd
+
+    def sweep(self) -> None:
+        """Remove the files of dead engines in the same folder."""
+        sweep(self._path.parent)
+
+    def close(self) -> None:
+        """Remove the file. Idempotent."""
+        if os.getpid() == self._process:  # else it belongs to the parent process
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        fd, self._locked = self._locked, None
+        if fd is not None:
+            os.close(fd)
+
+
+class StatusReport:
+    """Keeps the file of an engine up to date.
+
+    `add`, `prompt` and `close` are for the engine's thread, `tick` for the control channel's. The
+    lock between them is held by nobody who reads or writes a file.
+
+    Args:
+        file: of the engine.
+        engine: what does not change, without what this process knows by itself. Its `counts` have
+            the names that are told also at 0.
+        usage: what the arena holds now.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        file: StatusFile,
+        engine: EngineStatus,
+        usage: Callable[[], Usage],
+        clock: Callable[[], float],
+    ) -> None:
+        self._file = file
+        self._engine = msgspec.structs.replace(
+            engine,
+            engine_id=plain(engine.engine_id)[:512],
+            model=plain(engine.model)[:512],
+            pid=os.getpid(),
+            omni_connector=__version__,
+            started=time.time(),
+        )
+        self._usage = usage
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._prompt_tokens = self._cached_tokens = 0
+        self._counts = Counter(engine.counts)
+        self._failures: Counter[str] = Counter()
+        self._peers: Counter[str] = Counter()
+        self._seconds: dict[str, Durations] = {}
+        self._told: EngineStatus | None = None
+        self._told_at = self._swept_at = -SIGN_OF_LIFE_S - _SWEEP_S
+        self._warned = self._closed = False
+
+    def add(self, data: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add what was counted: `counts` and `seconds`, as the metrics have them."""
+        with self._lock:
+            for name, amount in data.get("counts", {}).items():
+                if name.startswith(FAILURE):
+                    self._failures[name.removeprefix(FAILURE)] += amount
+                elif name.startswith(PEER):
+                    self._peers[name.removeprefix(PEER)] += amount
+                else:
+                    self._counts[name] += amount
+            for name, values in data.get("seconds", {}).items():
+                known = self._seconds.get(name, Durations())
+                self._seconds[name] = Durations(known.count + len(values), known.sum + sum(values))
+
+    def prompt(self, tokens: int, cached: int) -> None:
+        """A prompt of so many tokens begins to be computed; KV of `cached` of them is there."""
+        with self._lock:
+            self._prompt_tokens += tokens
+            self._cached_tokens += min(tokens, cached)
+
+    def tick(self) -> None:
+        """Write what has changed, if the last time is long enough ago. Raises nothing."""
+        now = self._clock()
+        if self._closed or now < self._told_at + WRITE_S:
+            return
+        status = self._status()
+        try:
+            if now >= self._swept_at + _SWEEP_S:
+                self._swept_at = now
+                self._file.sweep()
+            if status == self._told and now < self._told_at + SIGN_OF_LIFE_S:
+                return
+            self._told_at = now
+            written = msgspec.structs.replace(status, written=time.time())
+            self._file.write(msgspec.json.encode(written))
+            self._told, self._warned = status, False
+        except (OSError, UnicodeError) as error:
+            if not self._warned:
+                logger.warning("`omni-connector top` does not show this engine: %s", error)
+            self._warned = True
+
+    def close(self) -> None:
+        """Remove the file. Idempotent."""
+        self._closed = True
+        self._file.close()
+
+    def _status(self) -> EngineStatus:
+        usage = self._usage()
+        with self._lock:
+            return msgspec.structs.replace(
+                self._engine,
+                usage=usage,
+                prompt_tokens=self._prompt_tokens,
+                cached_tokens=self._cached_tokens,
+                counts=dict(self._counts),
+                failures=dict(self._failures),
+                peers=dict(self._peers),
+                seconds=dict(self._seconds),
+            )
+
+
+def read(folder: Path) -> tuple[list[EngineStatus], list[str]]:
+    """What the living engines of a runtime folder say, and a remark on each file that says nothing
+    sensible. Files of dead engines are removed.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    found: list[EngineStatus] = []
+    remarks: list[str] = []
+    for name in _names(folder):
+        try:
+            fd = _of_living(folder / name)
+            if fd is None or name.startswith("."):
+                if fd is not None:
+                    os.close(fd)
+                continue
+            with open(fd, "rb") as file:
+                found.append(_decoded(file.read(MAX_BYTES + 1)))
+        except (OSError, ValueError, RecursionError) as error:  # msgspec's own are ValueErrors
+            remarks.append(plain(f"{name} was skipped: {error}"))
+    return found, remarks
+
+
+def sweep(folder: Path) -> None:
+    """Remove the files of dead engines.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    for name in _names(folder):
+        with contextlib.suppress(OSError):
+            fd = _of_living(folder / name)
+            if fd is not None:
+                os.close(fd)
+
+
+def _names(folder: Path) -> Iterator[str]:
+    names = sorted(name for name in os.listdir(folder) if _NAME.fullmatch(name))
+    yield from names[:MAX_FILES]
+
+
+def _of_living(path: Path) -> int | None:
+    """A descriptor of a file whose engine lives; None where there is none any more."""
+    for _ in range(_LOOKS):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                raise OSError("it is no file of this user")
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            replaced = os.fstat(fd).st_nlink == 0  # its engine has written since we opened it
+        except BlockingIOError:
+            return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        if not replaced:
+            path.unlink(missing_ok=True)
+            return None
+    raise OSError("it is replaced all the time")
+
+
+def _decoded(text: bytes) -> EngineStatus:
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES} bytes")
+    status = _decoder.decode(text)
+    if status.format != FORMAT:
+        raise ValueError(f"its format is {status.format}, and this version reads {FORMAT}")
+    return msgspec.structs.replace(
+        status,
+        **{
+            name: plain(getattr(status, name))
+            for name in ("engine_id", "role", "model", "vllm", "omni_connector")
+        },
+        **{
+            name: {plain(key): value for key, value in getattr(status, name).items()}
+            for name in ("counts", "failures", "peers", "seconds")
+        },
+    )

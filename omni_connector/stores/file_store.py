@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`FileBlockStore`: KV blocks as files of a folder, on a disk or on a network file system.
+
+Files are read and written through the kernel's page cache. A disk or a server that hangs cannot be
+told to stop: so every call is made on a thread that the caller stops waiting for at its timeout,
+and that changes no row from then on.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Final
+
+import numpy as np
+
+from omni_connector.bounded import CallThreads
+from omni_connector.config import FileStoreSettings
+from omni_connector.errors import ConfigError, TransportError
+from omni_connector.memory.pool import pages
+from omni_connector.stores.block_store import BlockStore, Rows, check_rows, in_pages
+from omni_connector.stores.file_folder import BlockFolder
+from omni_connector.stores.file_sweep import Sweeper
+from omni_connector.turns import StartTurns, Turns, TurnThread
+
+logger = logging.getLogger("vllm.omni_connector.store")
+
+CLOSE_S: Final = 5.0
+
+_OPEN_S: Final = 5.0
+_STEP_S: Final = 10.0
+# A call that got not one answer in so long, or all of its time, has met a file system that hangs.
+_HANGS_S: Final = 0.1
+_MAX_CALLS: Final = 16
+_FIRST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 60.0
+
+# A file is told as used at most so often, and the blocks of a prompt in an order in which its last
+# block is the first to be swept.
+_TOUCH_S: Final = 60.0
+_TOUCH_STEP_NS: Final = 1000
+
+_BOUNCE_BYTES: Final = 1 << 20
+
+
+class _Call:
+    """The answers of one call, which its caller may stop waiting for.
+
+    Attributes:
+        lock: is held where a row is written to, and where the caller gives up.
+        answers: one for each key.
+        answered: how many keys have been dealt with.
+        given_up: nobody waits any more: nothing may be written to rows, or stored.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.lock = threading.Lock()
+        self.answers = [False] * count
+        self.answered = 0
+        self.given_up = False
+
+    def wanted(self) -> bool:
+        """Whether somebody waits for the rest of the answers."""
+        return not self.given_up
+
+
+class _BackOff:
+    """When one kind of call may be made again after the file system has failed it."""
+
+    def __init__(self, what: str, clock: Callable[[], float]) -> None:
+        self._what = what
+        self._clock = clock
+        self._pause = 0.0
+        self._until = 0.0
+
+    @property
+    def active(self) -> bool:
+        return self._pause > 0 and self._clock() < self._until
+
+    def failed(self, why: str) -> None:
+        if not self._pause:
+            logger.warning(
+                "%s: %s. Blocks count as missing, and it is tried again from time to time",
+                self._what,
+                why,
+            )
+        self._pause = min(_LONGEST_PAUSE_S, 2 * self._pause or _FIRST_PAUSE_S)
+        self._until = self._clock() + self._pause
+
+    def worked(self) -> None:
+        if self._pause:
+            logger.info("%s: this works again", self._what)
+        self._pause = 0.0
+
+
+class FileBlockStore(BlockStore):
+    """Blocks in the files of a folder that any number of processes and hosts may share.
+
+    Who puts blocks also sweeps: it removes those that were asked for longest ago, on a thread of
+    its own, once the folder is nearly as large as it may be.
+
+    Args:
+        settings: where the folder is, and how large it may become.
+        clock: seconds, monotonic.
+        start: starts the thread that sweeps.
+
+    Raises:
+        ConfigError: the folder cannot be made, or others could forge blocks in it. A file system
+            that fails otherwise is no error: it is tried again.
+    """
+
+    def __init__(
+        self,
+        settings: FileStoreSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        start: StartTurns = TurnThread,
+    ) -> None:
+        self._clock = clock
+        self._start = start
+        self._folder = BlockFolder(settings.path)
+        self._sweeper = Sweeper(self._folder, settings.size_bytes(), clock)
+        self._calls = CallThreads("omni-store-files", _MAX_CALLS)
+        self._lock = threading.Lock()
+        self._failures: Counter[str] = Counter()
+        self._closed = False
+        self._prepared = False
+        self._sweeping: Turns | None = None
+        self._pieces: Generator[None, None, None] | None = None
+        self._step: Future[bool] | None = None
+        self._lookups, self._puts, self._gets = (
+            _BackOff(f"The store of files at {settings.path} fails to {verb} blocks", clock)
+            for verb in ("look up", "store", "load")
+        )
+        opening = self._calls.start(self._prepare)
+        wait([opening], _OPEN_S)
+        if opening.done() and isinstance(error := opening.exception(), ConfigError):
+            self._calls.close()
+            raise error
+
+    @property
+    def failures(self) -> Mapping[str, int]:
+        with self._lock:
+            return dict(self._failures)
+
+    def exists(self, keys: Sequence[str], *, timeout: float) -> list[bool]:
+        asked, now = list(keys), time.time_ns()
+
+        def answer(call: _Call, i: int) -> bool:
+            return self._look_up(asked[i], now - i * _TOUCH_STEP_NS)
+
+        return self._in_time(self._lookups, len(asked), answer, timeout)
+
+    def buffer(self, rows: int, row_bytes: int) -> Rows:
+        stride = in_pages(row_bytes)
+        return pages(rows * stride).reshape(rows, stride)[:, :row_bytes]
+
+    def put(
+        self, keys: Sequence[str], rows: Rows, lengths: Sequence[int], *, timeout: float
+    ) -> list[bool]:
+        check_rows(keys, rows, lengths)
+        asked, sizes = list(keys), list(lengths)
+
+        def answer(call: _Call, i: int) -> bool:
+            return self._put(asked[i], rows[i, : sizes[i]], call)
+
+        stored = self._in_time(self._puts, len(asked), answer, timeout)
+        self._see_to_sweeping()
+        return stored
+
+    def get(
+        self, keys: Sequence[str], rows: Rows, lengths: Sequence[int], *, timeout: float
+    ) -> list[bool]:
+        check_rows(keys, rows, lengths)
+        asked, sizes = list(keys), list(lengths)
+
+        def answer(call: _Call, i: int) -> bool:
+            return self._get(asked[i], rows[i, : sizes[i]], call)
+
+        return self._in_time(self._gets, len(asked), answer, timeout)
+
+    def discard(self, keys: Sequence[str], *, timeout: float) -> None:
+        asked = list(keys)
+
+        def answer(call: _Call, i: int) -> bool:
+            return self._folder.remove(self._folder.path_of(asked[i]))
+
+        self._in_time(self._puts, len(asked), answer, timeout)
+
+    def close(self) -> None:
+        with self._lock:
+            closed, self._closed = self._closed, True
+            sweeping = self._sweeping
+        if closed:
+            return
+        if sweeping is not None:
+            sweeping.wake()
+            sweeping.join(CLOSE_S)
+        self._calls.close()
+
+    # Calls, on threads that nobody has to wait for.
+
+    def _in_time(
+        self,
+        back_off: _BackOff,
+        count: int,
+        answer: Callable[[_Call, int], bool],
+        timeout: float,
+    ) -> list[bool]:
+        """The answers for so many keys; False for those that do not come in time."""
+        call = _Call(count)
+        if not count or self._closed:
+            return call.answers
+        if back_off.active:
+            self._count("backed off", count)
+            return call.answers
+        try:
+            future = self._calls.start(lambda: self._answer_all(call, answer))
+        except TransportError:  # so many calls hang
+            self._count("busy", count)
+            return call.answers
+        wait([future], timeout)
+        with call.lock:
+            call.given_up = True
+            answers, answered = list(call.answers), call.answered
+        if not future.done():
+            self._count("timeout", count - answered)
+            if not answered and timeout >= _HANGS_S:
+                back_off.failed(f"it did not answer in {timeout:g} s")
+            return answers
+        error = future.exception()
+        if error is None:
+            back_off.worked()
+            return answers
+        self._prepared = False  # somebody may have removed the folder
+        self._count(_kind(error), count - answered)
+        back_off.failed(str(error))
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            self._sweeper.no_room()
+        elif not isinstance(error, OSError | ConfigError):
+            logger.error("This should not happen; please report it", exc_info=error)
+        return answers
+
+    def _answer_all(self, call: _Call, answer: Callable[[_Call, int], bool]) -> None:
+        if not self._prepared:
+            self._prepare()
+        for i in range(len(call.answers)):
+            found = answer(call, i)
+            with call.lock:
+                if not call.wanted():
+                    return
+                call.answers[i] = found
+                call.answered += 1
+
+    def _prepare(self) -> None:
+        self._folder.prepare()
+        self._prepared = True
+
+    def _look_up(self, key: str, now_ns: int) -> bool:
+        path = self._folder.path_of(key)
+        try:
+            status = os.stat(path)
+        except FileNotFoundError:
+            return False
+        _touch(path, status, now_ns)
+        return True
+
+    def _put(self, key: str, row: Rows, call: _Call) -> bool:
+        path = self._folder.path_of(key)
+        with contextlib.suppress(FileNotFoundError):
+            status = os.stat(path)
+            if status.st_size == row.nbytes:
+                _touch(path, status, time.time_ns())
+                return True
+        stored = self._folder.write(path, row.data, call.wanted)
+        self._sweeper.add(in_pages(row.nbytes))
+        return stored
+
+    def _get(self, key: str, row: Rows, call: _Call) -> bool:
+        path = self._folder.path_of(key)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            self._count("missing", 1)
+            return False
+        try:
+            if os.fstat(fd).st_size == row.nbytes:
+                return _read(fd, row, call)
+        except OSError as error:
+            if error.errno == errno.EIO:  # this part of the disk may be broken, and no other
+                self._folder.remove(path)
+            raise
+        finally:
+            os.close(fd)
+        self._count("other length", 1)
+        self._folder.remove(path)
+        return False
+
+    def _count(self, kind: str, number: int) -> None:
+        with self._lock:
+            self._failures[kind] += number
+
+    # Sweeping.
+
+    def _see_to_sweeping(self) -> None:
+        with self._lock:
+            if self._sweeping is None and not self._closed:
+                self._sweeping = self._start("omni-store-sweep", self._turn)
+            sweeping = self._sweeping
+        if sweeping is not None and self._sweeper.urgent():
+            sweeping.wake()
+
+    def _turn(self) -> float | None:
+        if self._closed:
+            if self._pieces is not None and self._step is None:
+                self._pieces.close()  # so that others may sweep
+            return None
+        if self._step is None:
+            if self._pieces is None:
+                if seconds := self._sweeper.due():
+                    return seconds
+                self._pieces = self._sweeper.sweep()
+            pieces = self._pieces
+            try:
+                self._step = self._calls.start(lambda: next(pieces, True) is True)
+            except TransportError:  # so many calls hang
+                return _STEP_S
+        began = self._clock()
+        wait([self._step], _STEP_S)
+        if not self._step.done():
+            return _STEP_S
+        step, self._step = self._step, None
+        error = step.exception()
+        if error is not None:
+            self._count(_kind(error), 1)
+            logger.debug("The store of files at %s was not swept: %s", self._folder.path, error)
+        if error is not None or step.result():
+            self._pieces = None
+            return max(self._sweeper.due(), _FIRST_PAUSE_S)
+        return 4 * (self._clock() - began)  # a large folder is no reason to keep a core busy
+
+
+def _read(fd: int, row: Rows, call: _Call) -> bool:
+    """Read a whole file into a row, if all of it comes while the caller waits."""
+    at = 0
+    while at < row.nbytes:
+        with call.lock:
+            if not call.wanted():
+                return False
+            got = _from_page_cache(fd, row[at:], at)
+        if got is None:
+            # The disk may take any time, so these bytes pass through memory that only we have.
+            bounce = np.empty(min(row.nbytes - at, _BOUNCE_BYTES), np.uint8)
+            got = os.preadv(fd, [bounce.data], at)
+            with call.lock:
+                if not call.wanted():
+                    return False
+                np.copyto(row[at : at + got], bounce[:got])
+        if got == 0:
+            return False  # cut short meanwhile
+        at += got
+    return True
+
+
+def _from_page_cache(fd: int, row: Rows, at: int) -> int | None:
+    """Read what needs no disk, into a row; returns how many bytes, None where that is nothing."""
+    try:
+        return os.preadv(fd, [row.data], at, os.RWF_NOWAIT)
+    except (BlockingIOError, InterruptedError):
+        return None
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            return None  # this file system cannot tell
+        raise
+
+
+def _touch(path: str, status: os.stat_result, now_ns: int) -> None:
+    if abs(now_ns - status.st_mtime_ns) > _TOUCH_S * 1e9:
+        with contextlib.suppress(OSError):  # gone, or on a disk that cannot be written to
+            os.utime(path, ns=(now_ns, now_ns))
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno is not None:
+        return errno.errorcode.get(error.errno, "OSError")
+    return "refused" if isinstance(error, ConfigError) else type(error).__name__
