@@ -285,6 +285,11 @@ class HostBlocks:
                 self._pool.unfilled(spec.slots)
             self._pool.let_go(spec.slots[::-1])
 
+    def evicted(self, group: int, key: bytes) -> bool:
+        """Whether this block was evicted lately from the own arena."""
+        with self._pool.lock:
+            return self._pool.evicted_lately(group, key)
+
     def rename(self, key_prefix: bytes) -> None:
         """From now on the engine's blocks have keys of this prefix; those of now are not found."""
         self._key_prefix = key_prefix

@@ -34,6 +34,8 @@ class SharedPrompt:
     local: int | None = None  # tokens that vLLM has itself; None until it asks
     offered: int = 0  # tokens beyond them that can be loaded
     missed: bool = False
+    late: bool = False  # the store has not answered in time
+    reached: int | None = None  # tokens that vLLM or a load had when it was admitted first
     sources: dict[str, int] = field(default_factory=dict)  # tokens that are loaded, by counter
     admitted: bool = False  # vLLM has scheduled it since the lookup
     retries: int = _RETRIES

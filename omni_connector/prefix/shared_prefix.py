@@ -27,6 +27,7 @@ from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.host_blocks import Candidate, HostBlocks, Wanted
 from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.prefix.lookups import BlockName, Lookup, Recently, StoreLookups
+from omni_connector.prefix.misses import Misses
 from omni_connector.prefix.prompts import SharedPrompt, read_blocks, shares
 from omni_connector.prefix.shared_blocks import CORRUPT
 from omni_connector.stats import Stats
@@ -107,6 +108,8 @@ class SharedPrefix:
         self._prompts: dict[str, SharedPrompt] = {}
         self._num_held = 0
         self._queued: dict[int, TransferSpec] = {}
+        evicted = host.evicted if host is not None else (lambda group, key: False)
+        self._misses = Misses(groups, self._unit, evicted, stats)
         self._failed: list[EngineRequest] = []
         self._keeping: set[int] = set()
         self._sent = Recently(_RECENT_S, clock)
@@ -151,7 +154,10 @@ class SharedPrefix:
     def matched_tokens(self, request: EngineRequest, num_computed: int) -> int | None:
         """Tokens that can be loaded beyond `num_computed`; None while the store is asked."""
         prompt = self._prompts.get(request.request_id)
-        if prompt is None or not prompt.loads:
+        if prompt is None:
+            return 0
+        if not prompt.loads:
+            prompt.local = num_computed
             return 0
         if prompt.admitted:  # and preempted since then
             self._look_up(prompt)
@@ -167,7 +173,7 @@ class SharedPrefix:
             if self._clock() < lookup.deadline:
                 return None
             self._stats.fail("store_lookup_timeout")
-            prompt.lookup = None
+            prompt.lookup, prompt.late = None, True
         prompt.local = num_computed
         prompt.offered = max(0, reach - num_computed)
         prompt.missed = not prompt.offered and num_computed < last and bool(prompt.lookup)
@@ -191,6 +197,8 @@ class SharedPrefix:
             return
         local, prompt.local, prompt.offered = prompt.local, None, 0
         prompt.sources.clear()
+        if local is not None:
+            self._misses.admitted(prompt, local, local + num_external)
         if num_external <= 0:
             prompt.admitted = True
             self._stats.count("store_misses", prompt.missed)

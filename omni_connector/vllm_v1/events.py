@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 # Before 0.32 keys have no tags that would have to be taken away.
 _untagged = getattr(kv_cache_utils, "to_event_extra_keys", list)
 
-# vLLM's names of media, and where they are.
-_PLACES: Final = (("CPU", "LOCAL"), ("STORAGE", "REMOTE"))
+# vLLM's names of media, and where they are as seen from this engine.
+_PLACES: Final = (("CPU", "LOCAL"), ("STORAGE", None))
 
 
 class KVEvents:
