@@ -81,6 +81,11 @@ class HandoffReceiver:
         hash_id: how this engine hashes blocks.
         load_timeout: seconds for an answer, and again for the bytes.
         clock: seconds, monotonic.
+
+    Attributes:
+        incomplete: by request, blocks of a window that are loaded, but not from their first token
+            on, as the peer's blocks begin elsewhere. The request does not read those tokens. Others
+            might, if vLLM found the block by its hash.
     """
 
     def __init__(
@@ -96,6 +101,7 @@ class HandoffReceiver:
         clock: Callable[[], float],
         stats: Stats,
     ) -> None:
+        self.incomplete: dict[str, set[int]] = {}
         self._channel = channel
         self._ledger = ledger
         self._address_of = address_of
@@ -279,6 +285,9 @@ class HandoffReceiver:
             else:
                 skipped = max(0, index * ours.block_size // theirs.block_size - first)
                 first, refs = first + skipped, refs[skipped:]
+            if ours.attention_type != "last":
+                cut = -(-first * theirs.block_size // ours.block_size) - index
+                self._note_incomplete(request_id, block_ids[lead : lead + max(0, cut)])
             blocks.append((index, block_ids[lead:]))
             slots.append((first, [slot for slot, _ in refs]))
             generations += [generation for _, generation in refs]
@@ -291,6 +300,10 @@ class HandoffReceiver:
             timeout=min(self._timeout, lease.expires - self._clock()),
             source=source,
         )
+
+    def _note_incomplete(self, request_id: str, block_ids: Sequence[int]) -> None:
+        if noted := set(block_ids) - {NULL_BLOCK_ID}:
+            self.incomplete.setdefault(request_id, set()).update(noted)
 
     def build(self, meta: CopyWork, *, computes: bool) -> None:
         """Add this step's loads to `meta`.
@@ -314,6 +327,8 @@ class HandoffReceiver:
         if load.void:
             self._void.append(load.request)
             return
+        if failure is not None:
+            self.incomplete.pop(load.request.request_id, None)
         if failure is None:
             self._stats.count("handoffs_received")
             self._stats.count("tokens_loaded", num_tokens)
@@ -348,6 +363,7 @@ class HandoffReceiver:
     def finish(self, request_id: str) -> None:
         """The request is over, maybe before its KV came: end its lease, or stop its load."""
         load = self._loads.pop(request_id, None)
+        self.incomplete.pop(request_id, None)
         if load is None:
             return
         if load.job_id is None:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import zip_longest
-from typing import Final
 
 import numpy as np
 
@@ -14,9 +13,6 @@ from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.prefix.host_blocks import Found
 from omni_connector.prefix.lookups import Held, Lookup
-
-# How often what an arena of this host has is looked up anew, when it was gone before it was read.
-_RETRIES: Final = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +24,7 @@ class SharedPrompt:
     hashed_tokens: int | None  # where its hashes end to be those of its tokens; None: nowhere
     adapter: str  # digest of the LoRA adapter's content; "" without one
     sent: list[int]  # for each group, the blocks already considered for arena and store
+    fills_at: int = 0  # no block fills before so many tokens are computed
     hashes: list[list[bytes]] = field(default_factory=list)
     found: Found | None = None
     lookup: Lookup | None = None
@@ -38,7 +35,6 @@ class SharedPrompt:
     reached: int | None = None  # tokens that vLLM or a load had when it was admitted first
     sources: dict[str, int] = field(default_factory=dict)  # tokens that are loaded, by counter
     admitted: bool = False  # vLLM has scheduled it since the lookup
-    retries: int = _RETRIES
     jobs: set[int] = field(default_factory=set)
     failure: str | None = None  # the first of its jobs'
     void: bool = False  # what is being loaded for it belongs to other weights
@@ -116,6 +112,7 @@ def whole_blocks(
 ) -> list[int]:
     """Blocks of a group that hold what their hashes name, with null blocks for the others.
 
+    The first block of a window may have been handed off in part; see `HandoffReceiver.incomplete`.
     A step that computes several blocks of tokens leaves the state of its last token only, and that
     lies at the end of a block only where vLLM let the step end there. vLLM gives a block of a state
     its hash where both are so, and from then on writes the states of later tokens to other blocks.
@@ -126,7 +123,7 @@ def whole_blocks(
         hashes: of the tokens up to the end of each.
         hash_of: says by which hash vLLM's own prefix cache finds a block; None where it does not.
     """
-    if shape.attention_type != "last":
+    if shape.attention_type == "all":
         return block_ids
     return [
         block_id if hash_of(block_id) == key else NULL_BLOCK_ID

@@ -288,6 +288,8 @@ class SharedPrefix:
             if prompt is None:
                 continue
             computed = prompt.request.num_computed_tokens + tokens
+            if computed < prompt.fills_at:
+                continue
             self._save(meta, prompt, computed, tables_of, filled)
         if self._host is not None and filled:
             self._keep(meta, self._host, list(filled.values()))
@@ -347,6 +349,8 @@ class SharedPrefix:
                     number += stored
             groups.append((first, block_ids))
             hashes += filled
+        pairs = zip(prompt.sent, self._groups, strict=True)
+        prompt.fills_at = min((sent + 1) * shape.block_size for sent, shape in pairs)
         if not number:
             return
         self._num_held += number
@@ -397,21 +401,18 @@ class SharedPrefix:
         if failure != CANCELLED:
             self._stats.fail(failure)
         if names is not None:
-            prompt.loads = False
             prompt.lookup = None  # its answer was wrong, so what is computed now is stored again
             if failure == CORRUPT and self._lookups is not None:
                 self._lookups.distrust(names)
-        prompt.retries -= 1
 
     def _loaded(self, prompt: SharedPrompt) -> None:
-        """All parts have ended."""
+        """All parts have ended. What has failed is not tried again; see `load_nothing`."""
         if prompt.void:
             prompt.void, prompt.lookup = False, None
-            self._failed.append(prompt.request)
-        elif prompt.failure is not None:
-            prompt.loads = prompt.loads and prompt.retries >= 0
-            prompt.found = None
-            self._failed.append(prompt.request)
+        elif prompt.failure is None:
+            return
+        prompt.loads, prompt.found = False, None
+        self._failed.append(prompt.request)
 
     def take_failed(self) -> list[Any]:
         """vLLM's requests whose loads have failed since the last call."""
@@ -463,7 +464,7 @@ class SharedPrefix:
             # the reset stores nothing.
             goes_on = prompt.request.num_computed_tokens and not prompt.jobs
             prompt.sent = [_NEVER if goes_on else 0] * len(self._groups)
-            prompt.found = None
+            prompt.found, prompt.fills_at = None, 0
             if not prompt.jobs:
                 prompt.lookup, prompt.offered = None, 0
             else:

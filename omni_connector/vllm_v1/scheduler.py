@@ -296,6 +296,7 @@ class OmniScheduler:
                 loads = num_external > 0 and not from_store
                 phase = "load" if loads else "scheduling"
                 self._trace.begin(request.request_id, phase, after="room")
+        self._uncache_incomplete()
         if shared is not None:
             shared.allocated(request, blocks.get_block_ids, num_external if from_store else 0)
 
@@ -307,6 +308,16 @@ class OmniScheduler:
             sources[cache_hit_source(counter)] += number
         return +sources
 
+    def _uncache_incomplete(self) -> None:
+        """Let vLLM find no block by its hash that was not loaded as a whole. It gives them their
+        hashes when it schedules their request, and asks us before it looks at the next one."""
+        incomplete = {} if self._receiver is None else self._receiver.incomplete
+        blocks = self._manager.block_pool.blocks
+        for request_id, block_ids in list(incomplete.items()):
+            if any(blocks[each].block_hash is not None for each in block_ids):
+                self._manager.evict_blocks(block_ids)
+                del incomplete[request_id]
+
     def build_meta(self, scheduler_output: "SchedulerOutput") -> OmniConnectorMetadata:
         """This step's work for the workers."""
         meta = OmniConnectorMetadata()
@@ -316,6 +327,7 @@ class OmniScheduler:
             meta.void, self._void = self._void, ([], [])
         if self._sender is not None:
             self._sender.build(meta, scheduler_output, self._manager.get_blocks)
+        self._uncache_incomplete()
         if self._receiver is not None:
             computes = scheduler_output.total_num_scheduled_tokens > 0
             self._receiver.build(meta, computes=computes)

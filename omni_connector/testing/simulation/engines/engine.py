@@ -115,6 +115,8 @@ class SimulatedEngine(Actor):
             hash_block_size=hash_block_size,
             log_stats=True,
         )
+        self._preempt = self.scheduler._preempt_request
+        self.scheduler._preempt_request = self._preempt_request
         if shape.zeroes:
             self.scheduler.needs_kv_cache_zeroing = True
         if self.workers:
@@ -177,6 +179,17 @@ class SimulatedEngine(Actor):
         """The client of a request is gone."""
         self._aborts.append(request_id)
         self._wake()
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        # With priorities vLLM may preempt a request that it has scheduled in the same step. It
+        # would go on to find by their hashes the blocks that this step was to fill.
+        manager = self.scheduler.kv_cache_manager
+        for group, ids in zip(
+            self.kv_config.kv_cache_groups, manager.get_block_ids(request.request_id), strict=True
+        ):
+            computed = request.num_computed_tokens // group.kv_cache_spec.block_size
+            manager.evict_blocks({each for each in ids[computed:] if each})
+        self._preempt(request, *args, **kwargs)
 
     def abort_all(self) -> None:
         """Every client is gone; called on the engine's thread."""

@@ -116,8 +116,8 @@ SHARING: Final = (
         "a request whose load from one of several arenas has failed goes on as if it had not",
         (
             "omni_connector.prefix.shared_prefix",
-            "        elif prompt.failure is not None:\n",
-            "        elif False:\n",
+            "        elif prompt.failure is None:\n            return\n        prompt.loads, prompt.found",
+            "        else:\n            return\n        prompt.loads, prompt.found",
         ),
     ),
     mutant(
@@ -139,12 +139,12 @@ SHARING: Final = (
         ),
     ),
     mutant(
-        "loads are tried for ever",
-        "a request whose loads fail is not computed",
+        "a load that has failed is tried again",
+        "vLLM counts the blocks of the first load too, and the request waits for itself",
         (
             "omni_connector.prefix.shared_prefix",
-            "        prompt.retries -= 1\n",
-            "",
+            "        prompt.loads, prompt.found = False, None\n",
+            "        prompt.found = None\n",
         ),
     ),
     mutant(
