@@ -116,8 +116,8 @@ SHARING: Final = (
         "a request whose load from one of several arenas has failed goes on as if it had not",
         (
             "omni_connector.prefix.shared_prefix",
-            "        elif prompt.failure is None:\n            return\n        prompt.loads, prompt.found",
-            "        else:\n            return\n        prompt.loads, prompt.found",
+            "        elif prompt.failure is None:\n            return\n",
+            "        else:\n            return\n",
         ),
     ),
     mutant(
