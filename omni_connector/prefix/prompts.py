@@ -23,6 +23,7 @@ class SharedPrompt:
     loads: bool
     hashed_tokens: int | None  # where its hashes end to be those of its tokens; None: nowhere
     adapter: str  # digest of the LoRA adapter's content; "" without one
+    block_sizes: list[tuple[int, int]]  # of each group: tokens, and hashes, of a block
     sent: list[int]  # for each group, the blocks already considered for arena and store
     fills_at: int = 0  # no block fills before so many tokens are computed
     hashes: list[list[bytes]] = field(default_factory=list)
@@ -38,6 +39,17 @@ class SharedPrompt:
     jobs: set[int] = field(default_factory=set)
     failure: str | None = None  # the first of its jobs'
     void: bool = False  # what is being loaded for it belongs to other weights
+
+    def full_hashes(self, group: int, first: int, end: int | None) -> list[bytes]:
+        """Hashes of these full blocks of a group, as far as they are known."""
+        block_size, step = self.block_sizes[group]
+        if self.hashed_tokens is not None:
+            known = self.hashed_tokens // block_size
+            end = known if end is None else min(end, known)
+        stop = None if end is None else end * step
+        return [
+            bytes(each) for each in self.request.block_hashes[first * step + step - 1 : stop : step]
+        ]
 
     def keys(self, hashes: Sequence[bytes]) -> list[bytes]:
         """What names these blocks in arenas: vLLM's hashes name an adapter, not its content."""

@@ -24,29 +24,18 @@ from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, EngineRequ
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec
 from omni_connector.prefix.block_changes import BlockChanges
-from omni_connector.prefix.host_blocks import Candidate, HostBlocks, Wanted
-from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
-from omni_connector.prefix.lookups import BlockName, Lookup, Recently, StoreLookups
+from omni_connector.prefix.host_blocks import HostBlocks, Wanted
+from omni_connector.prefix.jobs import StoreLoadSpec
+from omni_connector.prefix.lookups import BlockName, Lookup, StoreLookups
 from omni_connector.prefix.misses import Misses
-from omni_connector.prefix.prompts import SharedPrompt, read_blocks, shares, whole_blocks
+from omni_connector.prefix.prompts import SharedPrompt, read_blocks, shares
+from omni_connector.prefix.saves import BlockTables, PrefixSaves
 from omni_connector.prefix.shared_blocks import CORRUPT
 from omni_connector.stats import Stats
 
 logger = logging.getLogger("vllm.omni_connector.shared_prefix")
 
-BlockTables = tuple[list[int], ...]
-"""The block ids of one request, for each of vLLM's groups."""
-
-# Copies under way hold at most one in so many KV blocks. Blocks beyond that are not stored.
-_HELD_PART: Final = 4
-
-# A block that was sent to the store is not sent again for so many seconds.
-_RECENT_S: Final = 30.0
-
 _NEVER: Final = 1 << 62
-
-# A copy that began more seconds ago than this waits for the store.
-_COPY_S: Final = 0.1
 
 
 class SharedPrefix:
@@ -69,6 +58,9 @@ class SharedPrefix:
         randbytes: makes so many bytes that nobody can guess.
         stats: where to count.
         changes: is told which blocks arena and store may have; None where nobody asks.
+
+    Attributes:
+        saves: starts the copies of blocks that have filled.
     """
 
     def __init__(
@@ -100,22 +92,33 @@ class SharedPrefix:
         self._weights_fixed = weights_fixed
         self._groups = groups
         self._group_ids = group_ids
-        self._hashes_a_block = [shape.block_size // hash_block_size for shape in groups]
+        self._block_sizes = [
+            (each.block_size, each.block_size // hash_block_size) for each in groups
+        ]
         self._unit = math.lcm(*(shape.block_size for shape in groups))
-        self._max_held = max(1, num_blocks // _HELD_PART)
-        self._hash_of = hash_of
         self._lookup_timeout = lookup_timeout
         self._load_timeout = load_timeout
         self._clock = clock
         self._stats = stats
         self._prompts: dict[str, SharedPrompt] = {}
-        self._num_held = 0
         self._queued: dict[int, TransferSpec] = {}
         evicted = host.evicted if host is not None else (lambda group, key: False)
         self._misses = Misses(groups, self._unit, evicted, stats)
         self._failed: list[EngineRequest] = []
-        self._keeping: set[int] = set()
-        self._sent = Recently(_RECENT_S, clock)
+        self.saves = PrefixSaves(
+            prompts=self._prompts,
+            prefix=prefix,
+            host=host,
+            stores=lookups is not None,
+            ledger=ledger,
+            groups=groups,
+            group_ids=group_ids,
+            num_blocks=num_blocks,
+            hash_of=hash_of,
+            clock=clock,
+            stats=stats,
+            changes=changes,
+        )
 
     def add(self, request: EngineRequest, *, stops_early: bool = False, adapter: str = "") -> None:
         """A request has arrived: ask what is held of its prompt.
@@ -130,6 +133,7 @@ class SharedPrefix:
             loads=not request.skip_reading_prefix_cache,
             hashed_tokens=request.num_prompt_tokens if stops_early else None,
             adapter=adapter,
+            block_sizes=self._block_sizes,
             sent=[0] * len(self._groups),
         )
         self._prompts[request.request_id] = prompt
@@ -137,22 +141,11 @@ class SharedPrefix:
 
     def _look_up(self, prompt: SharedPrompt) -> None:
         prompt.admitted, prompt.local, prompt.found = False, None, None
-        prompt.hashes = [self._hashes(prompt, g, 0, None) for g in range(len(self._groups))]
+        prompt.hashes = [prompt.full_hashes(g, 0, None) for g in range(len(self._groups))]
         if self._lookups is not None and any(prompt.hashes):
             deadline = self._clock() + self._lookup_timeout
             prompt.lookup = Lookup(prompt.key_prefix(self._prefix), prompt.hashes, deadline)
             self._lookups.ask(prompt.lookup)
-
-    def _hashes(self, prompt: SharedPrompt, group: int, first: int, end: int | None) -> list[bytes]:
-        """Hashes of these blocks of a group, as far as they are known."""
-        step = self._hashes_a_block[group]
-        if prompt.hashed_tokens is not None:
-            known = prompt.hashed_tokens // self._groups[group].block_size
-            end = known if end is None else min(end, known)
-        stop = None if end is None else end * step
-        return [
-            bytes(h) for h in prompt.request.block_hashes[first * step + step - 1 : stop : step]
-        ]
 
     def matched_tokens(self, request: EngineRequest, num_computed: int) -> int | None:
         """Tokens that can be loaded beyond `num_computed`; None while the store is asked."""
@@ -268,121 +261,10 @@ class SharedPrefix:
         prompt.jobs.add(job_id)
         self._queued[job_id] = spec
 
-    def build(
-        self,
-        meta: CopyWork,
-        scheduled: Mapping[str, int],
-        tables_of: Callable[[str], BlockTables],
-    ) -> None:
-        """Add this step's loads and saves to `meta`.
-
-        Args:
-            scheduled: tokens that this step computes, by request.
-            tables_of: says which blocks a request has.
-        """
+    def build(self, meta: CopyWork) -> None:
+        """Add this step's loads to `meta`; `saves` adds the rest."""
         meta.loads |= self._queued
         self._queued.clear()
-        filled: dict[tuple[int, bytes], Candidate] = {}
-        for request_id, tokens in scheduled.items():
-            prompt = self._prompts.get(request_id)
-            if prompt is None:
-                continue
-            computed = prompt.request.num_computed_tokens + tokens
-            if computed < prompt.fills_at:
-                continue
-            self._save(meta, prompt, computed, tables_of, filled)
-        if self._host is not None and filled:
-            self._keep(meta, self._host, list(filled.values()))
-
-    def _keep(self, meta: CopyWork, host: HostBlocks, filled: list[Candidate]) -> None:
-        room = max(0, self._max_held - self._num_held)
-        spec, dropped = host.keep(filled[:room])
-        if dropped := dropped + max(0, len(filled) - room):
-            self._stats.count("blocks_dropped", dropped)
-        if spec is None:
-            return
-        number = len(spec.slots)
-        self._num_held += number
-
-        def end(failure: str | None) -> None:
-            self._keeping.discard(job_id)
-            self._num_held -= number
-            host.kept(spec, failure)
-            if failure not in (None, CANCELLED):
-                self._stats.fail(failure)
-
-        job_id = self._ledger.start(spec.blocks, end, soon=_COPY_S)
-        self._keeping.add(job_id)
-        meta.saves[job_id] = spec
-
-    def _save(
-        self,
-        meta: CopyWork,
-        prompt: SharedPrompt,
-        computed: int,
-        tables_of: Callable[[str], BlockTables],
-        kept: dict[tuple[int, bytes], Candidate],
-    ) -> None:
-        groups: list[tuple[int, list[int]]] = []
-        hashes: list[bytes] = []
-        number = 0
-        tables = None
-        for g, shape in enumerate(self._groups):
-            first, end = prompt.sent[g], computed // shape.block_size
-            filled = self._hashes(prompt, g, first, end) if end > first else []
-            block_ids: list[int] = []
-            if filled:
-                prompt.sent[g] = first + len(filled)
-                if tables is None:
-                    tables = tables_of(prompt.request.request_id)
-                part = tables[self._group_ids[g]][first : first + len(filled)]
-                part = whole_blocks(shape, part, filled, self._hash_of)
-                if self._host is not None:
-                    named = zip(prompt.keys(filled), part, strict=True)
-                    for i, (key, block_id) in enumerate(named):
-                        if block_id != NULL_BLOCK_ID:
-                            kept[g, key] = Candidate(g, key, block_id)
-                            if self._changes is not None:
-                                self._changes.filled(prompt.request, g, first + i, key, filled[i])
-                if self._lookups is not None:
-                    block_ids, stored = self._stored(prompt, g, first, filled, part)
-                    number += stored
-            groups.append((first, block_ids))
-            hashes += filled
-        pairs = zip(prompt.sent, self._groups, strict=True)
-        prompt.fills_at = min((sent + 1) * shape.block_size for sent, shape in pairs)
-        if not number:
-            return
-        self._num_held += number
-        spec = StoreSaveSpec(
-            blocks=BlockSpans.of(groups), prefix=prompt.key_prefix(self._prefix), hashes=hashes
-        )
-        job_id = self._ledger.start(spec.blocks, lambda failure: self._let_go(number), soon=_COPY_S)
-        meta.saves[job_id] = spec
-
-    def _stored(
-        self, prompt: SharedPrompt, group: int, first: int, hashes: list[bytes], filled: list[int]
-    ) -> tuple[list[int], int]:
-        """Blocks with null blocks for those that are not to be stored; how many are."""
-        lookup = prompt.lookup
-        held = lookup.held[group].blocks if lookup is not None and lookup.held else []
-        block_ids = []
-        stored = 0
-        for i, (block_hash, block_id) in enumerate(zip(hashes, filled, strict=True), first):
-            name = (group, block_hash)
-            if (i < len(held) and held[i]) or name in self._sent:
-                block_id = NULL_BLOCK_ID
-            if block_id != NULL_BLOCK_ID and self._num_held + stored >= self._max_held:
-                self._stats.count("blocks_dropped")
-                block_id = NULL_BLOCK_ID
-            if block_id != NULL_BLOCK_ID:
-                self._sent.add([name])
-                stored += 1
-            block_ids.append(block_id)
-        return block_ids, stored
-
-    def _let_go(self, num_blocks: int) -> None:
-        self._num_held -= num_blocks
 
     def _load_failed(
         self, prompt: SharedPrompt, failure: str, names: list[BlockName] | None
@@ -457,8 +339,7 @@ class SharedPrefix:
                 self._host.rename(self._prefix.encode())
         if self._changes is not None:
             self._changes.void()
-        self._ledger.revoke(self._keeping)
-        self._sent = Recently(_RECENT_S, self._clock)
+        self.saves.void(self._prefix)
         for prompt in self._prompts.values():
             # What vLLM computes anew is stored anew. A request that goes on with blocks from before
             # the reset stores nothing.

@@ -127,7 +127,7 @@ def being_kept(half: "OmniScheduler") -> tuple[int, int]:
     shared = half._shared
     if shared is None:
         return 0, 0
-    return 0 if shared._host is None else shared._host._busy, shared._num_held
+    return 0 if shared._host is None else shared._host._busy, shared.saves.num_held
 
 
 def now(half: "OmniScheduler") -> float:

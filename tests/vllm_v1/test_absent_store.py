@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from omni_connector.prefix import shared_prefix, store_jobs
+from omni_connector.prefix import saves, store_jobs
 from omni_connector.testing.toy import BLOCK
 
 from .harness import assert_clean, prompt
@@ -85,7 +85,7 @@ def test_copies_hold_a_part_of_the_blocks_at_most(sharer, shelf, tokens):
     request_id = engine.submit(QUESTION, max_tokens=6)
     engine.run(lambda: engine.done(request_id))
     assert engine.answers[request_id].tokens == tokens(QUESTION, 6)
-    assert engine.half._shared._num_held == 5
+    assert engine.half._shared.saves.num_held == 5
     assert engine.count("blocks_dropped") == 1
     held.open()
     assert_clean(engine)
@@ -95,8 +95,8 @@ def test_copies_hold_a_part_of_the_blocks_at_most(sharer, shelf, tokens):
 def test_only_copies_that_end_soon_are_waited_for_where_blocks_lack(
     sharer, shelf, tokens, monkeypatch, seconds
 ):
-    monkeypatch.setattr(shared_prefix, "_HELD_PART", 1)
-    monkeypatch.setattr(shared_prefix, "_COPY_S", seconds)
+    monkeypatch.setattr(saves, "_HELD_PART", 1)
+    monkeypatch.setattr(saves, "_COPY_S", seconds)
     engine = sharer(usable_blocks=14)
     held = engine.hold(saves=True)
     ended = engine.submit(PREFIX, max_tokens=1)

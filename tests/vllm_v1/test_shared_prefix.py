@@ -111,8 +111,8 @@ def test_what_the_store_lost_is_sent_again_by_who_still_has_it(sharer, shelf, mo
     first = sharer()
     publish(first, shelf)
     shelf.evict()
-    monkeypatch.setattr(first.half._shared._sent, "_seconds", 0.0)
-    first.half._shared._sent._until.clear()
+    monkeypatch.setattr(first.half._shared.saves._sent, "_seconds", 0.0)
+    first.half._shared.saves._sent._until.clear()
     first.generate(QUESTION, 2)
     landed(first)
     assert blocks(shelf) == 6

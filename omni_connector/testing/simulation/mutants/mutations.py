@@ -12,7 +12,7 @@ OWN: Final = (
         "saves to the store hold no blocks",
         "what is copied for the store is not held",
         (
-            "omni_connector.prefix.shared_prefix",
+            "omni_connector.prefix.saves",
             "spec.blocks, lambda failure: self._let_go(number)",
             "BlockSpans.of(()), lambda failure: self._let_go(number)",
         ),

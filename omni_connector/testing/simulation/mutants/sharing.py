@@ -106,7 +106,7 @@ SHARING: Final = (
         "copies into the arena hold no blocks",
         "what is copied for the host is not held",
         (
-            "omni_connector.prefix.shared_prefix",
+            "omni_connector.prefix.saves",
             "        job_id = self._ledger.start(spec.blocks, end, soon=_COPY_S)\n",
             "        job_id = self._ledger.start(BlockSpans.of(()), end, soon=_COPY_S)\n",
         ),
@@ -160,7 +160,7 @@ SHARING: Final = (
         "blocks are kept before they are full",
         "the block that a step begins to fill is listed with those that it fills",
         (
-            "omni_connector.prefix.shared_prefix",
+            "omni_connector.prefix.saves",
             "            first, end = prompt.sent[g], computed // shape.block_size\n",
             "            first, end = prompt.sent[g], -(-computed // shape.block_size)\n",
         ),

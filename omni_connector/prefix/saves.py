@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of the blocks that a step fills are copied to the arena of this engine, and to the store.
+
+Copies under way hold their blocks (see `CopyLedger`), at most a part of all that the engine has.
+Blocks beyond that are not copied.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork
+from omni_connector.kv.shapes import GroupShape
+from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
+from omni_connector.prefix.block_changes import BlockChanges
+from omni_connector.prefix.host_blocks import Candidate, HostBlocks
+from omni_connector.prefix.jobs import StoreSaveSpec
+from omni_connector.prefix.lookups import Recently
+from omni_connector.prefix.prompts import SharedPrompt, whole_blocks
+from omni_connector.stats import Stats
+
+BlockTables = tuple[list[int], ...]
+"""The block ids of one request, for each of vLLM's groups."""
+
+# Copies under way hold at most one in so many KV blocks.
+_HELD_PART: Final = 4
+
+# A block that was sent to the store is not sent again for so many seconds.
+_RECENT_S: Final = 30.0
+
+# A copy that began more seconds ago than this waits for the store.
+_COPY_S: Final = 0.1
+
+
+class PrefixSaves:
+    """Starts the copies of blocks that have filled.
+
+    Args:
+        prompts: by request; others share nothing.
+        prefix: of the store's keys.
+        host: the arenas of this host; None keeps nothing there.
+        stores: whether there is a store.
+        ledger, groups, group_ids, num_blocks, hash_of, clock, stats, changes: as `SharedPrefix`.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompts: Mapping[str, SharedPrompt],
+        prefix: str,
+        host: HostBlocks | None,
+        stores: bool,
+        ledger: CopyLedger,
+        groups: tuple[GroupShape, ...],
+        group_ids: tuple[int, ...],
+        num_blocks: int,
+        hash_of: Callable[[int], bytes | None],
+        clock: Callable[[], float],
+        stats: Stats,
+        changes: BlockChanges[Any] | None,
+    ) -> None:
+        self._prompts = prompts
+        self._prefix = prefix
+        self._host = host
+        self._stores = stores
+        self._ledger = ledger
+        self._groups = groups
+        self._group_ids = group_ids
+        self._max_held = max(1, num_blocks // _HELD_PART)
+        self._hash_of = hash_of
+        self._clock = clock
+        self._stats = stats
+        self._changes = changes
+        self.num_held = 0
+        self._keeping: set[int] = set()
+        self._sent = Recently(_RECENT_S, clock)
+
+    def build(
+        self,
+        meta: CopyWork,
+        scheduled: Mapping[str, int],
+        tables_of: Callable[[str], BlockTables],
+    ) -> None:
+        """Add this step's saves to `meta`.
+
+        Args:
+            scheduled: tokens that this step computes, by request.
+            tables_of: says which blocks a request has.
+        """
+        filled: dict[tuple[int, bytes], Candidate] = {}
+        for request_id, tokens in scheduled.items():
+            prompt = self._prompts.get(request_id)
+            if prompt is None:
+                continue
+            end = prompt.request.num_computed_tokens + tokens
+            if end >= prompt.fills_at:
+                self._save(meta, prompt, end, tables_of, filled)
+        if self._host is not None and filled:
+            self._keep(meta, self._host, list(filled.values()))
+
+    def _keep(self, meta: CopyWork, host: HostBlocks, filled: list[Candidate]) -> None:
+        room = max(0, self._max_held - self.num_held)
+        spec, dropped = host.keep(filled[:room])
+        if dropped := dropped + max(0, len(filled) - room):
+            self._stats.count("blocks_dropped", dropped)
+        if spec is None:
+            return
+        number = len(spec.slots)
+        self.num_held += number
+
+        def end(failure: str | None) -> None:
+            self._keeping.discard(job_id)
+            self.num_held -= number
+            host.kept(spec, failure)
+            if failure not in (None, CANCELLED):
+                self._stats.fail(failure)
+
+        job_id = self._ledger.start(spec.blocks, end, soon=_COPY_S)
+        self._keeping.add(job_id)
+        meta.saves[job_id] = spec
+
+    def _save(
+        self,
+        meta: CopyWork,
+        prompt: SharedPrompt,
+        computed: int,
+        tables_of: Callable[[str], BlockTables],
+        kept: dict[tuple[int, bytes], Candidate],
+    ) -> None:
+        groups: list[tuple[int, list[int]]] = []
+        hashes: list[bytes] = []
+        number = 0
+        tables = None
+        for g, shape in enumerate(self._groups):
+            first, end = prompt.sent[g], computed // shape.block_size
+            filled = prompt.full_hashes(g, first, end) if end > first else []
+            block_ids: list[int] = []
+            if filled:
+                prompt.sent[g] = first + len(filled)
+                if tables is None:
+                    tables = tables_of(prompt.request.request_id)
+                part = tables[self._group_ids[g]][first : first + len(filled)]
+                part = whole_blocks(shape, part, filled, self._hash_of)
+                if self._host is not None:
+                    named = zip(prompt.keys(filled), part, strict=True)
+                    for i, (key, block_id) in enumerate(named):
+                        if block_id != NULL_BLOCK_ID:
+                            kept[g, key] = Candidate(g, key, block_id)
+                            if self._changes is not None:
+                                self._changes.filled(prompt.request, g, first + i, key, filled[i])
+                if self._stores:
+                    block_ids, stored = self._stored(prompt, g, first, filled, part)
+                    number += stored
+            groups.append((first, block_ids))
+            hashes += filled
+        pairs = zip(prompt.sent, self._groups, strict=True)
+        prompt.fills_at = min((sent + 1) * shape.block_size for sent, shape in pairs)
+        if not number:
+            return
+        self.num_held += number
+        spec = StoreSaveSpec(
+            blocks=BlockSpans.of(groups), prefix=prompt.key_prefix(self._prefix), hashes=hashes
+        )
+        job_id = self._ledger.start(spec.blocks, lambda failure: self._let_go(number), soon=_COPY_S)
+        meta.saves[job_id] = spec
+
+    def _stored(
+        self, prompt: SharedPrompt, group: int, first: int, hashes: list[bytes], filled: list[int]
+    ) -> tuple[list[int], int]:
+        """Blocks with null blocks for those that are not to be stored; how many are."""
+        lookup = prompt.lookup
+        held = lookup.held[group].blocks if lookup is not None and lookup.held else []
+        block_ids = []
+        stored = 0
+        for i, (block_hash, block_id) in enumerate(zip(hashes, filled, strict=True), first):
+            name = (group, block_hash)
+            if (i < len(held) and held[i]) or name in self._sent:
+                block_id = NULL_BLOCK_ID
+            if block_id != NULL_BLOCK_ID and self.num_held + stored >= self._max_held:
+                self._stats.count("blocks_dropped")
+                block_id = NULL_BLOCK_ID
+            if block_id != NULL_BLOCK_ID:
+                self._sent.add([name])
+                stored += 1
+            block_ids.append(block_id)
+        return block_ids, stored
+
+    def _let_go(self, num_blocks: int) -> None:
+        self.num_held -= num_blocks
+
+    def void(self, prefix: str) -> None:
+        """What is being kept belongs to other weights, and what was stored may have to be again.
+
+        Args:
+            prefix: of the store's keys from now on.
+        """
+        self._prefix = prefix
+        self._ledger.revoke(self._keeping)
+        self._sent = Recently(_RECENT_S, self._clock)
