@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from omni_connector.prefix import shared_prefix
+from omni_connector.prefix import saves
 from omni_connector.testing.simulation import check
 from omni_connector.testing.toy import BLOCK
 
@@ -139,7 +139,7 @@ def test_states_of_other_tokens_are_noticed_by_these_tests(place, engine, monkey
         """As if the last state were that of the end of every block."""
         return block_ids[-1:] * len(block_ids) if shape.attention_type == "last" else block_ids
 
-    monkeypatch.setattr(shared_prefix, "whole_blocks", latest)
+    monkeypatch.setattr(saves, "whole_blocks", latest)
     first, second = place(family="all three"), place(family="all three")
     publish(place, first)
     question = [*PREFIX[: 3 * BLOCK], 7]
