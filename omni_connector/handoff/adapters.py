@@ -15,14 +15,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from omni_connector.stats import Stats
 from omni_connector.turns import WOKEN, StartTurns, Turns, TurnThread
-
-if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
-    from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.omni_connector.adapters")
 
@@ -37,6 +33,30 @@ _MAX_ADAPTERS: Final = 4096
 
 _Name = tuple[str, str, bool]
 _Version = tuple[tuple[str, int, int, int], ...]
+
+
+class Adapter(Protocol):
+    """An adapter, as far as this module reads vLLM's `LoRARequest`."""
+
+    @property
+    def lora_name(self) -> str: ...
+    @property
+    def lora_path(self) -> str: ...
+    @property
+    def lora_int_id(self) -> int: ...
+    @property
+    def load_inplace(self) -> bool: ...
+    @property
+    def is_3d_lora_weight(self) -> bool: ...
+
+
+class AdaptedRequest(Protocol):
+    """A request, as far as this module reads vLLM's `Request`."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def lora_request(self) -> Adapter | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +93,14 @@ class AdapterContents:
         self._used: dict[_Name, _Used] = {}
         self._waiting: dict[str, float] = {}
 
-    def arrives(self, request: "Request") -> bool:
+    def arrives(self, request: AdaptedRequest) -> bool:
         """Whether a new request has to wait until its adapter is read. If so, ask `waits` later."""
         if request.lora_request is None or self._fresh(request.lora_request):
             return False
         self._waiting[request.request_id] = self._clock() + WAIT_S
         return True
 
-    def waits(self, request: "Request") -> bool:
+    def waits(self, request: AdaptedRequest) -> bool:
         """Whether a request that had to wait still has to."""
         until = self._waiting.get(request.request_id)
         if until is None or request.lora_request is None:
@@ -91,7 +111,7 @@ class AdapterContents:
         """End the wait of a request, if it waits; returns whether it did."""
         return self._waiting.pop(request_id, None) is not None
 
-    def content(self, request: "Request", epoch: int, stats: Stats) -> str | None:
+    def content(self, request: AdaptedRequest, epoch: int, stats: Stats) -> str | None:
         """Digest of the adapter of a request; "" where it has none, None where it is unknown.
 
         Args:
@@ -135,7 +155,7 @@ class AdapterContents:
             self._thread.wake()
             self._thread.join(CLOSE_S)
 
-    def _fresh(self, lora: "LoRARequest") -> bool:
+    def _fresh(self, lora: Adapter) -> bool:
         name = _name(lora)
         seen = self._seen.get(name)
         if seen is not None and self._clock() < seen.at + FRESH_S:
@@ -190,7 +210,7 @@ class AdapterContents:
         return hasher.hexdigest()
 
 
-def _name(lora: "LoRARequest") -> _Name:
+def _name(lora: Adapter) -> _Name:
     return lora.lora_name, lora.lora_path, lora.is_3d_lora_weight
 
 

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long KV that was computed means what it meant."""
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
+
+class BlockHashes(Protocol):
+    """vLLM's `BlockPool`, as far as its table of hashes tells of resets."""
+
+    @property
+    def cached_block_hash_to_block(self) -> object: ...
 
 
 class WeightsEpoch:
@@ -19,7 +23,7 @@ class WeightsEpoch:
         pool: vLLM's blocks.
     """
 
-    def __init__(self, pool: "BlockPool") -> None:
+    def __init__(self, pool: BlockHashes) -> None:
         self._pool = pool
         self._table: object = pool.cached_block_hash_to_block
         self._number = 0

@@ -238,20 +238,21 @@ class SlotPool:
         self._order.remove(cached)
         self._order.add(cached)
 
-    def keep(self, group: int, keys: Sequence[SlotKey]) -> tuple[Ints, Ints]:
+    def keep(self, group: int, keys: Sequence[SlotKey], most: int) -> tuple[Ints, Ints, int]:
         """Hold a slot, to be filled, for each block that has none, as far as there is room.
 
         Args:
             keys: of blocks of the group, in any order, each different.
+            most: slots that may be taken.
 
         Returns:
-            Which of the keys got a slot, and the slots.
+            Which of the keys got a slot, the slots, and how many others have none.
         """
         lacking = np.flatnonzero(self._index.find(group, keys, 1) < 0)
-        chosen = lacking[: self._num_free + self.num_cached]
+        chosen = lacking[: min(most, self._num_free + self.num_cached)]
         slots = self._new(len(chosen)) if len(chosen) else NONE
         self.fill(group, [keys[i] for i in chosen.tolist()], slots)
-        return chosen, slots
+        return chosen, slots, len(lacking) - len(chosen)
 
     def hold(self, numbers: Ints) -> None:
         """Hold slots that another user holds already."""

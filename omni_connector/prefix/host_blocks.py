@@ -233,11 +233,12 @@ class HostBlocks:
         else:
             self._neighbours.hit(engine, slots, generations)
 
-    def keep(self, filled: Sequence[Candidate]) -> tuple[KeepSpec | None, int]:
+    def keep(self, filled: Sequence[Candidate], most: int) -> tuple[KeepSpec | None, int]:
         """The job that saves blocks which no arena of this host has; `kept` ends it.
 
         Args:
             filled: blocks that the step fills, each hash of a group once.
+            most: how many may be saved.
 
         Returns:
             The job, None where none has to be saved; and how many are not, for lack of room.
@@ -248,10 +249,12 @@ class HostBlocks:
         dropped = 0
         for g in range(len(self._whole)):
             lacking = self._lacking(g, [each for each in filled if each.group == g])
-            room = max(0, self._max_busy - self._busy)
+            room = max(0, min(most, self._max_busy - self._busy))
             with self._pool.lock:
-                chosen, taken = self._pool.keep(g, [each.block_hash for each in lacking[:room]])
-            dropped += len(lacking) - len(chosen)
+                hashes = [each.block_hash for each in lacking]
+                chosen, taken, beyond = self._pool.keep(g, hashes, room)
+            dropped += beyond
+            most -= len(taken)
             kept = [lacking[i] for i in chosen.tolist()]
             groups[g] = 0, [each.block_id for each in kept]
             keys += header_keys(self._key_prefix, g, [each.block_hash for each in kept])

@@ -67,7 +67,10 @@ class GiveIndex(msgspec.Struct, frozen=True, tag="give-index"):
     readers: Annotated[bytes, Meta(min_length=16, max_length=16)]
     epoch: Annotated[bytes, Meta(min_length=EPOCH_BYTES, max_length=EPOCH_BYTES)]
     num_slots: Annotated[int, Meta(ge=1, le=MAX_SLOTS)]
-    arenas: Annotated[tuple[tuple[Endpoint, ...], ...], Meta(min_length=1, max_length=1024)]
+    arenas: Annotated[
+        tuple[Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=16)], ...],
+        Meta(min_length=1, max_length=1024),
+    ]
 
 
 class Hits(msgspec.Struct, frozen=True, tag="hits"):
@@ -85,8 +88,8 @@ class Hits(msgspec.Struct, frozen=True, tag="hits"):
             raise ValueError("as many generations as slots, of 8 bytes each")
 
 
-_QUESTIONS: Final = msgspec.msgpack.Decoder(AskIndex | Hits)
-_ANSWERS: Final = msgspec.msgpack.Decoder(GiveIndex | Refusal)
+QUESTIONS: Final = msgspec.msgpack.Decoder(AskIndex | Hits)
+ANSWERS: Final = msgspec.msgpack.Decoder(GiveIndex | Refusal)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,9 +176,10 @@ class HostNeighbours:
         self._met: dict[str, _Met] = {}
         self._present: tuple[Neighbour, ...] = ()
         self._not_before: dict[str, float] = {}
+        self._why_not: dict[str, str] = {}
         self._hits: defaultdict[Neighbour, list[tuple[Ints, Ints]]] = defaultdict(list)
         self._closing = False
-        self._listener = Listener(_QUESTIONS, self._answer)
+        self._listener = Listener(QUESTIONS, self._answer)
         try:
             self._listener.add(self._own)
         except BaseException:
@@ -202,6 +206,7 @@ class HostNeighbours:
                 return
             self._meet(name)
         self._not_before = {n: at for n, at in self._not_before.items() if n in here}
+        self._why_not = {n: why for n, why in self._why_not.items() if n in here}
         self._present = tuple(met.neighbour for met in self._met.values())
         self._tell()
 
@@ -249,8 +254,11 @@ class HostNeighbours:
             neighbour = self._ask(connection, deadline)
         except OmniError as error:
             connection.close()
-            level = logging.DEBUG if isinstance(error, PeerUnreachableError) else logging.WARNING
-            logger.log(level, "No prefixes are shared with %s: %s", name, error)
+            # Engines of other models are no fault, and are met again and again.
+            if self._why_not.get(name) != str(error):
+                self._why_not[name] = str(error)
+                level = logging.DEBUG if isinstance(error, PeerUnreachableError) else logging.INFO
+                logger.log(level, "No prefixes are shared with %s: %s", name, error)
             return
         except BaseException:
             connection.close()
@@ -260,18 +268,9 @@ class HostNeighbours:
         logger.info("Sharing prefixes with the engine at %s", name)
 
     def _ask(self, connection: Connection, deadline: float) -> Neighbour:
-        reply, descriptor = connection.ask(AskIndex(), _ANSWERS, deadline, with_fd=True)
+        reply, descriptor = connection.ask(AskIndex(), ANSWERS, deadline, with_fd=True)
         assert descriptor is not None
-        try:
-            ours = self._household
-            if reply.readers != ours.readers or len(reply.arenas) != len(ours.arenas):
-                raise PeerRefusedError("it runs another model, or runs it in another way")
-            if any(each.n_slots < reply.num_slots for rank in reply.arenas for each in rank):
-                raise PeerRefusedError("its arenas have fewer slots than its index")
-            view = BlockIndexView.open(descriptor, epoch=reply.epoch, num_slots=reply.num_slots)
-            return Neighbour(view, reply.arenas)
-        finally:
-            os.close(descriptor)
+        return opened(reply, descriptor, self._household)
 
     def _leave(self, name: str) -> None:
         # The engine's thread may be looking something up: the mapping goes with its last user.
@@ -295,3 +294,21 @@ class HostNeighbours:
             )
             return None, None
         return self._gives, os.dup(self._fd)
+
+
+def opened(reply: GiveIndex, descriptor: int, ours: Household) -> Neighbour:
+    """The engine that has sent this, and its index, whose descriptor is closed here.
+
+    Raises:
+        PeerRefusedError: its slots cannot be read here.
+        OmniError: as `BlockIndexView.open`.
+    """
+    try:
+        if reply.readers != ours.readers or len(reply.arenas) != len(ours.arenas):
+            raise PeerRefusedError("it runs another model, or runs it in another way")
+        if any(each.n_slots < reply.num_slots for rank in reply.arenas for each in rank):
+            raise PeerRefusedError("its arenas have fewer slots than its index")
+        view = BlockIndexView.open(descriptor, epoch=reply.epoch, num_slots=reply.num_slots)
+        return Neighbour(view, reply.arenas)
+    finally:
+        os.close(descriptor)

@@ -29,6 +29,7 @@ class SharedPrompt:
     hashes: list[list[bytes]] = field(default_factory=list)
     found: Found | None = None
     lookup: Lookup | None = None
+    waits: bool = False  # for the store's answer, as the arenas have not all of it
     local: int | None = None  # tokens that vLLM has itself; None until it asks
     offered: int = 0  # tokens beyond them that can be loaded
     missed: bool = False

@@ -98,9 +98,8 @@ class PrefixSaves:
             self._keep(meta, self._host, list(filled.values()))
 
     def _keep(self, meta: CopyWork, host: HostBlocks, filled: list[Candidate]) -> None:
-        room = max(0, self._max_held - self.num_held)
-        spec, dropped = host.keep(filled[:room])
-        if dropped := dropped + max(0, len(filled) - room):
+        spec, dropped = host.keep(filled, self._max_held - self.num_held)
+        if dropped:
             self._stats.count("blocks_dropped", dropped)
         if spec is None:
             return

@@ -140,7 +140,7 @@ class SharedPrefix:
         self._look_up(prompt)
 
     def _look_up(self, prompt: SharedPrompt) -> None:
-        prompt.admitted, prompt.local, prompt.found = False, None, None
+        prompt.admitted, prompt.local, prompt.found, prompt.waits = False, None, None, False
         prompt.hashes = [prompt.full_hashes(g, 0, None) for g in range(len(self._groups))]
         if self._lookups is not None and any(prompt.hashes):
             deadline = self._clock() + self._lookup_timeout
@@ -161,12 +161,17 @@ class SharedPrefix:
             return prompt.offered
         # The last token is computed here, for its logits.
         last = (request.num_tokens - 1) // self._unit * self._unit
+        asked = prompt.lookup
+        if asked is not None and asked.held is not None:
+            asked = None
+        if asked is not None and prompt.waits and self._clock() < asked.deadline:
+            return None
         if self._host is not None and prompt.found is None:
             prompt.found = self._host.find([prompt.keys(each) for each in prompt.hashes])
         reach = prompt.reach(self._groups, self._unit, num_computed, last)
-        lookup = prompt.lookup
-        if lookup is not None and lookup.held is None and reach < last:
-            if self._clock() < lookup.deadline:
+        if asked is not None and reach < last:
+            prompt.waits = self._clock() < asked.deadline
+            if prompt.waits:
                 return None
             self._stats.fail("store_lookup_timeout")
             prompt.lookup, prompt.late = None, True

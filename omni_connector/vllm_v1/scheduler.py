@@ -311,7 +311,8 @@ class OmniScheduler:
     def _uncache_incomplete(self) -> None:
         """Let vLLM find no block by its hash that was not loaded as a whole. It gives them their
         hashes when it schedules their request, and asks us before it looks at the next one."""
-        incomplete = {} if self._receiver is None else self._receiver.incomplete
+        if self._receiver is None or not (incomplete := self._receiver.incomplete):
+            return
         blocks = self._manager.block_pool.blocks
         for request_id, block_ids in list(incomplete.items()):
             if any(blocks[each].block_hash is not None for each in block_ids):
@@ -440,9 +441,9 @@ class OmniScheduler:
     def close(self) -> None:
         """Stop the control channel, the lookups, and the reading of adapters. Idempotent."""
         self._adapters.close()
+        self._channel.close()  # first: its thread may void what the index lists
         if self._shared is not None:
             self._shared.close()
-        self._channel.close()
         self._status.close()
         if self._trace is not None:
             self._trace.close()

@@ -28,7 +28,7 @@ class Told:
         """Blocks fill, and those that get a slot are copied there."""
         for i, key in enumerate(keys):
             self.changes.filled("a", 0, i, key, key)
-        _, slots = self.pool.keep(0, keys)
+        _, slots, _ = self.pool.keep(0, keys, len(keys))
         self.pool.filled(slots)
         self.pool.let_go(slots[::-1])
 
@@ -89,7 +89,7 @@ def test_blocks_of_a_prompt_come_in_its_order(told):
 
 
 def test_a_block_that_nobody_described_is_not_told_of(told):
-    told.pool.keep(0, KEYS[:1])
+    told.pool.keep(0, KEYS[:1], 1)
     told.pool.filled(np.arange(SLOTS)[:1])
     assert told.changes.take() == []
     told.pool.forget()

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines of one host find each other's prefixes: every answer is that of an engine alone."""
 
+import contextlib
+import dataclasses
+import time
+
 import pytest
 
 from omni_connector.copies import loading
+from omni_connector.prefix import neighbours as module
+from omni_connector.prefix.neighbours import HostNeighbours
 from omni_connector.testing.simulation import check
 from omni_connector.testing.toy import BLOCK
 
@@ -256,3 +262,27 @@ def test_aborts_while_loading_leave_nothing(sharer, tokens):
     second.settle()
     assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
     assert_clean(first, second)
+
+
+def test_what_is_kept_already_takes_no_room_from_what_is_new(sharer):
+    alone = sharer(usable_blocks=48)
+    first = prompt(12 * BLOCK)
+    publish(alone, first)
+    publish(alone, first + prompt(5 * BLOCK, seed=1))
+    assert kept(alone) == 17
+    assert alone.count("blocks_dropped") == 0
+
+
+def test_an_engine_of_another_model_is_told_of_once(sharer, monkeypatch):
+    told = []
+    monkeypatch.setattr(module.logger, "log", lambda level, *text: told.append(text))
+    found = neighbours(sharer())
+    other = dataclasses.replace(found._household, name="another", readers=b"x" * 16)
+    with contextlib.closing(HostNeighbours(other, time.monotonic)):
+        for _ in range(3):
+            found._not_before.clear()
+            found.look()
+        assert not found.present()
+        ours = [text for text in told if text[1] != found._own.name]
+        assert len(ours) == 1
+        assert "another model" in str(ours[0][2])

@@ -25,6 +25,7 @@ PARSERS: Final = (
     "engines.params",
     "arenas.superblocks",
     "arenas.indexes",
+    "arenas.neighbours",
     "arenas.mapped_headers",
     "arenas.fetched_headers",
     "arenas.object_places",

@@ -2,6 +2,7 @@
 """Arenas of peers: superblocks, slot headers, and what is said about the objects in them."""
 
 import contextlib
+import os
 import random
 import socket
 import struct
@@ -33,13 +34,17 @@ from omni_connector.memory.block_index import (
 )
 from omni_connector.memory.buffers import Buffers
 from omni_connector.memory.pool import Pool
+from omni_connector.memory.slot_pool import SlotPool
 from omni_connector.net import unix
-from omni_connector.net.unix import Refusal
+from omni_connector.net.unix import Refusal, read_answer
 from omni_connector.objects import mooncake as object_server
 from omni_connector.objects import shm as object_sockets
 from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.object_store import ObjectStore
 from omni_connector.objects.peer import ANSWERS, Find, Found, Missing, Read, read_object
+from omni_connector.prefix.host_blocks import touch
+from omni_connector.prefix.neighbours import ANSWERS as GIVEN
+from omni_connector.prefix.neighbours import QUESTIONS, GiveIndex, Hits, Household, opened
 from omni_connector.testing import inspection
 from omni_connector.testing.hostile.mutation import damage, distort_msgpack
 from omni_connector.testing.hostile.trial import Parser
@@ -214,6 +219,44 @@ def _check_read(owner: _Owner, content: NDArray[np.uint8]) -> bool:
     # A header may be any; bytes that are served are covered by a checksum, or were announced so.
     assert content.size <= SLOT_BYTES
     return True
+
+
+@contextmanager
+def neighbours() -> Iterator[Parser]:
+    """What an engine of this host says that shares prefixes, and what it tells of hits."""
+    epoch, readers = b"E" * 16, b"R" * 16
+    pool = SlotPool(N_SLOTS)
+    with _owner() as owner, BlockIndex.create(N_SLOTS, epoch) as index:
+        arenas = ((Endpoint.of(owner.arena, "shm", "/x"),),)
+        ours = Household(Path("/"), "", readers, index, arenas, partial(touch, pool))
+        given = msgspec.msgpack.encode(GiveIndex(readers, epoch, N_SLOTS, arenas))
+        numbers = np.arange(N_SLOTS).tobytes()
+        told = msgspec.msgpack.encode(Hits(numbers, numbers))
+
+        def make(rng: random.Random) -> tuple[bool, bytes]:
+            asks = rng.random() < 0.5
+            honest = told if asks else given
+            return asks, (distort_msgpack if rng.random() < 0.5 else damage)(honest, rng)
+
+        def parse(hostile: tuple[bool, bytes]) -> bool:
+            asks, packet = hostile
+            if asks:
+                question = QUESTIONS.decode(packet)
+                if isinstance(question, Hits):
+                    slots, generations = question.slots, question.generations
+                    ours.on_hits(
+                        np.frombuffer(slots, np.int64), np.frombuffer(generations, np.int64)
+                    )
+                return True
+            reply, descriptor = read_answer(packet, [os.dup(index.fd)], GIVEN, with_fd=True)
+            assert descriptor is not None
+            found = opened(reply, descriptor, ours)
+            assert all(found.arenas), "a rank without an arena was believed"
+            found.index.close()
+            return True
+
+        errors = (OmniError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+        yield Parser("neighbours", make, parse, errors)
 
 
 @contextmanager

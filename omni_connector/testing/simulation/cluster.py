@@ -198,6 +198,8 @@ class Cluster(Clients):
 
         def lie() -> None:
             halves = [each.halves[0] for each in self.engines.values()]
+            if not halves:  # all are being started again
+                return
             tags = np.unique(np.concatenate([inspection.tags(half) for half in halves]))
             liar.lie(tags[tags != 0], inspection.generations(target.halves[0]), draw)
 

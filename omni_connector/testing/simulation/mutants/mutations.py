@@ -335,8 +335,8 @@ OWN: Final = (
         "a request waits for the answer of a store that is gone",
         (
             "omni_connector.prefix.shared_prefix",
-            "            if self._clock() < lookup.deadline:\n                return None\n",
-            "            if True:\n                return None\n",
+            "            prompt.waits = self._clock() < asked.deadline\n",
+            "            prompt.waits = True\n",
         ),
     ),
     mutant(
