@@ -11,8 +11,9 @@ import numpy as np
 
 from omni_connector.kv.ledger import EngineRequest
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.kv.spans import BlockSpans
-from omni_connector.prefix.host_blocks import Found
+from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
+from omni_connector.prefix.hints import Hints
+from omni_connector.prefix.host_blocks import Candidate, Found
 from omni_connector.prefix.lookups import Held, Lookup
 
 # How often what an arena of this host has is looked up anew, when it was gone before it was read.
@@ -28,6 +29,8 @@ class SharedPrompt:
     hashed_tokens: int | None  # where its hashes end to be those of its tokens; None: nowhere
     adapter: str  # digest of the LoRA adapter's content; "" without one
     sent: list[int]  # for each group, the blocks already considered for arena and store
+    tenant: int
+    hints: Hints
     hashes: list[list[bytes]] = field(default_factory=list)
     found: Found | None = None
     lookup: Lookup | None = None
@@ -46,6 +49,20 @@ class SharedPrompt:
             return list(hashes)
         whose = self.adapter.encode()[: blake2b.MAX_KEY_SIZE]
         return [blake2b(each, digest_size=32, key=whose).digest() for each in hashes]
+
+    def offer(
+        self,
+        kept: dict[tuple[int, bytes], Candidate],
+        group: int,
+        hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+    ) -> None:
+        """Add these blocks of a group to those that may be kept."""
+        for key, block_id in zip(self.keys(hashes), block_ids, strict=True):
+            if block_id != NULL_BLOCK_ID:
+                other = kept.get((group, key))
+                hints = self.hints.joined(other.hints) if other is not None else self.hints
+                kept[group, key] = Candidate(group, key, block_id, self.tenant, hints)
 
     def held(self) -> list[Held]:
         """What is held of it, in arenas of this host or in the store, one entry a group."""

@@ -23,6 +23,7 @@ import numpy as np
 from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, EngineRequest
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec
+from omni_connector.prefix.hints import NO_HINTS, Hints, tenant_of
 from omni_connector.prefix.host_blocks import Candidate, HostBlocks, Wanted
 from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.prefix.lookups import BlockName, Lookup, Recently, StoreLookups
@@ -100,12 +101,18 @@ class SharedPrefix:
         self._load_timeout = load_timeout
         self._clock = clock
         self._stats = stats
+        self._hints: dict[str, Hints] = {}  # of requests that are not added yet
         self._prompts: dict[str, SharedPrompt] = {}
         self._num_held = 0
         self._queued: dict[int, TransferSpec] = {}
         self._failed: list[EngineRequest] = []
         self._keeping: set[int] = set()
         self._sent = Recently(_RECENT_S, clock)
+
+    def hint(self, request_id: str, hints: Hints) -> bool:
+        """What a request asks, before it is added; returns whether that cannot be followed."""
+        self._hints[request_id] = hints
+        return self._host is None and hints.asks_arena
 
     def add(self, request: EngineRequest, *, stops_early: bool = False, adapter: str = "") -> None:
         """A request has arrived: ask what is held of its prompt.
@@ -121,6 +128,8 @@ class SharedPrefix:
             hashed_tokens=request.num_prompt_tokens if stops_early else None,
             adapter=adapter,
             sent=[0] * len(self._groups),
+            tenant=tenant_of(request.cache_salt),
+            hints=self._hints.pop(request.request_id, NO_HINTS),
         )
         self._prompts[request.request_id] = prompt
         self._look_up(prompt)
@@ -282,7 +291,7 @@ class SharedPrefix:
         filled: dict[tuple[int, bytes], Candidate] = {}
         for request_id, tokens in scheduled.items():
             prompt = self._prompts.get(request_id)
-            if prompt is None:
+            if prompt is None or prompt.hints.cache == "no":
                 continue
             computed = prompt.request.num_computed_tokens + tokens
             self._save(meta, prompt, computed, tables_of, filled)
@@ -290,9 +299,8 @@ class SharedPrefix:
             self._keep(meta, self._host, list(filled.values()))
 
     def _keep(self, meta: CopyWork, host: HostBlocks, filled: list[Candidate]) -> None:
-        room = max(0, self._max_held - self._num_held)
-        spec, dropped = host.keep(filled[:room])
-        if dropped := dropped + max(0, len(filled) - room):
+        spec, dropped = host.keep(filled, self._max_held - self._num_held)
+        if dropped:
             self._stats.count("blocks_dropped", dropped)
         if spec is None:
             return
@@ -332,10 +340,7 @@ class SharedPrefix:
                     tables = tables_of(prompt.request.request_id)
                 table = tables[self._group_ids[g]]
                 if self._host is not None:
-                    table_part = table[first : first + len(filled)]
-                    for key, block_id in zip(prompt.keys(filled), table_part, strict=True):
-                        if block_id != NULL_BLOCK_ID:
-                            kept[g, key] = Candidate(g, key, block_id)
+                    prompt.offer(kept, g, filled, table[first : first + len(filled)])
                 if self._lookups is not None:
                     block_ids, stored = self._stored(prompt, g, first, filled, table)
                     number += stored
@@ -415,6 +420,7 @@ class SharedPrefix:
 
     def finish(self, request_id: str) -> None:
         """The request is over. A load under way is told to stop."""
+        self._hints.pop(request_id, None)
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None:
             self._ledger.revoke(prompt.jobs)
