@@ -80,7 +80,7 @@ def test_tenants_differ_by_their_salt() -> None:
 
 
 class FavourMachine(RuleBasedStateMachine):
-    """Keeping, hand-offs, hints, time and resets, in any order: bounds hold, and nothing is lost."""
+    """Keeping, hand-offs, hints, time, resets, in any order: bounds hold, and nothing is lost."""
 
     SLOTS = 12
 
@@ -198,6 +198,20 @@ class FavourMachine(RuleBasedStateMachine):
 
 TestFavours = FavourMachine.TestCase
 TestFavours.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize(("pins", "stays"), [([50, 5], True), ([5, 50], True), ([5, 5], False)])
+def test_of_two_pins_the_one_that_ends_later_counts(pins: list[float], stays: bool) -> None:
+    clock, pool = FakeClock(), SlotPool(4)
+    favours = Favours(pool, clock, 0.5, 1.0, Counts())
+    _, slots, _ = pool.keep(0, [b"a"], tenant=1)
+    pool.filled(slots)
+    pool.let_go(slots)
+    for seconds in pins:
+        favours.grant(Hints(pin_s=seconds), 1, 0, [b"a"])
+    clock.advance(10)
+    pool.end_pins(clock())
+    assert pool.pinned(slots).all() == stays
 
 
 @pytest.mark.parametrize("quota", [0, 3])
