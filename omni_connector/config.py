@@ -136,6 +136,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             model's name and revision.
         weights: `fixed` declares that this engine's weights stay those of `model_id` until it ends,
             whatever is reset; `may_change` promises nothing.
+        handoff: whether prompts are handed off; not where another connector beside this one does.
         handoff_ttl_s: seconds that a finished prefill waits for its decode engine before its slots
             are reused.
         arena_wait_s: seconds that a prefill request waits for room in a full arena before it is
@@ -168,6 +169,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     namespace: str = "default"
     model_id: str | None = None
     weights: Literal["may_change", "fixed"] = "may_change"
+    handoff: bool = True
     handoff_ttl_s: float = 120.0
     arena_wait_s: float = 10.0
     load_timeout_s: float = 30.0

@@ -49,6 +49,8 @@ logger = logging.getLogger("vllm.omni_connector.worker")
 
 _MAX_PLANS: Final = 64
 
+_NOT_THERE: Final = "what an index lists is there, or was"
+
 Blocks = NDArray[np.int64]
 
 _Remotes = dict[tuple[Endpoint, ...], RemoteArena]
@@ -319,7 +321,7 @@ class Loader:
             return [MappedSlots(each, slots, generations, step.plan.length) for each in sources]
         except SlotPendingError as pending:
             if step.keys is not None:
-                raise StaleSlotError("what an index lists is there, or was") from pending
+                raise StaleSlotError(_NOT_THERE) from pending
             if not all(remote.alive for remote in sources):
                 raise PeerUnreachableError("the peer died while copying") from pending
             return PENDING_S
@@ -336,9 +338,11 @@ class Loader:
                 fetched.append(
                     FetchedSlots(remotes[each], slots, generations, step.plan.length, timeout=left)
                 )
-        except BaseException:
+        except BaseException as error:
             for each_fetched in fetched:
                 each_fetched.release()
+            if isinstance(error, SlotPendingError) and step.keys is not None:
+                raise StaleSlotError(_NOT_THERE) from error
             raise
         return fetched
 

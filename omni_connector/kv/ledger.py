@@ -5,8 +5,9 @@ A job has one start and one end: done, failed or cancelled, once every rank has 
 start to its end each of its blocks has a reference of ours in vLLM's block pool, and nothing else
 keeps it: whatever happens to its request (preemption, abort, its end, a window that moves on), vLLM
 gives the block to nobody, so that nobody zeroes it or writes to it. A request that goes on writes
-to no token that it has computed; only a recurrent state is written in place, and a request whose
-state is handed off ends with the step that computes it.
+to no token that it has computed; only a recurrent state is written in place, until its block is
+full. So a request whose state is handed off ends with the step that computes it, and the states of
+full blocks alone are shared.
 """
 
 import enum

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the shared prefix cache knows of one prompt: what is held of it, and where."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import zip_longest
@@ -100,3 +100,29 @@ def read_blocks(shape: GroupShape, start: int, end: int) -> range:
     """The blocks of the tokens from `start` to `end` that later tokens read."""
     needed = shape.needed(end)
     return range(max(needed.start, start // shape.block_size), needed.stop)
+
+
+def whole_blocks(
+    shape: GroupShape,
+    block_ids: list[int],
+    hashes: Sequence[bytes],
+    hash_of: Callable[[int], bytes | None],
+) -> list[int]:
+    """Blocks of a group that hold what their hashes name, with null blocks for the others.
+
+    A step that computes several blocks of tokens leaves the state of its last token only, and that
+    lies at the end of a block only where vLLM let the step end there. vLLM gives a block of a state
+    its hash where both are so, and from then on writes the states of later tokens to other blocks.
+
+    Args:
+        shape: of the group.
+        block_ids: consecutive blocks of a request, which the step has filled.
+        hashes: of the tokens up to the end of each.
+        hash_of: says by which hash vLLM's own prefix cache finds a block; None where it does not.
+    """
+    if shape.attention_type != "last":
+        return block_ids
+    return [
+        block_id if hash_of(block_id) == key else NULL_BLOCK_ID
+        for block_id, key in zip(block_ids, hashes, strict=True)
+    ]

@@ -27,7 +27,7 @@ from omni_connector.prefix.hints import NO_HINTS, Hints, tenant_of
 from omni_connector.prefix.host_blocks import Candidate, HostBlocks, Wanted
 from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.prefix.lookups import BlockName, Lookup, Recently, StoreLookups
-from omni_connector.prefix.prompts import SharedPrompt, read_blocks, shares
+from omni_connector.prefix.prompts import SharedPrompt, read_blocks, shares, whole_blocks
 from omni_connector.prefix.shared_blocks import CORRUPT
 from omni_connector.stats import Stats
 
@@ -56,10 +56,11 @@ class SharedPrefix:
         lookups: asks the store, closed with this; None uses none.
         ledger: the copy jobs.
         prefix: of this engine's keys.
-        groups: what this engine keeps, none of it recurrent.
+        groups: what this engine keeps.
         group_ids: index of each transferred group among vLLM's groups.
         hash_block_size: tokens of one of a request's hashes; divides every group's block size.
         num_blocks: KV blocks of this engine.
+        hash_of: says by which hash vLLM's own prefix cache finds a block; None where it does not.
         weights_fixed: a reset changes no weights, so that what is stored stays true.
         lookup_timeout: seconds a request waits for the store's answer.
         load_timeout: seconds for the bytes.
@@ -79,6 +80,7 @@ class SharedPrefix:
         group_ids: tuple[int, ...],
         hash_block_size: int,
         num_blocks: int,
+        hash_of: Callable[[int], bytes | None],
         weights_fixed: bool,
         lookup_timeout: float,
         load_timeout: float,
@@ -97,6 +99,7 @@ class SharedPrefix:
         self._hashes_a_block = [shape.block_size // hash_block_size for shape in groups]
         self._unit = math.lcm(*(shape.block_size for shape in groups))
         self._max_held = max(1, num_blocks // _HELD_PART)
+        self._hash_of = hash_of
         self._lookup_timeout = lookup_timeout
         self._load_timeout = load_timeout
         self._clock = clock
@@ -338,11 +341,12 @@ class SharedPrefix:
                 prompt.sent[g] = first + len(filled)
                 if tables is None:
                     tables = tables_of(prompt.request.request_id)
-                table = tables[self._group_ids[g]]
+                part = tables[self._group_ids[g]][first : first + len(filled)]
+                part = whole_blocks(shape, part, filled, self._hash_of)
                 if self._host is not None:
-                    prompt.offer(kept, g, filled, table[first : first + len(filled)])
+                    prompt.offer(kept, g, filled, part)
                 if self._lookups is not None:
-                    block_ids, stored = self._stored(prompt, g, first, filled, table)
+                    block_ids, stored = self._stored(prompt, g, first, filled, part)
                     number += stored
             groups.append((first, block_ids))
             hashes += filled
@@ -356,16 +360,15 @@ class SharedPrefix:
         meta.saves[job_id] = spec
 
     def _stored(
-        self, prompt: SharedPrompt, group: int, first: int, hashes: list[bytes], table: list[int]
+        self, prompt: SharedPrompt, group: int, first: int, hashes: list[bytes], filled: list[int]
     ) -> tuple[list[int], int]:
         """Blocks with null blocks for those that are not to be stored; how many are."""
         lookup = prompt.lookup
         held = lookup.held[group].blocks if lookup is not None and lookup.held else []
         block_ids = []
         stored = 0
-        for i, block_hash in enumerate(hashes, first):
+        for i, (block_hash, block_id) in enumerate(zip(hashes, filled, strict=True), first):
             name = (group, block_hash)
-            block_id = table[i]
             if (i < len(held) and held[i]) or name in self._sent:
                 block_id = NULL_BLOCK_ID
             if block_id != NULL_BLOCK_ID and self._num_held + stored >= self._max_held:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from omni_connector.handoff.channel import ControlChannel
     from omni_connector.handoff.directory import Handoff, SlotDirectory
     from omni_connector.memory.arena import Arena
-    from omni_connector.memory.block_index import BlockIndex
+    from omni_connector.memory.block_index import BlockIndex, Tags
+    from omni_connector.memory.slot_index import Ints
     from omni_connector.objects.exchange import Exchange
     from omni_connector.objects.object_store import ObjectStore
     from omni_connector.objects.peer import Peer
@@ -77,6 +78,56 @@ def first_waiting(half: "OmniScheduler") -> Any:
 def fetches(half: "OmniScheduler") -> dict[str, Any]:
     """Return what a decode engine knows of the hand-offs that it loads, by request id."""
     return {} if half._receiver is None else half._receiver._loads
+
+
+def shares(half: "OmniScheduler") -> bool:
+    """Whether an engine lists its blocks for the other engines of its host."""
+    return half._shared is not None and half._shared._host is not None
+
+
+def listed(half: "OmniScheduler") -> "tuple[Ints, Ints, Ints]":
+    """Return the slots in an engine's index, their generations there, and those that the slots
+    have, -1 where nothing is in them yet."""
+    assert half._shared is not None
+    assert half._shared._host is not None
+    index, pool = half._shared._host._own.index, half._shared._host._pool
+    slots = (index._cell_of >= 0).nonzero()[0]  # type: ignore[union-attr]
+    held = pool.generation[slots].copy()
+    held[~pool._ready[slots]] = -1
+    return slots, index._generations[slots], held
+
+
+def key_beginnings(half: "OmniScheduler") -> frozenset[bytes]:
+    """Return what the keys of an engine's blocks begin with, one entry for each group."""
+    from omni_connector.memory.slot_pool import header_keys
+
+    assert half._shared is not None
+    assert half._shared._host is not None
+    prefix = half._shared._host._key_prefix
+    return frozenset(header_keys(prefix, g, [b""])[0] for g in range(len(half._shared._groups)))
+
+
+def tags(half: "OmniScheduler") -> "Tags":
+    """Return the tag of the block that each slot of an engine holds or will hold; 0: none."""
+    directory = half._directory
+    assert directory is not None
+    assert directory.pool.listing is not None
+    return directory.pool.listing._tags
+
+
+def generations(half: "OmniScheduler") -> "Ints":
+    """Return the generation of each slot of an engine."""
+    assert half._directory is not None
+    return half._directory.pool.generation
+
+
+def being_kept(half: "OmniScheduler") -> tuple[int, int]:
+    """Return how many slots an engine takes to be filled with blocks for its host, and how many
+    blocks to be copied from, for host and store."""
+    shared = half._shared
+    if shared is None:
+        return 0, 0
+    return 0 if shared._host is None else shared._host._busy, shared._num_held
 
 
 def now(half: "OmniScheduler") -> float:

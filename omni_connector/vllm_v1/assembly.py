@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError
@@ -44,8 +45,8 @@ from omni_connector.vllm_v1.identity import compatibility, hash_id
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
 from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
 from omni_connector.vllm_v1.scheduler import OmniScheduler, WeightsEpoch
-from omni_connector.vllm_v1.specs import group_specs, transferred_groups
-from omni_connector.vllm_v1.surroundings import ArenaSizing, Surroundings
+from omni_connector.vllm_v1.specs import group_specs, state_refusal, transferred_groups
+from omni_connector.vllm_v1.surroundings import Surroundings, arena_sizing
 from omni_connector.vllm_v1.worker import OmniWorker
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def make_worker(
     parallel = vllm_config.parallel_config
     assert transfer is not None
     rank = parallel.rank % parallel.tensor_parallel_size  # there is one pipeline stage
-    sizing = ArenaSizing.of(config, vllm_config, kv_cache_config)
+    sizing = arena_sizing(config, vllm_config, kv_cache_config)
     return OmniWorker(
         config=config,
         kv_cache_config=kv_cache_config,
@@ -160,7 +161,8 @@ class _Assembly:
         """The half. Nothing is left open where it cannot be made."""
         self._upkeep.sweep()
         directory = self._directory
-        offered = directory if self._transfer.is_kv_producer else None
+        offered = directory if self._config.handoff and self._transfer.is_kv_producer else None
+        receives = self._config.handoff and self._transfer.is_kv_consumer
         channel = self._channel(None if offered is None else self._server(offered))
         self._upkeep.channel = channel
         try:
@@ -180,7 +182,7 @@ class _Assembly:
             channel=channel,
             directory=directory,
             sender=None if offered is None else self._sender(offered, channel),
-            receiver=self._receiver(channel) if self._transfer.is_kv_consumer else None,
+            receiver=self._receiver(channel) if receives else None,
             shared=shared,
             stats=self._stats,
             status=self._status,
@@ -307,6 +309,7 @@ class _Assembly:
             group_ids=self._group_ids,
             hash_block_size=self._hash_block_size,
             num_blocks=self._kv_cache_config.num_blocks,
+            hash_of=self._hash_of,
             weights_fixed=config.weights == "fixed",
             lookup_timeout=0.0 if config.store is None else config.store.lookup_timeout_s,
             load_timeout=config.load_timeout_s,
@@ -314,6 +317,10 @@ class _Assembly:
             randbytes=surroundings.randbytes,
             stats=self._stats,
         )
+
+    def _hash_of(self, block_id: int) -> bytes | None:
+        named = self._manager.block_pool.blocks[block_id].block_hash
+        return None if named is None else get_block_hash(named)
 
     def _host_blocks(self, prefix: str) -> HostBlocks | None:
         """The arenas of this host; None where this engine does not share its own."""
@@ -366,11 +373,6 @@ def _agreeing(
     workers: Mapping[tuple[int, int], OmniHandshakeMetadata],
 ) -> list[OmniHandshakeMetadata]:
     ranks = [workers[key] for key in sorted(workers)]
-    if not ranks:
-        raise ConfigError(
-            "no worker of OmniKVConnector has introduced itself; MultiConnector passes on the "
-            "word of one child only, so OmniKVConnector must be its first that has one"
-        )
     if len({(rank.page_orders, rank.attention) for rank in ranks}) != 1:
         raise ConfigError("the ranks of this engine have KV caches of different layouts")
     return ranks
@@ -383,7 +385,7 @@ def _has_arena(
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     shares = config.share and _sharing_refusal(vllm_config, kv_cache_config) is None
-    return shares or transfer.is_kv_producer
+    return shares or (config.handoff and transfer.is_kv_producer)
 
 
 def _lending_store(
@@ -404,12 +406,9 @@ def _sharing_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching:
         return "prefix caching is off; remove --no-enable-prefix-caching"
-    for group in group_specs(kv_cache_config):
-        if "mamba" in group.kind.split("+"):
-            return (
-                f"this model keeps recurrent states (layer {group.layers[0].name}), which are not "
-                "shared yet"
-            )
+    refusal = state_refusal(kv_cache_config)
+    if refusal is not None:
+        return refusal
     hash_size = hash_block_size(vllm_config, kv_cache_config)
     if not hash_id(vllm_config, hash_size):
         return (

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OmniKVConnector`: what vLLM loads. It forwards to the half that its role asks for."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from omni_connector.plugin import require_supported_vllm
 
 require_supported_vllm()
 
+from vllm.distributed.kv_transfer import (  # noqa: E402
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -30,6 +34,8 @@ from omni_connector.vllm_v1.compat import (  # noqa: E402
 from omni_connector.vllm_v1.metadata import (  # noqa: E402
     OmniConnectorMetadata,
     OmniHandshakeMetadata,
+    introduce_worker,
+    introduced_workers,
 )
 from omni_connector.vllm_v1.metrics import OmniPromMetrics, OmniStats  # noqa: E402
 from omni_connector.vllm_v1.scheduler import OmniScheduler  # noqa: E402
@@ -75,6 +81,7 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_half: OmniScheduler | None = None
         self._worker_half: OmniWorker | None = None
         self._reports = ReportPath()
+        self._end_introduction: Callable[[], None] | None = None
         if role == KVConnectorRole.WORKER:
             self._worker_half = make_worker(
                 self._config, vllm_config, kv_cache_config, self._surroundings()
@@ -99,6 +106,8 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler_half.close()
         if self._worker_half is not None:
             self._worker_half.close()
+        if self._end_introduction is not None:
+            self._end_introduction()
 
     def get_kv_connector_stats(self) -> OmniStats | None:
         """What this half has counted since the last call."""
@@ -125,6 +134,8 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
             key: meta for key, meta in metadata.items() if isinstance(meta, OmniHandshakeMetadata)
         }
         assert self._manager is not None, "vLLM binds it before"
+        if not workers:
+            workers = introduced_workers(self._config, self._vllm_config)
         self._scheduler_half = make_scheduler(
             self._config,
             self._vllm_config,
@@ -187,9 +198,16 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         self._worker.register_kv_caches(kv_caches)
+        if has_kv_transfer_group() and get_kv_transfer_group() is not self:
+            assert self._worker.handshake is not None
+            self._end_introduction = introduce_worker(
+                self._config, self._vllm_config, self._worker.handshake
+            )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._worker.handshake
+        # The connector around this one, if there is one, tells all its children what the first of
+        # them says that says anything, and some refuse what is not theirs.
+        return None if self._end_introduction is not None else self._worker.handshake
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(connector_metadata, OmniConnectorMetadata)

@@ -1,16 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two halves tell each other; vLLM carries it."""
+"""What the two halves tell each other.
 
+vLLM carries it. But MultiConnector passes on the handshake metadata of one of its children only, to
+all of them. So beside other connectors the workers introduce themselves at sockets of their own.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
 
+from omni_connector.config import OmniConfig
+from omni_connector.errors import ConfigError, OmniError
 from omni_connector.kv.spans import TransferSpec
+from omni_connector.net.introductions import introduce, introduced
+from omni_connector.net.runtime import runtime_dir
 from omni_connector.transports.base import Endpoint
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 @dataclass(slots=True)
@@ -67,3 +82,60 @@ class OmniHandshakeMetadata(KVConnectorHandshakeMetadata):
     page_orders: tuple[tuple[str, ...], ...]
     attention: tuple[str, ...]
     scales: str = ""
+
+    def encode(self) -> bytes:
+        """The bytes that `decode` reads."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, content: bytes) -> "OmniHandshakeMetadata":
+        """Read what `encode` made.
+
+        Raises:
+            ValueError: it is malformed.
+        """
+        return msgspec.msgpack.decode(content, type=cls)
+
+
+def introduce_worker(
+    config: OmniConfig, vllm_config: "VllmConfig", handshake: OmniHandshakeMetadata
+) -> Callable[[], None]:
+    """Have a worker tell the scheduler half what it must know; returns what ends that.
+
+    Raises:
+        TransportError: another process has the socket of this rank.
+    """
+    folder, engine_id, ranks = _introductions(config, vllm_config)
+    rank = vllm_config.parallel_config.rank % ranks
+    return introduce(folder, engine_id, rank, handshake.encode())
+
+
+def introduced_workers(
+    config: OmniConfig, vllm_config: "VllmConfig"
+) -> dict[tuple[int, int], OmniHandshakeMetadata]:
+    """What the workers of this engine tell by `introduce_worker`, by (pipeline rank, tensor rank).
+
+    Raises:
+        ConfigError: a worker tells nothing.
+    """
+    folder, engine_id, ranks = _introductions(config, vllm_config)
+    found = {}
+    for rank in range(ranks):
+        try:
+            content = introduced(folder, engine_id, rank)
+            found[0, rank] = OmniHandshakeMetadata.decode(content)
+        except (OmniError, ValueError) as error:
+            raise ConfigError(
+                f"worker {rank} of OmniKVConnector has not introduced itself: {error}; beside "
+                "other connectors all workers must be on the host of the scheduler"
+            ) from error
+    return found
+
+
+def _introductions(config: OmniConfig, vllm_config: "VllmConfig") -> tuple[Path, str, int]:
+    """The folder where the workers of an engine introduce themselves, its id, and its ranks."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    assert transfer.engine_id is not None
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return runtime_dir(config.namespace), transfer.engine_id, ranks

@@ -169,6 +169,8 @@ class OmniScheduler:
             slots, generations = self._sender.void()
             self._void[0].extend(slots)
             self._void[1].extend(generations)
+        elif self._directory is not None:  # it hands nothing off, so nobody has a lease
+            self._directory.void()
         if self._receiver is not None:
             self._receiver.void()
         if self._shared is not None:
@@ -191,7 +193,7 @@ class OmniScheduler:
             return
         self._follow_params(request, adapter)
         if self._shared is not None and not request.resumable:  # a session's tokens may change
-            truncated = bool(request.kv_transfer_params) and self._stops_early
+            truncated = self._stops_early and wants_handoff(request.kv_transfer_params or {})
             self._shared.add(request, stops_early=truncated, adapter=adapter)
 
     def _check_params(self, request: "Request") -> None:

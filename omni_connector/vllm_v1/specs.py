@@ -168,6 +168,29 @@ def attends_to_all(kv_cache_config: "KVCacheConfig") -> bool:
     )
 
 
+def state_refusal(kv_cache_config: "KVCacheConfig") -> str | None:
+    """Why the recurrent states of a model cannot be shared; None if they can, or there are none."""
+    for group in transferred_groups(kv_cache_config).values():
+        states = [spec for spec in _all_specs(group) if _kind(spec) == "mamba"]
+        if not states:
+            continue
+        where = f"the recurrent states of layer {group.layer_names[0]}"
+        modes = {spec.mamba_cache_mode for spec in states}  # type: ignore[attr-defined]
+        if modes != {"align"}:
+            return (
+                f"{where} are kept in mode {'+'.join(sorted(modes))!r}; only "
+                "--mamba-cache-mode align keeps those at the ends of blocks"
+            )
+        if any(spec.num_speculative_blocks for spec in states):  # type: ignore[attr-defined]
+            return (
+                f"{where} are not shared with speculative decoding, which moves the state of the "
+                "accepted tokens into place after the connector has read it"
+            )
+        if len(states) < len(_all_specs(group)):
+            return f"{where} share a group with layers that attend to tokens"
+    return None
+
+
 def fails_by_block(kv_cache_config: "KVCacheConfig") -> bool:
     """Whether a failed load is reported by its blocks, so that vLLM recomputes only these.
 

@@ -16,12 +16,9 @@ import torch
 from vllm.logger import init_logger
 
 from omni_connector.config import FileStoreSettings, OmniConfig, StoreSettings
-from omni_connector.errors import ConfigError
+from omni_connector.copies.sizing import ArenaSizing
 from omni_connector.kv import BlockCopier, CanonicalKVCaches, SlotLayout, make_copier
 from omni_connector.kv.copying import Sharing
-from omni_connector.kv.shapes import GroupShape
-from omni_connector.memory.arena_size import ArenaSize, arena_size, available_bytes
-from omni_connector.memory.huge_pages import HugePages
 from omni_connector.net.links import Sockets, ZmqSockets
 from omni_connector.net.status import StatusFile
 from omni_connector.prefix.neighbours import HostNeighbours, Household, Neighbours
@@ -93,99 +90,22 @@ def copy_threads(cores: int, device: str) -> int:
     return max(1, min(4, cores - computing))
 
 
-@dataclass(frozen=True)
-class ArenaSizing:
-    """What the size of one rank's arena depends on, beside the size of a slot.
-
-    Attributes:
-        given: bytes that the configuration sets; None takes what the memory of the host allows.
-        cache_blocks: blocks of the rank's KV cache.
-        max_tokens: tokens of the longest prompt.
-        sharers: arenas of this deployment on this host.
-        reserved: bytes of memory that are taken but perhaps not in use yet.
-        huge_pages: which pages the arena has, as the configuration says.
-    """
-
-    given: int | None
-    cache_blocks: int
-    max_tokens: int
-    sharers: int = 1
-    reserved: int = 0
-    huge_pages: HugePages = "auto"
-
-    @classmethod
-    def of(
-        cls, config: OmniConfig, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
-    ) -> "ArenaSizing":
-        """Read them from the configuration of an engine."""
-        parallel = vllm_config.parallel_config
-        ranks = parallel.tensor_parallel_size
-        given = config.arena_bytes()
-        sharers = ranks * max(1, parallel.data_parallel_size_local)
-        caches = 0
-        if vllm_config.device_config.device_type == "cpu":  # in the same memory, page by page
-            caches = sharers * sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
-        return cls(
-            given=None if given is None else given // ranks,
-            cache_blocks=kv_cache_config.num_blocks,
-            max_tokens=vllm_config.model_config.max_model_len,
-            sharers=sharers,
-            reserved=caches,
-            huge_pages=config.huge_pages,
-        )
-
-    def size(self, slot_bytes: int, groups: tuple[GroupShape, ...]) -> ArenaSize:
-        """How many slots the arena has, and why.
-
-        Raises:
-            ConfigError: there is no room for a single slot.
-        """
-        if self.given is not None:
-            size = ArenaSize(self.given // slot_bytes, "arena_gib")
-        else:
-            available = available_bytes()
-            size = arena_size(
-                available=max(available - self.reserved, available // 2),
-                slot_bytes=slot_bytes,
-                cache_blocks=self.cache_blocks,
-                prompt_blocks=self.prompt_blocks(groups),
-                sharers=self.sharers,
-            )
-        if size.slots < 1:
-            raise ConfigError(
-                f"the arena has no room for a single KV block of {slot_bytes} bytes "
-                f"({size.why}); set arena_gib"
-            )
-        return size
-
-    def tell(
-        self,
-        rank: int,
-        ranks: int,
-        size: ArenaSize,
-        slot_bytes: int,
-        groups: tuple[GroupShape, ...],
-    ) -> None:
-        """Log the size of a rank's arena, and whether the longest prompts have room in it."""
-        logger.info(
-            "Arena of rank %d: %.2f GiB, %d slots of %.1f MiB (%s)",
-            rank,
-            size.slots * slot_bytes / 2**30,
-            size.slots,
-            slot_bytes / 2**20,
-            size.why,
-        )
-        longest = self.prompt_blocks(groups)
-        if longest > size.slots and self.given is None:  # else the user has set the size
-            logger.warning(
-                "The longest prompts take %d slots, the arena has %d (%s): they are not handed "
-                "off; set arena_gib to %.1f",
-                longest,
-                size.slots,
-                size.why,
-                (longest * slot_bytes * ranks + 2**26) / 2**30,
-            )
-
-    def prompt_blocks(self, groups: tuple[GroupShape, ...]) -> int:
-        """Slots that the longest prompt needs."""
-        return sum(len(group.needed(self.max_tokens)) for group in groups)
+def arena_sizing(
+    config: OmniConfig, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
+) -> ArenaSizing:
+    """What the configuration of an engine says of the arena of one rank."""
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    given = config.arena_bytes()
+    sharers = ranks * max(1, parallel.data_parallel_size_local)
+    caches = 0
+    if vllm_config.device_config.device_type == "cpu":  # in the same memory, page by page
+        caches = sharers * sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+    return ArenaSizing(
+        given=None if given is None else given // ranks,
+        cache_blocks=kv_cache_config.num_blocks,
+        max_tokens=vllm_config.model_config.max_model_len,
+        sharers=sharers,
+        reserved=caches,
+        huge_pages=config.huge_pages,
+    )

@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from omni_connector.config import OmniConfig
 from omni_connector.copies.jobs import LoadSpec, Saver, SaveSpec
 from omni_connector.copies.loading import Loader
+from omni_connector.copies.sizing import ArenaSizing
 from omni_connector.copy_threads import CLOSE_S, NO_JOB_ID, CopyThread, Outcome, Work, traced
 from omni_connector.kv import (
     BlockCopier,
@@ -38,12 +39,7 @@ from omni_connector.vllm_v1.metadata import (
 )
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.specs import fails_by_block, group_shapes, group_specs
-from omni_connector.vllm_v1.surroundings import (
-    SURROUNDINGS,
-    ArenaSizing,
-    Surroundings,
-    copy_threads,
-)
+from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings, copy_threads
 
 if TYPE_CHECKING:
     import torch
@@ -54,21 +50,14 @@ logger = init_logger("vllm.omni_connector.worker")
 # As it was before the engine pinned anything: this module is imported while it starts.
 _PROCESS_CORES: Final = process_cores()
 
-# What is timed, and under which name its bytes and blocks are counted.
-_COUNTED: Final[Mapping[type[TransferSpec], tuple[str, str]]] = {
-    SaveSpec: ("save", "saved"),
-    KeepSpec: ("save", "saved"),
-    LoadSpec: ("load", "loaded"),
-    HostLoadSpec: ("share", "loaded"),
-    StoreLoadSpec: ("fetch", ""),
-}
-_NAMES: Final = {
-    SaveSpec: "save",
-    KeepSpec: "keep",
-    LoadSpec: "load",
-    HostLoadSpec: "share",
-    StoreSaveSpec: "store",
-    StoreLoadSpec: "fetch",
+# Of each kind of job: the name of its spans, what is timed, and what its bytes are counted as.
+_COUNTED: Final[Mapping[type[TransferSpec], tuple[str, str, str]]] = {
+    SaveSpec: ("save", "save", "saved"),
+    KeepSpec: ("keep", "save", "saved"),
+    LoadSpec: ("load", "load", "loaded"),
+    HostLoadSpec: ("share", "share", "loaded"),
+    StoreSaveSpec: ("store", "", ""),
+    StoreLoadSpec: ("fetch", "fetch", ""),
 }
 
 
@@ -270,10 +259,7 @@ class OmniWorker:
         self.start_loads()
         self.start_saves()
         if self._metadata is not None and self._metadata.cancel:
-            threads = [self._saves, self._loads]
-            if self._store_jobs is not None:
-                threads.append(self._store_jobs.loads)
-            for thread in threads:
+            for thread in self._threads():
                 thread.cancel(set(self._metadata.cancel))
         self._metadata = None
 
@@ -365,17 +351,18 @@ class OmniWorker:
         thread, body = self._bodies[type(spec)]
         work = body(job_id, spec, self._copier.fence() if fence is None else fence)
         if self._trace is not None:
-            work = traced(self._trace, _NAMES[type(spec)], job_id, work, spec.request_id)
+            work = traced(self._trace, _COUNTED[type(spec)][0], job_id, work, spec.request_id)
         self._under_way[job_id] = spec
         thread.submit(job_id, work, spec.blocks.held if spec.request_id else ())
         return True
 
+    def _threads(self) -> list[CopyThread]:
+        stores = [] if self._store_jobs is None else [self._store_jobs.loads]
+        return [self._saves, self._loads, *stores]
+
     def collect(self) -> None:
         """Look at what has ended since the last step."""
-        threads = [self._saves, self._loads]
-        if self._store_jobs is not None:
-            threads.append(self._store_jobs.loads)
-        for thread in threads:
+        for thread in self._threads():
             for outcome in thread.take_ended():
                 self._end(self._under_way.pop(outcome.job_id), outcome)
         if self._store_jobs is not None:
@@ -388,7 +375,7 @@ class OmniWorker:
             if self._loads_left[spec.request_id] <= 0:
                 del self._loads_left[spec.request_id]
                 self._finished_loads.add(spec.request_id)
-        kind, done = _COUNTED.get(type(spec), ("", ""))
+        _, kind, done = _COUNTED.get(type(spec), ("", "", ""))
         if not kind:  # a save to the store fails at nothing
             return
         if outcome.failure is None:

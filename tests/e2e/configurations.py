@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from omni_connector.testing import no_op, reference
+from omni_connector.testing import no_op, reference, soak
 
 from .probe import EXTENSION as PROBE
 from .share_probe import EXTENSION as SHARE_PROBE
@@ -92,6 +92,15 @@ CONFIGURATIONS = {
     # Under vLLM's policy "fail": what goes wrong with a cache must not end a request.
     "share": Configuration(
         {**ours(share=True), "kv_load_failure_policy": "fail"}, probe=SHARE_PROBE
+    ),
+    # Its children are told when it is started.
+    "beside": Configuration({"kv_connector": "MultiConnector", "kv_role": "kv_both"}),
+    # With a cache and an arena that are too small for what it is asked.
+    "soak": Configuration(
+        {**ours(), "kv_connector_extra_config": soak.SETTINGS},
+        arguments=("--max-model-len", str(soak.MAX_MODEL_LEN)),
+        environment=soak.ENVIRONMENT,
+        kv_cache_bytes=soak.KV_CACHE_BYTES,
     ),
     "store": Configuration({**ours(), "kv_load_failure_policy": "fail"}, probe=STORE_PROBE),
 }

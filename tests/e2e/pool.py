@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from omni_connector.testing.engines import SERVER, Engine, EngineError, Process
 from omni_connector.testing.models import make_model
+from omni_connector.testing.soak import held
 
 from . import kv
 from .configurations import CONFIGURATIONS, Configuration
@@ -263,19 +264,10 @@ def engine_environment(runtime: Path) -> dict[str, str]:
     }
 
 
-def held_resources(engine: Engine) -> dict[str, float]:
-    """What the engine still holds, by metric. An idle engine reports with its next step only."""
-    engine.complete([5, 6, 7], max_tokens=1)
-    gauges = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
-    gauges += ["omni_connector_slots_in_use", "omni_connector_leases"]
-    values = {gauge: engine.metric(f"vllm:{gauge}") for gauge in gauges}
-    return {gauge: value for gauge, value in values.items() if value}
-
-
 def require_idle(engine: Engine, timeout: float = 60.0) -> None:
     """Wait until no request, block, slot or lease is held; AssertionError names what is."""
     deadline = time.monotonic() + timeout
-    while held := held_resources(engine):
+    while left := held(engine):
         if time.monotonic() > deadline:
-            raise AssertionError(f"still held after {timeout:.0f} s: {held}")
+            raise AssertionError(f"still held after {timeout:.0f} s: {left}")
         time.sleep(0.3)

@@ -28,10 +28,12 @@ WINDOW = 4 * MIB
 def _heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Once vLLM is imported, its logger passes nothing on."""
     monkeypatch.setattr(module.logger, "propagate", False)
-    monkeypatch.setattr(module.logger, "level", logging.INFO)
+    level = module.logger.level
+    module.logger.setLevel(logging.INFO)  # not the attribute: what is heard is also remembered
     module.logger.addHandler(caplog.handler)
     yield
     module.logger.removeHandler(caplog.handler)
+    module.logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

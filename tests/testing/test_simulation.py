@@ -5,6 +5,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from omni_connector.testing.simulation.draws import plan_of
 from omni_connector.testing.simulation.mutants import command as mutants
 from omni_connector.testing.simulation.mutants.mutations import MUTANTS
 from omni_connector.testing.simulation.run import laboratory, run
+from omni_connector.vllm_v1.metrics import OmniStats
 
 pytestmark = pytest.mark.vllm
 
@@ -66,10 +68,30 @@ def test_the_plans_of_seeds_differ_and_hold_all_kinds_of_engines_and_events():
     plans = [plan_of(seed) for seed in range(300)]
     assert len({str(plan.events) for plan in plans}) == 300
     shapes = [engine for plan in plans for engine in plan.engines]
-    for name in ("family", "ranks", "runner", "overlap", "policy", "shares", "caching"):
+    for name in ("family", "ranks", "runner", "overlap", "policy", "shares", "hosts", "caching"):
         assert len({getattr(shape, name) for shape in shapes}) > 1, name
     assert {plan.mapped for plan in plans} == {True, False}
-    assert len({event.what for plan in plans for event in plan.events}) == 14
+    assert len({event.what for plan in plans for event in plan.events}) == 15
+
+
+def test_engines_of_a_host_find_blocks_in_each_other_s_arenas_and_in_their_own(monkeypatch):
+    counted = Counter()
+    count = OmniStats.count
+
+    def counting(self, name, amount=1):
+        counted[name] += amount
+        count(self, name, amount)
+
+    monkeypatch.setattr(OmniStats, "count", counting)
+    plans = [plan_of(seed) for seed in range(150)]
+    with laboratory():
+        for plan in plans:
+            # Pytest keeps logged exceptions, and what their frames hold: mappings among them.
+            if plan.engines[0].hosts and not {"raising_saves", "raising_loads"} & set(plan.trouble):
+                assert run(plan) is None
+    assert counted["tokens_from_host"] > 500
+    assert counted["tokens_kept"] > 100
+    assert counted["failure:stale_slot"] > 10
 
 
 def test_the_time_that_passes_is_virtual():

@@ -29,6 +29,7 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
@@ -85,8 +86,11 @@ class Lifecycle:
 
     def register(self, engine: "InProcessEngine", kv_caches: list[dict[str, torch.Tensor]]) -> None:
         """Hand over the caches of each rank, when they are allocated."""
-        for worker, caches in zip(engine.workers, kv_caches, strict=True):
-            worker.register_kv_caches(caches)
+        for rank, (worker, caches) in enumerate(zip(engine.workers, kv_caches, strict=True)):
+            # In vLLM each worker has a process, which knows its rank and what connector it drives.
+            engine.config.parallel_config.rank = rank
+            with unittest.mock.patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker):
+                worker.register_kv_caches(caches)
 
     def execute(
         self, engine: "InProcessEngine", worker: KVConnectorBase_V1, step: SchedulerOutput
@@ -106,6 +110,7 @@ class InProcessEngine:
         engine_id: name that peers find it by.
         connector: `OmniKVConnector` or `NoOpConnector`.
         extra: `kv_connector_extra_config`.
+        before, after: other children of `MultiConnector`, as its configuration names them.
         policy: `kv_load_failure_policy`.
         usable_blocks: KV blocks that requests can have.
         long_prefill: most tokens of one prompt in a step where others wait, 0 for no limit.
@@ -125,6 +130,8 @@ class InProcessEngine:
         engine_id: str | None = None,
         connector: str = CONNECTOR_NAME,
         extra: dict[str, Any] | None = None,
+        before: Sequence[dict[str, Any]] = (),
+        after: Sequence[dict[str, Any]] = (),
         policy: str = "recompute",
         usable_blocks: int = 64,
         block_size: int = BLOCK,
@@ -149,7 +156,8 @@ class InProcessEngine:
             settings = {} if moves_nothing else {"arena_gib": 0.004, **(extra or {})}
             if connector == "MultiConnector":
                 child = {"kv_connector": CONNECTOR_NAME, "kv_role": role}
-                settings = {"connectors": [{**child, "kv_connector_extra_config": settings}]}
+                child = {**child, "kv_connector_extra_config": settings}
+                settings = {"connectors": [*before, child, *after]}
             transfer = KVTransferConfig(
                 kv_connector=connector,
                 kv_connector_module_path=no_op.MODULE if moves_nothing else None,
@@ -227,7 +235,7 @@ class InProcessEngine:
                 for rank, worker in enumerate(self.workers)
                 if (metadata := worker.get_handshake_metadata()) is not None
             }
-            if found:
+            if self.workers:
                 self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(found)
             failed.pop_all()
         self._aggregator = KVOutputAggregator(ranks)

@@ -3,10 +3,10 @@
 
 import pytest
 
+from omni_connector.copies import sizing
 from omni_connector.errors import ConfigError
 from omni_connector.testing import inspection
 from omni_connector.testing.toy import BLOCK
-from omni_connector.vllm_v1 import surroundings
 
 from .harness import HANDOFF, assert_clean, prompt
 
@@ -21,7 +21,7 @@ def memory(monkeypatch):
     """Sets how much there is."""
 
     def there_is(available: int) -> None:
-        monkeypatch.setattr(surroundings, "available_bytes", lambda: available)
+        monkeypatch.setattr(sizing, "available_bytes", lambda: available)
 
     return there_is
 

@@ -12,7 +12,7 @@ from .stores import MASTER, PREFIX, QUESTION, landed
 
 pytestmark = pytest.mark.vllm
 
-FAMILIES = ["full", "window", "window and full", "latent"]
+FAMILIES = ["full", "window", "window and full", "latent", "state and full", "all three"]
 SHARE = {"share": True}
 
 
@@ -169,8 +169,9 @@ def test_another_salt_finds_nothing(sharer, tokens):
     assert second.count("tokens_from_host") == 5 * BLOCK
 
 
-def test_after_new_weights_nothing_is_shared_either_way(sharer):
-    first, second = sharer(), sharer()
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_after_new_weights_nothing_is_shared_either_way(sharer, role):
+    first, second = sharer(role), sharer(role)
     publish(first)
     assert first.scheduler.reset_prefix_cache(reset_connector=True)
     assert kept(first) == 0

@@ -1,11 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under vLLM's MultiConnector, which keys its children by class name and adds up what they say."""
+"""Under vLLM's MultiConnector, which keys its children by class name and adds up what they say.
+
+It tells all children what one of them has for its scheduler half, so ours must do without that.
+"""
 
 import pytest
 
-from .harness import assert_clean, hand_off, prompt
+from omni_connector.errors import ConfigError, TransportError
+from omni_connector.net import introductions
+from omni_connector.net.runtime import runtime_dir
+from omni_connector.testing.toy import BLOCK
+from omni_connector.vllm_v1.connector import OmniKVConnector
+
+from .harness import HANDOFF, assert_clean, hand_off, prompt, wait
+from .siblings import SIBLING
+from .stores import PREFIX, QUESTION
 
 pytestmark = pytest.mark.vllm
+
+ORDERS = {
+    "alone": {},
+    "first": {"after": [SIBLING]},
+    "second": {"before": [SIBLING]},
+}
+
+
+@pytest.fixture(params=ORDERS)
+def order(request):
+    return {"connector": "MultiConnector", **ORDERS[request.param]}
+
+
+def cached(engine, **options):
+    """An engine whose prefix cache is ours, and whose hand-offs are another connector's."""
+    return engine("kv_both", extra={"share": True, "handoff": False}, **options)
+
+
+def meets(engine):
+    """Whether it has met another engine."""
+    children = engine.scheduler.connector.sub_connectors
+    [half] = [each._scheduler for each in children if isinstance(each, OmniKVConnector)]
+    neighbours = half._shared._host._neighbours
+    neighbours.look()
+    return neighbours.present()
+
+
+def heard(engine):
+    """What the sibling's scheduler half was told."""
+    children = engine.scheduler.connector.sub_connectors
+    return [child.heard for child in children if hasattr(child, "heard")]
 
 
 @pytest.mark.parametrize("family", ["full", "all three"])
@@ -17,3 +59,51 @@ def test_a_child_of_multi_connector_hands_off(engine, family):
         assert hand_off(prefill, decode, asked) == engine(family=family).generate(asked, 6).tokens
     assert decode.stats.data["counts"]["handoffs_received"] == 2
     assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_in_any_order_prefixes_are_shared(engine, order, ranks):
+    first, second = (cached(engine, ranks=ranks, **order) for _ in range(2))
+    wait(lambda: meets(second))
+    first.generate(PREFIX)
+    expected = engine(ranks=ranks).generate(QUESTION, 20).tokens
+    assert second.generate(QUESTION, 20).tokens == expected
+    assert second.count("tokens_from_host") == len(PREFIX) // BLOCK * BLOCK
+    assert_clean(first, second)
+    for each in (first, second):
+        for metadata in heard(each):
+            assert len(metadata) == ranks
+
+
+def test_the_hand_offs_of_another_connector_are_left_to_it(engine, order, log):
+    one = cached(engine, **order)
+    asked = prompt(100)
+    answer = one.generate(asked, params=HANDOFF)
+    params = answer.params
+    assert (params is not None) == (len(order) > 1)
+    assert not any(str(key).startswith("omni_") for key in params or {})
+    remote = {"do_remote_prefill": True, "remote_engine_id": "a", "remote_block_ids": [[1]]}
+    assert one.generate(asked, 6, params=remote).tokens == engine().generate(asked, 6).tokens
+    assert not one.failures()
+    assert not log
+    assert_clean(one)
+
+
+def test_a_worker_that_does_not_introduce_itself_is_named(engine, monkeypatch):
+    monkeypatch.setattr(introductions, "ANSWER_S", 0.2)
+    monkeypatch.setattr(introductions, "_path", lambda folder, *name: folder / "w-none.sock")
+    with pytest.raises(ConfigError, match="worker 0 of OmniKVConnector has not introduced itself"):
+        cached(engine, connector="MultiConnector")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xc1", b"\x80", b"\x91" * 5000])
+def test_a_worker_that_lies_is_named(engine, monkeypatch, content):
+    monkeypatch.setattr("omni_connector.vllm_v1.metadata.introduced", lambda *name: content)
+    with pytest.raises(ConfigError, match="worker 0 of OmniKVConnector"):
+        cached(engine, connector="MultiConnector")
+
+
+def test_a_name_is_introduced_once(engine, runtime):
+    cached(engine, connector="MultiConnector", engine_id="taken")
+    with pytest.raises(TransportError, match="already"):
+        introductions.introduce(runtime_dir(), "taken", 0, b"")

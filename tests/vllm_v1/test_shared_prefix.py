@@ -14,7 +14,7 @@ from .stores import PREFIX, QUESTION, SwitchedShelf, landed, publish
 
 pytestmark = pytest.mark.vllm
 
-FAMILIES = ["full", "window", "window and full", "latent"]
+FAMILIES = ["full", "window", "window and full", "latent", "state and full", "all three"]
 
 
 def blocks(shelf: SwitchedShelf, group: int = 0, rank: int = 0) -> int:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """With whom an engine shares prefixes: what refuses it, and what keeps prompts apart."""
 
+from dataclasses import replace
+
 import pytest
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -8,7 +10,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from omni_connector.errors import ConfigError
+from omni_connector.testing import toy
 from omni_connector.testing.toy import BLOCK
+from omni_connector.vllm_v1 import assembly, specs
 
 from .harness import InProcessEngine, assert_clean, prompt
 from .stores import PREFIX, QUESTION, landed, publish
@@ -92,13 +96,28 @@ def test_engines_of_another_seed_are_strangers(sharer, shelf, tokens, monkeypatc
     assert second.count("tokens_shared") == 0
 
 
-@pytest.mark.parametrize("family", ["state and full", "all three"])
-def test_recurrent_states_are_refused_by_name(sharer, shelf, engine, log, family):
-    one = sharer(family=family)
-    assert one.generate(QUESTION, 6).tokens == engine(family=family).generate(QUESTION, 6).tokens
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"mamba_cache_mode": "none"}, "mode 'none'; only --mamba-cache-mode align keeps"),
+        ({"num_speculative_blocks": 2}, "not shared with speculative decoding"),
+    ],
+    ids=str,
+)
+def test_recurrent_states_that_cannot_be_shared_are_refused_by_name(
+    sharer, shelf, engine, log, monkeypatch, changes, reason
+):
+    states = toy.kv_cache_config(9, BLOCK, "state and full")
+    states.kv_cache_groups[0].kv_cache_spec = replace(
+        states.kv_cache_groups[0].kv_cache_spec, **changes
+    )
+    monkeypatch.setattr(assembly, "state_refusal", lambda _: specs.state_refusal(states))
+    one, alone = sharer(family="state and full"), engine(family="state and full")
+    assert one.generate(QUESTION, 6).tokens == alone.generate(QUESTION, 6).tokens
     assert shelf.open == 0
     (line,) = log
-    assert "recurrent states (layer model.layers." in line
+    assert "the recurrent states of layer model.layers.0" in line
+    assert reason in line
 
 
 def test_without_prefix_caching_nothing_is_shared(sharer, shelf, tokens, log):

@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 
 from omni_connector.errors import LayoutError  # noqa: E402
 from omni_connector.kv import GroupSpec, LayerSpec  # noqa: E402
-from omni_connector.vllm_v1.specs import group_specs  # noqa: E402
+from omni_connector.vllm_v1.specs import group_specs, state_refusal  # noqa: E402
 
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
 
@@ -103,6 +103,19 @@ def test_layers_with_specs_of_their_own_keep_them():
     assert group == GroupSpec(
         "mla_attention", 16, (LayerSpec("b", 256, 256), LayerSpec("a", 512, 512))
     )
+
+
+def test_states_in_a_group_with_other_layers_are_not_shared():
+    state = MambaSpec(
+        block_size=16, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
+    )
+    specs = {"a": state, "b": FullAttentionSpec(**SHAPE)}
+    mixed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
+    refusal = state_refusal(config(KVCacheGroupSpec(["a", "b"], mixed)))
+    assert refusal == (
+        "the recurrent states of layer a share a group with layers that attend to tokens"
+    )
+    assert state_refusal(config(KVCacheGroupSpec(["a"], state))) is None
 
 
 def test_only_groups_that_vllm_transfers_are_listed():

@@ -81,6 +81,8 @@ def leftovers(engine: CheckedEngine, before: Mapping[str, int]) -> list[str]:
             held, _, leases = directory.usage()[:3]
             if held or leases:
                 left.append(f"{held} slots held, {leases} leases")
+    if engine.halves and any(kept := inspection.being_kept(engine.halves[0])):
+        left.append(f"{kept[0]} slots and {kept[1]} blocks counted as being kept")
     for path, size in sizes(engine).items():
         if size > before.get(path, 0) and not _KEPT.search(path):
             left.append(f"{path}: {size - before.get(path, 0)} more entries")

@@ -5,15 +5,23 @@ import random
 from collections.abc import Iterator
 from typing import Any, Final
 
+import numpy as np
+
+from omni_connector.testing import inspection
 from omni_connector.testing.simulation.clients import Clients
 from omni_connector.testing.simulation.plan import Plan
 from omni_connector.testing.simulation.surroundings.babble import Liar, babble
 from omni_connector.testing.simulation.surroundings.memory import SimulatedTransport
+from omni_connector.testing.simulation.surroundings.neighbours import LyingIndex
 from omni_connector.testing.simulation.surroundings.world import Violation
 from omni_connector.testing.simulation.weights import updating
 from omni_connector.transports.base import Endpoint
 
 _OPERATOR_S: Final = 60.0
+
+# How often a lying index is written, and how many seconds lie between that.
+_LIES: Final = 12
+_LIE_S: Final = 0.4
 
 
 class Cluster(Clients):
@@ -24,13 +32,13 @@ class Cluster(Clients):
         plan: see `Deployment`.
 
     Attributes:
-        liars: peers that answer anything that decodes.
+        liars: peers that answer anything that decodes, or whose indexes are nonsense.
         operating: how many operators are at work.
     """
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self.liars: list[Liar] = []
+        self.liars: list[Liar | LyingIndex] = []
         self.operating = 0
         for shape in plan.engines:
             self._start(shape.name)
@@ -176,6 +184,25 @@ class Cluster(Clients):
         draw = random.Random(number)
         for _ in range(draw.randrange(1, 4)):
             self._send(engine, (draw.randrange(3), 13), 3, params=liar.params(12))
+
+    def lie(self, engine: str, number: int) -> None:
+        """A process says to be a neighbour of an engine, and writes an index of nonsense."""
+        target = self.engines.get(engine)
+        home = self.host.neighbourhood.homes.get("" if target is None else str(target.owner))
+        if target is None or home is None:
+            return
+        self.world.tell(f"an index lies of the slots of {engine}")
+        liar = LyingIndex(self.host.neighbourhood, home, f"liar {len(self.liars)}")
+        self.liars.append(liar)
+        draw = random.Random(number)
+
+        def lie() -> None:
+            halves = [each.halves[0] for each in self.engines.values()]
+            tags = np.unique(np.concatenate([inspection.tags(half) for half in halves]))
+            liar.lie(tags[tags != 0], inspection.generations(target.halves[0]), draw)
+
+        for times in range(_LIES):
+            self.world.later(times * _LIE_S, lie)
 
     def _endpoints(self) -> list[Endpoint]:
         return [

@@ -17,6 +17,7 @@ from omni_connector.testing.simulation.surroundings.memory import (
     TroubledShelf,
     UnwrittenFile,
 )
+from omni_connector.testing.simulation.surroundings.neighbours import SimulatedNeighbours
 from omni_connector.testing.simulation.surroundings.wires import (
     STRANGER,
     Net,
@@ -24,11 +25,14 @@ from omni_connector.testing.simulation.surroundings.wires import (
     Weather,
 )
 from omni_connector.testing.simulation.surroundings.world import SimulatedTurns, World
-from omni_connector.testing.simulation.waiting import Asking, Waiters
+from omni_connector.testing.simulation.waiting import Asking, Listed, Waiters
 from omni_connector.transports.choice import Transports
 from omni_connector.vllm_v1.surroundings import Surroundings
 
 _FAST: Final = 0.0005
+
+# What goes wrong and excuses nothing: no request is late for it, and none fails.
+_HARMLESS: Final = {"slow_copies", "met_late", "hits_lost", "hits_nonsense"}
 
 
 class Deployment:
@@ -59,6 +63,10 @@ class Deployment:
         self.host = Host(self.world, mapped=plan.mapped)
         self.host.failing = trouble.get("failing", 0.0)
         self.host.slow = trouble.get("slow", 0.0)
+        neighbourhood = self.host.neighbourhood
+        neighbourhood.late = trouble.get("met_late", neighbourhood.late)
+        neighbourhood.lost = trouble.get("hits_lost", 0.0)
+        neighbourhood.nonsense = trouble.get("hits_nonsense", 0.0)
         self._slow_copies = trouble.get("slow_copies", 0.0)
         self.host.garbled = trouble.get("garbled", 0.0)
         self.shelf = TroubledShelf(self.world)
@@ -72,9 +80,7 @@ class Deployment:
         # vLLM may be told to let a request fail for these; where engines are slow, some are late.
         step_s = max(shape.step_s for shape in plan.engines)
         slow = self._slow_copies > SLOW_S
-        self.excuses = (
-            bool(trouble.keys() - {"slow_copies"}) or slow or plan.pace > _FAST or step_s > 0
-        )
+        self.excuses = bool(trouble.keys() - _HARMLESS) or slow or plan.pace > _FAST or step_s > 0
         self._slack = 5000 * plan.pace + 300 * step_s
         self.expected_errors = any(self.raising.values())
         self.plan = plan
@@ -107,7 +113,7 @@ class Deployment:
             functools.partial(self._answered, owner),
             lambda: look(),
         )
-        look = functools.partial(self._look, engine, Waiters(name), Asking(engine))
+        look = functools.partial(self._look, engine, Waiters(name), Asking(engine), Listed(name))
         engine.owner = owner
         self.engines[name] = engine
 
@@ -132,6 +138,9 @@ class Deployment:
             sockets=lambda: SimulatedSockets(self.net, owner),
             transports=transports,
             block_store=lambda settings, lends: SimulatedStore(self.shelf, model),
+            neighbours=lambda household, *_: SimulatedNeighbours(
+                self.host.neighbourhood, owner, model, household
+            ),
             copier=copier,
             status_file=functools.partial(UnwrittenFile, world),
             prefault=False,
@@ -148,6 +157,8 @@ class Deployment:
         """An engine has computed tokens of a request, or ended it."""
         raise NotImplementedError
 
-    def _look(self, engine: SimulatedEngine, waiters: Waiters, asking: Asking) -> None:
+    def _look(
+        self, engine: SimulatedEngine, waiters: Waiters, asking: Asking, listed: Listed
+    ) -> None:
         """An engine has built a step: check what must hold after it."""
         raise NotImplementedError

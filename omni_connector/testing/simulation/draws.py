@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from omni_connector.testing.simulation.engines.settings import EngineShape, Policy, Role
 from omni_connector.testing.simulation.plan import Event, Plan, blocks_of, groups_of
-from omni_connector.testing.simulation.scenes import staged
+from omni_connector.testing.simulation.scenes import hosted, staged
 
 _FAMILIES: Final = (
     "full",
@@ -36,7 +36,8 @@ def plan_of(seed: int) -> Plan:
         piece_bytes=draw.choice((1, 1, 1600)),
         trouble=trouble,
     )
-    return staged(plan, random.Random(f"scene {seed}"))
+    scene = staged(plan, random.Random(f"scene {seed}"))
+    return hosted(plan, random.Random(f"host {seed}")) if scene is plan else scene
 
 
 def _engines(draw: random.Random) -> tuple[EngineShape, ...]:

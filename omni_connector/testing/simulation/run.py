@@ -98,7 +98,7 @@ def told(plan: Plan) -> tuple[Failure | None, tuple[str, ...]]:
             if cluster is not None:
                 for name in {owner for owner, _ in cluster.host.arenas.values()}:
                     cluster.host.kill(name)
-                for owner in list(cluster.host.views):
+                for owner in [*cluster.host.views, *cluster.host.neighbourhood.homes]:
                     cluster.host.kill(owner)
     return failure, _story(cluster) if failure is None else failure.story
 
@@ -170,7 +170,9 @@ def _nothing_waits_for_its_time(cluster: Cluster) -> None:
             raise Violation("left_behind", f"{engine.name} has {leases} leases, and no requests")
         if slots and not cluster.lingers:
             raise Violation("left_behind", f"{engine.name} holds {slots} slots for nobody")
-        if failures := engine.failures & (_FAULTS if cluster.voids else _FAULTS | _STALE):
+        # Where nothing is leased, a slot may be used again before it is read.
+        faults = _FAULTS if cluster.voids or engine.shape.hosts else _FAULTS | _STALE
+        if failures := engine.failures & faults:
             raise Violation(
                 "request_failed", f"{engine.name} counts {sorted(failures)}, and nothing went wrong"
             )
@@ -184,6 +186,10 @@ def _nothing_is_left(cluster: Cluster, before: dict[SimulatedEngine, dict[str, i
         for view in cluster.host.views.get(str(engine.owner), ()):
             if not view.alive:
                 raise Violation("left_behind", f"{engine.name} maps an arena whose owner is gone")
+        if cluster.host.neighbourhood.mapped_of_the_gone(str(engine.owner)):
+            gc.collect()  # the index is unmapped with the last object that looks things up in it
+        if gone := cluster.host.neighbourhood.mapped_of_the_gone(str(engine.owner)):
+            raise Violation("left_behind", f"{engine.name} maps the indexes of {gone}")
         if lost := cluster.net.lost_by(str(engine.owner)):
             raise Violation("left_behind", f"{engine.name} has {lost} links to who is gone")
 

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from omni_connector.testing.simulation.plan import SLOW_S, Event, Plan, blocks_of
+from omni_connector.testing.simulation.plan import SLOW_S, Event, Plan, blocks_of, groups_of
 
 _OFTEN: Final = 0.1
 _SLOW_OFTEN: Final = 0.05
 _AWHILE_S: Final = 30.0
+
+_Happens = list[tuple[int, str, dict[str, Any]]]
 
 
 def staged(plan: Plan, draw: random.Random) -> Plan:
@@ -35,7 +37,7 @@ def _restarted_peer(plan: Plan, draw: random.Random) -> Plan:
     """A prefill engine is started anew, and at once hands off another prompt, in the same slots."""
     prefill, decode = _pair(plan, draw)
     length = draw.choice((13, 20, 33, 37))
-    happens: list[tuple[int, str, dict[str, Any]]] = []
+    happens: _Happens = []
     for family in draw.sample(range(3), 3):
         happens += [
             (draw.choice((1, 3)), "hand_off", _hand_off(prefill, decode, (family, length))),
@@ -72,15 +74,22 @@ def _late_lease(plan: Plan, draw: random.Random) -> Plan:
 
 
 def _slow_saves(plan: Plan, draw: random.Random) -> Plan:
-    """Other prompts take the blocks of requests that ended while their blocks are being copied to
-    the shared store, from which another engine reads them."""
+    """Blocks of requests that ended are being copied to the shared store, and other engines read
+    them from there."""
     if "state" in plan.engines[0].family or plan.engines[0].family == "all three":
         return _restarted_peer(plan, draw)
+    engines = tuple(replace(engine, shares=True, caching=True) for engine in plan.engines)
+    return _slow_copies(replace(plan, engines=engines), draw)
+
+
+def _slow_copies(plan: Plan, draw: random.Random) -> Plan:
+    """Other prompts take the blocks of requests that ended while their blocks are being copied for
+    other engines, one of which reads them later."""
+    groups = groups_of(plan.engines[0].family)
     engines = tuple(
         replace(
             engine,
-            shares=True,
-            caching=True,
+            slots=max(engine.slots, 40 * groups) if engine.hosts else engine.slots,
             step_s=0.0,
             blocks=engine.blocks if number else blocks_of(engine.family, engine.block_size, 2),
         )
@@ -88,8 +97,9 @@ def _slow_saves(plan: Plan, draw: random.Random) -> Plan:
     )
     first, other = (engine.name for engine in engines[:2])
     length = draw.choice((33, 37))
-    happens: list[tuple[int, str, dict[str, Any]]] = []
-    for engine, acts, tokens in ((first, (30, 60), 20), (other, (300,), 1)):
+    happens: _Happens = []
+    soon = (0, 3) if plan.engines[0].hosts else (30, 60)
+    for engine, acts, tokens in ((first, soon, 20), (other, (300,), 1)):
         for family in draw.sample(range(3), 3):
             prompt = family, length
             how = {"engine": engine, "prompt": prompt, "tokens": tokens, "priority": 0}
@@ -101,7 +111,7 @@ def _slow_saves(plan: Plan, draw: random.Random) -> Plan:
 def _leaving_twin(plan: Plan, draw: random.Random) -> Plan:
     """Of clients with one prompt the first goes away while the KV for all of them is copied."""
     prefill, decode = _pair(plan, draw)
-    happens: list[tuple[int, str, dict[str, Any]]] = []
+    happens: _Happens = []
     for family in draw.sample(range(3), 3):
         how = _hand_off(prefill, decode, (family, draw.choice((33, 37))))
         how |= {"leaves": True, "prefills": draw.choice((2, 4))}
@@ -117,6 +127,126 @@ _SCENES: Final[tuple[Callable[[Plan, random.Random], Plan], ...]] = (
     _slow_saves,
     _leaving_twin,
 )
+
+
+def hosted(plan: Plan, draw: random.Random) -> Plan:
+    """The same with engines that share their prefixes through their arenas, for about half of the
+    plans whose engines can; the plan itself for the others.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    first = plan.engines[0]
+    can = first.caching and "state" not in first.family and first.family != "all three"
+    if not can or draw.random() < 0.5:
+        return plan
+    plan = replace(plan, engines=tuple(replace(engine, hosts=True) for engine in plan.engines))
+    trouble = dict(plan.trouble)
+    for name, choice in (
+        ("met_late", (0.0, 5.0, 30.0)),
+        ("hits_lost", (0.1, 0.5, 1.0)),
+        ("hits_nonsense", (0.1, 1.0)),
+        ("slow_copies", (SLOW_S,)),
+    ):
+        if draw.random() < 0.25:
+            trouble[name] = draw.choice(choice)
+    plan = replace(plan, trouble=trouble)
+    if draw.random() < _HOST_SCENES_OFTEN:
+        return draw.choice(_HOST_SCENES)(plan, draw)
+    happens = [(event.acts, event.what, event.how) for event in plan.events]
+    more = _served(plan, draw, draw.choice((2, 4, 8)))
+    if draw.random() < 0.3:
+        more += _lies(plan, draw)
+    for each in more:
+        happens.insert(draw.randrange(len(happens) + 1), each)
+    return replace(plan, events=_events(happens))
+
+
+def _evictions(plan: Plan, draw: random.Random) -> Plan:
+    """Blocks leave small arenas while other engines are about to read them."""
+    groups = groups_of(plan.engines[0].family)
+    engines = tuple(
+        replace(engine, slots=groups * draw.choice((3, 5, 10)), step_s=0.0)
+        for engine in plan.engines
+    )
+    happens = _served(plan, draw, 14)
+    trouble = {"slow": 0.05} if draw.random() < 0.5 else {}
+    return replace(plan, engines=engines, events=_events(happens), pace=0.0002, trouble=trouble)
+
+
+def _one_by_one(plan: Plan, draw: random.Random) -> Plan:
+    """Engines get other weights one after the other, and answer between that."""
+    happens = _served(plan, draw, 4)
+    for engine in draw.sample(plan.engines, len(plan.engines)):
+        how = {
+            "mode": draw.choice(("abort", "wait", "keep")),
+            "running": draw.random() < 0.5,
+            "connector": draw.random() < 0.5,
+            "first": draw.choice(("reset", "weights")),
+            "sleep": draw.random() < 0.2,
+            "hasty": 0.0,
+            "only": engine.name,
+        }
+        happens.append((draw.choice((30, 300)), "update_weights", how))
+        for _, what, how in _served(plan, draw, 6):
+            happens.append((draw.choice((100, 1000)), what, how))
+    return replace(plan, events=_events(happens), pace=0.0, trouble={})
+
+
+def _liars(plan: Plan, draw: random.Random) -> Plan:
+    """Nothing goes wrong but that indexes lie."""
+    happens = _served(plan, draw, 4)
+    for _ in range(3):
+        happens += [*_lies(plan, draw), *_served(plan, draw, 4)]
+    engines = tuple(replace(engine, step_s=0.0) for engine in plan.engines)
+    return replace(plan, engines=engines, events=_events(happens), pace=0.0002, trouble={})
+
+
+def _parts(plan: Plan, draw: random.Random) -> Plan:
+    """The blocks of a prompt lie in several arenas, one of which goes while it is read."""
+    happens: _Happens = []
+    for family in draw.sample(range(3), 2):
+        for engine, length in zip(draw.sample(plan.engines, 2), (13, 37), strict=True):
+            happens.append((300, "serve", _serve(engine.name, (family, length))))
+    for _ in range(6):
+        how = _serve(draw.choice(plan.engines).name, (draw.randrange(3), draw.choice((33, 37))))
+        happens.append((draw.choice((30, 300)), "serve", how))
+    gone = {"engine": draw.choice(plan.engines).name, "seconds": draw.choice((0.0, 0.5))}
+    happens.insert(draw.randrange(5, 11), (draw.choice((1, 3, 10)), "kill", gone))
+    engines = tuple(
+        replace(engine, blocks=blocks_of(engine.family, engine.block_size, 2), step_s=0.0)
+        for engine in plan.engines
+    )
+    return replace(plan, engines=engines, events=_events(happens), pace=0.0002, trouble={})
+
+
+_HOST_SCENES_OFTEN: Final = 0.3
+_HOST_SCENES: Final[tuple[Callable[[Plan, random.Random], Plan], ...]] = (
+    _evictions,
+    _one_by_one,
+    _liars,
+    _parts,
+    _slow_copies,
+)
+
+
+def _served(plan: Plan, draw: random.Random, number: int) -> _Happens:
+    """So many requests at any engines, whose prompts begin alike."""
+    happens: _Happens = []
+    for _ in range(number):
+        prompt = draw.randrange(3), draw.choice((13, 20, 33, 37))
+        how = _serve(draw.choice(plan.engines).name, prompt, draw.choice((1, 6, 20)))
+        happens.append((draw.choice((0, 10, 30, 100, 300)), "serve", how))
+    return happens
+
+
+def _serve(engine: str, prompt: tuple[int, int], tokens: int = 3) -> dict[str, Any]:
+    return {"engine": engine, "prompt": prompt, "tokens": tokens, "priority": 0}
+
+
+def _lies(plan: Plan, draw: random.Random) -> _Happens:
+    how = {"engine": draw.choice(plan.engines).name, "number": draw.randrange(1 << 30)}
+    return [(draw.choice((0, 30, 300)), "lie", how)]
 
 
 def _pair(plan: Plan, draw: random.Random) -> tuple[str, str]:
@@ -143,5 +273,5 @@ def _hand_off(prefill: str, decode: str, prompt: tuple[int, int]) -> dict[str, A
     }
 
 
-def _events(happens: list[tuple[int, str, dict[str, Any]]]) -> tuple[Event, ...]:
+def _events(happens: _Happens) -> tuple[Event, ...]:
     return tuple(Event(what, how, acts, number) for number, (acts, what, how) in enumerate(happens))

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from omni_connector.errors import OmniError
 from omni_connector.testing import inspection
 from omni_connector.testing.simulation.engines.engine import SimulatedEngine
 from omni_connector.testing.simulation.surroundings.world import Violation
@@ -86,6 +87,50 @@ class Asking:
                     "it has hardly stood still since",
                 )
         self._asked = now
+
+
+class Listed:
+    """Looks at the index of one engine.
+
+    Args:
+        name: of the engine.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._seen: dict[int, int] = {}
+        self._beginnings: frozenset[bytes] = frozenset()
+
+    def look(self, half: Any, *workers: Any) -> None:
+        """Look at halves that have just built a step.
+
+        Raises:
+            Violation: a slot is listed that does not hold, on each rank, a block of this epoch in
+                the generation that the index says.
+        """
+        if not inspection.shares(half):
+            return
+        slots, generations, held = inspection.listed(half)
+        beginnings = inspection.key_beginnings(half)
+        if not np.array_equal(generations, held):
+            raise Violation("lists_wrong", f"{self._name} lists slots that hold something else")
+        listed = dict(zip(slots.tolist(), generations.tolist(), strict=True))
+        renamed = beginnings != self._beginnings
+        for slot, generation in listed.items():
+            if renamed or self._seen.get(slot) != generation:
+                for worker in workers:
+                    self._compare(inspection.arena(worker), slot, generation, beginnings)
+        self._seen, self._beginnings = listed, beginnings
+
+    def _compare(
+        self, arena: Any, slot: int, generation: int, beginnings: frozenset[bytes]
+    ) -> None:
+        try:
+            header = arena.verify(slot, generation)
+        except OmniError as error:
+            raise Violation("lists_wrong", f"{self._name} lists a slot: {error}") from error
+        if not any(header.key.startswith(each) for each in beginnings):
+            raise Violation("lists_wrong", f"{self._name} lists slot {slot} of another epoch")
 
 
 def leases_hold(name: str, half: Any, owners: Mapping[str, Any]) -> None:

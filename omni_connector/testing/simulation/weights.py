@@ -22,6 +22,7 @@ def updating(
     first: str,
     sleep: bool,
     hasty: float,
+    only: str | None = None,
 ) -> Iterator[float]:
     """What an operator does to all engines; yields seconds until the next thing.
 
@@ -32,6 +33,7 @@ def updating(
         first: what comes first, the `weights` or the `reset`.
         sleep: whether the engines sleep meanwhile.
         hasty: how often clients send their decode requests between two engines' resets.
+        only: the engine that gets other weights; None: all of them.
     """
     world = cluster.world
     state = PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW
@@ -40,10 +42,10 @@ def updating(
     if mode == "keep":
         running, first = True, "reset"
     world.tell(
-        f"new weights come: engines are paused ({mode}), caches reset "
+        f"new weights come: {only or 'engines'} paused ({mode}), caches reset "
         f"(running: {running}, connector: {connector}, {first} first{', asleep' * sleep})"
     )
-    everybody = list(cluster.engines.values())
+    everybody = [each for each in cluster.engines.values() if only in (None, each.name)]
     world.draw.shuffle(everybody)
     paused: set[SimulatedEngine] = set()
     for engine in everybody:

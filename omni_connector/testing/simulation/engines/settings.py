@@ -55,6 +55,7 @@ class EngineShape:
         integrity: as configured.
         zeroes: whether vLLM has new blocks zeroed, whatever the family.
         step_s: seconds that a step takes which computes something.
+        hosts: whether it shares its prefixes with the engines of its host.
     """
 
     name: str
@@ -76,6 +77,7 @@ class EngineShape:
     integrity: str
     zeroes: bool
     step_s: float
+    hosts: bool = False
 
 
 ARENA_WAIT_S: Final = 2.0
@@ -94,6 +96,8 @@ def extra_config(shape: EngineShape, slot_bytes: int) -> dict[str, Any]:
         "handoff_ttl_s": HANDOFF_TTL_S,
         "integrity": shape.integrity,
     }
+    if shape.hosts:
+        extra["share"] = True
     if shape.shares:
         extra["store"] = {"master": "127.0.0.1:1", "lookup_timeout_s": LOOKUP_TIMEOUT_S}
     return extra

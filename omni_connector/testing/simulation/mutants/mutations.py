@@ -5,6 +5,7 @@ from typing import Final
 
 from omni_connector.testing.simulation.mutants.faults import Mutant, mutant
 from omni_connector.testing.simulation.mutants.mended import MENDED
+from omni_connector.testing.simulation.mutants.sharing import SHARING
 
 OWN: Final = (
     mutant(
@@ -382,4 +383,4 @@ OWN: Final = (
     ),
 )
 
-MUTANTS: Final[tuple[Mutant, ...]] = (*MENDED, *OWN)
+MUTANTS: Final[tuple[Mutant, ...]] = (*MENDED, *OWN, *SHARING)

@@ -15,6 +15,7 @@ from omni_connector.memory.arena import Arena, ArenaView
 from omni_connector.memory.arena_format import SlotHeader
 from omni_connector.net.status import StatusFile
 from omni_connector.stores.block_store import BlockStore
+from omni_connector.testing.simulation.surroundings.neighbours import Neighbourhood
 from omni_connector.testing.simulation.surroundings.world import World
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
 
@@ -29,10 +30,12 @@ class Host:
         slow: seconds that a fetch takes at most.
         garbled: how often a fetch brings other bytes.
         views: mappings that readers have, by reader.
+        neighbourhood: the engines that share their prefixes.
     """
 
     def __init__(self, world: World, *, mapped: bool) -> None:
         self.world = world
+        self.neighbourhood = Neighbourhood(world)
         self.mapped = mapped
         self.silent: set[str] = set()
         self.failing = 0.0
@@ -49,6 +52,7 @@ class Host:
                 arena.close()
         for view in list(self.views.get(owner, ())):
             view.close()
+        self.neighbourhood.kill(owner)
         self.silent.discard(owner)
 
 

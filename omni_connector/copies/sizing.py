@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many slots the arena of one rank has, and what is said of it."""
+
+import logging
+from dataclasses import dataclass
+
+from omni_connector.errors import ConfigError
+from omni_connector.kv.shapes import GroupShape
+from omni_connector.memory.arena_size import ArenaSize, arena_size, available_bytes
+from omni_connector.memory.huge_pages import HugePages
+
+logger = logging.getLogger("vllm.omni_connector.worker")
+
+
+@dataclass(frozen=True)
+class ArenaSizing:
+    """What the size of one rank's arena depends on, beside the size of a slot.
+
+    Attributes:
+        given: bytes that the configuration sets; None takes what the memory of the host allows.
+        cache_blocks: blocks of the rank's KV cache.
+        max_tokens: tokens of the longest prompt.
+        sharers: arenas of this deployment on this host.
+        reserved: bytes of memory that are taken but perhaps not in use yet.
+        huge_pages: which pages the arena has, as the configuration says.
+    """
+
+    given: int | None
+    cache_blocks: int
+    max_tokens: int
+    sharers: int = 1
+    reserved: int = 0
+    huge_pages: HugePages = "auto"
+
+    def size(self, slot_bytes: int, groups: tuple[GroupShape, ...]) -> ArenaSize:
+        """How many slots the arena has, and why.
+
+        Raises:
+            ConfigError: there is no room for a single slot.
+        """
+        if self.given is not None:
+            size = ArenaSize(self.given // slot_bytes, "arena_gib")
+        else:
+            available = available_bytes()
+            size = arena_size(
+                available=max(available - self.reserved, available // 2),
+                slot_bytes=slot_bytes,
+                cache_blocks=self.cache_blocks,
+                prompt_blocks=self.prompt_blocks(groups),
+                sharers=self.sharers,
+            )
+        if size.slots < 1:
+            raise ConfigError(
+                f"the arena has no room for a single KV block of {slot_bytes} bytes "
+                f"({size.why}); set arena_gib"
+            )
+        return size
+
+    def tell(
+        self,
+        rank: int,
+        ranks: int,
+        size: ArenaSize,
+        slot_bytes: int,
+        groups: tuple[GroupShape, ...],
+    ) -> None:
+        """Log the size of a rank's arena, and whether the longest prompts have room in it."""
+        logger.info(
+            "Arena of rank %d: %.2f GiB, %d slots of %.1f MiB (%s)",
+            rank,
+            size.slots * slot_bytes / 2**30,
+            size.slots,
+            slot_bytes / 2**20,
+            size.why,
+        )
+        longest = self.prompt_blocks(groups)
+        if longest > size.slots and self.given is None:  # else the user has set the size
+            logger.warning(
+                "The longest prompts take %d slots, the arena has %d (%s): they are not handed "
+                "off; set arena_gib to %.1f",
+                longest,
+                size.slots,
+                size.why,
+                (longest * slot_bytes * ranks + 2**26) / 2**30,
+            )
+
+    def prompt_blocks(self, groups: tuple[GroupShape, ...]) -> int:
+        """Slots that the longest prompt needs."""
+        return sum(len(group.needed(self.max_tokens)) for group in groups)

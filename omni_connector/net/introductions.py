@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker tells its engine's scheduler half who it is, at a socket in the runtime folder.
+
+That is how it does where vLLM does not carry the word: beside other connectors. The worker listens
+before there is a scheduler half, so that whoever asks need not wait for it. As every socket of the
+folder, it is this user's alone, and the next engine removes that of a worker that was killed.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+from msgspec.msgpack import Decoder
+
+from omni_connector.net.runtime import socket_path
+from omni_connector.net.unix import PROTOCOL, Connection, Listener, Refusal, require_protocol
+
+ANSWER_S: Final = 10.0
+
+
+class _Ask(Struct, frozen=True, tag="ask_introduction"):
+    protocol: int = PROTOCOL
+
+    def __post_init__(self) -> None:
+        require_protocol(self.protocol)
+
+
+class _Introduction(Struct, frozen=True, tag="introduction"):
+    content: bytes
+
+
+_QUESTIONS: Final = Decoder(_Ask)
+_ANSWERS: Final = Decoder(_Introduction | Refusal)
+
+
+def introduce(folder: Path, engine_id: str, rank: int, content: bytes) -> Callable[[], None]:
+    """Tell this user's processes that ask for this rank; returns what ends that. Idempotent.
+
+    Args:
+        folder: a runtime folder.
+        content: some 60 KB at most.
+
+    Raises:
+        TransportError: another process has this rank's socket.
+    """
+    listener = Listener(_QUESTIONS, lambda question: (_Introduction(content), None))
+    try:
+        listener.add(_path(folder, engine_id, rank))
+    except BaseException:
+        listener.close()
+        raise
+    return listener.close
+
+
+def introduced(folder: Path, engine_id: str, rank: int) -> bytes:
+    """What a rank tells of itself. Waits `ANSWER_S` seconds at most.
+
+    Raises:
+        TransportError: nobody answers for it there.
+    """
+    deadline = time.monotonic() + ANSWER_S
+    connection = Connection(_path(folder, engine_id, rank), deadline)
+    try:
+        answer, _ = connection.ask(_Ask(), _ANSWERS, deadline)
+    finally:
+        connection.close()
+    content: bytes = answer.content
+    return content
+
+
+def _path(folder: Path, engine_id: str, rank: int) -> Path:
+    return socket_path(folder, f"worker:{engine_id}:{rank}", kind="w-")

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants of what engines of one host share: indexes, kept slots, loads without a lease."""
+
+from typing import Final
+
+from omni_connector.testing.simulation.mutants.faults import mutant
+
+SHARING: Final = (
+    mutant(
+        "a decode engine keeps its index",
+        "an engine that hands nothing off shares after a reset what it had before",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            "            self._directory.void()\n",
+            "            pass\n",
+        ),
+    ),
+    mutant(
+        "what an index lists is waited for",
+        "a load waits for a slot that an index lists, and nobody fills",
+        (
+            "omni_connector.copies.loading",
+            "            if step.keys is not None:\n",
+            "            if False:\n",
+        ),
+        (
+            "omni_connector.copies.loading",
+            "            if isinstance(error, SlotPendingError) and step.keys is not None:\n",
+            "            if False:\n",
+        ),
+    ),
+    mutant(
+        "keys of headers are not compared",
+        "whatever is in the slot that an index lists is taken for the block",
+        (
+            "omni_connector.copies.loading",
+            "        if step.keys is not None and [header.key",
+            "        if False and [header.key",
+        ),
+    ),
+    mutant(
+        "an index outlives its epoch",
+        "after a reset peers find what was kept before",
+        (
+            "omni_connector.memory.slot_pool",
+            "            self.listing.clear()\n",
+            "            pass\n",
+        ),
+    ),
+    mutant(
+        "keys outlive their epoch",
+        "what is kept after a reset has keys as before",
+        (
+            "omni_connector.prefix.shared_prefix",
+            "                self._host.rename(self._prefix.encode())\n",
+            "                pass\n",
+        ),
+    ),
+    mutant(
+        "evicted slots stay listed",
+        "a slot that is about to be filled anew is found by the block that it held",
+        (
+            "omni_connector.memory.slot_pool",
+            "            self.listing.hide(numbers)\n",
+            "            pass\n",
+        ),
+    ),
+    mutant(
+        "slots are listed too soon",
+        "a slot is found from the moment that its copy is decided",
+        (
+            "omni_connector.memory.slot_pool",
+            "            self.listing.name(group, keys, numbers)\n",
+            "            self.listing.name(group, keys, numbers)\n"
+            "            self.listing.show(numbers, self.generation[numbers])\n",
+        ),
+    ),
+    mutant(
+        "what was not kept is listed",
+        "a slot whose copy has failed is found",
+        (
+            "omni_connector.prefix.host_blocks",
+            "            if failure is None:\n",
+            "            if True:\n",
+        ),
+    ),
+    mutant(
+        "kept slots stay held",
+        "a slot that was filled for the host is never evicted",
+        (
+            "omni_connector.prefix.host_blocks",
+            "            self._pool.let_go(spec.slots[::-1])\n",
+            "",
+        ),
+    ),
+    mutant(
+        "room is lost with each block that is kept",
+        "slots that were filled count as being filled",
+        (
+            "omni_connector.prefix.host_blocks",
+            "        self._busy -= len(spec.slots)\n",
+            "",
+        ),
+    ),
+    mutant(
+        "copies into the arena hold no blocks",
+        "what is copied for the host is not held",
+        (
+            "omni_connector.prefix.shared_prefix",
+            "        job_id = self._ledger.start(spec.blocks, end, soon=_COPY_S)\n",
+            "        job_id = self._ledger.start(BlockSpans.of(()), end, soon=_COPY_S)\n",
+        ),
+    ),
+    mutant(
+        "a failed part counts",
+        "a request whose load from one of several arenas has failed goes on as if it had not",
+        (
+            "omni_connector.prefix.shared_prefix",
+            "        elif prompt.failure is not None:\n",
+            "        elif False:\n",
+        ),
+    ),
+    mutant(
+        "the first part is the load",
+        "a request of which one arena has sent its part is computed with",
+        (
+            "omni_connector.vllm_v1.worker",
+            "            if self._loads_left[spec.request_id] <= 0:\n",
+            "            if True:\n",
+        ),
+    ),
+    mutant(
+        "a failed load from the host is told to vLLM",
+        "whose policy may end the request for it",
+        (
+            "omni_connector.vllm_v1.worker",
+            "        if type(spec) is LoadSpec:\n",
+            "        if isinstance(spec, LoadSpec):\n",
+        ),
+    ),
+    mutant(
+        "loads are tried for ever",
+        "a request whose loads fail is not computed",
+        (
+            "omni_connector.prefix.shared_prefix",
+            "        prompt.retries -= 1\n",
+            "",
+        ),
+    ),
+    mutant(
+        "hits are believed",
+        "an engine is told that slots were read which it does not have",
+        (
+            "omni_connector.memory.slot_pool",
+            "        known = (numbers >= 0) & (numbers < len(self.generation))\n",
+            "        known = numbers >= 0\n",
+        ),
+    ),
+    mutant(
+        "blocks are kept before they are full",
+        "the block that a step begins to fill is listed with those that it fills",
+        (
+            "omni_connector.prefix.shared_prefix",
+            "            first, end = prompt.sent[g], computed // shape.block_size\n",
+            "            first, end = prompt.sent[g], -(-computed // shape.block_size)\n",
+        ),
+    ),
+    mutant(
+        "a window is all that is there",
+        "the tokens before a gap are offered with those after it, which are not there",
+        (
+            "omni_connector.prefix.shared_prefix",
+            "            if all(held.has(read_blocks",
+            "            if True or all(held.has(read_blocks",
+        ),
+    ),
+)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent states in the shared prefix cache: a prompt goes on where a state was kept."""
+
+import dataclasses
+
+import pytest
+
+from omni_connector.prefix import shared_prefix
+from omni_connector.testing.simulation import check
+from omni_connector.testing.toy import BLOCK
+
+from . import harness
+from .harness import assert_clean, hand_off, prompt, wait
+from .stores import MASTER, PREFIX, QUESTION, landed
+
+pytestmark = pytest.mark.vllm
+
+FAMILIES = ["state and full", "all three"]
+
+
+class Place:
+    """Where engines find each other's blocks."""
+
+    def __init__(self, engine, extra, counter):
+        self._engine = engine
+        self._extra = extra
+        self._made = []
+        self._counter = counter
+
+    def __call__(self, role="kv_both", **options):
+        options = {"usable_blocks": 120, **options}  # copies under way may hold a quarter
+        self._made.append(self._engine(role, extra=self._extra, **options))
+        if "share" in self._extra:
+            for each in self._made:
+                neighbours = each.half._shared._host._neighbours
+                neighbours.look()
+                wait(lambda of=neighbours: len(of.present()) == len(self._made) - 1)
+                each._before = check.sizes(each)
+        return self._made[-1]
+
+    def settle(self, *engines):
+        """Wait until all that engines have computed is where others find it."""
+        assert_clean(*engines)
+        if "store" in self._extra:
+            landed(*engines)
+
+    def loaded(self, engine):
+        """Tokens that were not computed."""
+        return engine.count(self._counter)
+
+
+@pytest.fixture(params=["arena", "store"])
+def place(request, engine, shelf):
+    if request.param == "arena":
+        return Place(engine, {"share": True}, "tokens_from_host")
+    return Place(engine, MASTER, "tokens_shared")
+
+
+def publish(place, engine, text=PREFIX, **options):
+    """Have an engine compute a prompt; its answer, once others find it."""
+    answer = engine.generate(text, **options).tokens
+    place.settle(engine)
+    return answer
+
+
+def ask(place, engine, text, expected, count=6):
+    """What an engine loads for a prompt; its answer has to be what is expected."""
+    before = place.loaded(engine)
+    assert engine.generate(text, count).tokens == expected.generate(text, count).tokens
+    return place.loaded(engine) - before
+
+
+@pytest.mark.parametrize(
+    ("length", "loaded"),
+    [(BLOCK, 0), (3 * BLOCK + 7, 0), (5 * BLOCK, 0), (5 * BLOCK + 1, 5), (6 * BLOCK, 5)],
+)
+def test_a_prompt_goes_on_where_a_step_left_a_state(place, engine, length, loaded):
+    """vLLM computes all but the last block at once, so there are states after five and six."""
+    first, second = place(family="all three"), place(family="all three")
+    publish(place, first)
+    question = [*PREFIX[:length], 7]
+    if length % BLOCK == 0:
+        question = question[:-1]
+    assert ask(place, second, question, engine(family="all three")) == loaded * BLOCK
+    assert not second.failures()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_chunk_of_a_prompt_leaves_a_state(place, engine, family, overlap):
+    options = {"family": family, "async_scheduling": overlap, "max_tokens_a_step": 2 * BLOCK + 5}
+    first, second, alone = place(**options), place(**options), engine(family=family)
+    long = prompt(9 * BLOCK + 3, seed=3)
+    publish(place, first, long)
+    loaded = [
+        ask(place, second, [*long[: blocks * BLOCK + 5], *prompt(40, seed=blocks)], alone)
+        for blocks in (3, 7, 8)
+    ]
+    assert loaded == [2 * BLOCK, 4 * BLOCK, 2 * BLOCK]  # up to 2, 6 and 8 blocks
+    assert_clean(first, second)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_leave_a_state_in_every_block(place, engine, family, overlap):
+    options = {"family": family, "async_scheduling": overlap}
+    first, alone = place(**options), engine(family=family)
+    reply = publish(place, first, QUESTION, max_tokens=4 * BLOCK)
+    told = QUESTION + reply
+    for blocks in range(7, (len(told) - 1) // BLOCK + 1):
+        second = place(**options)
+        again = [*told[: blocks * BLOCK], 11, 12]
+        assert ask(place, second, again, alone) == blocks * BLOCK
+        assert_clean(second)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_request_that_goes_on_leaves_the_states_alone_that_are_being_copied(
+    place, engine, family, overlap
+):
+    """Nothing is copied before the whole answer is there, and others have used the cache since."""
+    options = {"family": family, "async_scheduling": overlap, "usable_blocks": 200}
+    first, second, alone = place(**options), place(**options), engine(family=family)
+    held = first.hold(saves=True)
+    ids = [first.submit(QUESTION, max_tokens=3 * BLOCK), first.submit(prompt(70), max_tokens=30)]
+    first.run(lambda: first.done(*ids))
+    assert held.saved_blocks == []
+    held.open()
+    place.settle(first)
+    told = QUESTION + first.answers[ids[0]].tokens
+    assert ask(place, second, [*told, 5], alone) == len(told) // BLOCK * BLOCK
+    assert ask(place, second, [*prompt(70)[: 4 * BLOCK], 5], alone) == 4 * BLOCK
+    assert_clean(first, second)
+
+
+def test_states_of_other_tokens_are_noticed_by_these_tests(place, engine, monkeypatch):
+    def latest(shape, block_ids, *_):
+        """As if the last state were that of the end of every block."""
+        return block_ids[-1:] * len(block_ids) if shape.attention_type == "last" else block_ids
+
+    monkeypatch.setattr(shared_prefix, "whole_blocks", latest)
+    first, second = place(family="all three"), place(family="all three")
+    publish(place, first)
+    question = [*PREFIX[: 3 * BLOCK], 7]
+    answer = second.generate(question, 6).tokens
+    assert place.loaded(second) == 3 * BLOCK
+    assert answer != engine(family="all three").generate(question, 6).tokens
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_preempted_requests_share_and_load_states(place, engine, family, overlap):
+    options = {"family": family, "async_scheduling": overlap}
+    small = {"usable_blocks": 16 if family == "state and full" else 20, **options}
+    small |= {"max_tokens_a_step": 2 * BLOCK, "instant_copies": True}
+    first, second, alone = place(**small), place(**small), engine(family=family)
+    texts = [prompt(4 * BLOCK - 3, seed) for seed in range(3)]
+    for each in (first, second):
+        ids = [each.submit(text, max_tokens=24) for text in texts]
+        each.run(lambda each=each, ids=ids: each.done(*ids))
+        assert each.preempted
+        for request_id, text in zip(ids, texts, strict=True):
+            assert each.answers[request_id].tokens == alone.generate(text, 24).tokens
+        place.settle(each)
+    assert place.loaded(second) >= 3 * BLOCK
+    assert_clean(first, second)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_handed_off_prompt_and_its_answer_are_found_by_a_third_engine(place, engine, ranks):
+    options = {"family": "all three", "ranks": ranks}
+    prefill, decode = place("kv_producer", **options), place("kv_consumer", **options)
+    alone = engine(**options)
+    for length in (5 * BLOCK + 1, 6 * BLOCK, 6 * BLOCK + 5):
+        text = prompt(length)
+        answer = hand_off(prefill, decode, text, 2 * BLOCK)
+        assert answer == alone.generate(text, 2 * BLOCK).tokens
+        place.settle(prefill, decode)
+        third = place(**options)
+        told = [*text, *answer, 3]
+        assert ask(place, third, told, alone) == (len(told) - 2) // BLOCK * BLOCK
+    assert_clean(prefill, decode)
+
+
+def test_every_model_runner_shares_states(place, engine, runner):
+    options = {"family": "all three"}
+    first = place(lifecycle=runner(), **options)
+    second = place(lifecycle=runner(), **options)
+    told = QUESTION + publish(place, first, QUESTION, max_tokens=2 * BLOCK)
+    assert ask(place, second, [*told, 5], engine(**options)) == (len(told) - 1) // BLOCK * BLOCK
+    assert_clean(first, second)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_engine_gets_back_the_states_that_its_own_cache_has_evicted(engine, family):
+    alone = engine("kv_both", extra={"share": True}, family=family, usable_blocks=60)
+    reference = engine(family=family)
+    for text in (PREFIX, *(prompt(8 * BLOCK, seed) for seed in range(9))):
+        alone.generate(text)
+        assert_clean(alone)
+    assert alone.generate(QUESTION, 6).tokens == reference.generate(QUESTION, 6).tokens
+    assert alone.count("tokens_kept") == 6 * BLOCK
+    assert_clean(alone)
+
+
+def test_states_that_vllm_does_not_keep_are_not_shared(place, engine, monkeypatch):
+    """`--prefix-cache-retention-interval 0` has it keep those at the ends of prompts only."""
+    make = harness.kv_cache_config
+    monkeypatch.setattr(
+        harness,
+        "kv_cache_config",
+        lambda *args, **options: dataclasses.replace(
+            make(*args, **options), prefix_cache_retention_interval=0
+        ),
+    )
+    options = {"family": "state and full", "max_tokens_a_step": 2 * BLOCK}
+    first, second, alone = place(**options), place(**options), engine(family="state and full")
+    publish(place, first, QUESTION, max_tokens=3 * BLOCK)
+    assert ask(place, second, [*QUESTION[: 4 * BLOCK], 5], alone) == 0
+    assert ask(place, second, [*QUESTION, 5], alone) == 2 * BLOCK  # the others it has now
+    assert_clean(first, second)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+def test_states_within_a_block_stay_with_their_engine(place, engine, monkeypatch, overlap):
+    """With `--prefix-match-unit` vLLM itself finds prompts that end within a block."""
+    make = harness._vllm_config
+
+    def finer(*args, **options):
+        config = make(*args, **options)
+        config.cache_config.prefix_match_unit = BLOCK // 4
+        return config
+
+    monkeypatch.setattr(harness, "_vllm_config", finer)
+    options = {"family": "state and full", "async_scheduling": overlap}
+    first, second, alone = place(**options), place(**options), engine(family="state and full")
+    told = QUESTION + publish(place, first, QUESTION, max_tokens=BLOCK)
+    for end in (len(QUESTION), len(QUESTION) - 3, 6 * BLOCK + 1, len(told)):
+        for each in (second, first):
+            question = [*told[:end], *prompt(9, seed=end)]
+            assert each.generate(question, 20).tokens == alone.generate(question, 20).tokens
+    assert place.loaded(second) == 7 * BLOCK
+    assert not second.failures()
+    assert_clean(first, second)
