@@ -13,6 +13,9 @@ from omni_connector.errors import (
 FAILURE: Final = "failure:"
 """What the names of counted failures begin with, before their kind."""
 
+MISSED: Final = "missed:"
+"""What the names of counted tokens that were missed begin with, before their cause."""
+
 PEER: Final = "peer:"
 """What the names of counted arenas of peers begin with, before transport and reason."""
 
@@ -32,6 +35,9 @@ class Stats(Protocol):
 
     def fail(self, kind: str, number: int = 1) -> None:
         """Count failures of this kind."""
+
+    def miss(self, cause: str, tokens: int) -> None:
+        """Count tokens of prompts that are computed because no cache had them."""
 
     def time(self, name: str, seconds: float) -> None:
         """Record a duration."""

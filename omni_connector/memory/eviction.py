@@ -120,11 +120,17 @@ class EvictionOrder:
         They come as in the prompt: if one was used before, so were those that come first.
         """
         self._hash[numbers] = hashes
-        past = self._past[hashes & (len(self._past) - 1)]
-        since = (self._evicted - past) & _LOWER_HALF
-        known = ((past ^ hashes) >> 32 == 0) & (since <= self._num_slots)
+        known = self.evicted_lately(hashes)
         # Without a block whose entry was overwritten, those after it would be of no use.
         self._again[numbers] |= np.logical_or.accumulate(known[::-1])[::-1]
+
+    def evicted_lately(self, hashes: Ints) -> NDArray[np.bool_]:
+        """Whether content of these hashes was among the last that were evicted, as many as there
+        are slots, as far as that is remembered."""
+        past = self._past[hashes & (len(self._past) - 1)]
+        since = (self._evicted - past) & _LOWER_HALF
+        known: NDArray[np.bool_] = ((past ^ hashes) >> 32 == 0) & (since <= self._num_slots)
+        return known
 
     def unused(self, numbers: Ints) -> None:
         """The content of these slots, which are not in the order, is no longer of use."""

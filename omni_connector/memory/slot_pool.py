@@ -43,17 +43,64 @@ def header_keys(key_prefix: bytes, group: int, keys: Sequence[SlotKey | None]) -
     return [b"" if key is None else whose + key[:rest] for key in keys]
 
 
+class SlotChanges:
+    """In which slots peers find other blocks than when one asked last. The caller holds the lock of
+    the pool.
+
+    Only the latest state of a slot is kept, so whoever asks seldom learns less, but nothing wrong.
+
+    Args:
+        num_slots: of the arena.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._names: list[tuple[int, SlotKey] | None] = [None] * num_slots
+        self._shown = np.zeros(num_slots, bool)
+        self._changed: set[int] = set()
+        self._cleared = False
+
+    def name(self, group: int, keys: Sequence[SlotKey | None], slots: Ints) -> None:
+        """These slots will hold these blocks."""
+        for slot, key in zip(slots.tolist(), keys, strict=True):
+            self._names[slot] = None if key is None else (group, key)
+
+    def show(self, slots: Ints, shown: bool) -> None:
+        """Peers find these slots from now on, or find them no more."""
+        self._shown[slots] = shown
+        self._changed.update(slots.tolist())
+
+    def clear(self) -> None:
+        """Peers find nothing any more."""
+        self._shown[:] = False
+        self._changed.clear()
+        self._cleared = True
+
+    def take(self) -> tuple[bool, dict[int, tuple[int, SlotKey] | None]]:
+        """Whether nothing was found any more at some time since the last call; and, since that time
+        or the last call, the slots that have changed, with group and key of the block that peers
+        find in each now, or None."""
+        cleared, self._cleared = self._cleared, False
+        changed, self._changed = self._changed, set()
+        return cleared, {s: self._names[s] if self._shown[s] else None for s in changed}
+
+
 class SlotListing:
     """Keeps the index of an arena. The caller holds the lock of the pool.
 
     Args:
         index: of the arena; closed by its owner.
         key_prefix: as for `header_keys`.
+
+    Attributes:
+        changes: is told of all changes; None where nobody asks for them.
     """
 
-    def __init__(self, index: BlockIndex, key_prefix: bytes) -> None:
+    def __init__(
+        self, index: BlockIndex, key_prefix: bytes, changes: SlotChanges | None = None
+    ) -> None:
         self._index = index
         self._key_prefix = key_prefix
+        self.changes = changes
         self._tags: Tags = np.zeros(index.num_slots, np.uint64)
 
     def rename(self, key_prefix: bytes) -> None:
@@ -69,19 +116,27 @@ class SlotListing:
         if len(slots):
             named = [key or b"" for key in keys]
             self._tags[slots] = tags_of(self._key_prefix, group, named)
+            if self.changes is not None:
+                self.changes.name(group, keys, slots)
 
     def show(self, slots: Ints, generations: Ints) -> None:
         """Peers find these slots from now on."""
         if len(slots):
             self._index.add(self._tags[slots], slots, generations)
+            if self.changes is not None:
+                self.changes.show(slots, True)
 
     def hide(self, slots: Ints) -> None:
         """Peers find these slots no more."""
         self._index.remove(slots)
+        if self.changes is not None:
+            self.changes.show(slots, False)
 
     def clear(self) -> None:
         """Peers find nothing any more."""
         self._index.clear()
+        if self.changes is not None:
+            self.changes.clear()
 
 
 class SlotPool:
@@ -311,6 +366,11 @@ class SlotPool:
         """Whether somebody holds one of these slots."""
         return bool(self._users[numbers].any())
 
+    def evicted_lately(self, group: int, key: SlotKey) -> bool:
+        """Whether this block is remembered as evicted, among the last of as many as there are
+        slots."""
+        return bool(self._order.evicted_lately(_content_hashes(group, [key]))[0])
+
     def lacks(self, numbers: Ints) -> NDArray[np.bool_]:
         """Which of these slots have no content, and get none from a copy under way."""
         lacks: NDArray[np.bool_] = ~(self._busy[numbers] | self._ready[numbers])
@@ -322,8 +382,7 @@ class SlotPool:
         self._index.name(group, keys, numbers)
         if self.listing is not None:
             self.listing.name(group, keys, numbers)
-        hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
-        self._order.fill(numbers, hashes ^ group)
+        self._order.fill(numbers, _content_hashes(group, keys))
 
     def filled(self, numbers: Ints) -> None:
         """Every rank has committed these slots."""
@@ -367,3 +426,7 @@ class SlotPool:
             self.listing.clear()
         self.num_cached = 0
         self._settle(self._order.clear())
+
+
+def _content_hashes(group: int, keys: Sequence[SlotKey | None]) -> Ints:
+    return np.fromiter(map(hash, keys), np.int64, len(keys)) ^ group

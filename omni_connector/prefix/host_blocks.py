@@ -309,13 +309,16 @@ class HostBlocks:
                 self._pool.unfilled(spec.slots)
             self._pool.let_go(spec.slots[::-1])
 
-    def rename(self, key_prefix: bytes) -> None:
-        """From now on the engine's blocks have keys of this prefix; none that it has now is found.
+    def evicted(self, group: int, key: bytes) -> bool:
+        """Whether this block was evicted lately from the own arena."""
+        with self._pool.lock:
+            return self._pool.evicted_lately(group, key)
 
-        The directory has forgotten its slots by then.
-        """
+    def rename(self, key_prefix: bytes) -> None:
+        """From now on the engine's blocks have keys of this prefix; those of now are not found."""
         self._key_prefix = key_prefix
         with self._pool.lock:
+            self._pool.forget()  # where nothing is handed off, nobody else does
             assert self._pool.listing is not None
             self._pool.listing.rename(key_prefix)
 

@@ -37,6 +37,9 @@ class SharedPrompt:
     local: int | None = None  # tokens that vLLM has itself; None until it asks
     offered: int = 0  # tokens beyond them that can be loaded
     missed: bool = False
+    late: bool = False  # the store has not answered in time
+    reached: int | None = None  # tokens that vLLM or a load had when it was admitted first
+    sources: dict[str, int] = field(default_factory=dict)  # tokens that are loaded, by counter
     admitted: bool = False  # vLLM has scheduled it since the lookup
     retries: int = _RETRIES
     jobs: set[int] = field(default_factory=set)
@@ -76,6 +79,26 @@ class SharedPrompt:
             Held.of([any(pair) for pair in zip_longest(here, there.blocks, fillvalue=False)])
             for here, there in zip(kept, stored, strict=True)
         ]
+
+    def key_prefix(self, engines: str) -> str:
+        """What its blocks' keys in a store begin with, where those of the engine begin so."""
+        return f"{engines}/{self.adapter}" if self.adapter else engines
+
+    def reach(self, groups: Sequence[GroupShape], unit: int, start: int, end: int) -> int:
+        """The token at which the longest prefix ends that can be completed from `start` on.
+
+        Args:
+            unit: prefixes end at multiples of so many tokens.
+            end: the token that it ends at or before.
+        """
+        pairs = list(zip(groups, self.held(), strict=True))
+        for shape, held in pairs:
+            if shape.attention_type == "all":
+                end = min(end, held.reach(start // shape.block_size) * shape.block_size)
+        for tokens in range(end // unit * unit, start, -unit):
+            if all(held.has(read_blocks(shape, start, tokens)) for shape, held in pairs):
+                return tokens
+        return start
 
 
 def shares(tokens: int, parts: Sequence[BlockSpans]) -> list[int]:

@@ -23,10 +23,12 @@ import numpy as np
 from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, EngineRequest
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec
+from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.hints import NO_HINTS, Hints, tenant_of
 from omni_connector.prefix.host_blocks import Candidate, HostBlocks, Wanted
 from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.prefix.lookups import BlockName, Lookup, Recently, StoreLookups
+from omni_connector.prefix.misses import Misses
 from omni_connector.prefix.prompts import SharedPrompt, read_blocks, shares, whole_blocks
 from omni_connector.prefix.shared_blocks import CORRUPT
 from omni_connector.stats import Stats
@@ -67,6 +69,7 @@ class SharedPrefix:
         clock: seconds, monotonic.
         randbytes: makes so many bytes that nobody can guess.
         stats: where to count.
+        changes: is told which blocks arena and store may have; None where nobody asks.
     """
 
     def __init__(
@@ -87,7 +90,9 @@ class SharedPrefix:
         clock: Callable[[], float],
         randbytes: Callable[[int], bytes],
         stats: Stats,
+        changes: BlockChanges[Any] | None = None,
     ) -> None:
+        self._changes = changes
         self._randbytes = randbytes
         self._host = host
         self._lookups = lookups
@@ -108,6 +113,8 @@ class SharedPrefix:
         self._prompts: dict[str, SharedPrompt] = {}
         self._num_held = 0
         self._queued: dict[int, TransferSpec] = {}
+        evicted = host.evicted if host is not None else (lambda group, key: False)
+        self._misses = Misses(groups, self._unit, evicted, stats)
         self._failed: list[EngineRequest] = []
         self._keeping: set[int] = set()
         self._sent = Recently(_RECENT_S, clock)
@@ -142,11 +149,8 @@ class SharedPrefix:
         prompt.hashes = [self._hashes(prompt, g, 0, None) for g in range(len(self._groups))]
         if self._lookups is not None and any(prompt.hashes):
             deadline = self._clock() + self._lookup_timeout
-            prompt.lookup = Lookup(self._keys_of(prompt), prompt.hashes, deadline)
+            prompt.lookup = Lookup(prompt.key_prefix(self._prefix), prompt.hashes, deadline)
             self._lookups.ask(prompt.lookup)
-
-    def _keys_of(self, prompt: SharedPrompt) -> str:
-        return f"{self._prefix}/{prompt.adapter}" if prompt.adapter else self._prefix
 
     def _hashes(self, prompt: SharedPrompt, group: int, first: int, end: int | None) -> list[bytes]:
         """Hashes of these blocks of a group, as far as they are known."""
@@ -162,7 +166,10 @@ class SharedPrefix:
     def matched_tokens(self, request: EngineRequest, num_computed: int) -> int | None:
         """Tokens that can be loaded beyond `num_computed`; None while the store is asked."""
         prompt = self._prompts.get(request.request_id)
-        if prompt is None or not prompt.loads:
+        if prompt is None:
+            return 0
+        if not prompt.loads:
+            prompt.local = num_computed
             return 0
         if prompt.admitted:  # and preempted since then
             self._look_up(prompt)
@@ -172,28 +179,17 @@ class SharedPrefix:
         last = (request.num_tokens - 1) // self._unit * self._unit
         if self._host is not None and prompt.found is None:
             prompt.found = self._host.find([prompt.keys(each) for each in prompt.hashes])
-        reach = self._reach(prompt, num_computed, last)
+        reach = prompt.reach(self._groups, self._unit, num_computed, last)
         lookup = prompt.lookup
         if lookup is not None and lookup.held is None and reach < last:
             if self._clock() < lookup.deadline:
                 return None
             self._stats.fail("store_lookup_timeout")
-            prompt.lookup = None
+            prompt.lookup, prompt.late = None, True
         prompt.local = num_computed
         prompt.offered = max(0, reach - num_computed)
         prompt.missed = not prompt.offered and num_computed < last and bool(prompt.lookup)
         return prompt.offered
-
-    def _reach(self, prompt: SharedPrompt, start: int, end: int) -> int:
-        """The token at which the longest prefix ends that can be completed from `start` on."""
-        pairs = list(zip(self._groups, prompt.held(), strict=True))
-        for shape, held in pairs:
-            if shape.attention_type == "all":
-                end = min(end, held.reach(start // shape.block_size) * shape.block_size)
-        for tokens in range(end // self._unit * self._unit, start, -self._unit):
-            if all(held.has(read_blocks(shape, start, tokens)) for shape, held in pairs):
-                return tokens
-        return start
 
     def offers(self, request_id: str) -> bool:
         """Whether tokens that vLLM now allocates blocks for are to be loaded by us."""
@@ -212,6 +208,9 @@ class SharedPrefix:
         if prompt is None:
             return
         local, prompt.local, prompt.offered = prompt.local, None, 0
+        prompt.sources.clear()
+        if local is not None:
+            self._misses.admitted(prompt, local, local + num_external)
         if num_external <= 0:
             prompt.admitted = True
             self._stats.count("store_misses", prompt.missed)
@@ -247,13 +246,14 @@ class SharedPrefix:
             store_load = StoreLoadSpec(
                 request_id=request_id,
                 blocks=BlockSpans.of([(each.first, each.block_ids.tolist()) for each in wanted]),
-                prefix=self._keys_of(prompt),
+                prefix=prompt.key_prefix(self._prefix),
                 hashes=[key for each in wanted for key in [b""] * each.begin + each.hashes],
                 timeout=self._load_timeout,
             )
             loads.append((store_load, "tokens_shared"))
         by_load = shares(end - start, [spec.blocks for spec, _ in loads])
         for (spec, counter), tokens in zip(loads, by_load, strict=True):
+            prompt.sources[counter] = prompt.sources.get(counter, 0) + tokens
             self._start(prompt, spec, counter, tokens, names)
 
     def _start(
@@ -345,6 +345,11 @@ class SharedPrefix:
                 part = whole_blocks(shape, part, filled, self._hash_of)
                 if self._host is not None:
                     prompt.offer(kept, g, filled, part)
+                    if self._changes is not None:
+                        named = zip(prompt.keys(filled), part, strict=True)
+                        for i, (key, block_id) in enumerate(named):
+                            if block_id != NULL_BLOCK_ID:
+                                self._changes.filled(prompt.request, g, first + i, key, filled[i])
                 if self._lookups is not None:
                     block_ids, stored = self._stored(prompt, g, first, filled, part)
                     number += stored
@@ -354,7 +359,7 @@ class SharedPrefix:
             return
         self._num_held += number
         spec = StoreSaveSpec(
-            blocks=BlockSpans.of(groups), prefix=self._keys_of(prompt), hashes=hashes
+            blocks=BlockSpans.of(groups), prefix=prompt.key_prefix(self._prefix), hashes=hashes
         )
         job_id = self._ledger.start(spec.blocks, lambda failure: self._let_go(number), soon=_COPY_S)
         meta.saves[job_id] = spec
@@ -425,8 +430,17 @@ class SharedPrefix:
         """The request is over. A load under way is told to stop."""
         self._hints.pop(request_id, None)
         prompt = self._prompts.pop(request_id, None)
-        if prompt is not None:
-            self._ledger.revoke(prompt.jobs)
+        if prompt is None:
+            return
+        self._ledger.revoke(prompt.jobs)
+        if self._changes is not None and prompt.lookup is not None:
+            for g, held in enumerate(prompt.lookup.held or ()):
+                self._changes.looked_up(prompt.request, g, prompt.hashes[g], held.blocks)
+
+    def sources(self, request_id: str) -> Mapping[str, int]:
+        """Tokens that are being loaded for a request, by the counter of where they come from."""
+        prompt = self._prompts.get(request_id)
+        return prompt.sources if prompt is not None else {}
 
     def load_nothing(self, request_id: str) -> None:
         """A load of this request has failed: all of it is computed here.
@@ -449,6 +463,8 @@ class SharedPrefix:
             self._prefix = f"{self._engines_prefix}/{self._randbytes(8).hex()}"
             if self._host is not None:
                 self._host.rename(self._prefix.encode())
+        if self._changes is not None:
+            self._changes.void()
         self._ledger.revoke(self._keeping)
         self._sent = Recently(_RECENT_S, self._clock)
         for prompt in self._prompts.values():

@@ -23,10 +23,11 @@ from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.server import ControlServer
 from omni_connector.handoff.upkeep import Upkeep
+from omni_connector.handoff.weights import WeightsEpoch
 from omni_connector.kv.ledger import CopyLedger
 from omni_connector.memory.arena_format import EPOCH_BYTES
 from omni_connector.memory.block_index import BlockIndex
-from omni_connector.memory.slot_pool import SlotListing
+from omni_connector.memory.slot_pool import SlotChanges, SlotListing
 from omni_connector.net.keys import load_key
 from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import loopback_key, runtime_dir, socket_path
@@ -41,10 +42,11 @@ from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.trace import Trace
 from omni_connector.vllm_v1.compat import hash_block_size
+from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.identity import compatibility, hash_id
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
 from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
-from omni_connector.vllm_v1.scheduler import OmniScheduler, WeightsEpoch
+from omni_connector.vllm_v1.scheduler import OmniScheduler
 from omni_connector.vllm_v1.specs import group_specs, state_refusal, transferred_groups
 from omni_connector.vllm_v1.surroundings import Surroundings, arena_sizing
 from omni_connector.vllm_v1.worker import OmniWorker
@@ -156,6 +158,8 @@ class _Assembly:
         self._upkeep = Upkeep(
             self._folder, self._clock, self._directory, self._weights.holds, self._status.tick
         )
+        wanted = vllm_config.kv_events_config
+        self._events = self._kv_events() if wanted and wanted.enable_kv_cache_events else None
 
     def scheduler(self) -> OmniScheduler:
         """The half. Nothing is left open where it cannot be made."""
@@ -184,6 +188,7 @@ class _Assembly:
             sender=None if offered is None else self._sender(offered, channel),
             receiver=self._receiver(channel) if receives else None,
             shared=shared,
+            events=self._events,
             stats=self._stats,
             status=self._status,
             trace=self._trace,
@@ -316,7 +321,12 @@ class _Assembly:
             clock=self._clock,
             randbytes=surroundings.randbytes,
             stats=self._stats,
+            changes=None if self._events is None else self._events.changes,
         )
+
+    def _kv_events(self) -> KVEvents:
+        pool = self._directory.pool if self._config.share and self._directory else None
+        return KVEvents(pool, self._ours.groups, self._group_ids, self._hash_block_size)
 
     def _hash_of(self, block_id: int) -> bytes | None:
         named = self._manager.block_pool.blocks[block_id].block_hash
@@ -347,7 +357,8 @@ class _Assembly:
         except BaseException:
             index.close()
             raise
-        pool.listing = SlotListing(index, prefix.encode())
+        changes = None if self._events is None else SlotChanges(index.num_slots)
+        pool.listing = SlotListing(index, prefix.encode(), changes)
         return HostBlocks(
             pool=pool,
             index=index,

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def cache_hit_source() -> Any:
-    """The tier under which vLLM counts the tokens that we load.
+def cache_hit_source(counter: str = "tokens_loaded") -> Any:
+    """The tier under which vLLM counts tokens that we load and count by this name.
 
     From 0.32 on. None with 0.30 and 0.31, which do not count by tier.
     """
@@ -40,7 +40,11 @@ def cache_hit_source() -> Any:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
         return None
-    return CacheHitSource.P2P
+    tiers = {
+        "tokens_kept": CacheHitSource.HOST,
+        "tokens_shared": CacheHitSource.EXTERNAL_UNSPECIFIED,  # vLLM's name for remote stores
+    }
+    return tiers.get(counter, CacheHitSource.P2P)
 
 
 def hash_block_size(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> int:

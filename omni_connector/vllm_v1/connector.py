@@ -162,6 +162,11 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
+    def get_external_cache_hit_sources(
+        self, request: "Request", num_external_tokens: int
+    ) -> dict[Any, int]:
+        return self._scheduler.hit_sources(request, num_external_tokens)
+
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         return self._scheduler.build_meta(scheduler_output)
 
@@ -188,8 +193,7 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.frees_soon()
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
-        self._scheduler.step_ended()  # vLLM asks at the end of each
-        return ()
+        return self._scheduler.step_ended()  # vLLM asks at the end of each
 
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset_cache()

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from omni_connector.stats import FAILURE, PEER
+from omni_connector.stats import FAILURE, MISSED, PEER
 
 COUNTERS: Final = {
     "bytes_saved": "Bytes copied from KV blocks to slots.",
@@ -24,6 +24,7 @@ COUNTERS: Final = {
     "bytes_loaded": "Bytes copied from a peer's slots to KV blocks.",
     "blocks_saved": "KV blocks copied to slots.",
     "blocks_loaded": "KV blocks copied from a peer's slots.",
+    "tokens_cached": "Prompt tokens that vLLM's own cache had, of engines that share prefixes.",
     "tokens_loaded": "Prompt tokens whose KV came from a peer.",
     "tokens_kept": "Prompt tokens whose KV came from this engine's own arena.",
     "tokens_from_host": "Prompt tokens whose KV came from the arenas of other engines of the host.",
@@ -59,8 +60,9 @@ _SECONDS_BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0
 class OmniStats(KVConnectorStats):
     """What was counted since the last report.
 
-    `data` consists of plain dicts: `counts` by name (of failures as `failure:<kind>`, of peers as
-    `peer:<transport>:<reason>`), lists of `seconds` by name, and `gauges` by name.
+    `data` consists of plain dicts: `counts` by name (of failures as `failure:<kind>`, of missed
+    tokens as `missed:<cause>`, of peers as `peer:<transport>:<reason>`), lists of `seconds` by
+    name, and `gauges` by name.
     """
 
     def __post_init__(self) -> None:
@@ -79,6 +81,10 @@ class OmniStats(KVConnectorStats):
     def fail(self, kind: str, number: int = 1) -> None:
         """Count failures of this kind."""
         self.count(FAILURE + kind, number)
+
+    def miss(self, cause: str, tokens: int) -> None:
+        """Count tokens of prompts that are computed because no cache had them."""
+        self.count(MISSED + cause, tokens)
 
     def choose(self, transport: str, reason: str) -> None:
         """Count an arena of a peer that this transport reads."""
@@ -128,6 +134,8 @@ class OmniStats(KVConnectorStats):
         for name, number in counts.items():
             if name.startswith(FAILURE):
                 out[f"failed: {name.removeprefix(FAILURE)}"] = number
+            elif name.startswith(MISSED):
+                out[f"tokens missed: {name.removeprefix(MISSED)}"] = number
             elif name.startswith(PEER):
                 out[f"peers by {name.removeprefix(PEER).split(':')[0]}"] = number
         for name, value in self.data["gauges"].items():
@@ -169,6 +177,11 @@ class OmniPromMetrics(KVConnectorPromMetrics):
             documentation="Hand-offs and loads that did not happen, and other failures, by kind.",
             labelnames=[*labelnames, "kind"],
         )
+        self._missed = counter(
+            name="vllm:omni_connector_tokens_missed",
+            documentation="Prompt tokens that no cache had, by cause.",
+            labelnames=[*labelnames, "cause"],
+        )
         self._peers = counter(
             name="vllm:omni_connector_peers",
             documentation="Arenas of peers that are read, by transport and why it was taken.",
@@ -184,6 +197,8 @@ class OmniPromMetrics(KVConnectorPromMetrics):
         for name, amount in transfer_stats_data.get("counts", {}).items():
             if name.startswith(FAILURE):
                 self._failures.labels(*values, name.removeprefix(FAILURE)).inc(amount)
+            elif name.startswith(MISSED):
+                self._missed.labels(*values, name.removeprefix(MISSED)).inc(amount)
             elif name.startswith(PEER):
                 self._peers.labels(*values, *name.removeprefix(PEER).split(":")).inc(amount)
             else:

@@ -5,11 +5,13 @@ It decides, and the workers copy. Nothing here waits: lease requests are answere
 channel's thread, and the workers report copies with each step.
 """
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
 
+from omni_connector.handoff.adapters import AdapterContents
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
 from omni_connector.handoff.params import (
@@ -23,12 +25,18 @@ from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.upkeep import Upkeep
+from omni_connector.handoff.weights import WeightsEpoch
 from omni_connector.kv.ledger import CopyLedger
 from omni_connector.net.status import StatusReport
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.trace import Trace, now
-from omni_connector.vllm_v1.adapters import AdapterContents
-from omni_connector.vllm_v1.compat import hash_block_size, tells_failure, worker_stats
+from omni_connector.vllm_v1.compat import (
+    cache_hit_source,
+    hash_block_size,
+    tells_failure,
+    worker_stats,
+)
+from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.metadata import OmniConnectorMetadata, OmniWorkerMetadata
 from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
 from omni_connector.vllm_v1.requests import (
@@ -44,7 +52,7 @@ from omni_connector.vllm_v1.surroundings import Surroundings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.block_pool import BlockPool
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -54,38 +62,6 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.omni_connector.scheduler")
 
 _ASK_AGAIN: Final = (None, False)
-
-
-class WeightsEpoch:
-    """The epoch of the weights: as long as it lasts, KV that was computed means what it meant.
-
-    vLLM tells a connector of new weights at most by `reset_cache`, and not even that when the
-    prefix cache alone is reset. But whatever may change what KV means has to reset vLLM's own
-    prefix cache, and each reset that succeeds gives its block pool another table of hashes. So this
-    table is the mark of an epoch.
-
-    Args:
-        pool: vLLM's blocks.
-    """
-
-    def __init__(self, pool: "BlockPool") -> None:
-        self._pool = pool
-        self._table: object = pool.cached_block_hash_to_block
-        self._number = 0
-
-    @property
-    def number(self) -> int:
-        """The number of the epoch, as far as the engine's thread has noticed."""
-        return self._number
-
-    def holds(self) -> bool:
-        """Whether vLLM has reset nothing since `begin`. Any thread may ask."""
-        return self._pool.cached_block_hash_to_block is self._table
-
-    def begin(self) -> None:
-        """A new epoch begins, and all KV that was computed before is void."""
-        self._table = self._pool.cached_block_hash_to_block
-        self._number += 1
 
 
 class OmniScheduler:
@@ -103,6 +79,7 @@ class OmniScheduler:
         directory, sender: slots, and what hands them off; None on an engine that hands nothing off.
         receiver: loads hand-offs; None on an engine that loads none.
         shared: shares prefixes through a store, closed with this; None shares none.
+        events: of arena and store, for vLLM to publish; None where it publishes none.
         stats: where all of them count.
         status: is told of the counts of both halves, closed with this.
         trace: is told of the phases that requests go through, closed with this; None where nothing
@@ -124,6 +101,7 @@ class OmniScheduler:
         sender: HandoffSender | None,
         receiver: HandoffReceiver | None,
         shared: SharedPrefix | None,
+        events: KVEvents | None,
         stats: OmniStats,
         status: StatusReport,
         trace: Trace | None = None,
@@ -141,6 +119,7 @@ class OmniScheduler:
         self._control_ended = False
         self._receiver = receiver
         self._shared = shared
+        self._events = events
         self._stats = stats
         self._status = status
         self._adapters = AdapterContents(self._clock, surroundings.start)
@@ -322,6 +301,14 @@ class OmniScheduler:
         if shared is not None:
             shared.allocated(request, blocks.get_block_ids, num_external if from_store else 0)
 
+    def hit_sources(self, request: "Request", tokens: int) -> dict[Any, int]:
+        """See `KVConnectorBase_V1`."""
+        read = {} if self._shared is None else self._shared.sources(request.request_id)
+        sources: Counter[Any] = Counter()
+        for counter, number in (read or {"tokens_loaded": tokens}).items():
+            sources[cache_hit_source(counter)] += number
+        return +sources
+
     def build_meta(self, scheduler_output: "SchedulerOutput") -> OmniConnectorMetadata:
         """This step's work for the workers."""
         meta = OmniConnectorMetadata()
@@ -379,12 +366,13 @@ class OmniScheduler:
                 )
                 recompute(request, self._manager)
 
-    def step_ended(self) -> None:
-        """vLLM has taken over what a step has computed."""
+    def step_ended(self) -> "Iterable[KVCacheEvent]":
+        """vLLM has taken over what a step has computed; returns the KV events since the last."""
         if self._receiver is not None:
             self._receiver.step_ended()
         if self._waiting and self._sender is not None:
             self._sender.admit()
+        return () if self._events is None else self._events.take()
 
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """The request is over, in whatever way; see `SupportsHMA`."""

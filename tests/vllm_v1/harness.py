@@ -24,6 +24,7 @@ import torch
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
@@ -120,6 +121,7 @@ class InProcessEngine:
         lifecycle: what the model runner does with the connector.
         hash_algorithm: `--prefix-caching-hash-algo`.
         data_parallel_index: of this engine among those of one deployment.
+        events: `--kv-events-config`.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class InProcessEngine:
         ranks: int = 1,
         hash_algorithm: str = "sha256",
         data_parallel_index: int = 0,
+        events: KVEventsConfig | None = None,
     ) -> None:
         _register()
         self._lifecycle = lifecycle or Lifecycle()
@@ -183,6 +186,7 @@ class InProcessEngine:
             async_scheduling=async_scheduling,
         )
         self.config.cache_config.prefix_caching_hash_algo = hash_algorithm
+        self.config.kv_events_config = events
         # Block 0 is vLLM's null block, which nobody gets.
         self.kv_config = kv_cache_config(
             usable_blocks + 1, block_size, family, ranks=ranks, caching=prefix_caching

@@ -6,10 +6,10 @@ import os
 import pytest
 from vllm.lora.request import LoRARequest
 
+from omni_connector.handoff import adapters
+from omni_connector.handoff.adapters import AdapterContents
 from omni_connector.testing import FakeClock
 from omni_connector.testing.toy import BLOCK
-from omni_connector.vllm_v1 import adapters
-from omni_connector.vllm_v1.adapters import AdapterContents
 from omni_connector.vllm_v1.metrics import OmniStats
 
 from .harness import HANDOFF, assert_clean, prompt, wait

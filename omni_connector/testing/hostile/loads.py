@@ -85,6 +85,9 @@ class _Stats:
     def fail(self, kind: str, number: int = 1) -> None:
         """As `OmniStats.fail`."""
 
+    def miss(self, cause: str, tokens: int) -> None:
+        """As `OmniStats.miss`."""
+
     def time(self, name: str, seconds: float) -> None:
         """As `OmniStats.time`."""
 

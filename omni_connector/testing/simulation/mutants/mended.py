@@ -37,7 +37,7 @@ MENDED: Final = (
         "defect 2: a reset is not noticed",
         "a plain reset leaves hand-offs, leases and loads as they are",
         (
-            "omni_connector.vllm_v1.scheduler",
+            "omni_connector.handoff.weights",
             "return self._pool.cached_block_hash_to_block is self._table",
             "return True",
         ),

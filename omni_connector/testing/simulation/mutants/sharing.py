@@ -169,7 +169,7 @@ SHARING: Final = (
         "a window is all that is there",
         "the tokens before a gap are offered with those after it, which are not there",
         (
-            "omni_connector.prefix.shared_prefix",
+            "omni_connector.prefix.prompts",
             "            if all(held.has(read_blocks",
             "            if True or all(held.has(read_blocks",
         ),

@@ -11,21 +11,20 @@ vLLM's prefix cache is reset and the adapter is loaded again.
 """
 
 import hashlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm.logger import init_logger
-
+from omni_connector.stats import Stats
 from omni_connector.turns import WOKEN, StartTurns, Turns, TurnThread
-from omni_connector.vllm_v1.metrics import OmniStats
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
-logger = init_logger("vllm.omni_connector.adapters")
+logger = logging.getLogger("vllm.omni_connector.adapters")
 
 FRESH_S: Final = 1.0
 WAIT_S: Final = 10.0
@@ -92,7 +91,7 @@ class AdapterContents:
         """End the wait of a request, if it waits; returns whether it did."""
         return self._waiting.pop(request_id, None) is not None
 
-    def content(self, request: "Request", epoch: int, stats: OmniStats) -> str | None:
+    def content(self, request: "Request", epoch: int, stats: Stats) -> str | None:
         """Digest of the adapter of a request; "" where it has none, None where it is unknown.
 
         Args:

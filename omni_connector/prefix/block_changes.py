@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks are new in the own arena and in the store, and which are gone: for KV events.
+
+What an arena has is known at any time. What a store has is known when it was asked: a block counts
+as stored there from the look-up that finds it until one that does not.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, Final, Generic, TypeVar
+
+from omni_connector.memory.slot_pool import SlotPool
+from omni_connector.prefix.lookups import BlockName
+
+Content = TypeVar("Content")
+
+_MAX_TOKENS: Final = 1 << 19
+"""Of so many tokens it is known, until the copies of their blocks end, what they are."""
+
+_MAX_STORED: Final = 1 << 16
+"""So many blocks count as stored, those that were found last."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChange(Generic[Content]):
+    """A block is there from now on, or is there no more.
+
+    Attributes:
+        in_store: whether it is about the store, or else about the own arena.
+        group: of the block, among the transferred ones.
+        block_hash: vLLM's.
+        content: of a block that is there; None where it is gone.
+    """
+
+    in_store: bool
+    group: int
+    block_hash: bytes
+    content: Content | None
+
+
+class BlockChanges(Generic[Content]):
+    """Keeps what was told of arena and store. The engine's thread calls this.
+
+    A block whose content is not known is not told of, nor is its end.
+
+    Args:
+        pool: of the own arena, with a listing that notes changes; None where it is not shared.
+        block_sizes: tokens of a block of each group.
+        describe: makes the content of a block, from a request, a group and the block's index.
+    """
+
+    def __init__(
+        self,
+        pool: SlotPool | None,
+        block_sizes: Sequence[int],
+        describe: Callable[[Any, int, int], Content],
+    ) -> None:
+        self._pool = pool
+        self._describe = describe
+        self._max_filled = max(1, _MAX_TOKENS // min(block_sizes))
+        # Of blocks that have filled: a number that grows, vLLM's hash, and the content.
+        self._filled: OrderedDict[BlockName, tuple[int, bytes, Content]] = OrderedDict()
+        self._number = 0
+        self._in_slot: dict[int, BlockName] = {}
+        self._slots_of: Counter[BlockName] = Counter()
+        # Hashes of the blocks that were told of.
+        self._kept: dict[BlockName, bytes] = {}
+        self._stored: OrderedDict[BlockName, bytes] = OrderedDict()
+        self._untold: list[BlockChange[Content]] = []
+
+    def filled(self, request: Any, group: int, index: int, key: bytes, block_hash: bytes) -> None:
+        """A block of a request has filled, and may be copied into the arena.
+
+        Args:
+            key: of the block there.
+        """
+        name = (group, key)
+        if name not in self._kept:
+            self._number += 1
+            content = self._describe(request, group, index)
+            self._filled[name] = self._number, block_hash, content
+            if len(self._filled) > self._max_filled:
+                self._filled.popitem(last=False)
+
+    def looked_up(
+        self, request: Any, group: int, keys: Sequence[bytes], held: Iterable[bool]
+    ) -> None:
+        """The store has said which of a prompt's blocks it holds, from the first on."""
+        for index, (key, there) in enumerate(zip(keys, held, strict=False)):
+            name = (group, key)
+            if not there:
+                self._lose(name)
+            elif name in self._stored:
+                self._stored.move_to_end(name)
+            else:
+                self._stored[name] = key
+                content = self._describe(request, group, index)
+                self._untold.append(BlockChange(True, group, key, content))
+        while len(self._stored) > _MAX_STORED:
+            self._lose(next(iter(self._stored)))
+
+    def _lose(self, name: BlockName) -> None:
+        block_hash = self._stored.pop(name, None)
+        if block_hash is not None:
+            self._untold.append(BlockChange(True, name[0], block_hash, None))
+
+    def void(self) -> None:
+        """Nothing that was told of is of use any more."""
+        for name in list(self._stored):
+            self._lose(name)
+        self._untold += self._all_gone()
+
+    def _all_gone(self) -> list[BlockChange[Content]]:
+        kept, self._kept = self._kept, {}
+        return [BlockChange(False, name[0], h, None) for name, h in kept.items()]
+
+    def take(self) -> list[BlockChange[Content]]:
+        """What has changed since the last call, in an order in which it is true.
+
+        Of blocks that are new in the arena, those of one prompt come in its order.
+        """
+        told, self._untold = self._untold, []
+        if self._pool is not None:
+            told += self._of_arena(self._pool)
+        return told
+
+    def _of_arena(self, pool: SlotPool) -> list[BlockChange[Content]]:
+        with pool.lock:
+            assert pool.listing is not None
+            assert pool.listing.changes is not None
+            cleared, changed = pool.listing.changes.take()
+        told: list[BlockChange[Content]] = []
+        if cleared:
+            told = self._all_gone()
+            self._in_slot.clear()
+            self._slots_of.clear()
+        touched: set[BlockName] = set()
+        for slot, name in changed.items():
+            before = self._in_slot.pop(slot, None)
+            if before is not None:
+                self._slots_of[before] -= 1
+                touched.add(before)
+            if name is not None:
+                self._in_slot[slot] = name
+                self._slots_of[name] += 1
+                touched.add(name)
+        new: list[tuple[int, BlockChange[Content]]] = []
+        for name in touched:
+            if self._slots_of[name]:
+                if name not in self._kept and name in self._filled:
+                    number, block_hash, content = self._filled.pop(name)
+                    self._kept[name] = block_hash
+                    new.append((number, BlockChange(False, name[0], block_hash, content)))
+            else:
+                del self._slots_of[name]
+                if name in self._kept:
+                    told.append(BlockChange(False, name[0], self._kept.pop(name), None))
+        new.sort(key=itemgetter(0))
+        return told + [change for _, change in new]

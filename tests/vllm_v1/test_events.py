@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV events: what a subscriber of vLLM's publisher believes of arenas and store is true."""
+
+import msgspec
+import pytest
+import zmq
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from omni_connector.testing.ports import free_port
+from omni_connector.testing.toy import BLOCK
+
+from .harness import DEADLINE, assert_clean, hand_off, prompt, slots
+from .stores import MASTER, PREFIX, QUESTION, landed
+from .test_host_prefix import kept, publish, sharer  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.vllm
+
+EVENTS = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+
+
+class Router:
+    """Follows events as a KV-aware router does.
+
+    Attributes:
+        blocks: by medium, what is stored: the last event of each block, by its hash.
+        log: every event.
+    """
+
+    def __init__(self):
+        self.blocks = {"GPU": {}, "CPU": {}, "STORAGE": {}}
+        self.log = []
+
+    def hears(self, batch):
+        for event in batch.events:
+            self.log.append(event)
+            if isinstance(event, AllBlocksCleared):
+                for of in self.blocks.values():
+                    of.clear()
+            elif isinstance(event, BlockStored):
+                for block_hash in event.block_hashes:
+                    self.blocks[event.medium][block_hash] = event
+            else:
+                for block_hash in event.block_hashes:
+                    self.blocks[event.medium].pop(block_hash, None)
+
+    def of(self, medium, kind=BlockStored):
+        return [e for e in self.log if isinstance(e, kind) and e.medium == medium]
+
+    def holds(self, medium, tokens):
+        """How many leading blocks of a prompt this router expects to find."""
+        by_parent = {e.parent_block_hash: e for e in self.blocks[medium].values()}
+        parent, count = None, 0
+        while parent in by_parent:
+            event = by_parent[parent]
+            if event.token_ids != tokens[count * BLOCK : (count + 1) * BLOCK]:
+                break
+            parent, count = event.block_hashes[-1], count + 1
+        return count
+
+
+def routed(engine):
+    """Have a router hear what an engine publishes from now on."""
+    router = Router()
+    engine.scheduler.kv_event_publisher.publish = router.hears
+    return router
+
+
+@pytest.fixture
+def teller(sharer):  # noqa: F811
+    def make(role="kv_both", **options):
+        engine = sharer(role, events=EVENTS, **options)
+        return engine, routed(engine)
+
+    return make
+
+
+def test_what_is_kept_is_told_with_its_tokens(teller):
+    engine, router = teller()
+    publish(engine)
+    assert router.holds("CPU", PREFIX) == kept(engine) == 6
+    first, *_, last = router.of("CPU")
+    vllms = [h for e in router.of("GPU") for h in e.block_hashes]
+    assert [e.block_hashes[0] for e in router.of("CPU")] == vllms
+    assert first.parent_block_hash is None
+    assert last.parent_block_hash == vllms[-2]
+    assert (last.block_size, last.group_idx, last.locality) == (BLOCK, 0, "LOCAL")
+    publish(engine)
+    assert len(router.of("CPU")) == 6, "they are told once"
+
+
+@pytest.mark.parametrize("family", ["full", "window", "window and full", "latent"])
+def test_each_group_is_told(teller, family):
+    engine, router = teller(family=family)
+    publish(engine)
+    told = {(e.group_idx, e.block_hashes[0]) for e in router.of("CPU")}
+    assert len(told) == kept(engine)
+    assert not router.of("CPU", BlockRemoved)
+
+
+def test_a_block_that_is_evicted_is_removed(teller):
+    engine, router = teller(extra=slots(12))
+    publish(engine)
+    for seed in range(4):
+        publish(engine, prompt(4 * BLOCK, seed=seed))
+        assert len(router.blocks["CPU"]) == kept(engine)
+    assert router.holds("CPU", PREFIX) == 0
+    assert router.holds("CPU", prompt(4 * BLOCK, seed=3)) == 4
+    publish(engine, QUESTION)
+    assert router.holds("CPU", PREFIX) == 6, "what is kept again is told again"
+
+
+def test_only_the_engine_that_keeps_a_block_tells_of_it(teller):
+    (first, of_first), (second, of_second) = teller(), teller()
+    publish(first)
+    publish(second, QUESTION)
+    assert second.count("tokens_from_host") == 6 * BLOCK
+    assert of_first.holds("CPU", PREFIX) == 6
+    assert not of_second.blocks["CPU"]
+
+
+def test_a_handed_off_prompt_is_told(teller, tokens):
+    (prefill, router), (decode, _) = teller("kv_producer"), teller("kv_consumer")
+    assert hand_off(prefill, decode, PREFIX) == tokens(PREFIX, 6)
+    assert_clean(prefill, decode)
+    assert router.holds("CPU", PREFIX) == kept(prefill)
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_after_a_reset_nothing_is_there_and_it_can_come_again(teller, role):
+    engine, router = teller(role)
+    publish(engine)
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    publish(engine)
+    cleared = next(i for i, e in enumerate(router.log) if isinstance(e, AllBlocksCleared))
+    assert len([e for e in router.log[cleared:] if isinstance(e, BlockStored)]) >= 6
+    assert router.holds("CPU", PREFIX) == kept(engine) == 6
+
+
+def test_a_salt_is_told_as_vllm_tells_it(teller):
+    engine, router = teller()
+    publish(engine, salt="tenant")
+    told = [e.extra_keys for e in router.of("CPU")]
+    assert told == [[("tenant",)], *[[None]] * 5]
+
+
+def test_the_store_is_told_when_it_is_known_to_hold_a_block(engine, shelf):
+    options = {"extra": {**MASTER}, "events": EVENTS}
+    first, second = engine("kv_both", **options), engine("kv_both", **options)
+    of_first, of_second = routed(first), routed(second)
+    publish(first)
+    landed(first)
+    assert not of_first.blocks["STORAGE"]
+    publish(second, QUESTION)
+    assert of_second.holds("STORAGE", QUESTION) == 6
+    shelf.evict()
+    publish(second, QUESTION + prompt(2 * BLOCK, seed=3))
+    assert not of_second.blocks["STORAGE"]
+
+
+def test_without_events_nothing_is_noted(sharer):  # noqa: F811
+    engine = sharer()
+    publish(engine)
+    assert engine.half._events is None
+    assert engine.half._directory.pool.listing.changes is None
+    assert engine.scheduler.connector.take_events() == ()
+
+
+def test_vllms_publisher_brings_them_to_a_subscriber(sharer):  # noqa: F811
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    router = Router()
+    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+        subscriber.bind(endpoint)
+        subscriber.subscribe("")
+        engine = sharer(
+            events=KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
+        )
+
+        def receive(seconds):
+            if not subscriber.poll(1000 * seconds):
+                return False
+            payload = subscriber.recv_multipart()[-1]
+            router.hears(msgspec.msgpack.decode(payload, type=KVEventBatch))
+            return True
+
+        for seed in range(100):  # what is sent before the connection is there is lost
+            publish(engine, prompt(BLOCK, seed=seed + 2))
+            if receive(0.1):
+                break
+        publish(engine)
+        while router.holds("CPU", PREFIX) < 6:
+            assert receive(DEADLINE)
+    assert router.holds("GPU", PREFIX) == 0 or router.of("GPU")
+
+
+def test_vllm_counts_what_was_hit_by_its_source(sharer, shelf):  # noqa: F811
+    first, third = sharer(), sharer(extra=MASTER)
+    publish(first, PREFIX[: 2 * BLOCK])
+    publish(third)
+    landed(third)
+    third.half._shared._host._pool.forget()
+    fourth = sharer(extra=MASTER)
+    assert hits(fourth, QUESTION) == {
+        CacheHitSource.P2P: 2 * BLOCK,
+        CacheHitSource.EXTERNAL_UNSPECIFIED: 4 * BLOCK,
+    }
+    own = prompt(4 * BLOCK, seed=7)
+    publish(first, own)
+    assert first.scheduler.kv_cache_manager.reset_prefix_cache()
+    first.half._weights.begin()  # as if this had been an eviction
+    assert hits(first, own) == {CacheHitSource.HOST: 3 * BLOCK}
+
+
+def test_vllm_counts_a_hand_off_as_a_peers(sharer):  # noqa: F811
+    prefill, decode = sharer("kv_producer"), sharer("kv_consumer")
+    counted = sources(decode)
+    hand_off(prefill, decode, PREFIX)
+    assert counted == {CacheHitSource.P2P: len(PREFIX) - 1}
+
+
+def sources(engine):
+    """Where vLLM counts that what it hits from now on comes from."""
+    connector = engine.scheduler.connector
+    ask, counted = connector.get_external_cache_hit_sources, {}
+
+    def answer(*args):
+        counted.update(found := ask(*args))
+        return found
+
+    connector.get_external_cache_hit_sources = answer
+    return counted
+
+
+def hits(engine, tokens):
+    """By source, what vLLM counts of one request."""
+    counted = sources(engine)
+    engine.generate(tokens)
+    return counted
