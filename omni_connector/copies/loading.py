@@ -30,7 +30,7 @@ from omni_connector.kv import (
 )
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape, converter, same_bytes
-from omni_connector.kv.spans import NULL_BLOCK_ID, expand
+from omni_connector.kv.spans import NULL_BLOCK_ID
 from omni_connector.stats import failure_kind
 from omni_connector.transports import Endpoint, RemoteArena
 from omni_connector.transports.choice import Transports
@@ -252,38 +252,29 @@ class Loader:
 
     def _steps(self, spec: LoadSpec) -> tuple[list[_Step], list[tuple[int, Blocks]]]:
         """The steps of a job, and group and blocks of what no slot holds a part of."""
-        sizes = [group.block_size for group in self._groups]
-        plans = [self._plan(spec.source, group) for group in range(len(sizes))]
-        # A chunk is a slot that may hold several blocks, or the slots that one block takes.
-        pairs = list(zip(plans, sizes, strict=True))
-        per_chunk = [max(1, plan.block_size // size) for plan, size in pairs]
-        per_block = [max(1, size // plan.block_size) for plan, size in pairs]
-        chunks = [
-            np.arange(index // blocks, -(-(index + size) // blocks) if size else index // blocks)
-            for index, size, blocks in zip(
-                spec.blocks.block_indices, spec.blocks.group_sizes, per_chunk, strict=True
-            )
-        ]
         steps: list[_Step] = []
         zeros: list[tuple[int, Blocks]] = []
-        start = 0
-        for g, span in enumerate(expand(spec.blocks, per_chunk, chunks)):
-            first, size = spec.slots.block_indices[g], spec.slots.group_sizes[g]
-            own = slice(start, start + size)
-            start += size
-            indices = spec.blocks.block_indices[g] + np.arange(len(span.block_ids))
-            begins = span.chunk_ids * per_block[g]
-            there = span.block_ids != NULL_BLOCK_ID
-            filled = there & (begins + per_block[g] > first) & (begins < first + size)
-            if (unread := span.block_ids[there & ~filled]).size:
+        spans = zip(self._groups, spec.blocks.groups(), spec.slots.groups(), strict=True)
+        for g, (group, (index, blocks), (first, own)) in enumerate(spans):
+            plan = self._plan(spec.source, g)
+            block_ids = spec.blocks.block_ids[blocks]
+            indices = index + np.arange(len(block_ids))
+            # A slot of the peer may hold several of our blocks, or a block of ours take several.
+            per_slot = max(1, plan.block_size // group.block_size)
+            per_block = max(1, group.block_size // plan.block_size)
+            begins = indices // per_slot * per_block
+            end = first + own.stop - own.start
+            there = block_ids != NULL_BLOCK_ID
+            filled = there & (begins + per_block > first) & (begins < end)
+            if (unread := block_ids[there & ~filled]).size:
                 zeros.append((g, unread))
-            numbers = np.unique(begins[filled, None] + np.arange(per_block[g]))
-            numbers = numbers[(numbers >= first) & (numbers < first + size)]
+            numbers = np.unique(begins[filled, None] + np.arange(per_block))
+            numbers = numbers[(numbers >= first) & (numbers < end)]
             whole = _Step(
                 g,
-                plans[g],
-                self._groups[g].block_size,
-                span.block_ids[filled],
+                plan,
+                group.block_size,
+                block_ids[filled],
                 indices[filled],
                 numbers,
                 spec.slots.block_ids[own][numbers - first],
