@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.copy_threads import NO_JOB_ID, Outcome, Work
-from omni_connector.kv import BlockCopier, SlotLayout
+from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.kv.copying import BlockCopier
 from omni_connector.kv.layered import Forward, LayeredSave, Stretches
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec, check_ids
 from omni_connector.stats import failure_kind

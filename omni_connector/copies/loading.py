@@ -20,15 +20,11 @@ from omni_connector.errors import (
     SlotPendingError,
     StaleSlotError,
 )
-from omni_connector.kv import (
-    BlockCopier,
-    BlockCopy,
-    HeadSlice,
-    SlotConverter,
-    SlotLayout,
-    head_sources,
-)
+from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.kv.convert import SlotConverter
+from omni_connector.kv.copying import BlockCopier, BlockCopy
+from omni_connector.kv.heads import HeadSlice, head_sources
 from omni_connector.kv.shapes import GroupShape, converter, same_bytes
 from omni_connector.kv.spans import NULL_BLOCK_ID
 from omni_connector.stats import failure_kind

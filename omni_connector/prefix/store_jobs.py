@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from omni_connector.copy_threads import CLOSE_S, CopyThread, Outcome, Work
 from omni_connector.errors import ChecksumError, OmniError
-from omni_connector.kv import BlockCopier, BlockCopy, SlotLayout
+from omni_connector.kv.canonical import SlotLayout
+from omni_connector.kv.copying import BlockCopier, BlockCopy
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.prefix.shared_blocks import (

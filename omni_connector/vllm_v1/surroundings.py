@@ -17,8 +17,8 @@ from vllm.logger import init_logger
 
 from omni_connector.config import FileStoreSettings, OmniConfig, StoreSettings
 from omni_connector.copies.sizing import ArenaSizing
-from omni_connector.kv import BlockCopier, CanonicalKVCaches, SlotLayout, make_copier
-from omni_connector.kv.copying import Sharing
+from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
+from omni_connector.kv.copying import BlockCopier, Sharing, make_copier
 from omni_connector.net.links import Sockets, ZmqSockets
 from omni_connector.net.status import StatusFile
 from omni_connector.prefix.neighbours import HostNeighbours, Household, Neighbours

@@ -13,13 +13,13 @@ from omni_connector.copies.jobs import LoadSpec, Saver, SaveSpec
 from omni_connector.copies.loading import Loader
 from omni_connector.copies.sizing import ArenaSizing
 from omni_connector.copy_threads import CLOSE_S, NO_JOB_ID, CopyThread, Outcome, Work, traced
-from omni_connector.kv import (
-    BlockCopier,
+from omni_connector.kv.canonical import (
     CanonicalKVCaches,
     SlotLayout,
     canonicalize,
     canonicalize_cross_layers,
 )
+from omni_connector.kv.copying import BlockCopier
 from omni_connector.kv.layered import Forward, Stretches, TracedCopier
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import TransferSpec

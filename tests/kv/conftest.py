@@ -12,14 +12,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from omni_connector.kv import (
-    BlockCopier,
-    CanonicalKVCaches,
-    CpuCopier,
-    GroupSpec,
-    LayerSpec,
-    SlotLayout,
-)
+from omni_connector.kv.canonical import CanonicalKVCaches, GroupSpec, LayerSpec, SlotLayout
+from omni_connector.kv.copying import BlockCopier, CpuCopier
 from omni_connector.kv.staging import StagedCopier, Stream
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_connector.errors import LayoutError
-from omni_connector.kv import (
+from omni_connector.kv.canonical import (
     CanonicalKVCacheRef,
     GroupSpec,
     LayerSpec,

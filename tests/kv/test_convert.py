@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omni_connector.errors import LayoutError
-from omni_connector.kv import HeadSlice, SlotConverter, SlotLayout, canonicalize, head_sources
+from omni_connector.kv.canonical import SlotLayout, canonicalize
+from omni_connector.kv.convert import SlotConverter
+from omni_connector.kv.heads import HeadSlice, head_sources
 
 thorough = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 

@@ -11,18 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omni_connector.errors import LayoutError
-from omni_connector.kv import (
-    BlockCopy,
-    CpuCopier,
+from omni_connector.kv import copying
+from omni_connector.kv.canonical import (
     GroupSpec,
     LayerSpec,
     SlotLayout,
-    StagedCopier,
     canonicalize,
     canonicalize_cross_layers,
-    copying,
 )
-from omni_connector.kv import make_copier as choose_copier
+from omni_connector.kv.copying import BlockCopy, CpuCopier
+from omni_connector.kv.copying import make_copier as choose_copier
+from omni_connector.kv.staging import StagedCopier
 
 thorough = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from omni_connector.errors import LayoutError
-from omni_connector.kv import HeadSlice, head_sources
+from omni_connector.kv.heads import HeadSlice, head_sources
 
 RANKS = st.sampled_from((1, 2, 3, 4, 6, 8, 16))
 

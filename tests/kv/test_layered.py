@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from omni_connector import copy_threads
 from omni_connector.copy_threads import UNTIL_NOTIFIED, CopyThread, Outcome
-from omni_connector.kv import SlotLayout, canonicalize
+from omni_connector.kv.canonical import SlotLayout, canonicalize
 from omni_connector.kv.layered import Forward, LayeredSave, Stretches
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 

@@ -37,7 +37,8 @@ from vllm.v1.worker.utils import (  # noqa: E402
     allocate_kv_cache,
 )
 
-from omni_connector.kv import BlockCopy, CpuCopier, SlotLayout, canonicalize  # noqa: E402
+from omni_connector.kv.canonical import SlotLayout, canonicalize  # noqa: E402
+from omni_connector.kv.copying import BlockCopy, CpuCopier  # noqa: E402
 from omni_connector.vllm_v1.specs import group_specs  # noqa: E402
 
 BLOCKS = 7

@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 )
 
 from omni_connector.errors import LayoutError  # noqa: E402
-from omni_connector.kv import GroupSpec, LayerSpec  # noqa: E402
+from omni_connector.kv.canonical import GroupSpec, LayerSpec  # noqa: E402
 from omni_connector.vllm_v1.specs import group_specs, state_refusal  # noqa: E402
 
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}

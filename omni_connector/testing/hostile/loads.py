@@ -24,8 +24,9 @@ from omni_connector.handoff import receiver as receiving
 from omni_connector.handoff.client import Lease, PeerSession, PendingLease
 from omni_connector.handoff.messages import HandshakeReply, LeaseGranted, encode
 from omni_connector.handoff.receiver import HandoffReceiver
-from omni_connector.kv import BlockCopy, SlotLayout
+from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.kv.copying import BlockCopy
 from omni_connector.kv.ledger import CopyLedger
 from omni_connector.memory.arena import Arena
 from omni_connector.testing.hostile.control import EPOCH, PROMPT, compatibility, readers

@@ -5,7 +5,7 @@ import functools
 import itertools
 from typing import Any, Final
 
-from omni_connector.kv import make_copier
+from omni_connector.kv.copying import make_copier
 from omni_connector.testing.simulation.engines.connector import SURROUNDINGS_OF
 from omni_connector.testing.simulation.engines.copiers import TroubledCopier
 from omni_connector.testing.simulation.engines.engine import SimulatedEngine

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from omni_connector.kv import BlockCopier
+from omni_connector.kv.copying import BlockCopier
 from omni_connector.testing.simulation.surroundings.world import World
 
 
