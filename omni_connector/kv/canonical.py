@@ -3,8 +3,7 @@
 
 An engine hands over strided views `[B, H, N, C]` (blocks, heads, tokens, content) of one
 buffer, in one of several memory layouts; older ones also views with K and V apart, or one
-tensor of all layers. The canonical form has one `Segment` for each layer's page instead, which
-is what copiers use; and the rows of these segments as `int8` tensors `(num_blocks, page)`.
+tensor of all layers. The canonical form has one `Segment` for each layer's page instead.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -77,63 +76,28 @@ class GroupSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class CanonicalKVCacheTensor:
-    """One row of bytes of every block.
-
-    Args:
-        tensor: int8 `(num_blocks, page)`; its rows may lie further apart than they are long.
-        page_size_bytes: `page`, padding included.
-    """
-
-    tensor: torch.Tensor
-    page_size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class CanonicalKVCacheRef:
-    """A group's part of a canonical tensor.
-
-    Args:
-        tensor_idx: which of the canonical tensors.
-        page_size_bytes: how many leading bytes of its rows are content; no padding.
-        padded_size_bytes: how many leading bytes of its rows the group reserves.
-    """
-
-    tensor_idx: int
-    page_size_bytes: int
-    padded_size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class CanonicalKVCaches:
     """A KV cache in canonical form. A layer that reads another one's cache has no page of its own.
 
     Args:
-        tensors: the distinct rows; layers of several groups may share one.
-        group_data_refs: for each group its rows, in layer order and then address order.
         page_orders: for each group the byte order inside each page that a slot holds, slowest
             dimension first, such as `H2.N16.C256` (C in bytes; `N8.H2.N16.C256` where a block
             of 128 tokens is stored as kernel blocks of 16). Equal strings mean pages of equal
             byte order, whatever the layouts they came from.
-        pages: for each group the same pages, in slot order.
+        pages: for each group its pages, in slot order.
         storages: the memory that the pages lie in, by its address.
+        num_blocks: blocks of the cache.
     """
 
-    tensors: list[CanonicalKVCacheTensor]
-    group_data_refs: list[list[CanonicalKVCacheRef]]
     page_orders: tuple[tuple[str, ...], ...]
     pages: tuple[tuple[Segment, ...], ...]
     storages: dict[int, torch.UntypedStorage]
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the cache."""
-        return int(self.tensors[0].tensor.shape[0])
+    num_blocks: int
 
     @property
     def device(self) -> torch.device:
         """Where the cache lies."""
-        return self.tensors[0].tensor.device
+        return next(iter(self.storages.values())).device
 
     def view(self, segment: Segment, word: torch.dtype) -> torch.Tensor:
         """A segment of all blocks, `(num_blocks, *counts, words)`.
@@ -213,15 +177,13 @@ def canonicalize(
         if name not in kv_caches:
             raise LayoutError(f"layer {name}: no KV cache was registered for it")
     grouped = [_pages_of(group, kv_caches, num_blocks, dims) for group in groups]
-    devices = {kv_caches[name].device for name in named}
-    if len(devices) != 1:
+    if len({kv_caches[name].device for name in named}) != 1:
         raise LayoutError("the layers of the KV cache lie on several devices")
     pages = tuple(tuple(page for page, _ in group) for group in grouped)
     orders = tuple(tuple(order for _, order in group) for group in grouped)
     stores = [kv_caches[name].untyped_storage() for name in named]
     storages = {storage.data_ptr(): storage for storage in stores}
-    tensors, refs = _rows_of(pages, storages, num_blocks, devices.pop())
-    return CanonicalKVCaches(tensors, refs, orders, pages, storages)
+    return CanonicalKVCaches(orders, pages, storages, num_blocks)
 
 
 def canonicalize_cross_layers(
@@ -361,32 +323,6 @@ def _order(dims: Sequence[_Dim]) -> str:
         else:
             sizes.append((name, dim.size))
     return ".".join(f"{name}{size}" for name, size in sizes)
-
-
-def _rows_of(
-    pages: Sequence[Sequence[Segment]],
-    storages: Mapping[int, torch.UntypedStorage],
-    num_blocks: int,
-    device: torch.device,
-) -> tuple[list[CanonicalKVCacheTensor], list[list[CanonicalKVCacheRef]]]:
-    """The rows of all pages as tensors, each distinct one once and as wide as its widest page."""
-    indices: dict[tuple[int, int, int], int] = {}
-    widths: list[int] = []
-    refs: list[list[CanonicalKVCacheRef]] = []
-    for group in pages:
-        refs.append([])
-        for page in group:
-            for start in page.row_starts:
-                index = indices.setdefault((page.storage, start, page.block_stride), len(indices))
-                widths += [0] * (len(indices) - len(widths))
-                widths[index] = max(widths[index], page.padded_bytes)
-                refs[-1].append(CanonicalKVCacheRef(index, page.row_bytes, page.padded_bytes))
-    tensors = []
-    for (storage, start, stride), width in zip(indices, widths, strict=True):
-        rows = torch.empty(0, dtype=torch.int8, device=device)
-        rows.set_(storages[storage], start, (num_blocks, width), (stride, 1))
-        tensors.append(CanonicalKVCacheTensor(rows, width))
-    return tensors, refs
 
 
 def _check_disjoint(kind: str, pages: Iterable[Segment], num_blocks: int) -> None:

@@ -168,7 +168,7 @@ class OmniWorker:
         ]
         stretches = Stretches.of(canonical, layout, addresses)
         threads = self._config.copy_threads or copy_threads(
-            len(_PROCESS_CORES) // self._ranks, canonical.tensors[0].tensor.device.type
+            len(_PROCESS_CORES) // self._ranks, canonical.device.type
         )
         self._helpers = Helpers(threads, self._cores)
         self._copier = self._surroundings.copier(

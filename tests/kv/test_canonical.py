@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from omni_connector.errors import LayoutError
 from omni_connector.kv.canonical import (
-    CanonicalKVCacheRef,
     GroupSpec,
     LayerSpec,
     SlotLayout,
@@ -25,17 +24,14 @@ def canonical_of(cache):
 
 
 def named_bytes(canonical, group, block):
-    """The bytes that a group's refs name of a block, in order."""
-    rows = [
-        canonical.tensors[ref.tensor_idx].tensor[block, : ref.page_size_bytes]
-        for ref in canonical.group_data_refs[group]
-    ]
-    return torch.cat(rows).view(torch.uint8).numpy()
+    """The bytes that a group's pages name of a block, in order."""
+    pages = [canonical.view(page, torch.uint8)[block] for page in canonical.pages[group]]
+    return torch.cat([page.flatten() for page in pages]).numpy()
 
 
 @settings(deadline=None, max_examples=150)
 @given(data=st.data())
-def test_a_groups_refs_name_exactly_its_layers_bytes(kv, data):
+def test_a_groups_pages_name_exactly_its_layers_bytes(kv, data):
     cache, _ = data.draw(kv.caches())
     canonical = canonical_of(cache)
     assert canonical.num_blocks == cache.num_blocks
@@ -44,17 +40,12 @@ def test_a_groups_refs_name_exactly_its_layers_bytes(kv, data):
             assert (
                 named_bytes(canonical, group, block).tolist() == cache.slot(group, block).tolist()
             )
-    for entry in canonical.tensors:
-        assert entry.tensor.dtype == torch.int8
-        assert entry.tensor.shape == (cache.num_blocks, entry.page_size_bytes)
-        assert entry.tensor.untyped_storage().data_ptr() == cache.buffer.data_ptr()
-    keys = [(entry.tensor.data_ptr(), entry.tensor.stride()) for entry in canonical.tensors]
-    assert len(set(keys)) == len(keys)
+    assert list(canonical.storages) == [cache.buffer.untyped_storage().data_ptr()]
 
 
 @settings(deadline=None, max_examples=150)
 @given(data=st.data())
-def test_segments_name_the_same_bytes_as_refs_however_they_are_split(kv, data):
+def test_segments_name_the_same_bytes_as_pages_however_they_are_split(kv, data):
     cache, _ = data.draw(kv.caches())
     canonical = canonical_of(cache)
     limit = data.draw(st.integers(1, 200))
@@ -94,11 +85,11 @@ def test_layers_of_one_shape_are_one_segment(kv, layout):
     assert len(content_of(canonical.pages[0])) == 1
 
 
-def test_groups_that_overlay_each_other_share_their_tensors(kv):
+def test_groups_that_overlay_each_other_have_the_same_pages(kv):
     shape = kv.Shape(layers=3, heads=2, tokens=4, content=8)
     canonical = canonical_of(kv.build("LBHNC", 4, [[shape], [shape]]))
-    assert len(canonical.tensors) == 3
-    assert canonical.group_data_refs[0] == canonical.group_data_refs[1]
+    assert len(canonical.pages[0]) == 3
+    assert canonical.pages[0] == canonical.pages[1]
 
 
 def test_a_layer_that_reads_anothers_cache_is_stored_once(kv):
@@ -106,21 +97,19 @@ def test_a_layer_that_reads_anothers_cache_is_stored_once(kv):
     cache = kv.build("LBHNC", 4, [[shape]], shared_layers=True)
     assert len(cache.groups[0].layers) == 3
     canonical = canonical_of(cache)
-    assert [ref.tensor_idx for ref in canonical.group_data_refs[0]] == [0, 1]
+    assert len(canonical.pages[0]) == 2
     assert canonical.page_orders == (("N4.C8", "N4.C8"),)
     assert SlotLayout.of(canonical).group_bytes == (64,)
 
 
-def test_padding_is_part_of_the_tensor_and_not_of_the_ref(kv):
+def test_padding_is_reserved_and_no_content(kv):
     cache = kv.build("LBHNC", 4, [[kv.Shape(layers=2, heads=1, tokens=1, content=40, padding=24)]])
     canonical = canonical_of(cache)
-    assert [entry.page_size_bytes for entry in canonical.tensors] == [64, 64]
-    assert [ref.page_size_bytes for ref in canonical.group_data_refs[0]] == [40, 40]
-    assert [ref.padded_size_bytes for ref in canonical.group_data_refs[0]] == [64, 64]
+    assert [(page.row_bytes, page.padded_bytes) for page in canonical.pages[0]] == [(40, 64)] * 2
     assert SlotLayout.of(canonical).group_bytes == (80,)
 
 
-def test_a_shared_tensor_is_as_wide_as_its_widest_page():
+def test_pages_of_several_sizes_may_lie_in_the_same_bytes():
     buffer = torch.zeros(4 * 64, dtype=torch.int8)
     views = {
         "narrow": buffer.as_strided((4, 1, 1, 24), (64, 24, 24, 1)),
@@ -131,11 +120,11 @@ def test_a_shared_tensor_is_as_wide_as_its_widest_page():
         GroupSpec("mamba", 16, (LayerSpec("wide", 64, 64),)),
     )
     canonical = canonicalize(groups, views, 4)
-    assert [entry.page_size_bytes for entry in canonical.tensors] == [64]
-    assert canonical.group_data_refs == [
-        [CanonicalKVCacheRef(0, 24, 32)],
-        [CanonicalKVCacheRef(0, 64, 64)],
+    sizes = [
+        [(page.start, page.row_bytes, page.padded_bytes) for page in pages]
+        for pages in canonical.pages
     ]
+    assert sizes == [[(0, 24, 32)], [(0, 64, 64)]]
 
 
 def test_byte_orders_are_told_apart_and_equal_ones_are_equal(kv):
@@ -244,10 +233,7 @@ def test_one_tensor_of_all_layers_is_its_layers_views(data):
         }
         same = canonicalize(groups, views, num_blocks)
         assert found.page_orders == same.page_orders
-        assert found.group_data_refs == same.group_data_refs
-        for one, two in zip(found.tensors, same.tensors, strict=True):
-            assert one.tensor.data_ptr() == two.tensor.data_ptr()
-            assert one.tensor.stride() == two.tensor.stride()
+        assert found.pages == same.pages
 
 
 @pytest.mark.parametrize(
