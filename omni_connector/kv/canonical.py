@@ -53,7 +53,6 @@ class GroupSpec:
         block_size: tokens of one block.
         layers: the layers, in the order in which a slot holds them; a pipeline stage may
             have none.
-        sliding_window: tokens that the layers look back on; None for all.
 
     Raises:
         ValueError: a layer named twice, or a size that is not positive.
@@ -62,13 +61,10 @@ class GroupSpec:
     kind: str
     block_size: int
     layers: tuple[LayerSpec, ...]
-    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         if self.block_size <= 0:
             raise ValueError(f"{self.kind} group: block size {self.block_size} is not positive")
-        if self.sliding_window is not None and self.sliding_window <= 0:
-            raise ValueError(f"{self.kind} group: window {self.sliding_window} is not positive")
         names = [layer.name for layer in self.layers]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})

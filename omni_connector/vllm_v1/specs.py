@@ -124,7 +124,6 @@ def group_specs(kv_cache_config: "KVCacheConfig") -> tuple[GroupSpec, ...]:
                     _layer_spec(name, spec_of(group, name))
                     for name in own_layers(kv_cache_config, group)
                 ),
-                sliding_window=_window(group),
             )
         )
     return tuple(specs)
@@ -268,17 +267,3 @@ def _layer_spec(name: str, spec: "KVCacheSpec") -> LayerSpec:
     else:
         content = spec.unpadded_page_size_bytes  # type: ignore[attr-defined]
     return LayerSpec(name, content, spec.page_size_bytes)
-
-
-def _window(group: "KVCacheGroupSpec") -> int | None:
-    """Tokens whose blocks a sliding window keeps; the largest, where layers differ.
-
-    Full attention may have a window too, but its blocks are kept for all tokens.
-    """
-    windows: list[int] = [
-        # Speculative decoding may compute the tokens just before the window again.
-        spec.sliding_window + spec.extra_retained_tokens  # type: ignore[attr-defined]
-        for spec in _all_specs(group)
-        if _kind(spec).startswith("sliding_window")
-    ]
-    return max(windows, default=None)

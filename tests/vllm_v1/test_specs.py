@@ -44,37 +44,34 @@ def config(*groups, own=None):
 
 
 @pytest.mark.parametrize(
-    ("spec", "kind", "window", "page", "padded"),
+    ("spec", "kind", "page", "padded"),
     [
-        (FullAttentionSpec(**SHAPE), "full_attention", None, 1024, 1024),
-        (FullAttentionSpec(**SHAPE, page_size_padded=4096), "full_attention", None, 1024, 4096),
-        (FullAttentionSpec(**SHAPE, sliding_window=64), "full_attention", None, 1024, 1024),
-        (SlidingWindowSpec(**SHAPE, sliding_window=64), "sliding_window", 64, 1024, 1024),
+        (FullAttentionSpec(**SHAPE), "full_attention", 1024, 1024),
+        (FullAttentionSpec(**SHAPE, page_size_padded=4096), "full_attention", 1024, 4096),
+        (FullAttentionSpec(**SHAPE, sliding_window=64), "full_attention", 1024, 1024),
+        (SlidingWindowSpec(**SHAPE, sliding_window=64), "sliding_window", 1024, 1024),
         (
             SlidingWindowSpec(**SHAPE, sliding_window=64, extra_retained_tokens=3),
             "sliding_window",
-            67,
             1024,
             1024,
         ),
-        (MLAAttentionSpec(**SHAPE), "mla_attention", None, 512, 512),
-        (MLAAttentionSpec(**SHAPE, alignment=576), "mla_attention", None, 512, 576),
+        (MLAAttentionSpec(**SHAPE), "mla_attention", 512, 512),
+        (MLAAttentionSpec(**SHAPE, alignment=576), "mla_attention", 512, 576),
         (
             SlidingWindowMLASpec(**SHAPE, sliding_window=128),
             "sliding_window_mla",
-            128,
             512,
             512,
         ),
-        (RSWASpec(**SHAPE, rswa_window=64), "reference_sliding_window", None, 1024, 1024),
+        (RSWASpec(**SHAPE, rswa_window=64), "reference_sliding_window", 1024, 1024),
         (
             ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64),
             "chunked_local_attention",
-            None,
             1024,
             1024,
         ),
-        (CrossAttentionSpec(**SHAPE), "cross_attention", None, 1024, 1024),
+        (CrossAttentionSpec(**SHAPE), "cross_attention", 1024, 1024),
         (
             MambaSpec(
                 block_size=16,
@@ -83,16 +80,15 @@ def config(*groups, own=None):
                 page_size_padded=256,
             ),
             "mamba",
-            None,
             152,
             256,
         ),
     ],
 )
-def test_a_groups_spec_is_told_by_kind_window_and_page(spec, kind, window, page, padded):
+def test_a_groups_spec_is_told_by_kind_and_page(spec, kind, page, padded):
     (group,) = group_specs(config(KVCacheGroupSpec(["a", "b"], spec)))
     assert group == GroupSpec(
-        kind, 16, (LayerSpec("a", page, padded), LayerSpec("b", page, padded)), window
+        kind, 16, (LayerSpec("a", page, padded), LayerSpec("b", page, padded))
     )
 
 
@@ -142,7 +138,7 @@ def test_a_pipeline_stage_may_hold_no_layer_of_a_group(uniform):
     groups = group_specs(
         config(KVCacheGroupSpec([], spec), KVCacheGroupSpec(["a"], FullAttentionSpec(**SHAPE)))
     )
-    assert groups[0] == GroupSpec("sliding_window", 16, (), 64)
+    assert groups[0] == GroupSpec("sliding_window", 16, ())
     assert len(groups) == 2
 
 
