@@ -271,7 +271,7 @@ class HandoffReceiver:
         ):
             table = tables[self._group_ids[g]]
             written = _written(ours, end - num_external, end)
-            read = _read(ours, end - num_external, end)
+            read = ours.needed(end, end - num_external)
             block_ids = table[written.start : written.stop]
             if len(block_ids) < len(written) or NULL_BLOCK_ID in table[read.start : read.stop]:
                 raise RuntimeError(f"request {request_id}: vLLM allocated no block of group {g}")
@@ -285,7 +285,6 @@ class HandoffReceiver:
             else:
                 skipped = max(0, index * ours.block_size // theirs.block_size - first)
                 first, refs = first + skipped, refs[skipped:]
-            if ours.attention_type != "last":
                 cut = -(-first * theirs.block_size // ours.block_size) - index
                 self._note_incomplete(request_id, block_ids[lead : lead + max(0, cut)])
             blocks.append((index, block_ids[lead:]))
@@ -377,9 +376,3 @@ def _written(group: GroupShape, start: int, end: int) -> range:
     if group.attention_type == "last":
         return group.needed(end)
     return range(start // group.block_size, -(-end // group.block_size))
-
-
-def _read(group: GroupShape, start: int, end: int) -> range:
-    """The blocks among these that a later token reads."""
-    written, needed = _written(group, start, end), group.needed(end)
-    return range(max(written.start, needed.start), needed.stop)

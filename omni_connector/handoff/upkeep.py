@@ -20,14 +20,14 @@ _SWEEP_S: Final = 10.0
 
 
 class Upkeep:
-    """Ends leases in time, removes dead sockets, and counts what happens on other threads.
+    """Ends leases when their time is over, removes dead sockets, and counts events of all threads.
 
     Args:
         folder: the runtime folder.
         clock: seconds, monotonic.
         directory: whose leases it ends. None where nothing is handed off.
         valid: whether the directory's KV is of the engine's weights; it voids the directory if not.
-        tell: has the engine tell of itself in the folder; not called on the engine's thread.
+        tell: writes the engine's status to the folder; not called on the engine's thread.
 
     Attributes:
         channel: its thread calls `tick`.

@@ -337,13 +337,10 @@ def _alike(
 ) -> Iterator[tuple[int, int, HeadSlice]]:
     """Yield (layer in the batch, layers, slice) of neighbours that have the same slice."""
     layer = 0
-    while layer < layers:
-        part = heads[first + layer]
-        end = layer + 1
-        while end < layers and heads[first + end] == part:
-            end += 1
-        yield layer, end - layer, part
-        layer = end
+    for part, alike in groupby(heads[first : first + layers]):
+        count = len(list(alike))
+        yield layer, count, part
+        layer += count
 
 
 def _check(slot: NDArray[np.uint8], size: int, what: str) -> None:

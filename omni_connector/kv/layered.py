@@ -42,7 +42,7 @@ class Forward:
 
     @classmethod
     def of(cls, fence: object) -> "Forward":
-        """The pass that this is, or one that has ended with this fence of the copier."""
+        """`fence` itself if it is a pass; else a pass that has ended, with this fence."""
         if isinstance(fence, cls):
             return fence
         over = cls()
@@ -62,7 +62,7 @@ class Forward:
         self.ended = True
 
     def has(self, layers: frozenset[str]) -> bool:
-        """Whether it has told of these layers. Nothing is told of a stretch without any."""
+        """Whether all of these layers are computed; False where there are none of them."""
         return bool(layers) and layers <= self._computed
 
     def repeated(self, layers: frozenset[str]) -> bool:
@@ -241,12 +241,12 @@ class LayeredSave:
 
 
 class TracedCopier(BlockCopier):
-    """A copier that tells a trace of each copy.
+    """A copier each of whose copies becomes a span of a trace.
 
     Args:
         inner: the copier that copies, made for the stretches.
         stretches: of the KV cache.
-        trace: is told.
+        trace: takes the spans.
     """
 
     def __init__(self, inner: BlockCopier, stretches: Stretches, trace: Trace) -> None:
@@ -294,7 +294,7 @@ class TracedCopier(BlockCopier):
 
 
 def _batches(places: NDArray[np.int64], stretch: Stretch) -> Iterator[NDArray[np.int64]]:
-    """So many blocks that what was copied of them is hashed while it is at hand."""
+    """Batches of so few blocks that what was copied of them is hashed while it is cached."""
     count = max(1, _HASHED_BYTES // (stretch.end - stretch.first))
     for first in range(0, len(places), count):
         yield places[first : first + count]

@@ -58,8 +58,8 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
         found = (_HEADS.search(page) for page in self.pages)
         return tuple(1 if match is None else int(match[1]) for match in found)
 
-    def needed(self, num_tokens: int) -> range:
-        """Which blocks of the first `num_tokens` tokens the next token still reads.
+    def needed(self, num_tokens: int, start: int = 0) -> range:
+        """The blocks of the tokens from `start` to `num_tokens` that the next token still reads.
 
         They are those that vLLM's managers keep (`get_num_skipped_tokens`).
         """
@@ -71,7 +71,7 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
             first = num_tokens // self.window * self.window // self.block_size
         elif self.attention_type == "last":
             first = max(0, end - 1)
-        return range(first, end)
+        return range(max(first, start // self.block_size), end)
 
 
 def same_bytes(source: GroupShape, target: GroupShape) -> bool:

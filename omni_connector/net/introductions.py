@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker tells its engine's scheduler half who it is, at a socket in the runtime folder.
 
-That is how it does where vLLM does not carry the word: beside other connectors. The worker listens
-before there is a scheduler half, so that whoever asks need not wait for it. As every socket of the
-folder, it is this user's alone, and the next engine removes that of a worker that was killed.
+It does so where vLLM does not pass this on: beside other connectors. The worker listens before
+there is a scheduler half, so that the asker need not wait for it. Like every socket of the folder,
+this one is for this user alone, and the next engine removes that of a worker that was killed.
 """
 
 import time
@@ -36,11 +36,14 @@ _ANSWERS: Final = Decoder(_Introduction | Refusal)
 
 
 def introduce(folder: Path, engine_id: str, rank: int, content: bytes) -> Callable[[], None]:
-    """Tell this user's processes that ask for this rank; returns what ends that. Idempotent.
+    """Answer this user's processes that ask who this rank is.
 
     Args:
         folder: a runtime folder.
-        content: some 60 KB at most.
+        content: the answer; some 60 KB at most.
+
+    Returns:
+        A function that ends this; to call it again does nothing.
 
     Raises:
         TransportError: another process has this rank's socket.
@@ -55,7 +58,7 @@ def introduce(folder: Path, engine_id: str, rank: int, content: bytes) -> Callab
 
 
 def introduced(folder: Path, engine_id: str, rank: int) -> bytes:
-    """What a rank tells of itself. Waits `ANSWER_S` seconds at most.
+    """The content with which a rank introduces itself. Waits `ANSWER_S` seconds at most.
 
     Raises:
         TransportError: nobody answers for it there.

@@ -18,7 +18,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -37,21 +37,17 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _POLL_S: Final = 0.005
 
 
-def runtime_root(environ: Mapping[str, str] | None = None) -> Path:
+def runtime_root() -> Path:
     """Where the folders of all namespaces lie; it may not exist yet.
 
     It is `$OMNI_CONNECTOR_RUNTIME_DIR` if that is set, else `$XDG_RUNTIME_DIR/omni-connector` if
     that variable names a folder of this user, else `omni-connector-<uid>` in the temporary folder.
 
-    Args:
-        environ: the environment to read, `os.environ` by default.
-
     Raises:
         ConfigError: `$OMNI_CONNECTOR_RUNTIME_DIR` is no absolute path.
     """
-    environ = os.environ if environ is None else environ
-    override = environ.get(RUNTIME_DIR_VARIABLE, "")
-    xdg = environ.get("XDG_RUNTIME_DIR", "")
+    override = os.environ.get(RUNTIME_DIR_VARIABLE, "")
+    xdg = os.environ.get("XDG_RUNTIME_DIR", "")
     if override:
         if not os.path.isabs(override):
             raise ConfigError(f"{RUNTIME_DIR_VARIABLE} must be an absolute path, not {override!r}")
@@ -61,17 +57,16 @@ def runtime_root(environ: Mapping[str, str] | None = None) -> Path:
     return Path(tempfile.gettempdir()) / f"{_FOLDER}-{os.geteuid()}"
 
 
-def runtime_dir(namespace: str = "default", environ: Mapping[str, str] | None = None) -> Path:
+def runtime_dir(namespace: str = "default") -> Path:
     """The folder of a namespace in `runtime_root`. It is made if need be, private to this user.
 
     Args:
         namespace: any name; engines that share it find each other.
-        environ: the environment to read, `os.environ` by default.
 
     Raises:
         ConfigError: as `check_private`, or the folder cannot be made.
     """
-    base = runtime_root(environ)
+    base = runtime_root()
     folder = base / _short(namespace)
     for path in (base, folder):
         try:
@@ -83,7 +78,7 @@ def runtime_dir(namespace: str = "default", environ: Mapping[str, str] | None = 
     return folder
 
 
-def loopback_key(environ: Mapping[str, str] | None = None) -> ClusterKey:
+def loopback_key() -> ClusterKey:
     """The key for ports on loopback if there is no `key_file`.
 
     All engines with the same runtime folder have the same key, whatever their namespaces.
@@ -91,7 +86,7 @@ def loopback_key(environ: Mapping[str, str] | None = None) -> ClusterKey:
     Raises:
         ConfigError: as `runtime_dir` and `own_key`.
     """
-    return own_key(runtime_dir(environ=environ).parent / _KEY)
+    return own_key(runtime_dir().parent / _KEY)
 
 
 def check_private(folder: Path) -> None:

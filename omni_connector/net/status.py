@@ -193,8 +193,8 @@ class StatusReport:
 
     Args:
         file: of the engine.
-        engine: what does not change, without what this process knows by itself. Its `counts` have
-            the names that are told also at 0.
+        engine: what does not change, without what this process knows by itself. Its `counts` name
+            what is reported even while it is 0.
         usage: what the arena holds now.
         clock: seconds, monotonic.
     """

@@ -91,7 +91,7 @@ class SharedPrompt:
             if shape.attention_type == "all":
                 end = min(end, held.reach(start // shape.block_size) * shape.block_size)
         for tokens in range(end // unit * unit, start, -unit):
-            if all(held.has(read_blocks(shape, start, tokens)) for shape, held in pairs):
+            if all(held.has(shape.needed(tokens, start)) for shape, held in pairs):
                 return tokens
         return start
 
@@ -112,12 +112,6 @@ def shares(tokens: int, parts: Sequence[BlockSpans]) -> list[int]:
     upto = np.cumsum(most) * tokens // most.sum()
     parted: list[int] = np.diff(upto, prepend=0).tolist()
     return parted
-
-
-def read_blocks(shape: GroupShape, start: int, end: int) -> range:
-    """The blocks of the tokens from `start` to `end` that later tokens read."""
-    needed = shape.needed(end)
-    return range(max(needed.start, start // shape.block_size), needed.stop)
 
 
 def whole_blocks(

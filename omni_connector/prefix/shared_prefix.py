@@ -29,7 +29,7 @@ from omni_connector.prefix.host_blocks import HostBlocks, Wanted
 from omni_connector.prefix.jobs import StoreLoadSpec
 from omni_connector.prefix.lookups import BlockName, Lookup, StoreLookups
 from omni_connector.prefix.misses import Misses
-from omni_connector.prefix.prompts import SharedPrompt, read_blocks, shares
+from omni_connector.prefix.prompts import SharedPrompt, shares
 from omni_connector.prefix.saves import BlockTables, PrefixSaves
 from omni_connector.prefix.shared_blocks import CORRUPT
 from omni_connector.stats import Stats
@@ -221,7 +221,7 @@ class SharedPrefix:
         request_id = prompt.request.request_id
         wanted: list[Wanted] = []
         for g, shape in enumerate(self._groups):
-            table, read = tables[self._group_ids[g]], read_blocks(shape, start, end)
+            table, read = tables[self._group_ids[g]], shape.needed(end, start)
             if len(table) < read.stop or NULL_BLOCK_ID in table[read.start : read.stop]:
                 raise RuntimeError(f"request {request_id}: vLLM allocated no block of group {g}")
             first = start // shape.block_size

@@ -72,7 +72,16 @@ def broadcast_value(group: Any, value: object, device: torch.device | None = Non
         TypeError: at rank 0, there is something else in `value`; the others get None.
         RuntimeError: a rank died, or the group's own timeout is over.
     """
-    return _give(group, value, device) if _rank(group) == 0 else _take(group, device)
+    if _rank(group) > 0:
+        given = _broadcast(group, None, device)
+        return _decode(given, device) if given.nbytes else None
+    try:
+        content = _encode(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        _broadcast(group, b"", device)
+        raise TypeError(f"the value cannot be given to the other ranks: {error}") from error
+    _broadcast(group, content, device)
+    return value
 
 
 def receive_once(
@@ -114,21 +123,6 @@ def receive_once(
             logger.exception("What was received cannot be given to the other ranks")
             news = None
     return news is not None
-
-
-def _give(group: Any, value: object, device: torch.device | None) -> object:
-    try:
-        content = _encode(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        _broadcast(group, b"", device)
-        raise TypeError(f"the value cannot be given to the other ranks: {error}") from error
-    _broadcast(group, content, device)
-    return value
-
-
-def _take(group: Any, device: torch.device | None) -> Any:
-    content = _broadcast(group, None, device)
-    return _decode(content, device) if content.nbytes else None
 
 
 def _broadcast(

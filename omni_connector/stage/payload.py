@@ -210,7 +210,8 @@ class KVCacheTransferData:
         """`from_bytes_device` by its older name."""
         return KVCacheTransferData.from_bytes_device(tensor)
 
-    def _layers(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def _layers(self) -> Iterator[tuple[str, int, torch.Tensor | None]]:
+        """Name, layer and tensor: all keys, then all values."""
         if not set(self.layer_blocks) <= set(_CACHES):
             raise ValueError(f"layer_blocks has {sorted(self.layer_blocks)}, not just {_CACHES}")
         keys, values = (self.layer_blocks.get(cache) or [] for cache in _CACHES)
@@ -220,10 +221,10 @@ class KVCacheTransferData:
             for layer, tensor in enumerate(layers):
                 if tensor is not None and not isinstance(tensor, torch.Tensor):
                     raise TypeError(f"{cache}_{layer} is a {type(tensor).__name__}, not a tensor")
-                yield f"{cache}_{layer}", tensor
+                yield f"{cache}_{layer}", layer, tensor
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        for name, tensor in self._layers():
+        for name, _, tensor in self._layers():
             if tensor is None:
                 continue
             if tensor.dtype not in DTYPE_NAMES:
@@ -239,14 +240,14 @@ class KVCacheTransferData:
             raise TypeError("the request id must be a string, and the metadata a dict")
         descriptors: list[dict[str, Any]] = []
         offset = 0
-        for name, tensor in self._layers():
+        for name, layer, tensor in self._layers():
             if tensor is None:
                 descriptors.append({"n": name, "x": True})
                 continue
             descriptors.append(
                 {
                     "n": name,
-                    "i": int(name.rpartition("_")[2]),
+                    "i": layer,
                     "d": DTYPE_NAMES[tensor.dtype],
                     "s": list(tensor.shape),
                     "o": offset,

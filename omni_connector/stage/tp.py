@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -278,7 +279,6 @@ class _Copies:
             for layer in layers
             if len(layer) == len(keys) and all(_heads(each) == 1 for each in layer)
         ]
-        self._found: int | None = None
 
     def join(self, layer: Sequence[torch.Tensor | None], *, latent: bool) -> torch.Tensor | None:
         tensors = [each for each in layer if each is not None]
@@ -292,23 +292,22 @@ class _Copies:
         elif latent:
             step = self._topology.from_tp
         else:
-            step = self._copies()
+            step = self._copies
         start = self._topology.rank * len(tensors)
         kept = [each for i, each in enumerate(tensors) if not i or (start + i) % step == 0]
         return kept[0] if len(kept) == 1 else torch.cat(kept, dim=1)
 
+    @cached_property
     def _copies(self) -> int:
+        """How many senders hold each head."""
         ranks = self._topology.from_tp
-        if self._found is None:
-            if self._total is None:
-                self._found = self._compare()
-            elif self._total >= ranks:
-                self._found = 1
-            elif self._total < 1 or ranks % self._total:
-                raise ValueError(f"{self._total} KV heads cannot be shared out over {ranks} ranks")
-            else:
-                self._found = ranks // self._total
-        return self._found
+        if self._total is None:
+            return self._compare()
+        if self._total >= ranks:
+            return 1
+        if self._total < 1 or ranks % self._total:
+            raise ValueError(f"{self._total} KV heads cannot be shared out over {ranks} ranks")
+        return ranks // self._total
 
     def _compare(self) -> int:
         layers, count = self._single_heads, self._topology.fan_in

@@ -140,9 +140,12 @@ def test_a_users_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
         own_key(tmp_path / ".key")
 
 
-def test_namespaces_of_a_runtime_folder_share_the_key_of_loopback(tmp_path: Path) -> None:
-    environ = {"OMNI_CONNECTOR_RUNTIME_DIR": str(tmp_path / "run")}
-    assert loopback_key(environ) == loopback_key(environ)
-    others = {"OMNI_CONNECTOR_RUNTIME_DIR": str(tmp_path / "other")}
-    assert loopback_key(others) != loopback_key(environ)
-    assert not list(runtime_dir(environ=environ).iterdir())
+def test_namespaces_of_a_runtime_folder_share_the_key_of_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(tmp_path / "run"))
+    key = loopback_key()
+    assert loopback_key() == key
+    assert not list(runtime_dir().iterdir())
+    monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(tmp_path / "other"))
+    assert loopback_key() != key

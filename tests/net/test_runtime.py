@@ -25,13 +25,20 @@ def dead_socket(path: Path, kind: int = socket.SOCK_SEQPACKET) -> None:
         bound.bind(str(path))
 
 
-def test_folder_is_made_private_for_the_user(place: Path) -> None:
-    for environ, base in (
-        ({RUNTIME_DIR_VARIABLE: str(place / "o"), "XDG_RUNTIME_DIR": str(place)}, place / "o"),
-        ({"XDG_RUNTIME_DIR": str(place)}, place / "omni-connector"),
+@pytest.fixture(autouse=True)
+def _no_runtime_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RUNTIME_DIR_VARIABLE, raising=False)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+
+
+def test_folder_is_made_private_for_the_user(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, base in (
+        ("XDG_RUNTIME_DIR", place / "omni-connector"),
+        (RUNTIME_DIR_VARIABLE, place),
     ):
+        monkeypatch.setenv(variable, str(place))
         for _ in range(2):
-            folder = runtime_dir("team-a", environ)
+            folder = runtime_dir("team-a")
             assert folder == base / "team-a"
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
             assert stat.S_IMODE(base.stat().st_mode) == 0o700
@@ -43,7 +50,8 @@ def test_temporary_folder_is_the_last_resort(place: Path, monkeypatch: pytest.Mo
     file.touch()
     wanted = place / f"omni-connector-{os.geteuid()}" / "default"
     for xdg in ("", "relative", str(place / "missing"), str(file)):
-        assert runtime_dir("default", {"XDG_RUNTIME_DIR": xdg}) == wanted
+        monkeypatch.setenv("XDG_RUNTIME_DIR", xdg)
+        assert runtime_dir() == wanted
 
 
 def test_runtime_folder_of_another_user_is_not_taken_over(
@@ -52,21 +60,24 @@ def test_runtime_folder_of_another_user_is_not_taken_over(
     xdg = place / "run-user-1000"
     xdg.mkdir(0o700)
     monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(xdg))
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(ConfigError, match="belongs to user"):
-        runtime_dir("default", {"XDG_RUNTIME_DIR": str(xdg)})
+        runtime_dir()
     assert list(xdg.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     "namespace", ["", ".", "..", "../up", "a/b", "x" * 300, "é", "\udc80", "\0"]
 )
-def test_any_namespace_is_one_folder_of_its_own(place: Path, namespace: str) -> None:
-    environ = {RUNTIME_DIR_VARIABLE: str(place)}
-    folder = runtime_dir(namespace, environ)
+def test_any_namespace_is_one_folder_of_its_own(
+    place: Path, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUNTIME_DIR_VARIABLE, str(place))
+    folder = runtime_dir(namespace)
     assert folder.parent == place
     assert folder.is_dir()
-    assert folder != runtime_dir("default", environ)
+    assert folder != runtime_dir()
 
 
 def test_unsafe_folders_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,12 +95,14 @@ def test_unsafe_folders_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch
     ):
         with pytest.raises(ConfigError, match=message):
             check_private(unsafe)
-    with pytest.raises(ConfigError, match="open to others"):
-        runtime_dir("default", {RUNTIME_DIR_VARIABLE: str(loose)})
-    with pytest.raises(ConfigError, match="absolute"):
-        runtime_dir("default", {RUNTIME_DIR_VARIABLE: "relative"})
-    with pytest.raises(ConfigError, match="cannot make"):
-        runtime_dir("default", {RUNTIME_DIR_VARIABLE: str(place / "no" / "parent")})
+    for folder, message in (
+        (str(loose), "open to others"),
+        ("relative", "absolute"),
+        (str(place / "no" / "parent"), "cannot make"),
+    ):
+        monkeypatch.setenv(RUNTIME_DIR_VARIABLE, folder)
+        with pytest.raises(ConfigError, match=message):
+            runtime_dir()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(ConfigError, match="belongs to user"):
         check_private(place)
