@@ -252,8 +252,8 @@ class CpuCopier(BlockCopier):
         helpers: share in each copy; None leaves all of it to the calling thread.
 
     Attributes:
-        shared_bytes: of a copy, for each thread that shares in it; a helper wakes in the time of
-            as many.
+        shared_bytes: the least that a thread copies of a shared copy; a helper takes as long to
+            wake as to copy so many bytes.
     """
 
     shared_bytes = 1 << 20

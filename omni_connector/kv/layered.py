@@ -26,12 +26,12 @@ _HASHED_BYTES: Final = 1024 * 1024
 class Forward:
     """How far the forward pass of a step has come.
 
-    The engine's thread tells it, the thread that copies looks.
+    The engine's thread updates it, the thread that copies reads it.
 
     Attributes:
         ended: whether all of it has been launched. No slot is published before, because a runner
             may compute a layer again, for other tokens of the step.
-        fence: of the copier, after all that was told so far.
+        fence: the copier's, which marks all that was told so far.
     """
 
     def __init__(self) -> None:

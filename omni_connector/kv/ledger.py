@@ -130,7 +130,7 @@ class CopyLedger:
         return bool(self._jobs)
 
     def start(self, blocks: BlockSpans, end: End, *, soon: float = math.inf) -> int:
-        """A job that the workers are told of with this step; its number.
+        """Start a job, of which the workers are told with this step; returns its number.
 
         Args:
             blocks: what it copies, to or from.
@@ -144,7 +144,7 @@ class CopyLedger:
         return job_id
 
     def revoke(self, job_ids: Iterable[int]) -> None:
-        """Nobody wants these any more: the workers are told to stop. They end all the same."""
+        """Tell the workers to stop jobs that nobody wants any more; they end all the same."""
         self._revoked.update(job_id for job_id in job_ids if job_id in self._jobs)
 
     def take_revoked(self) -> list[int]:

@@ -52,7 +52,7 @@ class Stream(ABC):
 
     @abstractmethod
     def pin(self, slots: NDArray[np.uint8]) -> bool:
-        """Let this stream copy to and from `slots` itself; whether it can."""
+        """Let this stream copy to and from `slots` itself; returns whether it can."""
 
     @abstractmethod
     def close(self) -> None:
@@ -131,7 +131,8 @@ class GroupOnDevice:
 def _words(
     canonical: CanonicalKVCaches, segments: Sequence[Segment]
 ) -> tuple[int, tuple[torch.Tensor, ...]]:
-    """View segments of all blocks as the widest words that divide all of them; how wide."""
+    """Bytes of the widest word that divides all of these segments, and views of them, in all
+    blocks, as such words."""
     # Devices gather element by element: bytes one at a time would be the slowest choice.
     width = 8 if segments else 1
     for segment in segments:
@@ -256,7 +257,7 @@ class StagedCopier(BlockCopier):
         start: Callable[[_Call, _Batch], None],
         end: Callable[[_Call, _Batch], None],
     ) -> bool:
-        """Run all batches, each ended while the next one is under way; whether not cancelled."""
+        """Run all batches; each ends while the next is under way. Returns False if cancelled."""
         block_ids, slot_ids = call.copy.block_ids, call.copy.slot_ids
         pages = max(1, -(-call.on_device.row_bytes // SLOT_ALIGNMENT))
         rows = self._rows * self._layout.slot_bytes // (pages * SLOT_ALIGNMENT)

@@ -83,12 +83,16 @@ class _RankMapping(msgspec.Struct, frozen=True):
     to_tp: int = 1
 
 
-class _Settings(msgspec.Struct, frozen=True):
+class _Settings(
+    msgspec.Struct,
+    frozen=True,
+    rename={"from_stage": "omni_from_stage", "to_stage": "omni_to_stage"},
+):
     """`omni_kv_config` of a model's configuration; its other keys belong to other readers."""
 
     connector_config: dict[str, Any] | None = None
-    omni_from_stage: StageId | None = None
-    omni_to_stage: StageId | None = None
+    from_stage: StageId | None = None
+    to_stage: StageId | None = None
     stage_id: StageId | None = None
     engine_input_source: list[StageId] | None = None
     need_recv_cache: bool = False
@@ -154,13 +158,7 @@ def _read_settings(settings: object) -> OmniKVCacheConfig:
         )
     values = msgspec.structs.asdict(given)
     ranks = values.pop("rank_mapping") or _RankMapping()
-    return OmniKVCacheConfig(
-        from_stage=values.pop("omni_from_stage"),
-        to_stage=values.pop("omni_to_stage"),
-        from_tp=ranks.from_tp,
-        to_tp=ranks.to_tp,
-        **values,
-    )
+    return OmniKVCacheConfig(from_tp=ranks.from_tp, to_tp=ranks.to_tp, **values)
 
 
 def _ask(config: Any, question: str) -> int | None:
