@@ -360,7 +360,6 @@ def test_a_padding_that_holds_another_layers_bytes_is_refused():
         (lambda: LayerSpec("a", 0, 8), "layer a"),
         (lambda: LayerSpec("a", 16, 8), "layer a"),
         (lambda: GroupSpec("mamba", 0, ()), "block size 0"),
-        (lambda: GroupSpec("mamba", 16, (), 0), "window 0"),
         (lambda: GroupSpec("mamba", 16, (LayerSpec("a", 8, 8),) * 2), "named twice: a"),
     ],
 )
