@@ -188,21 +188,10 @@ def _stop(prefill: Engine, decode: Engine, router: Router) -> None:
                 engine.process.send_signal(number)
         # The server's child processes end after it. If they were killed before they had removed
         # vLLM's own shared memory, it would stay in /dev/shm.
-        while time.monotonic() < deadline and any(map(_group_lives, engines)):
+        while time.monotonic() < deadline and any(any(each.processes()) for each in engines):
             time.sleep(0.05)
     for engine in engines:
         engine.stop(timeout=0.0)
-
-
-def _group_lives(engine: Engine) -> bool:
-    if engine.process is None:
-        return False
-    engine.process.poll()  # a process that has ended but was not waited for counts as living
-    try:
-        os.killpg(engine.process.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -300,12 +300,11 @@ def read(folder: Path) -> tuple[list[EngineStatus], list[str]]:
     for name in _names(folder):
         try:
             fd = _of_living(folder / name)
-            if fd is None or name.startswith("."):
-                if fd is not None:
-                    os.close(fd)
+            if fd is None:
                 continue
             with open(fd, "rb") as file:
-                found.append(_decoded(file.read(MAX_BYTES + 1)))
+                if not name.startswith("."):  # else its engine is still writing it
+                    found.append(_decoded(file.read(MAX_BYTES + 1)))
         except (OSError, ValueError, RecursionError) as error:  # msgspec's own are ValueErrors
             remarks.append(plain(f"{name} was skipped: {error}"))
     return found, remarks
