@@ -5,6 +5,7 @@ On one host they are Unix sockets, between hosts TCP. A TCP connection that is c
 so both ends send heartbeats: each notices within 9 seconds, even if the connection was idle.
 """
 
+from contextlib import ExitStack
 from typing import Final
 
 import zmq
@@ -74,8 +75,9 @@ class Link:
     """
 
     def __init__(self, context: Context, target: str | HostPort, key: ClusterKey | None) -> None:
-        self.socket = context.socket(zmq.DEALER)
-        try:
+        with ExitStack() as undo:
+            self.socket = context.socket(zmq.DEALER)
+            undo.callback(self.socket.close, 0)
             prepare(self.socket)
             if isinstance(target, HostPort):
                 if key is None:
@@ -87,15 +89,10 @@ class Link:
             else:
                 address, events = f"ipc://{target}", _GONE
             self.monitor = self.socket.get_monitor_socket(events)
-            try:
-                self.socket.connect(address)
-            except BaseException:
-                self.socket.disable_monitor()
-                self.monitor.close(0)
-                raise
-        except BaseException:
-            self.socket.close(0)
-            raise
+            undo.callback(self.monitor.close, 0)
+            undo.callback(self.socket.disable_monitor)
+            self.socket.connect(address)
+            self._open = undo.pop_all()
 
     def why_lost(self) -> str | None:
         """Why the connection ended, or was not made; None while neither has happened."""
@@ -109,6 +106,4 @@ class Link:
 
     def close(self) -> None:
         """Close the connection; what was not sent yet is lost."""
-        self.socket.disable_monitor()
-        self.monitor.close(0)
-        self.socket.close(0)
+        self._open.close()

@@ -111,10 +111,9 @@ def extract_kv_cache(
             key, value = _planes(cache, block_size, name, head_dim)
         except LayoutError as error:
             raise LayoutError(f"{where}: {error}") from error
-        for plane in (key, value):
-            count = plane.view.shape[0] if plane is not None else key.view.shape[0]
-            if blocks and max(blocks) >= count:
-                raise ValueError(f"{where}: block {max(blocks)} is not one of {count}")
+        count = min(len(plane.view) for plane in (key, value) if plane is not None)
+        if blocks and max(blocks) >= count:
+            raise ValueError(f"{where}: block {max(blocks)} is not one of {count}")
         keys.append(_gather(key, blocks[:needed], seq_len))
         values.append(None if value is None else _gather(value, blocks[:needed], seq_len))
     if all(key is None for key in keys):
