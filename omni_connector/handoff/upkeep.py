@@ -2,19 +2,15 @@
 """What an engine does from time to time beside its steps. The control channel's thread does it, or
 the engine's own after that thread has ended."""
 
-import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from omni_connector.errors import TransportError
 from omni_connector.handoff.channel import TICK_S, ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
-from omni_connector.net.runtime import sweep
-
-logger = logging.getLogger("vllm.omni_connector.upkeep")
+from omni_connector.net.runtime import tidy
 
 _SWEEP_S: Final = 10.0
 
@@ -63,7 +59,7 @@ class Upkeep:
         # may have been connected to it.
         if self._clock() >= self._next_sweep:
             self._next_sweep = self._clock() + _SWEEP_S
-            self.sweep()
+            tidy(self._folder)
         self._tell()
 
     def ended(self) -> bool:
@@ -74,13 +70,6 @@ class Upkeep:
             self._next_expiry = self._clock() + TICK_S
             self._expire()
         return True
-
-    def sweep(self) -> None:
-        """Remove the sockets of dead engines, unless another engine does so now; never waits."""
-        try:
-            sweep(self._folder, timeout=0.0)
-        except TransportError as error:  # a later sweep, by any engine, removes them
-            logger.debug("Sockets of dead engines were not removed: %s", error)
 
     def count(self, event: str, number: int = 1) -> None:
         """Count an event, from any thread."""

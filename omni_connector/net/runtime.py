@@ -232,6 +232,14 @@ def sweep(folder: Path, *, timeout: float = LOCK_TIMEOUT_S) -> list[str]:
     return removed
 
 
+def tidy(folder: Path) -> None:
+    """Do the work of `sweep`, unless another process does so now. Never waits, raises nothing."""
+    try:
+        sweep(folder, timeout=0.0)
+    except TransportError as error:  # a later sweep, by any engine, removes them
+        logger.debug("Dead sockets were not removed from %s: %s", folder, error)
+
+
 def is_dead(path: Path) -> bool:
     """Whether nobody listens at a socket that exists. Does not wait."""
     # Only a refused connection proves that nobody listens: EAGAIN means a full backlog,

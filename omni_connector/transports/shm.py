@@ -6,7 +6,6 @@ name, so a process that is killed leaves nothing but a dead socket, which anothe
 """
 
 import functools
-import logging
 import operator
 import os
 import threading
@@ -34,8 +33,6 @@ from omni_connector.net import runtime
 from omni_connector.net.forks import forget_in_child
 from omni_connector.net.unix import PROTOCOL, Connection, Listener, Refusal, require_protocol
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
-
-logger = logging.getLogger(__name__)
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -192,11 +189,7 @@ class SharedMemoryTransport(ArenaTransport):
 
     def sweep(self) -> None:
         """Remove the sockets of peers that have died."""
-        try:
-            runtime.sweep(self.folder, timeout=0.0)
-        except TransportError as error:
-            # This only tidies up, and another engine will do it.
-            logger.debug("did not sweep %s: %s", self.folder, error)
+        runtime.tidy(self.folder)
 
     def close(self) -> None:
         with self._lock:

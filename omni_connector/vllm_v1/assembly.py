@@ -30,7 +30,7 @@ from omni_connector.memory.block_index import BlockIndex
 from omni_connector.memory.slot_pool import SlotChanges, SlotListing
 from omni_connector.net.keys import load_key
 from omni_connector.net.peers import Peers, parse_listen
-from omni_connector.net.runtime import loopback_key, runtime_dir, socket_path
+from omni_connector.net.runtime import loopback_key, runtime_dir, socket_path, tidy
 from omni_connector.net.status import EngineStatus, StatusReport, Usage
 from omni_connector.plugin import require_supported_vllm
 from omni_connector.prefix.hints import Favours
@@ -163,7 +163,7 @@ class _Assembly:
 
     def scheduler(self) -> OmniScheduler:
         """The half. Nothing is left open where it cannot be made."""
-        self._upkeep.sweep()
+        tidy(self._folder)
         directory = self._directory
         offered = directory if self._config.handoff and self._transfer.is_kv_producer else None
         receives = self._config.handoff and self._transfer.is_kv_consumer
@@ -241,7 +241,7 @@ class _Assembly:
             listen_tcp=None if listen is None else parse_listen(listen, rank),
             key=self._key or (loopback_key() if listen or self._config.peers else None),
             on_tick=self._upkeep.tick,
-            on_peer_gone=self._upkeep.sweep,
+            on_peer_gone=partial(tidy, self._folder),
             clock=self._clock,
             start=self._surroundings.start,
             sockets=self._surroundings.sockets(),

@@ -4,6 +4,7 @@ import os
 import socket
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from omni_connector.net.runtime import (
     runtime_dir,
     socket_path,
     sweep,
+    tidy,
 )
 
 
@@ -229,3 +231,15 @@ def test_folder_that_is_gone_is_an_error_of_ours(place: Path) -> None:
     for call in (lambda: sweep(place / "gone"), lambda: listen(place / "gone" / "x.sock")):
         with pytest.raises(TransportError):
             call()
+
+
+def test_a_locked_folder_holds_nobody_up(place: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(place / "dead.sock"))
+    with locked(place):
+        started = time.monotonic()
+        tidy(place)
+        assert time.monotonic() - started < 1.0
+    assert (place / "dead.sock").exists()
+    tidy(place)
+    assert not (place / "dead.sock").exists()
