@@ -84,15 +84,6 @@ class MooncakeTransport(ArenaTransport):
     def create(cls, settings: MooncakeSettings, site: Site) -> "MooncakeTransport":
         return cls(settings=settings, host=site.host, allows=site.allows)
 
-    @property
-    def host(self) -> str:
-        """Address of this machine that peers reach; starts the engine.
-
-        Raises:
-            MissingDependencyError, TransportError: it does not start.
-        """
-        return self._engine.host
-
     def export(self, arena: Arena, name: str) -> Endpoint:
         export = _Export(arena, name, writable=self._engine.protocol != "tcp")
         try:
