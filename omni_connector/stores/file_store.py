@@ -65,6 +65,10 @@ class _Call:
         self.answered = 0
         self.given_up = False
 
+    def wanted(self) -> bool:
+        """Whether somebody waits for the rest of the answers."""
+        return not self.given_up
+
 
 _Question = Callable[[_Call], bool]
 """Answers for one key, within a call."""
@@ -232,7 +236,7 @@ class FileBlockStore(BlockStore):
         for i, question in enumerate(questions):
             found = question(call)
             with call.lock:
-                if call.given_up:
+                if not call.wanted():
                     return
                 call.answers[i] = found
                 call.answered += 1
@@ -257,7 +261,7 @@ class FileBlockStore(BlockStore):
             if status.st_size == row.nbytes:
                 _touch(path, status, time.time_ns())
                 return True
-        stored = self._folder.write(path, row.data, lambda: not call.given_up)
+        stored = self._folder.write(path, row.data, call.wanted)
         self._sweeper.add(in_pages(row.nbytes))
         return stored
 
@@ -347,7 +351,7 @@ def _read(fd: int, row: Rows, call: _Call) -> bool:
     at = 0
     while at < row.nbytes:
         with call.lock:
-            if call.given_up:
+            if not call.wanted():
                 return False
             got = _from_page_cache(fd, row[at:], at)
         if got is None:
@@ -355,7 +359,7 @@ def _read(fd: int, row: Rows, call: _Call) -> bool:
             bounce = np.empty(min(row.nbytes - at, _BOUNCE_BYTES), np.uint8)
             got = os.preadv(fd, [bounce.data], at)
             with call.lock:
-                if call.given_up:
+                if not call.wanted():
                     return False
                 np.copyto(row[at : at + got], bounce[:got])
         if got == 0:
