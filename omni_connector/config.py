@@ -154,6 +154,9 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         mooncake: how Mooncake is started; see `MooncakeSettings`.
         share: whether this engine keeps full blocks in its arena, and shares them with the engines
             of its user and namespace on this host.
+        tenant_quota: part of the arena that kept blocks of one cache salt may take, and part of the
+            pinned blocks that may be its own.
+        pin_part: part of the arena that requests may pin.
         store: where prefixes are shared with engines on any host, a Mooncake Store (`master`) or a
             folder of files (`path`); None shares none.
         trace: folder to which the engine writes what took how long; None writes nothing.
@@ -177,6 +180,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     peers: tuple[str, ...] = ()
     mooncake: MooncakeSettings = MooncakeSettings()
     share: bool = False
+    tenant_quota: float = 1.0
+    pin_part: float = 0.25
     store: StoreSettings | FileStoreSettings | None = None
     trace: str | None = None
 
@@ -223,6 +228,9 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             value = getattr(self, key)
             if value is not None:
                 _check_positive(key, value)
+        for key in ("tenant_quota", "pin_part"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ConfigError(f"{key} must be between 0 and 1, not {getattr(self, key)!r}")
         if self.copy_threads is not None and not 1 <= self.copy_threads <= MAX_COPY_THREADS:
             raise ConfigError(
                 f"copy_threads must be between 1 and {MAX_COPY_THREADS}, not {self.copy_threads}"

@@ -49,6 +49,8 @@ def test_without_configuration_the_documented_defaults_hold(extra: dict[str, Any
         ("integrity", "generation"),
         ("weights", "fixed"),
         ("trace", "/tmp/spans"),
+        ("tenant_quota", 0.5),
+        ("pin_part", 0),
     ],
 )
 def test_a_key_is_read_from_the_config_and_from_the_environment(key: str, value: Any) -> None:
@@ -191,6 +193,13 @@ def test_a_number_out_of_range_names_the_key(key: str, value: float) -> None:
         load({key: value})
     with pytest.raises(ConfigError, match=f"{key} must be a positive number, not"):
         load(**{f"OMNI_CONNECTOR_{key.upper()}": str(value)})
+
+
+@pytest.mark.parametrize("key", ["tenant_quota", "pin_part"])
+@pytest.mark.parametrize("value", [-0.1, 1.5, float("nan")])
+def test_a_part_out_of_range_names_the_key(key: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{key} must be between 0 and 1, not"):
+        load({key: value})
 
 
 @pytest.mark.parametrize("value", [0, -1, 65])

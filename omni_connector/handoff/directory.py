@@ -279,9 +279,10 @@ class SlotDirectory:
         self.pool.let_go(handoff.held[::-1])
 
     def expire(self) -> int:
-        """End the leases and the hand-offs that are past their time; returns how many hand-offs."""
+        """End leases, hand-offs and pins that are past their time; returns how many hand-offs."""
         now = self._clock()
         with self._lock:
+            self.pool.end_pins(now)
             late = list(takewhile(lambda each: self._ends[each] <= now, self._ends))
             for token in late:
                 self._close(self._handoffs[token])

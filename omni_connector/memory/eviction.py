@@ -4,6 +4,8 @@
 Those go first that were used the longest ago, but one whose content was used again stays longer:
 for as many more evictions as there are slots. So prompts that never come again take less room from
 those that do. A block was used again, too, if it was evicted not long ago and is now copied anew.
+Favoured slots stay for four times as many evictions, so that they too go some day if nobody uses
+them. Pinned slots are never evicted.
 Each use of a block is a use of all blocks before it; hence the end of a prefix goes before its
 beginning, which with ARC or S3-FIFO it does not always. `benchmarks/results/eviction.md` compares
 them.
@@ -24,6 +26,12 @@ _SMALL: Final = 64
 """A batch of no more slots is joined by the next ones, as a batch of its own takes memory."""
 
 _LOWER_HALF: Final = (1 << 32) - 1
+
+# Slots are used once, used again, favoured or pinned. Those of one kind stay for so many times as
+# many evictions as there are slots.
+_KINDS: Final = 4
+_PINNED: Final = 3
+_STAY: Final = (0, 1, 4, 4)
 
 
 @dataclass(slots=True, eq=False)
@@ -47,18 +55,25 @@ class EvictionOrder:
 
     Args:
         num_slots: of the arena.
+
+    Attributes:
+        pinned: which slots are pinned, in the order or not; (slots,) bool.
+        num_pinned: slots in the order that are pinned.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._evicted = 0
-        # Batches by stamp, the oldest first: of slots used once, and of those used again.
-        self._batches: tuple[OrderedDict[int, _Batch], OrderedDict[int, _Batch]]
-        self._batches = (OrderedDict(), OrderedDict())
-        # Of each slot the stamp of its batch, 0 for none. Even ones are of slots used once.
+        # For each kind of slots their batches by stamp, the oldest first.
+        self._batches: tuple[OrderedDict[int, _Batch], ...]
+        self._batches = tuple(OrderedDict() for _ in range(_KINDS))
+        # Of each slot the stamp of its batch, 0 for none. Modulo `_KINDS` it is the kind.
         self._stamp: Ints = np.zeros(num_slots, np.int64)
-        self._last_stamp = 2
+        self._last_stamp = 0
         self._again = np.zeros(num_slots, bool)
+        self._favoured = np.zeros(num_slots, bool)
+        self.pinned = np.zeros(num_slots, bool)
+        self.num_pinned = 0
         self._hash: Ints = np.zeros(num_slots, np.int64)
         # What was evicted, at places that the low bits of hashes name: the upper half of the hash,
         # and the lower half of the number of evictions then. A later one replaces an earlier one.
@@ -71,16 +86,33 @@ class EvictionOrder:
         return here
 
     def clear(self) -> Ints:
-        """Take every slot out of the order, and return them."""
+        """Take every slot out of the order, and return them. No slot is pinned any more."""
         numbers = np.flatnonzero(self._stamp)
         self._stamp[numbers] = 0
         for queue in self._batches:
             queue.clear()
+        self.pinned[:] = False
+        self.num_pinned = 0
         return numbers
 
     def used_again(self, numbers: Ints) -> None:
         """Somebody else uses the content of these slots, too."""
         self._again[numbers] = True
+
+    def favour(self, numbers: Ints) -> None:
+        """The content of these slots shall stay longer than other content."""
+        self._favoured[numbers] = True
+        self._move(numbers)
+
+    def pin(self, numbers: Ints, pinned: bool) -> None:
+        """From now on these slots are pinned, or are not."""
+        self.pinned[numbers] = pinned
+        self._move(numbers)
+
+    def _move(self, numbers: Ints) -> None:
+        here = numbers[self.here(numbers)]
+        self.remove(here)
+        self.add(here)
 
     def fill(self, numbers: Ints, hashes: Ints) -> None:
         """These slots, which are not in the order, get the content of these hashes, of 64 bits.
@@ -102,19 +134,22 @@ class EvictionOrder:
 
     def unused(self, numbers: Ints) -> None:
         """The content of these slots, which are not in the order, is no longer of use."""
-        self._again[numbers] = False
+        self._again[numbers] = self._favoured[numbers] = self.pinned[numbers] = False
 
     def add(self, numbers: Ints) -> None:
-        """The use of these slots, which are not in the order, has ended. Of those used once, and of
-        those used again, the ones that come first here are evicted first."""
-        again = self._again[numbers]
-        for kind, part in enumerate((numbers[~again], numbers[again])):
+        """The use of these slots, which are not in the order, has ended. Of those of one kind, the
+        ones that come first here are evicted first."""
+        kinds = np.where(self._favoured[numbers], 2, self._again[numbers])
+        kinds[self.pinned[numbers]] = _PINNED
+        for kind in range(_KINDS):
+            part = numbers[kinds == kind]
             if len(part):
                 self._append(kind, part)
+        self.num_pinned += int(np.count_nonzero(kinds == _PINNED))
 
     def _append(self, kind: int, numbers: Ints) -> None:
         queue = self._batches[kind]
-        turn = self._evicted + kind * self._num_slots
+        turn = self._evicted + _STAY[kind] * self._num_slots
         stamp, last = next(reversed(queue.items())) if queue else (0, None)
         if (
             last is not None
@@ -124,7 +159,7 @@ class EvictionOrder:
             last.numbers = np.concatenate([self._living(stamp, last), numbers])
             last.alive += len(numbers)
         else:
-            self._last_stamp += 2
+            self._last_stamp += _KINDS
             stamp = self._last_stamp + kind
             queue[stamp] = _Batch(turn, numbers, len(numbers))
         self._stamp[numbers] = stamp
@@ -142,20 +177,21 @@ class EvictionOrder:
         at = np.flatnonzero(np.diff(stamps, prepend=-1))
         counts = np.diff(at, append=len(stamps))
         for stamp, count in zip(stamps[at].tolist(), counts.tolist(), strict=True):
-            queue = self._batches[stamp % 2]
+            queue = self._batches[stamp % _KINDS]
             batch = queue[stamp]
             batch.alive -= count
+            self.num_pinned -= count if stamp % _KINDS == _PINNED else 0
             if not batch.alive:
                 del queue[stamp]
             elif 2 * batch.alive < len(batch.numbers):
                 batch.numbers = self._living(stamp, batch)
 
     def evict(self, count: int) -> Ints:
-        """Take so many slots out, those whose turn it is; there are as many."""
+        """Take so many slots out, those whose turn it is; there are as many that are not pinned."""
         self._evicted += count
         evicted: list[Ints] = []
         while count:
-            queue = min((queue for queue in self._batches if queue), key=_first_turn)
+            queue = min((queue for queue in self._batches[:_PINNED] if queue), key=_first_turn)
             stamp, batch = next(iter(queue.items()))
             living = self._living(stamp, batch)
             gone, batch.numbers = living[:count], living[count:]
@@ -164,9 +200,32 @@ class EvictionOrder:
                 del queue[stamp]
             evicted.append(gone)
             count -= len(gone)
-        numbers = np.concatenate(evicted)
+        return self._end(np.concatenate(evicted))
+
+    def evict_of(self, numbers: Ints, count: int) -> Ints:
+        """Take so many of these slots out, those whose turn it is first; fewer where the others are
+        not in the order, or are pinned."""
+        here = numbers[self.here(numbers) & ~self.pinned[numbers]]
+        stamps = np.unique(self._stamp[here]).tolist()
+        batches = [self._batches[stamp % _KINDS][stamp] for stamp in stamps]
+        evicted: list[Ints] = []
+        for stamp, batch in sorted(
+            zip(stamps, batches, strict=True), key=lambda pair: (pair[1].turn, pair[0])
+        ):
+            theirs = batch.numbers[np.isin(batch.numbers, here[self._stamp[here] == stamp])]
+            evicted.append(theirs[:count])
+            count -= len(evicted[-1])
+            if not count:
+                break
+        gone: Ints = np.concatenate([here[:0], *evicted])
+        self.remove(gone)
+        self._evicted += len(gone)
+        return self._end(gone)
+
+    def _end(self, numbers: Ints) -> Ints:
+        """These slots were evicted; returns them."""
         self._stamp[numbers] = 0
-        self._again[numbers] = False
+        self._again[numbers] = self._favoured[numbers] = False
         hashes = self._hash[numbers]
         self._past[hashes & (len(self._past) - 1)] = (hashes & ~_LOWER_HALF) | (
             self._evicted & _LOWER_HALF

@@ -4,14 +4,18 @@
 A slot is *free*, *taken* for a block that will be copied, *busy* while a worker copies into it, or
 *ready*. Users hold slots in any state. Those whose prompts begin alike hold the same slots, and
 each block is copied once. A ready slot that has a key and that nobody holds is *cached*: while
-there is room it is kept, and later prompts that begin like it use it.
+there is room it is kept, and later prompts that begin like it use it. A *pinned* slot that nobody
+holds is cached, too, but no other block gets it before its pin ends.
+
+Slots that `keep` gives, and pinned ones, belong to a tenant; slots of hand-offs do not.
 
 A prompt may have tens of thousands of blocks, so arrays hold what is known of the slots.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import xxhash
@@ -135,6 +139,22 @@ class SlotListing:
             self.changes.clear()
 
 
+class Kept(NamedTuple):
+    """What `SlotPool.keep` did for blocks that had no slot.
+
+    Attributes:
+        chosen: which of the keys got one.
+        slots: these slots.
+        over_quota: how many got none because of their tenant's quota.
+        dropped: how many got none for lack of room.
+    """
+
+    chosen: Ints
+    slots: Ints
+    over_quota: int
+    dropped: int
+
+
 class SlotPool:
     """The slots of one arena. Whoever calls anything of it holds its lock, and nobody holds that
     during I/O.
@@ -147,7 +167,8 @@ class SlotPool:
         listing: lists for peers the slots that have keys; None where no peer looks for any.
         generation: of each slot; it grows with each use. (slots,) int64.
         releases: changes when a slot becomes free or cached.
-        num_cached: slots that are cached.
+        num_cached: slots that are cached, pinned ones included.
+        quota: slots that may belong to one tenant; None bounds nobody.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -156,6 +177,7 @@ class SlotPool:
         self.generation: Ints = np.zeros(num_slots, np.int64)
         self.releases = 0
         self.num_cached = 0
+        self.quota: int | None = None
         self._users: Ints = np.zeros(num_slots, np.int64)
         self._busy = np.zeros(num_slots, bool)
         self._ready = np.zeros(num_slots, bool)
@@ -166,11 +188,24 @@ class SlotPool:
         self._free: Ints = np.arange(num_slots - 1, -1, -1)
         self._num_free = num_slots
         self._order = EvictionOrder(num_slots)
+        self._pinned_until = np.zeros(num_slots)
+        # To whom each slot belongs, 0 for nobody; and how many belong to each.
+        self._tenant: Ints = np.zeros(num_slots, np.int64)
+        self._kept_of: Counter[int] = Counter()
 
     @property
     def num_held(self) -> int:
         """Slots that are neither free nor cached."""
         return len(self.generation) - self._num_free - self.num_cached
+
+    @property
+    def num_pinned(self) -> int:
+        """Cached slots that are pinned."""
+        return self._order.num_pinned
+
+    @property
+    def _num_available(self) -> int:
+        return self._num_free + self.num_cached - self._order.num_pinned
 
     def take(
         self, keys: Sequence[Sequence[SlotKey | None]], first_blocks: Sequence[int]
@@ -191,7 +226,8 @@ class SlotPool:
         shared = found[~lacks]
         needed = len(found) - len(shared)
         from_cache = shared[self._order.here(shared)]
-        if needed > self._num_free + self.num_cached - len(from_cache):
+        lost = len(from_cache) - np.count_nonzero(self.pinned(from_cache))
+        if needed > self._num_available - lost:
             return None
         self._order.remove(from_cache)
         self._order.used_again(shared)
@@ -220,7 +256,9 @@ class SlotPool:
 
     def _evict(self, count: int) -> Ints:
         self.num_cached -= count
-        return self._order.evict(count)
+        numbers = self._order.evict(count)
+        self._disown(numbers)
+        return numbers
 
     def touch(self, numbers: Ints, generations: Ints) -> None:
         """Peers have used these slots while they had these generations.
@@ -238,21 +276,91 @@ class SlotPool:
         self._order.remove(cached)
         self._order.add(cached)
 
-    def keep(self, group: int, keys: Sequence[SlotKey], most: int) -> tuple[Ints, Ints, int]:
+    def find(self, group: int, keys: Sequence[SlotKey]) -> Ints:
+        """The slots that have, or will have, these blocks of a group; none for those without."""
+        found = self._index.find(group, keys, 1)
+        slots: Ints = found[found >= 0]
+        return slots
+
+    def keep(self, group: int, keys: Sequence[SlotKey], most: int, tenant: int = 0) -> Kept:
         """Hold a slot, to be filled, for each block that has none, as far as there is room.
+
+        Beyond the quota of a tenant, slots of its own make room, those whose turn it is.
 
         Args:
             keys: of blocks of the group, in any order, each different.
             most: slots that may be taken.
-
-        Returns:
-            Which of the keys got a slot, the slots, and how many others have none.
+            tenant: to whom the slots will belong; 0 for nobody.
         """
         lacking = np.flatnonzero(self._index.find(group, keys, 1) < 0)
-        chosen = lacking[: min(most, self._num_free + self.num_cached)]
+        within = len(lacking)
+        if tenant and self.quota is not None:
+            over = self._kept_of[tenant] + len(lacking) - self.quota
+            if over > 0:
+                self._evict_of(tenant, over)
+                within = max(0, min(within, self.quota - self._kept_of[tenant]))
+        chosen = lacking[: min(most, within, self._num_available)]
         slots = self._new(len(chosen)) if len(chosen) else NONE
+        self._own(slots, tenant)
         self.fill(group, [keys[i] for i in chosen.tolist()], slots)
-        return chosen, slots, len(lacking) - len(chosen)
+        return Kept(chosen, slots, len(lacking) - within, within - len(chosen))
+
+    def _evict_of(self, tenant: int, count: int) -> None:
+        gone = self._order.evict_of(np.flatnonzero(self._tenant == tenant), count)
+        self.num_cached -= len(gone)
+        self._keyed[gone] = False
+        if self.listing is not None:
+            self.listing.hide(gone)
+        self._settle(gone)
+
+    def _own(self, numbers: Ints, tenant: int) -> None:
+        """Those of these slots that belong to nobody belong to a tenant now."""
+        unowned = numbers[self._tenant[numbers] == 0]
+        if tenant and len(unowned):
+            self._tenant[unowned] = tenant
+            self._kept_of[tenant] += len(unowned)
+
+    def _disown(self, numbers: Ints) -> None:
+        owned = numbers[self._tenant[numbers] != 0]
+        tenants, counts = np.unique(self._tenant[owned], return_counts=True)
+        for tenant, count in zip(tenants.tolist(), counts.tolist(), strict=True):
+            self._kept_of[tenant] -= count
+            if not self._kept_of[tenant]:
+                del self._kept_of[tenant]
+        self._tenant[owned] = 0
+
+    def favour(self, numbers: Ints) -> None:
+        """Slots that were found are evicted later than others, until they hold other blocks."""
+        self._order.favour(numbers)
+
+    def pin(self, numbers: Ints, tenant: int, until: float) -> None:
+        """Pin slots that were found, for a tenant. A pin that ends later stays as it is.
+
+        A pin ends with `end_pins`, and with its block: when the slots are forgotten, or a copy has
+        failed.
+        """
+        self._own(numbers, tenant)
+        earlier = np.where(self.pinned(numbers), self._pinned_until[numbers], until)
+        self._pinned_until[numbers] = np.maximum(earlier, until)
+        self._order.pin(numbers, pinned=True)
+
+    def pinned(self, numbers: Ints) -> NDArray[np.bool_]:
+        """Which of these slots are pinned."""
+        pinned: NDArray[np.bool_] = self._order.pinned[numbers]
+        return pinned
+
+    def pins(self, tenant: int) -> tuple[int, int]:
+        """How many slots are pinned in all, and how many of them belong to a tenant."""
+        numbers = np.flatnonzero(self._order.pinned)
+        return len(numbers), int(np.count_nonzero(self._tenant[numbers] == tenant))
+
+    def end_pins(self, now: float) -> None:
+        """End the pins whose time has come."""
+        numbers = np.flatnonzero(self._order.pinned)
+        due = numbers[self._pinned_until[numbers] <= now]
+        if len(due):
+            self._order.pin(due, pinned=False)
+            self.releases += 1
 
     def hold(self, numbers: Ints) -> None:
         """Hold slots that another user holds already."""
@@ -321,6 +429,7 @@ class SlotPool:
         self._free[self._num_free : self._num_free + len(gone)] = np.sort(gone)[::-1]
         self._ready[gone] = False
         self._order.unused(gone)
+        self._disown(gone)
         self._num_free += len(gone)
         self.releases += 1
 

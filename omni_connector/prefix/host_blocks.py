@@ -5,8 +5,10 @@ A look-up reads the own index and those of the neighbours, in the call that asks
 a block may go before it is read, which its generation and its key then tell the reader.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -17,8 +19,10 @@ from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.memory.block_index import BlockIndex, find_prefix, tags_of
 from omni_connector.memory.slot_index import Ints
 from omni_connector.memory.slot_pool import NONE, SlotPool, header_keys
+from omni_connector.prefix.hints import NO_HINTS, Favours, Hints
 from omni_connector.prefix.jobs import HostLoadSpec, KeepSpec
 from omni_connector.prefix.neighbours import Arenas, Neighbour, Neighbours
+from omni_connector.stats import Stats
 
 NOBODY: Final = -1
 
@@ -93,11 +97,13 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A block that has filled: its group, hash and number."""
+    """A block that has filled: its group, hash and number, its tenant, and what is asked for it."""
 
     group: int
     block_hash: bytes
     block_id: int
+    tenant: int = 0
+    hints: Hints = NO_HINTS
 
 
 class HostBlocks:
@@ -111,6 +117,8 @@ class HostBlocks:
         groups: what this engine keeps.
         key_prefix: what the keys of this engine's blocks have in common.
         load_timeout: seconds for the bytes.
+        favours: follows hints in the own arena.
+        stats: counts blocks beyond the quota of their tenant.
     """
 
     def __init__(
@@ -123,8 +131,12 @@ class HostBlocks:
         groups: tuple[GroupShape, ...],
         key_prefix: bytes,
         load_timeout: float,
+        favours: Favours,
+        stats: Stats,
     ) -> None:
         self._pool = pool
+        self._favours = favours
+        self._stats = stats
         self._own = Neighbour(index, arenas, own=True)
         self._neighbours = neighbours
         # Where a group keeps all tokens, a prefix ends at the first block that is missing.
@@ -247,19 +259,25 @@ class HostBlocks:
         slots: list[Ints] = []
         keys: list[bytes] = []
         dropped = 0
+        most = max(0, min(most, self._max_busy - self._busy))
         for g in range(len(self._whole)):
-            lacking = self._lacking(g, [each for each in filled if each.group == g])
-            room = max(0, min(most, self._max_busy - self._busy))
-            with self._pool.lock:
-                hashes = [each.block_hash for each in lacking]
-                chosen, taken, beyond = self._pool.keep(g, hashes, room)
-            dropped += beyond
-            most -= len(taken)
-            kept = [lacking[i] for i in chosen.tolist()]
+            candidates = [each for each in filled if each.group == g]
+            kept: list[Candidate] = []
+            for tenant, run in groupby(self._lacking(g, candidates), key=attrgetter("tenant")):
+                theirs = list(run)
+                with self._pool.lock:
+                    given = self._pool.keep(g, _hashes(theirs), most, tenant)
+                if given.over_quota:
+                    self._stats.count("blocks_over_quota", given.over_quota)
+                dropped += given.dropped
+                most -= len(given.slots)
+                kept += [theirs[i] for i in given.chosen.tolist()]
+                slots.append(given.slots)
+            for (tenant, hints), run in groupby(candidates, key=attrgetter("tenant", "hints")):
+                self._favours.grant(hints, tenant, g, _hashes(run))
             groups[g] = 0, [each.block_id for each in kept]
-            keys += header_keys(self._key_prefix, g, [each.block_hash for each in kept])
-            slots.append(taken)
-            self._busy += len(taken)
+            keys += header_keys(self._key_prefix, g, _hashes(kept))
+            self._busy += len(kept)
         numbers = np.concatenate([NONE, *slots])
         if not numbers.size:
             return None, dropped
@@ -269,13 +287,14 @@ class HostBlocks:
         return KeepSpec(blocks=blocks, slots=numbers, generations=generations, keys=keys), dropped
 
     def _lacking(self, group: int, filled: list[Candidate]) -> list[Candidate]:
-        """Those of these blocks that no engine's index has."""
+        """Those of these blocks that no engine's index has; some must be in the own one."""
         if not filled:
             return []
-        tags = tags_of(self._key_prefix, group, [each.block_hash for each in filled])
-        lacks = np.ones(len(tags), bool)
-        for engine in (self._own, *self._neighbours.present()):
-            lacks &= engine.index.find(tags)[0] < 0
+        tags = tags_of(self._key_prefix, group, _hashes(filled))
+        here = np.array([each.hints.keeps_here for each in filled])
+        lacks = self._own.index.find(tags)[0] < 0
+        for engine in self._neighbours.present():
+            lacks &= here | (engine.index.find(tags)[0] < 0)
         return [each for each, lacking in zip(filled, lacks.tolist(), strict=True) if lacking]
 
     def kept(self, spec: KeepSpec, failure: str | None) -> None:
@@ -305,6 +324,10 @@ class HostBlocks:
         """Be no neighbour any more, and let go of the index. Idempotent."""
         self._neighbours.close()
         self._own.index.close()
+
+
+def _hashes(candidates: Iterable[Candidate]) -> list[bytes]:
+    return [each.block_hash for each in candidates]
 
 
 def _padded(found: Ints, wanted: Wanted, value: int) -> Ints:

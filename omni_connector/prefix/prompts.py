@@ -11,6 +11,7 @@ import numpy as np
 from omni_connector.kv.ledger import EngineRequest
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
+from omni_connector.prefix.hints import Hints
 from omni_connector.prefix.host_blocks import Found
 from omni_connector.prefix.lookups import Held, Lookup
 
@@ -25,6 +26,8 @@ class SharedPrompt:
     adapter: str  # digest of the LoRA adapter's content; "" without one
     block_sizes: list[tuple[int, int]]  # of each group: tokens, and hashes, of a block
     sent: list[int]  # for each group, the blocks already considered for arena and store
+    tenant: int
+    hints: Hints
     fills_at: int = 0  # no block fills before so many tokens are computed
     hashes: list[list[bytes]] = field(default_factory=list)
     found: Found | None = None

@@ -12,6 +12,7 @@ from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.prefix.block_changes import BlockChanges
+from omni_connector.prefix.hints import NO_HINTS
 from omni_connector.prefix.host_blocks import Candidate, HostBlocks
 from omni_connector.prefix.jobs import StoreSaveSpec
 from omni_connector.prefix.lookups import Recently
@@ -89,7 +90,7 @@ class PrefixSaves:
         filled: dict[tuple[int, bytes], Candidate] = {}
         for request_id, tokens in scheduled.items():
             prompt = self._prompts.get(request_id)
-            if prompt is None:
+            if prompt is None or prompt.hints.cache == "no":
                 continue
             end = prompt.request.num_computed_tokens + tokens
             if end >= prompt.fills_at:
@@ -143,7 +144,9 @@ class PrefixSaves:
                     named = zip(prompt.keys(filled), part, strict=True)
                     for i, (key, block_id) in enumerate(named):
                         if block_id != NULL_BLOCK_ID:
-                            kept[g, key] = Candidate(g, key, block_id)
+                            other = kept.get((g, key))
+                            hints = prompt.hints.joined(other.hints if other else NO_HINTS)
+                            kept[g, key] = Candidate(g, key, block_id, prompt.tenant, hints)
                             if self._changes is not None:
                                 self._changes.filled(prompt.request, g, first + i, key, filled[i])
                 if self._stores:

@@ -24,6 +24,7 @@ from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, EngineRequ
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec
 from omni_connector.prefix.block_changes import BlockChanges
+from omni_connector.prefix.hints import NO_HINTS, Hints, tenant_of
 from omni_connector.prefix.host_blocks import HostBlocks, Wanted
 from omni_connector.prefix.jobs import StoreLoadSpec
 from omni_connector.prefix.lookups import BlockName, Lookup, StoreLookups
@@ -100,6 +101,7 @@ class SharedPrefix:
         self._load_timeout = load_timeout
         self._clock = clock
         self._stats = stats
+        self._hints: dict[str, Hints] = {}  # of requests that are not added yet
         self._prompts: dict[str, SharedPrompt] = {}
         self._queued: dict[int, TransferSpec] = {}
         evicted = host.evicted if host is not None else (lambda group, key: False)
@@ -120,6 +122,11 @@ class SharedPrefix:
             changes=changes,
         )
 
+    def hint(self, request_id: str, hints: Hints) -> bool:
+        """What a request asks, before it is added; returns whether that cannot be followed."""
+        self._hints[request_id] = hints
+        return self._host is None and hints.asks_arena
+
     def add(self, request: EngineRequest, *, stops_early: bool = False, adapter: str = "") -> None:
         """A request has arrived: ask what is held of its prompt.
 
@@ -135,6 +142,8 @@ class SharedPrefix:
             adapter=adapter,
             block_sizes=self._block_sizes,
             sent=[0] * len(self._groups),
+            tenant=tenant_of(request.cache_salt),
+            hints=self._hints.pop(request.request_id, NO_HINTS),
         )
         self._prompts[request.request_id] = prompt
         self._look_up(prompt)
@@ -308,6 +317,7 @@ class SharedPrefix:
 
     def finish(self, request_id: str) -> None:
         """The request is over. A load under way is told to stop."""
+        self._hints.pop(request_id, None)
         prompt = self._prompts.pop(request_id, None)
         if prompt is None:
             return

@@ -33,6 +33,7 @@ from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import loopback_key, runtime_dir, socket_path
 from omni_connector.net.status import EngineStatus, StatusReport, Usage
 from omni_connector.plugin import require_supported_vllm
+from omni_connector.prefix.hints import Favours
 from omni_connector.prefix.host_blocks import HostBlocks, touch
 from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.neighbours import Household
@@ -270,6 +271,7 @@ class _Assembly:
             group_ids=self._group_ids,
             hash_id=self._hash_id,
             load_timeout=self._config.load_timeout_s,
+            lingers=self._surroundings.lingers,
             clock=self._clock,
             stats=self._stats,
         )
@@ -333,7 +335,8 @@ class _Assembly:
 
     def _host_blocks(self, prefix: str) -> HostBlocks | None:
         """The arenas of this host; None where this engine does not share its own."""
-        if not self._config.share or self._directory is None:
+        config = self._config
+        if not config.share or self._directory is None:
             return None
         pool = self._directory.pool
         index = BlockIndex.create(
@@ -364,7 +367,9 @@ class _Assembly:
             neighbours=neighbours,
             groups=self._ours.groups,
             key_prefix=prefix.encode(),
-            load_timeout=self._config.load_timeout_s,
+            load_timeout=config.load_timeout_s,
+            favours=Favours(pool, self._clock, config.pin_part, config.tenant_quota, self._stats),
+            stats=self._stats,
         )
 
 

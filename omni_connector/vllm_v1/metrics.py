@@ -31,6 +31,9 @@ COUNTERS: Final = {
     "tokens_shared": "Prompt tokens whose KV came from the shared store.",
     "blocks_stored": "KV blocks that the shared store took, or had already.",
     "blocks_dropped": "KV blocks not stored, as too many were on their way.",
+    "blocks_over_quota": "KV blocks not kept, as their tenant had its part of the arena in use.",
+    "pins_refused": "KV blocks that were not pinned: beyond what may be, or not in the arena.",
+    "bad_hints": "Hints of requests that were unknown, wrong, or cannot be followed here.",
     "store_misses": "Prompts of which the shared store held nothing beyond the local prefix.",
     "handoffs_offered": "Finished prefills whose KV a peer may lease.",
     "handoffs_received": "Prompts whose KV was loaded from a peer.",
@@ -46,6 +49,7 @@ SECONDS: Final = {
 GAUGES: Final = {
     "slots_in_use": "Slots held by hand-offs or being written.",
     "slots_cached": "Slots kept for reuse that nobody holds.",
+    "slots_pinned": "Slots of them that are pinned.",
     "slots_total": "Slots in the arena.",
     "leases": "Hand-offs leased to a peer.",
 }

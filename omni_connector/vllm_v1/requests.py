@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.v1.request import RequestStatus
 
 from omni_connector.handoff.prompt import Prompt
+from omni_connector.prefix.hints import KEY, read_hints
+from omni_connector.prefix.shared_prefix import SharedPrefix
+from omni_connector.stats import Stats
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -69,11 +72,35 @@ def truncate(request: "Request", params: Mapping[str, Any]) -> None:
     del request.prompt_token_ids[-1:]
     del request._all_token_ids[-1:]
     request.num_prompt_tokens -= 1
+    answer_one_token(request)
+    # A dict of its own, because the caller's may serve more than one request.
+    request.kv_transfer_params = {**params, TRUNCATED: True}
+
+
+def take_hints(request: "Request", shared: SharedPrefix | None, stats: Stats) -> None:
+    """Read the hints of a new request, and leave of its params what they say of a hand-off.
+
+    Args:
+        shared: is told of the hints; None where nothing is shared.
+        stats: counts hints that are not followed.
+    """
+    params = request.kv_transfer_params
+    if not isinstance(params, Mapping) or KEY not in params:
+        return
+    hints, bad = read_hints(params)
+    bad += hints.asks_arena if shared is None else shared.hint(request.request_id, hints)
+    if bad:
+        stats.count("bad_hints", bad)
+    request.kv_transfer_params = {key: params[key] for key in params if key != KEY} or None
+    if hints.prefetch and request.kv_transfer_params is None:
+        answer_one_token(request)
+
+
+def answer_one_token(request: "Request") -> None:
+    """Have a request end with the first token of its answer."""
     request.max_tokens = 1
     if request.sampling_params is not None:
         request.sampling_params.min_tokens = 0  # else it would outlive its only token
-    # A dict of its own, because the caller's may serve more than one request.
-    request.kv_transfer_params = {**params, TRUNCATED: True}
 
 
 def recompute(request: "Request", manager: "KVCacheManager") -> None:

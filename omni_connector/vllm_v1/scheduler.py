@@ -38,11 +38,12 @@ from omni_connector.vllm_v1.compat import (
 )
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.metadata import OmniConnectorMetadata, OmniWorkerMetadata
-from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
+from omni_connector.vllm_v1.metrics import COUNTERS, GAUGES, OmniStats
 from omni_connector.vllm_v1.requests import (
     TRUNCATED,
     prompt_of,
     recompute,
+    take_hints,
     truncate,
     truncation_refusal,
 )
@@ -127,7 +128,7 @@ class OmniScheduler:
         # Where a group keeps its last tokens only, a prefill must end where the decode begins.
         self._stops_early = not attends_to_all(kv_cache_config)
         self._void: tuple[list[int], list[int]] = [], []
-        self._gauges: tuple[int, int, int] | None = None
+        self._gauges: tuple[int, ...] | None = None
 
     def _take_events(self) -> None:
         for event, number in self._upkeep.take().items():
@@ -175,6 +176,7 @@ class OmniScheduler:
             self._shared.add(request, stops_early=truncated, adapter=adapter)
 
     def _check_params(self, request: "Request") -> None:
+        take_hints(request, self._shared, self._stats)
         params = request.kv_transfer_params
         if params is not None and not is_usable(params):
             self._stats.fail("malformed_params")
@@ -321,7 +323,7 @@ class OmniScheduler:
 
     def build_meta(self, scheduler_output: "SchedulerOutput") -> OmniConnectorMetadata:
         """This step's work for the workers."""
-        meta = OmniConnectorMetadata()
+        meta = OmniConnectorMetadata(idle=not scheduler_output.total_num_scheduled_tokens)
         self._control_ended = self._upkeep.ended()
         self._follow_weights()
         if self._void[0]:
@@ -330,8 +332,7 @@ class OmniScheduler:
             self._sender.build(meta, scheduler_output, self._manager.get_blocks)
         self._uncache_incomplete()
         if self._receiver is not None:
-            computes = scheduler_output.total_num_scheduled_tokens > 0
-            self._receiver.build(meta, computes=computes)
+            self._receiver.build(meta, computes=not meta.idle)
         if self._shared is not None:
             scheduled = scheduler_output.num_scheduled_tokens
             self._shared.build(meta)
@@ -423,14 +424,13 @@ class OmniScheduler:
         if self._shared is not None:
             self._shared.count_failures()
         if self._directory is not None:
-            gauges = self._directory.usage()
+            held, cached, leases = self._directory.usage()
+            num_pinned = self._directory.pool.num_pinned
+            gauges = held, cached, num_pinned, self._directory.num_slots, leases
             if gauges != self._gauges:
                 self._gauges = gauges
-                held, cached, leases = gauges
-                stats.gauge("slots_in_use", held)
-                stats.gauge("slots_cached", cached)
-                stats.gauge("leases", leases)
-                stats.gauge("slots_total", self._directory.num_slots)
+                for name, value in zip(GAUGES, gauges, strict=True):
+                    stats.gauge(name, value)
         if stats.is_empty():
             return None
         taken = OmniStats()

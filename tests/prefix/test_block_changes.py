@@ -28,7 +28,7 @@ class Told:
         """Blocks fill, and those that get a slot are copied there."""
         for i, key in enumerate(keys):
             self.changes.filled("a", 0, i, key, key)
-        _, slots, _ = self.pool.keep(0, keys, len(keys))
+        slots = self.pool.keep(0, keys, len(keys)).slots
         self.pool.filled(slots)
         self.pool.let_go(slots[::-1])
 

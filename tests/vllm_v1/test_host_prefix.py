@@ -13,7 +13,7 @@ from omni_connector.prefix.neighbours import HostNeighbours
 from omni_connector.testing.simulation import check
 from omni_connector.testing.toy import BLOCK
 
-from .harness import assert_clean, hand_off, prompt, slots, wait
+from .harness import HANDOFF, assert_clean, hand_off, prompt, slots, wait
 from .stores import MASTER, PREFIX, QUESTION, landed
 
 pytestmark = pytest.mark.vllm
@@ -286,3 +286,189 @@ def test_an_engine_of_another_model_is_told_of_once(sharer, monkeypatch):
         ours = [text for text in told if text[1] != found._own.name]
         assert len(ours) == 1
         assert "another model" in str(ours[0][2])
+
+
+def hints(**asked):
+    return {"omni": asked}
+
+
+def pinned(engine):
+    """How many cached blocks of an engine are pinned."""
+    return engine.directory.pool.num_pinned
+
+
+def crowd(engine, rounds=3, **options):
+    """Have an engine keep several other prompts, of four blocks each."""
+    for seed in range(10, 10 + rounds):
+        publish(engine, prompt(4 * BLOCK, seed=seed), **options)
+
+
+def test_what_is_to_be_kept_out_is_neither_kept_nor_stored_but_loads(sharer, shelf, tokens):
+    first, second = sharer(extra=MASTER), sharer()
+    publish(first, params=hints(cache="no"))
+    assert (kept(first), first.count("blocks_stored")) == (0, 0)
+    publish(second)
+    answer = publish(first, QUESTION, max_tokens=6, params=hints(cache="no"))
+    assert answer.tokens == tokens(QUESTION, 6)
+    third = sharer()
+    third.generate(QUESTION)
+    assert third.count("tokens_from_host") == 6 * BLOCK
+    assert kept(first) == 0
+
+
+@pytest.mark.parametrize(("cache", "stays"), [("high", 4), ("normal", 0)])
+def test_what_is_favoured_stays_longer(sharer, cache, stays):
+    first, second = sharer(extra=slots(8)), sharer()
+    publish(first, PREFIX[: 4 * BLOCK], params=hints(cache=cache))
+    crowd(first)
+    second.generate([*PREFIX[: 4 * BLOCK], 5])
+    assert second.count("tokens_from_host") == stays * BLOCK
+
+
+@pytest.mark.parametrize("already_kept", [False, True])
+def test_what_is_pinned_stays_until_its_time(sharer, already_kept):
+    alone = sharer(extra=slots(16))
+    if already_kept:
+        publish(alone, PREFIX[: 4 * BLOCK])
+    publish(alone, PREFIX[: 4 * BLOCK], params=hints(pin_s=600))
+    crowd(alone, 8, params=hints(cache="high"))
+    assert (pinned(alone), alone.usage) == (4, (0, 16, 0))
+    other = sharer()
+    other.generate([*PREFIX[: 4 * BLOCK], 5])
+    assert other.count("tokens_from_host") == 4 * BLOCK
+    alone.directory.pool.end_pins(float("inf"))
+    crowd(alone, 8, params=hints(cache="high"))
+    late = sharer()
+    late.generate([*PREFIX[: 4 * BLOCK], 5])
+    assert late.count("tokens_from_host") == 0
+
+
+def test_pins_end_by_themselves(sharer):
+    alone = sharer(extra=slots(16))
+    publish(alone, PREFIX[: 2 * BLOCK], params=hints(pin_s=0.01))
+    publish(alone, PREFIX[: 4 * BLOCK], params=hints(pin_s=600))
+    publish(alone, prompt(BLOCK), params=hints(pin_s=0.01))
+    wait(lambda: pinned(alone) == 4)
+    assert_clean(alone)
+
+
+def test_no_more_is_pinned_than_the_share_of_the_arena(sharer):
+    alone = sharer(extra=slots(16))
+    publish(alone, params=hints(pin_s=600))
+    assert (pinned(alone), alone.count("pins_refused")) == (4, 2)
+    publish(alone, PREFIX[: 4 * BLOCK], params=hints(pin_s=900))  # the first four are those pinned
+    assert (pinned(alone), alone.count("pins_refused")) == (4, 2)
+    nothing = sharer(extra={**slots(16), "pin_part": 0})
+    publish(nothing, prompt(BLOCK), params=hints(pin_s=600))
+    assert (pinned(nothing), nothing.count("pins_refused")) == (0, 1)
+    assert not alone.failures()
+
+
+def test_no_tenant_pins_more_than_its_share(sharer):
+    alone = sharer(extra={**slots(32), "tenant_quota": 0.5})
+    for salt in ("a", "b", "c"):
+        publish(alone, prompt(4 * BLOCK + 1), salt=salt, params=hints(pin_s=600))
+    publish(alone, prompt(BLOCK), salt="a", params=hints(pin_s=600))
+    assert (pinned(alone), alone.count("pins_refused")) == (8, 5)
+
+
+def test_new_weights_end_pins(sharer):
+    alone = sharer()
+    publish(alone, params=hints(pin_s=600, cache="high"))
+    assert pinned(alone) == 6
+    assert alone.scheduler.reset_prefix_cache(reset_connector=True)
+    assert (pinned(alone), alone.usage) == (0, (0, 0, 0))
+    publish(alone)
+    assert (pinned(alone), alone.usage) == (0, (0, 6, 0))
+
+
+def test_a_pin_outlives_its_request(sharer):
+    alone = sharer()
+    request_id = alone.submit(PREFIX, max_tokens=50, params=hints(pin_s=600))
+    alone.run(lambda: alone.answers[request_id].tokens)
+    alone.abort(request_id)
+    assert_clean(alone)
+    assert pinned(alone) >= 6
+
+
+def test_of_what_two_requests_ask_for_a_block_the_more_is_done(sharer):
+    alone = sharer()
+    asked = [hints(pin_s=600), None, hints(cache="high"), hints(cache="no")]
+    ids = [alone.submit(PREFIX, params=params) for params in asked]
+    alone.run(lambda: alone.done(*ids))
+    assert_clean(alone)
+    assert (pinned(alone), alone.usage) == (6, (0, 6, 0))
+    assert alone.directory.pool._order._favoured.sum() == 6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prefetch_brings_blocks_into_the_own_arena(sharer, engine, family):
+    first, second = sharer(family=family), sharer(family=family)
+    publish(first)
+    assert len(publish(second, QUESTION, max_tokens=20, params=hints(prefetch=True)).tokens) == 1
+    assert second.count("tokens_from_host") == 6 * BLOCK
+    assert kept(second) > 0
+    assert not second.count("bad_hints")
+    first.shutdown()
+    third = engine(family=family, role="kv_both", extra=SHARE)
+    wait(lambda: len(neighbours(third).present()) == 1)
+    expected = engine(family=family).generate(QUESTION, 6).tokens
+    assert third.generate(QUESTION, 6).tokens == expected
+    assert third.count("tokens_from_host") == 6 * BLOCK
+
+
+@pytest.mark.parametrize(
+    ("asked", "bad"),
+    [
+        ({"omni": None}, 0),
+        ({"omni": {}}, 0),
+        ({"omni": 7}, 1),
+        ({"omni": {"cache": "never", "pin_s": -1, "prefetch": 1, "lasting": True}}, 4),
+        ({"omni": {"pin_s": float("nan")}}, 1),
+        ({"omni": {"cache": "no", "pin_s": 5}}, 1),
+        ({"omni": {str(number): number for number in range(1000)}}, 1),
+    ],
+)
+def test_bad_hints_are_counted_and_change_nothing(sharer, tokens, asked, bad):
+    alone = sharer()
+    answer = publish(alone, PREFIX, max_tokens=6, params=asked)
+    assert (answer.tokens, answer.params) == (tokens(PREFIX, 6), None)
+    assert (alone.count("bad_hints"), alone.failures()) == (bad, {})
+
+
+def test_hints_of_an_engine_that_shares_nothing_are_counted(engine, tokens):
+    alone = engine("kv_both")
+    for asked in ({"pin_s": 5}, {"prefetch": True}, {"cache": "high"}, {"cache": "no"}):
+        alone.generate(PREFIX, params=hints(**asked))
+    assert alone.count("bad_hints") == 3
+    assert alone.generate(PREFIX, 6, params=hints(pin_s=5)).tokens == tokens(PREFIX, 6)
+    assert_clean(alone)
+
+
+def test_hints_stand_beside_a_hand_off(sharer, tokens):
+    prefill, decode = sharer("kv_producer"), sharer("kv_consumer")
+    asked = {**HANDOFF, **hints(pin_s=600)}
+    answer = prefill.generate(PREFIX, params=asked)
+    assert answer.params is not None
+    assert asked["omni"] == {"pin_s": 600}  # a caller's dict is not changed
+    got = publish(decode, PREFIX, max_tokens=6, params={**answer.params, **hints(prefetch=True)})
+    assert got.tokens == tokens(PREFIX, 6)
+    assert decode.count("handoffs_received") == 1
+    assert_clean(prefill, decode)
+    assert pinned(prefill) == 6
+
+
+def test_a_tenant_takes_no_more_than_its_quota(sharer):
+    alone = sharer(extra={**slots(16), "tenant_quota": 0.25})
+    publish(alone, prompt(4 * BLOCK), salt="b")
+    for seed in range(3):
+        publish(alone, prompt(3 * BLOCK, seed=seed), salt="a")
+    assert alone.usage == (0, 8, 0)
+    assert alone.count("blocks_over_quota") == 0
+    publish(alone, salt="a")
+    assert alone.usage == (0, 8, 0)
+    assert alone.count("blocks_over_quota") == 2
+    other = sharer()
+    other.generate([*prompt(4 * BLOCK), 5], salt="b")
+    assert other.count("tokens_from_host") == 4 * BLOCK
+    assert not alone.failures()

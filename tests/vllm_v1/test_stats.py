@@ -68,7 +68,13 @@ def test_each_side_counts_its_part(reported):
     assert set(prefill.data["seconds"]) == {"save"}
     assert set(decode.data["seconds"]) == {"load", "claim"}
     gauges = prefill.data["gauges"]
-    assert gauges == {"slots_in_use": 0, "slots_cached": 4, "slots_total": 26, "leases": 0}
+    assert gauges == {
+        "slots_in_use": 0,
+        "slots_cached": 4,
+        "slots_pinned": 0,
+        "slots_total": 26,
+        "leases": 0,
+    }
 
 
 def test_every_name_that_is_counted_is_registered(reported):

@@ -164,7 +164,8 @@ def being_saved(half: Any) -> list[str]:
 def _fits(send: Any, half: Any) -> bool:
     directory = inspection.directory(half)
     assert directory is not None
-    return bool(sum(map(len, send.keys)) <= directory.num_slots - directory.usage()[0])
+    free = directory.num_slots - directory.usage()[0] - directory.pool.num_pinned
+    return bool(sum(map(len, send.keys)) <= free)
 
 
 def _id(send: Any) -> str:

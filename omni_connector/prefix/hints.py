@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request asks of the prefix cache: `omni: {...}` in its `kv_transfer_params`.
+
+A hint that cannot be followed is counted, and fails no request. Hints move no block between
+tenants, as the cache salt is a part of what names a block.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from omni_connector.memory.slot_index import SlotKey
+from omni_connector.memory.slot_pool import SlotPool
+from omni_connector.stats import Stats
+
+KEY: Final = "omni"
+"""Where hints stand in `kv_transfer_params`."""
+
+MAX_PIN_S: Final = 86400.0
+"""No block is pinned for longer."""
+
+# Of more hints than these, none is read.
+_MAX_HINTS: Final = 16
+
+_ORDER: Final = ("no", "normal", "high")
+
+
+class Hints(msgspec.Struct, frozen=True):
+    """What a request asks.
+
+    Attributes:
+        cache: `no`: its blocks are neither kept in the arena nor stored; `high`: what is kept of
+            them is evicted later than others.
+        pin_s: seconds for which its blocks are not evicted from this engine's arena.
+        prefetch: the request is there only to bring its blocks into this engine's arena.
+    """
+
+    cache: Literal["no", "normal", "high"] = "normal"
+    pin_s: Annotated[float, Meta(ge=0, le=MAX_PIN_S)] = 0.0
+    prefetch: bool = False
+
+    @property
+    def keeps_here(self) -> bool:
+        """Whether this engine keeps blocks, too, that a neighbour has."""
+        return self.prefetch or self.pin_s > 0
+
+    @property
+    def asks_arena(self) -> bool:
+        """Whether it takes an arena to follow them."""
+        return self.keeps_here or self.cache == "high"
+
+    def joined(self, other: "Hints") -> "Hints":
+        """What two requests ask for a block that both have."""
+        return Hints(
+            max(self.cache, other.cache, key=_ORDER.index),
+            max(self.pin_s, other.pin_s),
+            self.prefetch or other.prefetch,
+        )
+
+
+NO_HINTS: Final = Hints()
+
+
+def read_hints(params: Mapping[Any, Any]) -> tuple[Hints, int]:
+    """The hints of a request, and how many more it has that are unknown, wrong, or contradict.
+
+    Args:
+        params: `kv_transfer_params`, from outside.
+    """
+    given = params.get(KEY)
+    if given is None:
+        return NO_HINTS, 0
+    if not isinstance(given, Mapping) or len(given) > _MAX_HINTS:
+        return NO_HINTS, 1
+    known: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in Hints.__struct_fields__:
+            try:
+                known[key] = getattr(msgspec.convert({key: value}, Hints), key)
+            except (msgspec.ValidationError, UnicodeError, RecursionError):
+                continue
+    bad = len(given) - len(known)
+    hints = Hints(**known)
+    if hints.cache == "no" and hints.keeps_here:
+        return Hints("no"), bad + 1
+    return hints, bad
+
+
+def tenant_of(cache_salt: str | None) -> int:
+    """What the slots of a tenant are marked with, never 0. All requests without a salt are one."""
+    salt = b"" if cache_salt is None else b"=" + cache_salt.encode("utf-8", "surrogatepass")
+    return int.from_bytes(blake2b(salt, digest_size=8).digest(), "little", signed=True) or 1
+
+
+class Favours:
+    """Follows the hints of requests in this engine's arena.
+
+    Args:
+        pool: the slots.
+        clock: seconds, monotonic; that of `SlotPool.end_pins`.
+        pin_part: part of the slots that may be pinned.
+        tenant_quota: part of all slots, and of those that may be pinned, that one tenant may have.
+        stats: counts what is refused.
+    """
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        clock: Callable[[], float],
+        pin_part: float,
+        tenant_quota: float,
+        stats: Stats,
+    ) -> None:
+        self._pool = pool
+        self._clock = clock
+        num_slots = len(pool.generation)
+        pool.quota = int(tenant_quota * num_slots) if tenant_quota < 1 else None
+        self._max_pinned = int(pin_part * num_slots)
+        self._max_of_tenant = int(tenant_quota * pin_part * num_slots)
+        self._stats = stats
+
+    def grant(self, hints: Hints, tenant: int, group: int, keys: Sequence[SlotKey]) -> None:
+        """Follow the hints for those of these blocks of a group that the arena has, or will have.
+
+        The first are pinned first, because the later ones are of no use without them.
+        """
+        if hints.cache != "high" and not hints.pin_s:
+            return
+        with self._pool.lock:
+            slots = self._pool.find(group, keys)
+            if hints.cache == "high":
+                self._pool.favour(slots)
+            if not hints.pin_s:
+                return
+            pinned, of_tenant = self._pool.pins(tenant)
+            room = max(0, min(self._max_pinned - pinned, self._max_of_tenant - of_tenant))
+            known = self._pool.pinned(slots)
+            granted = slots[known | ((~known).cumsum() <= room)]
+            self._pool.pin(granted, tenant, self._clock() + hints.pin_s)
+        if len(keys) > len(granted):
+            self._stats.count("pins_refused", len(keys) - len(granted))

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hints are read whatever they are, and what they ask keeps within its bounds."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from omni_connector.memory.slot_pool import SlotPool
+from omni_connector.prefix.hints import (
+    MAX_PIN_S,
+    NO_HINTS,
+    Favours,
+    Hints,
+    read_hints,
+    tenant_of,
+)
+from omni_connector.testing.clock import FakeClock
+
+
+class Counts:
+    """Counts, and nothing else."""
+
+    def __init__(self) -> None:
+        self.of: Counter[str] = Counter()
+
+    def count(self, name: str, amount: int = 1) -> None:
+        self.of[name] += amount
+
+    def fail(self, kind: str, number: int = 1) -> None:
+        raise AssertionError(f"hints fail nothing: {kind}, {number}")
+
+    def time(self, name: str, seconds: float) -> None:
+        raise AssertionError(f"hints time nothing: {name}, {seconds}")
+
+
+@pytest.mark.parametrize(
+    ("asked", "hints", "bad"),
+    [
+        ({"cache": "high", "pin_s": 600, "prefetch": True}, Hints("high", 600.0, True), 0),
+        ({"cache": "no", "pin_s": 0, "prefetch": False}, Hints("no"), 0),
+        ({"cache": "no", "prefetch": True}, Hints("no"), 1),
+        ({"pin_s": MAX_PIN_S}, Hints(pin_s=MAX_PIN_S), 0),
+        ({"pin_s": 2 * MAX_PIN_S, "cache": "high"}, Hints("high"), 1),
+        ({"pin_s": "5"}, NO_HINTS, 1),
+        ({"pin_s": 10**400}, NO_HINTS, 1),
+        ({"pin_s": float("inf")}, NO_HINTS, 1),
+        ({"pin_s": True}, NO_HINTS, 1),
+        ({"cache": None, "prefetch": "yes", "\ud800": 1}, NO_HINTS, 3),
+        ({5: 6}, NO_HINTS, 1),
+        ([], NO_HINTS, 1),
+    ],
+)
+def test_of_hints_those_that_fit_are_followed(asked: object, hints: Hints, bad: int) -> None:
+    assert read_hints({"omni": asked}) == (hints, bad)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda part: st.lists(part, max_size=3) | st.dictionaries(st.text(), part, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(["cache", "pin_s", "prefetch"]) | st.text(max_size=5) | st.integers()
+
+
+@given(st.dictionaries(NAMES, ANYTHING, max_size=20) | ANYTHING)
+def test_whatever_is_asked_is_read(asked: object) -> None:
+    hints, bad = read_hints({"omni": asked})
+    assert 0 <= hints.pin_s <= MAX_PIN_S
+    assert 0 <= bad <= 17
+
+
+def test_tenants_differ_by_their_salt() -> None:
+    salts = (None, "", "a", "b", "\ud800")
+    assert len({tenant_of(salt) for salt in salts}) == len(salts)
+    assert tenant_of("a") == tenant_of("a")
+
+
+class FavourMachine(RuleBasedStateMachine):
+    """Keeping, hand-offs, hints, time, resets, in any order: bounds hold, and nothing is lost."""
+
+    SLOTS = 12
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = FakeClock()
+        self.pool = SlotPool(self.SLOTS)
+        self.favours = Favours(self.pool, self.clock, 0.5, 0.5, Counts())
+        self.saves: list[np.ndarray] = []
+        self.handoffs: list[np.ndarray] = []
+        self.until: dict[int, float] = {}  # when the pin of each pinned slot ends
+
+    tenants = st.sampled_from([1, 2, 3])
+
+    @staticmethod
+    def keys(tenant: int, first: int, count: int) -> list[bytes]:
+        return [b"%d/%d" % (tenant, i) for i in range(first, first + count)]
+
+    @rule(tenant=tenants, first=st.integers(0, 9), count=st.integers(1, 9))
+    def keep(self, tenant: int, first: int, count: int) -> None:
+        keys = self.keys(tenant, first, count)
+        lacking = count - len(self.pool.find(0, keys))
+        chosen, slots, beyond = self.pool.keep(0, keys, tenant)
+        assert len(chosen) == len(slots) <= lacking - beyond
+        if len(slots):
+            self.saves.append(slots)
+
+    @rule(tenant=tenants, first=st.integers(0, 9), count=st.integers(1, 9))
+    def take(self, tenant: int, first: int, count: int) -> None:
+        keys = self.keys(tenant, first, count)
+        pinned = self.pool._order.pinned.copy()
+        taken = self.pool.take([keys], [0])
+        if taken is None:
+            return
+        slots = taken[0][0]
+        lacks = self.pool.lacks(slots)
+        assert not pinned[slots[lacks]].any(), "a pinned slot was given to another block"
+        self.pool.fill(0, [keys[i] for i in np.flatnonzero(lacks)], slots[lacks])
+        self.pool.filled(slots[lacks])
+        self.handoffs.append(slots)
+
+    @rule(data=st.data(), well=st.booleans())
+    def end(self, data: st.DataObject, well: bool) -> None:
+        if self.saves:
+            slots = self.saves.pop(data.draw(st.integers(0, len(self.saves) - 1)))
+            (self.pool.filled if well else self.pool.unfilled)(slots)
+            self.pool.let_go(slots[::-1])
+        if self.handoffs:
+            slots = self.handoffs.pop(data.draw(st.integers(0, len(self.handoffs) - 1)))
+            self.pool.let_go(slots[::-1])
+
+    @rule(
+        tenant=tenants,
+        first=st.integers(0, 9),
+        count=st.integers(1, 9),
+        cache=st.sampled_from(["normal", "high"]),
+        pin_s=st.sampled_from([0, 5, 50]),
+    )
+    def grant(self, tenant: int, first: int, count: int, cache: str, pin_s: float) -> None:
+        before = self.pool._order.pinned.copy()
+        keys = self.keys(tenant, first, count)
+        self.favours.grant(Hints(cache, pin_s), tenant, 0, keys)
+        for slot in np.flatnonzero(self.pool._order.pinned & ~before).tolist():
+            self.until[slot] = 0.0
+        for slot in self.pool.find(0, keys).tolist() if pin_s else ():
+            if self.pool._order.pinned[slot]:
+                self.until[slot] = max(self.until[slot], self.clock() + pin_s)
+
+    @rule(seconds=st.sampled_from([1, 10, 100]))
+    def wait(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        pinned = np.flatnonzero(self.pool._order.pinned).tolist()
+        self.pool.end_pins(self.clock())
+        stay = [slot for slot in pinned if self.until[slot] > self.clock()]
+        assert np.flatnonzero(self.pool._order.pinned).tolist() == stay
+
+    @rule()
+    def forget(self) -> None:
+        self.pool.forget()
+        assert not self.pool._order.pinned.any()
+
+    @invariant()
+    def counts_agree(self) -> None:
+        pool = self.pool
+        order = pool._order
+        cached = order.here(np.arange(self.SLOTS))
+        assert pool.num_cached == np.count_nonzero(cached)
+        assert pool.num_pinned == np.count_nonzero(cached & order.pinned)
+        assert pool.num_held == np.count_nonzero(pool._users)
+        owners = Counter(tenant for tenant in pool._tenant.tolist() if tenant)
+        assert owners == pool._kept_of
+        free = pool._free[: pool._num_free]
+        assert not pool._tenant[free].any()
+        assert not order.pinned[free].any()
+        assert not order._favoured[free].any()
+
+    @invariant()
+    def bounds_hold(self) -> None:
+        for tenant in (1, 2, 3):
+            pinned, of_tenant = self.pool.pins(tenant)
+            assert pinned <= 6
+            assert of_tenant <= 3
+
+    def teardown(self) -> None:
+        for slots in self.saves:
+            self.pool.unfilled(slots)
+        for slots in (*self.saves, *self.handoffs):
+            self.pool.let_go(slots[::-1])
+        self.pool.end_pins(float("inf"))
+        assert (self.pool.num_held, self.pool.num_pinned) == (0, 0)
+        self.pool.forget()
+        assert not self.pool._kept_of
+        assert self.pool._num_free == self.SLOTS
+
+
+TestFavours = FavourMachine.TestCase
+TestFavours.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize(("pins", "stays"), [([50, 5], True), ([5, 50], True), ([5, 5], False)])
+def test_of_two_pins_the_one_that_ends_later_counts(pins: list[float], stays: bool) -> None:
+    clock, pool = FakeClock(), SlotPool(4)
+    favours = Favours(pool, clock, 0.5, 1.0, Counts())
+    _, slots, _ = pool.keep(0, [b"a"], tenant=1)
+    pool.filled(slots)
+    pool.let_go(slots)
+    for seconds in pins:
+        favours.grant(Hints(pin_s=seconds), 1, 0, [b"a"])
+    clock.advance(10)
+    pool.end_pins(clock())
+    assert pool.pinned(slots).all() == stays
+
+
+@pytest.mark.parametrize("quota", [0, 3])
+def test_of_a_tenant_beyond_its_quota_what_was_used_longest_ago_goes(quota: int) -> None:
+    pool = SlotPool(10)
+    pool.quota = quota
+    for number in range(5):
+        _, slots, beyond = pool.keep(0, [b"%d" % number], tenant=1)
+        assert beyond == (not quota)
+        pool.filled(slots)
+        pool.let_go(slots)
+    there = [len(pool.find(0, [b"%d" % number])) for number in range(5)]
+    assert there == [0, 0, *[quota // 3] * 3]
+    assert pool.keep(0, [b"other", b"one"], tenant=2)[2] == max(0, 2 - quota)
+
+
+def test_a_tenant_that_holds_its_quota_keeps_no_more() -> None:
+    pool = SlotPool(10)
+    pool.quota = 2
+    pool.keep(0, [b"a", b"b"], tenant=1)
+    chosen, _, beyond = pool.keep(0, [b"c"], tenant=1)
+    assert (len(chosen), beyond) == (0, 1)
