@@ -175,7 +175,7 @@ class Loader:
                 steps, zeros = self._steps(job)
                 waiting.extend(steps)
                 for group, block_ids in zeros:
-                    self._zero(group, block_ids, fence)
+                    self._copier.zero(group, block_ids, fence=fence)
                     yield True
                 while waiting:
                     if cancelled():
@@ -410,12 +410,9 @@ class Loader:
     def _wipe(self, steps: deque[_Step], fence: object) -> None:
         try:
             for step in steps:
-                self._zero(step.group, step.block_ids, fence)
+                self._copier.zero(step.group, step.block_ids, fence=fence)
         except Exception:  # the request is reported as failed in any case, and must be
             logger.exception("Blocks of a failed load could not be zeroed")
-
-    def _zero(self, group: int, block_ids: Blocks, fence: object) -> None:
-        self._copier.zero(group, block_ids, fence=fence)
 
 
 def _endpoints(job: LoadSpec, plan: _Plan) -> list[tuple[Endpoint, ...]]:

@@ -114,9 +114,9 @@ class BlockFolder:
                 os.rename(temporary, path)
                 return True
         except BaseException:
-            _remove(temporary)
+            self.remove(temporary)
             raise
-        _remove(temporary)
+        self.remove(temporary)
         return False
 
     def _create(self, path: str) -> int:
@@ -130,7 +130,11 @@ class BlockFolder:
 
     def remove(self, path: str) -> bool:
         """Remove a file; returns whether it was there and has gone."""
-        return _remove(path)
+        try:
+            os.unlink(path)
+        except OSError:  # gone already, or swept later
+            return False
+        return True
 
     def files(self) -> Iterator[BlockFile | None]:
         """All files of the store, in any order; None now and then, where one may pause.
@@ -160,11 +164,3 @@ class BlockFolder:
         """What the file system has left for this user."""
         status = os.statvfs(self.path)
         return status.f_bavail * status.f_frsize
-
-
-def _remove(path: str) -> bool:
-    try:
-        os.unlink(path)
-    except OSError:  # gone already, or swept later
-        return False
-    return True

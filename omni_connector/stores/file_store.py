@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -67,6 +68,10 @@ class _Call:
     def wanted(self) -> bool:
         """Whether somebody waits for the rest of the answers."""
         return not self.given_up
+
+
+_Question = Callable[[_Call], bool]
+"""Answers for one key, within a call."""
 
 
 class _BackOff:
@@ -149,12 +154,11 @@ class FileBlockStore(BlockStore):
             return dict(self._failures)
 
     def exists(self, keys: Sequence[str], *, timeout: float) -> list[bool]:
-        asked, now = list(keys), time.time_ns()
-
-        def answer(call: _Call, i: int) -> bool:
-            return self._look_up(asked[i], now - i * _TOUCH_STEP_NS)
-
-        return self._in_time(self._lookups, len(asked), answer, timeout)
+        now = time.time_ns()
+        asked = [
+            partial(self._look_up, key, now - i * _TOUCH_STEP_NS) for i, key in enumerate(keys)
+        ]
+        return self._in_time(self._lookups, asked, timeout)
 
     def buffer(self, rows: int, row_bytes: int) -> Rows:
         stride = in_pages(row_bytes)
@@ -163,34 +167,17 @@ class FileBlockStore(BlockStore):
     def put(
         self, keys: Sequence[str], rows: Rows, lengths: Sequence[int], *, timeout: float
     ) -> list[bool]:
-        check_rows(keys, rows, lengths)
-        asked, sizes = list(keys), list(lengths)
-
-        def answer(call: _Call, i: int) -> bool:
-            return self._put(asked[i], rows[i, : sizes[i]], call)
-
-        stored = self._in_time(self._puts, len(asked), answer, timeout)
+        stored = self._in_time(self._puts, _for_each(self._put, keys, rows, lengths), timeout)
         self._see_to_sweeping()
         return stored
 
     def get(
         self, keys: Sequence[str], rows: Rows, lengths: Sequence[int], *, timeout: float
     ) -> list[bool]:
-        check_rows(keys, rows, lengths)
-        asked, sizes = list(keys), list(lengths)
-
-        def answer(call: _Call, i: int) -> bool:
-            return self._get(asked[i], rows[i, : sizes[i]], call)
-
-        return self._in_time(self._gets, len(asked), answer, timeout)
+        return self._in_time(self._gets, _for_each(self._get, keys, rows, lengths), timeout)
 
     def discard(self, keys: Sequence[str], *, timeout: float) -> None:
-        asked = list(keys)
-
-        def answer(call: _Call, i: int) -> bool:
-            return self._folder.remove(self._folder.path_of(asked[i]))
-
-        self._in_time(self._puts, len(asked), answer, timeout)
+        self._in_time(self._puts, [partial(self._discard, key) for key in keys], timeout)
 
     def close(self) -> None:
         with self._lock:
@@ -206,13 +193,10 @@ class FileBlockStore(BlockStore):
     # Calls, on threads that nobody has to wait for.
 
     def _in_time(
-        self,
-        back_off: _BackOff,
-        count: int,
-        answer: Callable[[_Call, int], bool],
-        timeout: float,
+        self, back_off: _BackOff, questions: Sequence[_Question], timeout: float
     ) -> list[bool]:
-        """The answers for so many keys; False for those that do not come in time."""
+        """The answers to these questions; False for those that do not come in time."""
+        count = len(questions)
         call = _Call(count)
         if not count or self._closed:
             return call.answers
@@ -220,7 +204,7 @@ class FileBlockStore(BlockStore):
             self._count("backed off", count)
             return call.answers
         try:
-            future = self._calls.start(lambda: self._answer_all(call, answer))
+            future = self._calls.start(lambda: self._answer_all(call, questions))
         except TransportError:  # so many calls hang
             self._count("busy", count)
             return call.answers
@@ -246,11 +230,11 @@ class FileBlockStore(BlockStore):
             logger.error("This should not happen; please report it", exc_info=error)
         return answers
 
-    def _answer_all(self, call: _Call, answer: Callable[[_Call, int], bool]) -> None:
+    def _answer_all(self, call: _Call, questions: Sequence[_Question]) -> None:
         if not self._prepared:
             self._prepare()
-        for i in range(len(call.answers)):
-            found = answer(call, i)
+        for i, question in enumerate(questions):
+            found = question(call)
             with call.lock:
                 if not call.wanted():
                     return
@@ -261,7 +245,7 @@ class FileBlockStore(BlockStore):
         self._folder.prepare()
         self._prepared = True
 
-    def _look_up(self, key: str, now_ns: int) -> bool:
+    def _look_up(self, key: str, now_ns: int, call: _Call) -> bool:
         path = self._folder.path_of(key)
         try:
             status = os.stat(path)
@@ -300,6 +284,9 @@ class FileBlockStore(BlockStore):
         self._count("other length", 1)
         self._folder.remove(path)
         return False
+
+    def _discard(self, key: str, call: _Call) -> bool:
+        return self._folder.remove(self._folder.path_of(key))
 
     def _count(self, kind: str, number: int) -> None:
         with self._lock:
@@ -343,6 +330,20 @@ class FileBlockStore(BlockStore):
             self._pieces = None
             return max(self._sweeper.due(), _FIRST_PAUSE_S)
         return 4 * (self._clock() - began)  # a large folder is no reason to keep a core busy
+
+
+def _for_each(
+    move: Callable[[str, Rows, _Call], bool],
+    keys: Sequence[str],
+    rows: Rows,
+    lengths: Sequence[int],
+) -> list[_Question]:
+    """A question for each key, about as many bytes of its row as are asked for."""
+    check_rows(keys, rows, lengths)
+    return [
+        partial(move, key, row[:length])
+        for key, row, length in zip(keys, rows, lengths, strict=True)
+    ]
 
 
 def _read(fd: int, row: Rows, call: _Call) -> bool:

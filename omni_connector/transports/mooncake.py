@@ -7,13 +7,12 @@ bytes have arrived.
 """
 
 import functools
-import itertools
 import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -83,15 +82,6 @@ class MooncakeTransport(ArenaTransport):
     @classmethod
     def create(cls, settings: MooncakeSettings, site: Site) -> "MooncakeTransport":
         return cls(settings=settings, host=site.host, allows=site.allows)
-
-    @property
-    def host(self) -> str:
-        """Address of this machine that peers reach; starts the engine.
-
-        Raises:
-            MissingDependencyError, TransportError: it does not start.
-        """
-        return self._engine.host
 
     def export(self, arena: Arena, name: str) -> Endpoint:
         export = _Export(arena, name, writable=self._engine.protocol != "tcp")
@@ -276,18 +266,11 @@ class MooncakeArena(RemoteArena):
             [MemoryRange(at + run.start * HEADER_BYTES, len(run) * HEADER_BYTES) for run in runs],
             deadline,
         ).tobytes()
-        starts = itertools.accumulate((len(run) for run in runs), initial=0)
-        row_of = {
-            slot: start + i
-            for run, start in zip(runs, starts, strict=False)
-            for i, slot in enumerate(run)
-        }
+        starts = dict(zip(chain.from_iterable(runs), range(0, len(raw), HEADER_BYTES), strict=True))
         headers = []
         for slot, generation in zip(slot_ids, generations, strict=True):
-            row = row_of[slot] * HEADER_BYTES
-            header = SlotHeader.decode(
-                raw[row : row + HEADER_BYTES], slot, self._geometry.slot_bytes
-            )
+            content = raw[starts[slot] : starts[slot] + HEADER_BYTES]
+            header = SlotHeader.decode(content, slot, self._geometry.slot_bytes)
             header.require_published(slot, generation)
             headers.append(header)
         return headers

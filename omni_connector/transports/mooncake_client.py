@@ -230,8 +230,8 @@ class StoreClient:
             if code != OK:
                 logger.warning("Mooncake does not unregister memory: %s", name_of(code))
 
-    def close(self, timeout: float = _CLOSE_S) -> None:
-        """Undo one `open`. The last `close` leaves the store, and waits for it `timeout` seconds.
+    def close(self) -> None:
+        """Undo one `open`. The last `close` leaves the store, and waits 3 seconds for that.
 
         Calls that are running end before the store is left, even if that takes longer.
         """
@@ -241,15 +241,15 @@ class StoreClient:
                 return
             if self._shared.get(self.settings) is self:
                 del self._shared[self.settings]
-        self._leave_store(timeout)
+        self._leave_store()
 
-    def _leave_store(self, timeout: float) -> None:
+    def _leave_store(self) -> None:
         with self._lock:
             first, self._closed = not self._closed, True
         if first:
             self._threads.close()
-        if not self._ended.wait(timeout) and first:
-            logger.warning("Mooncake's client did not close within %g s and is left", timeout)
+        if not self._ended.wait(_CLOSE_S) and first:
+            logger.warning("Mooncake's client did not close within %g s and is left", _CLOSE_S)
 
     def _end(self) -> None:
         with self._lock:
@@ -297,7 +297,8 @@ class StoreClient:
     def _ask(self) -> None:
         try:
             if self._store is None:
-                self._set_up()
+                with threads_on(copy_cores()):
+                    self._set_up()
             else:
                 _reach(self.settings.master)
                 (code,) = self._store.batch_is_exist(["omni-connector/ping"])
@@ -326,10 +327,6 @@ class StoreClient:
             self._changed.notify_all()
 
     def _set_up(self) -> None:
-        with threads_on(copy_cores()):
-            self._start_store()
-
-    def _start_store(self) -> None:
         settings = self.settings
         own = _reach(settings.master)
         for variable, value in _LIMITS.items():
@@ -389,7 +386,7 @@ class KeyTurns:
 def _leave_stores() -> None:
     # A thread that returns from Mooncake after the interpreter's end would crash the process.
     for client in list(StoreClient._shared.values()):
-        client._leave_store(_CLOSE_S)
+        client._leave_store()
 
 
 def _register(store: Any, memory: NDArray[np.uint8]) -> None:

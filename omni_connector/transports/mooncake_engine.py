@@ -88,15 +88,6 @@ class TransferEngine:
         return self._settings.protocol
 
     @property
-    def host(self) -> str:
-        """Address of this machine that peers reach; starts the engine, as `address` does.
-
-        Raises:
-            MissingDependencyError, TransportError: as `address`.
-        """
-        return self.address.rpartition(":")[0].strip("[]")
-
-    @property
     def address(self) -> str:
         """`host:port` under which peers reach this engine; starts it, on this host if need be.
 
@@ -262,18 +253,15 @@ def address_towards(peer: HostPort) -> str:
         raise PeerUnreachableError(f"no way to {peer}: {error}") from error
 
 
-def join(ranges: Iterable[MemoryRange]) -> Iterator[MemoryRange]:
+def join(ranges: Iterable[MemoryRange]) -> list[MemoryRange]:
     """The same bytes in the same order, in as few ranges as possible."""
-    joined: MemoryRange | None = None
+    joined: list[MemoryRange] = []
     for each in ranges:
-        if joined is not None and joined.address + joined.size == each.address:
-            joined = MemoryRange(joined.address, joined.size + each.size)
-            continue
-        if joined is not None:
-            yield joined
-        joined = each
-    if joined is not None:
-        yield joined
+        if joined and (last := joined[-1]).address + last.size == each.address:
+            joined[-1] = MemoryRange(last.address, last.size + each.size)
+        else:
+            joined.append(each)
+    return joined
 
 
 def cut(ranges: Iterable[MemoryRange], size: int = RANGE_BYTES) -> Iterator[MemoryRange]:

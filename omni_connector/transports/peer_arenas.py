@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Final
 
 from omni_connector.net.watch import WATCH_S, Watch
-from omni_connector.trace import Trace, now
+from omni_connector.trace import now
 from omni_connector.transports import ArenaTransport, Endpoint, RemoteArena
 from omni_connector.transports.choice import Transports
 from omni_connector.transports.reading import PeerThreads
@@ -93,17 +94,21 @@ class PeerArenas:
             for each in list(self._known.values()):
                 self._drop(each)
 
-    def take(
-        self, endpoint: Endpoint, mapped: bool, attach: Callable[[], RemoteArena]
-    ) -> _Attached:
-        """The arena at an address, for a load that will `leave` it."""
+    def take(self, endpoints: tuple[Endpoint, ...]) -> _Attached:
+        """The arena with these endpoints, for a load that will `leave` it.
+
+        Raises:
+            PeerRefusedError: no transport reaches it.
+        """
+        transport, endpoint = self._transports.choose(endpoints)
         with self._lock:
             known = self._known.get(endpoint.address)
             if known is None or known.endpoint != endpoint or known.failed:
                 if known is not None:
                     self._drop(known)
-                known = self._known[endpoint.address] = _Attached(endpoint, mapped)
-                self._threads.submit(endpoint.address, _into(known.arena, attach))
+                known = _Attached(endpoint, transport.supports_mapping)
+                self._known[endpoint.address] = known
+                self._threads.submit(endpoint.address, partial(self._attach, transport, known))
             known.users += 1
         self._watch.start()
         return known
@@ -117,6 +122,17 @@ class PeerArenas:
                 self._drop(attached)
             elif attached.dropped and not attached.users:
                 attached.arena.add_done_callback(_close)
+
+    def _attach(self, transport: ArenaTransport, attached: _Attached) -> None:
+        trace = self._transports.trace
+        began = 0 if trace is None else now()
+        try:
+            arena = transport.attach(attached.endpoint, timeout=ATTACH_S)
+            if trace is not None:
+                trace.span("attach", began, transport=attached.endpoint.transport)
+            attached.arena.set_result(arena)
+        except BaseException as error:  # noqa: BLE001 - it is raised where the arena is asked for
+            attached.arena.set_exception(error)
 
     def _drop(self, attached: _Attached) -> None:
         # Holds the lock. Loads that read the arena go on, and the last of them closes it.
@@ -150,43 +166,16 @@ class OpenArenas:
         Raises:
             OmniError: it cannot be attached.
         """
-        arena = self._take(endpoints).arena
-        return arena.result() if arena.done() else None
+        attached = self._taken.get(endpoints)
+        if attached is None:
+            attached = self._taken[endpoints] = self._arenas.take(endpoints)
+        return attached.arena.result() if attached.arena.done() else None
 
     def close(self, *, failed: bool) -> None:
         """End the load's use of its arenas. Idempotent."""
         taken, self._taken = self._taken, {}
         for attached in taken.values():
             self._arenas.leave(attached, failed=failed)
-
-    def _take(self, endpoints: tuple[Endpoint, ...]) -> _Attached:
-        attached = self._taken.get(endpoints)
-        if attached is None:
-            connector, endpoint = self._arenas._transports.choose(endpoints)
-            attached = self._taken[endpoints] = self._arenas.take(
-                endpoint,
-                connector.supports_mapping,
-                lambda: _attach(connector, endpoint, self._arenas._transports.trace),
-            )
-        return attached
-
-
-def _attach(connector: ArenaTransport, endpoint: Endpoint, trace: Trace | None) -> RemoteArena:
-    began = 0 if trace is None else now()
-    arena = connector.attach(endpoint, timeout=ATTACH_S)
-    if trace is not None:
-        trace.span("attach", began, transport=endpoint.transport)
-    return arena
-
-
-def _into(future: "Future[RemoteArena]", attach: Callable[[], RemoteArena]) -> Callable[[], None]:
-    def run() -> None:
-        try:
-            future.set_result(attach())
-        except BaseException as error:  # noqa: BLE001 - it is raised where the arena is asked for
-            future.set_exception(error)
-
-    return run
 
 
 def _close(future: "Future[RemoteArena]") -> None:

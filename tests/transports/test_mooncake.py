@@ -305,7 +305,7 @@ def test_mooncake_runs_on_the_cores_of_copies(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(mooncake_engine, "copy_cores", lambda: frozenset({0, 1, 2}))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1})
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: set_to.append(set(cores)))
-    assert TransferEngine(SETTINGS, "127.0.0.2").host == "127.0.0.2"
+    assert TransferEngine(SETTINGS, "127.0.0.2").address == "127.0.0.2:1"
     assert set_to == [{0, 1, 2}, {0, 1, 2}, {1}]
 
 

@@ -212,8 +212,9 @@ MENDED: Final = (
         "the one thread of all loads attaches, and waits for who is silent",
         (
             "omni_connector.transports.peer_arenas",
-            "                self._threads.submit(endpoint.address, _into(known.arena, attach))\n",
-            "                _into(known.arena, attach)()\n",
+            "                self._threads.submit(endpoint.address, partial(self._attach, "
+            "transport, known))\n",
+            "                self._attach(transport, known)\n",
         ),
     ),
     mutant(
