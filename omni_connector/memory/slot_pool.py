@@ -293,32 +293,34 @@ class SlotPool:
             tenant: to whom the slots will belong; 0 for nobody.
         """
         lacking = np.flatnonzero(self._index.find(group, keys, 1) < 0)
-        within = len(lacking)
-        if tenant and self.quota is not None:
-            over = self._kept_of[tenant] + len(lacking) - self.quota
-            if over > 0:
-                self._evict_of(tenant, over)
-                within = max(0, min(within, self.quota - self._kept_of[tenant]))
-        chosen = lacking[: min(most, within, self._num_available)]
+        wanted = lacking[:most]
+        within = self._room(tenant, len(wanted))
+        chosen = wanted[: min(within, self._num_available)]
         slots = self._new(len(chosen)) if len(chosen) else NONE
         self._own(slots, tenant)
         self.fill(group, [keys[i] for i in chosen.tolist()], slots)
-        return Kept(chosen, slots, len(lacking) - within, within - len(chosen))
+        over_quota = len(wanted) - within
+        return Kept(chosen, slots, over_quota, len(lacking) - over_quota - len(chosen))
 
-    def _evict_of(self, tenant: int, count: int) -> None:
-        gone = self._order.evict_of(np.flatnonzero(self._tenant == tenant), count)
-        self.num_cached -= len(gone)
-        self._keyed[gone] = False
-        if self.listing is not None:
-            self.listing.hide(gone)
-        self._settle(gone)
+    def _room(self, tenant: int, count: int) -> int:
+        """How many of so many more slots may belong to a tenant, after its own have made room."""
+        if not tenant or self.quota is None:
+            return count
+        over = self._kept_of[tenant] + count - self.quota
+        if over > 0:
+            gone = self._order.evict_of(np.flatnonzero(self._tenant == tenant), over)
+            self.num_cached -= len(gone)
+            self._keyed[gone] = False
+            if self.listing is not None:
+                self.listing.hide(gone)
+            self._settle(gone)
+        return max(0, min(count, self.quota - self._kept_of[tenant]))
 
     def _own(self, numbers: Ints, tenant: int) -> None:
-        """Those of these slots that belong to nobody belong to a tenant now."""
-        unowned = numbers[self._tenant[numbers] == 0]
-        if tenant and len(unowned):
-            self._tenant[unowned] = tenant
-            self._kept_of[tenant] += len(unowned)
+        """These slots, which belong to nobody, belong to a tenant now."""
+        if tenant and len(numbers):
+            self._tenant[numbers] = tenant
+            self._kept_of[tenant] += len(numbers)
 
     def _disown(self, numbers: Ints) -> None:
         owned = numbers[self._tenant[numbers] != 0]
@@ -333,15 +335,24 @@ class SlotPool:
         """Slots that were found are evicted later than others, until they hold other blocks."""
         self._order.favour(numbers)
 
-    def pin(self, numbers: Ints, tenant: int, until: float) -> None:
-        """Pin slots that were found, for a tenant. A pin that ends later stays as it is.
+    def pin(self, numbers: Ints, tenant: int, until: float) -> int:
+        """Pin slots that were found, for a tenant; returns how many its quota allows. A pin that
+        ends later stays as it is.
 
         A pin ends with `end_pins`, and with its block: when the slots are forgotten, or a copy has
         failed.
         """
-        self._own(numbers, tenant)
-        earlier = np.where(self.pinned(numbers), self._pinned_until[numbers], until)
-        self._pinned_until[numbers] = np.maximum(earlier, until)
+        owned = self._tenant[numbers] != 0
+        self._pin(numbers[owned], until)  # before others of the tenant make room
+        more = numbers[~owned]
+        more = more[: self._room(tenant, len(more))]
+        self._own(more, tenant)
+        self._pin(more, until)
+        return int(np.count_nonzero(owned)) + len(more)
+
+    def _pin(self, numbers: Ints, until: float) -> None:
+        former = self._pinned_until[numbers] * self.pinned(numbers)
+        self._pinned_until[numbers] = np.maximum(former, until)
         self._order.pin(numbers, pinned=True)
 
     def pinned(self, numbers: Ints) -> NDArray[np.bool_]:
