@@ -163,6 +163,18 @@ def free_for(half: "OmniScheduler", keys: "Sequence[Sequence[bytes | None]]") ->
     return half._directory.num_slots - half._directory.usage()[0] - pool.num_pinned + own
 
 
+def free_slots(half: "OmniScheduler") -> int:
+    """Return how many slots of an engine hold nothing."""
+    assert half._directory is not None
+    held, cached, _ = half._directory.usage()
+    return half._directory.num_slots - held - cached
+
+
+def counted(half: "OmniScheduler", name: str) -> int:
+    """Return what a scheduler half has counted since vLLM took its counts last."""
+    return int(half._stats.data["counts"].get(name, 0))
+
+
 def owned(half: "OmniScheduler") -> int:
     """Return how many slots are counted as those of tenants."""
     assert half._directory is not None

@@ -107,7 +107,7 @@ class Promises:
             wish = self._wishes.given.get(request_id, NO_WISH)
             for g, keys in self._newly_filled(half, request):
                 self._remember(request, wish, keys)
-                if hosts and wish.pin_s:
+                if hosts and (wish.prefetch or wish.pin_s):
                     self._asks(half, request, wish, g, keys, now, before)
         self._nothing_unwanted(names, stored)
         if hosts:
@@ -148,16 +148,25 @@ class Promises:
         now: float,
         before: set[int],
     ) -> None:
-        """A request wants these blocks, which the step fills, to be pinned."""
+        """A request wants these blocks, which the step fills, to be kept here, or pinned."""
         tags = inspection.tags_of_blocks(half, group, keys).tolist()
-        self._asked.update(tags)
+        if wish.pin_s:
+            self._asked.update(tags)
         if request.request_id in self._went_on:  # which of its blocks are kept is not known here
             return
         whole = inspection.keeps_all(half, group)
+        here = [inspection.in_arena(half, group, key) for key in keys]
+        if whole and not all(here) and self._evicts_nothing(half):
+            raise Violation(
+                "hint_ignored",
+                f"{self._engine.name} does not keep blocks of {request.request_id}",
+            )
+        if not wish.pin_s:
+            return
         refused = 0
-        for key, tag in zip(keys, tags, strict=True):
+        for key, tag, kept in zip(keys, tags, here, strict=True):
             if tag not in self._pinned:
-                refused += whole and inspection.in_arena(half, group, key)
+                refused += whole and kept
             elif whole or tag not in before:  # of a window, not all blocks are there to be kept
                 name = self._beginnings[group] + key[:_HASH_BYTES]
                 pin = self._pins.setdefault(name, _Pin(tag))
@@ -170,6 +179,14 @@ class Promises:
                 f"{shape.name} does not pin {refused} blocks of {request.request_id}, "
                 "although they are in its arena, and there is room",
             )
+
+    def _evicts_nothing(self, half: Any) -> bool:
+        """Whether all blocks that a step has filled have had room, and took it from no other."""
+        return (
+            self._engine.shape.tenant_quota == 1
+            and inspection.free_slots(half) > 0
+            and not inspection.counted(half, "blocks_dropped")
+        )
 
     def _nothing_unwanted(self, names: Mapping[int, bytes], stored: Iterable[str]) -> None:
         for slot, name in names.items():

@@ -93,7 +93,7 @@ HINTS: Final = (
         (
             "omni_connector.prefix.hints",
             "            allowed = slots[known | ((~known).cumsum() <= room)]\n",
-            "            allowed = slots[:1]\n",
+            "            allowed = slots[known | ((~known).cumsum() <= min(room, 1))]\n",
         ),
     ),
     mutant(
@@ -166,6 +166,15 @@ HINTS: Final = (
             "omni_connector.prefix.saves",
             '            if prompt is None or prompt.hints.cache == "no":\n',
             "            if prompt is None:\n",
+        ),
+    ),
+    mutant(
+        "what a neighbour has is not brought",
+        "blocks in another arena of the host are neither pinned nor fetched ahead",
+        (
+            "omni_connector.prefix.hints",
+            "        return self.prefetch or self.pin_s > 0\n",
+            "        return False\n",
         ),
     ),
     mutant(
