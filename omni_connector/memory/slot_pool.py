@@ -114,8 +114,10 @@ class SlotListing:
     def name(self, group: int, keys: Sequence[SlotKey | None], slots: Ints) -> None:
         """These slots will hold these blocks; those without a key are never listed."""
         if len(slots):
-            named = [key or b"" for key in keys]
-            self._tags[slots] = tags_of(self._key_prefix, group, named)
+            # A tag depends on whether the hashes that come with it have one length.
+            named = np.array([key is not None for key in keys])
+            hashes = [key for key in keys if key is not None]
+            self._tags[slots[named]] = tags_of(self._key_prefix, group, hashes)
             if self.changes is not None:
                 self.changes.name(group, keys, slots)
 
