@@ -18,29 +18,15 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.memory.arena_format import MAX_KEY_BYTES
+from omni_connector.memory.arena_format import header_keys
 from omni_connector.memory.block_index import BlockIndex, Tags, tags_of
 from omni_connector.memory.eviction import EvictionOrder
 from omni_connector.memory.slot_index import Ints, SlotIndex, SlotKey
 
 NONE: Final[Ints] = np.empty(0, np.int64)
 """No slots."""
-
-
-def header_keys(key_prefix: bytes, group: int, keys: Sequence[SlotKey | None]) -> list[bytes]:
-    """The keys that slot headers have: `MAX_KEY_BYTES` bytes at most; b"" for None.
-
-    Args:
-        key_prefix: what the keys of all blocks of an engine have in common.
-        group: the cache group of the blocks.
-        keys: of the blocks.
-    """
-    whose = xxhash.xxh3_64_digest(b"%d/%b" % (group, key_prefix))
-    rest = MAX_KEY_BYTES - len(whose)
-    return [b"" if key is None else whose + key[:rest] for key in keys]
 
 
 class SlotChanges:

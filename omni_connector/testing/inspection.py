@@ -99,7 +99,7 @@ def listed(half: "OmniScheduler") -> "tuple[Ints, Ints, Ints]":
 
 def key_beginnings(half: "OmniScheduler") -> tuple[bytes, ...]:
     """Return what the keys of an engine's blocks begin with, one entry for each group."""
-    from omni_connector.memory.slot_pool import header_keys
+    from omni_connector.memory.arena_format import header_keys
 
     assert half._shared is not None
     assert half._shared._host is not None

@@ -92,7 +92,8 @@ class Deployment:
         self.deaf: set[str] = set()
         self.lag = 0.0
         self.wishes = Wishes(any("wish" in event.how for event in plan.events))
-        ends = any(event.what == "end_thread" for event in plan.events)
+        # The copies of a hand-off are cancelled where its client goes away.
+        ends = any(event.what in ("end_thread", "hand_off") for event in plan.events)
         self._copies_fail = ends or self.raising["save"] > 0
         self._weights = 0
         self._incarnations = itertools.count()

@@ -66,7 +66,8 @@ class Promises:
     Args:
         engine: it.
         wishes: of the requests of all engines.
-        copies_fail: whether a copy may fail, with which the pins of its blocks end.
+        copies_fail: whether a copy may fail or be cancelled, with which the pins of its blocks
+            end.
     """
 
     def __init__(self, engine: SimulatedEngine, wishes: Wishes, *, copies_fail: bool) -> None:
