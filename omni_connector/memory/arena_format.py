@@ -3,6 +3,7 @@
 
 import enum
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -175,3 +176,16 @@ class ArenaGeometry:
 def state_of(status: int) -> int:
     """The state in the second word of a header, which also has the length of the key."""
     return status & ((1 << KEY_LENGTH_SHIFT) - 1)
+
+
+def header_keys(key_prefix: bytes, group: int, keys: Sequence[bytes | None]) -> list[bytes]:
+    """The keys that slot headers have: `MAX_KEY_BYTES` bytes at most; b"" for None.
+
+    Args:
+        key_prefix: what the keys of all blocks of an engine have in common.
+        group: the cache group of the blocks.
+        keys: of the blocks.
+    """
+    whose = xxhash.xxh3_64_digest(b"%d/%b" % (group, key_prefix))
+    rest = MAX_KEY_BYTES - len(whose)
+    return [b"" if key is None else whose + key[:rest] for key in keys]

@@ -93,8 +93,8 @@ def tags_of(key_prefix: bytes, group: int, hashes: Sequence[bytes]) -> Tags:
     Args:
         key_prefix: what the keys of all these blocks have in common.
         group: their cache group.
-        hashes: vLLM's block hashes. They are long and random; of short ones, or ones of different
-            lengths, the tags take longer.
+        hashes: vLLM's block hashes. They are long and random; of short ones, or if they have
+            different lengths, the tags take longer and are others.
     """
     seed = xxhash.xxh3_64_intdigest(b"%d/%b" % (group, key_prefix))
     lengths = set(map(len, hashes))

@@ -18,29 +18,15 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.memory.arena_format import MAX_KEY_BYTES
+from omni_connector.memory.arena_format import header_keys
 from omni_connector.memory.block_index import BlockIndex, Tags, tags_of
 from omni_connector.memory.eviction import EvictionOrder
 from omni_connector.memory.slot_index import Ints, SlotIndex, SlotKey
 
 NONE: Final[Ints] = np.empty(0, np.int64)
 """No slots."""
-
-
-def header_keys(key_prefix: bytes, group: int, keys: Sequence[SlotKey | None]) -> list[bytes]:
-    """The keys that slot headers have: `MAX_KEY_BYTES` bytes at most; b"" for None.
-
-    Args:
-        key_prefix: what the keys of all blocks of an engine have in common.
-        group: the cache group of the blocks.
-        keys: of the blocks.
-    """
-    whose = xxhash.xxh3_64_digest(b"%d/%b" % (group, key_prefix))
-    rest = MAX_KEY_BYTES - len(whose)
-    return [b"" if key is None else whose + key[:rest] for key in keys]
 
 
 class SlotChanges:
@@ -114,8 +100,10 @@ class SlotListing:
     def name(self, group: int, keys: Sequence[SlotKey | None], slots: Ints) -> None:
         """These slots will hold these blocks; those without a key are never listed."""
         if len(slots):
-            named = [key or b"" for key in keys]
-            self._tags[slots] = tags_of(self._key_prefix, group, named)
+            # A tag depends on whether the hashes that come with it have one length.
+            named = np.array([key is not None for key in keys])
+            hashes = [key for key in keys if key is not None]
+            self._tags[slots[named]] = tags_of(self._key_prefix, group, hashes)
             if self.changes is not None:
                 self.changes.name(group, keys, slots)
 
@@ -293,32 +281,34 @@ class SlotPool:
             tenant: to whom the slots will belong; 0 for nobody.
         """
         lacking = np.flatnonzero(self._index.find(group, keys, 1) < 0)
-        within = len(lacking)
-        if tenant and self.quota is not None:
-            over = self._kept_of[tenant] + len(lacking) - self.quota
-            if over > 0:
-                self._evict_of(tenant, over)
-                within = max(0, min(within, self.quota - self._kept_of[tenant]))
-        chosen = lacking[: min(most, within, self._num_available)]
+        wanted = lacking[:most]
+        within = self._room(tenant, len(wanted))
+        chosen = wanted[: min(within, self._num_available)]
         slots = self._new(len(chosen)) if len(chosen) else NONE
         self._own(slots, tenant)
         self.fill(group, [keys[i] for i in chosen.tolist()], slots)
-        return Kept(chosen, slots, len(lacking) - within, within - len(chosen))
+        over_quota = len(wanted) - within
+        return Kept(chosen, slots, over_quota, len(lacking) - over_quota - len(chosen))
 
-    def _evict_of(self, tenant: int, count: int) -> None:
-        gone = self._order.evict_of(np.flatnonzero(self._tenant == tenant), count)
-        self.num_cached -= len(gone)
-        self._keyed[gone] = False
-        if self.listing is not None:
-            self.listing.hide(gone)
-        self._settle(gone)
+    def _room(self, tenant: int, count: int) -> int:
+        """How many of so many more slots may belong to a tenant, after its own have made room."""
+        if not tenant or self.quota is None:
+            return count
+        over = self._kept_of[tenant] + count - self.quota
+        if over > 0:
+            gone = self._order.evict_of(np.flatnonzero(self._tenant == tenant), over)
+            self.num_cached -= len(gone)
+            self._keyed[gone] = False
+            if self.listing is not None:
+                self.listing.hide(gone)
+            self._settle(gone)
+        return max(0, min(count, self.quota - self._kept_of[tenant]))
 
     def _own(self, numbers: Ints, tenant: int) -> None:
-        """Those of these slots that belong to nobody belong to a tenant now."""
-        unowned = numbers[self._tenant[numbers] == 0]
-        if tenant and len(unowned):
-            self._tenant[unowned] = tenant
-            self._kept_of[tenant] += len(unowned)
+        """These slots, which belong to nobody, belong to a tenant now."""
+        if tenant and len(numbers):
+            self._tenant[numbers] = tenant
+            self._kept_of[tenant] += len(numbers)
 
     def _disown(self, numbers: Ints) -> None:
         owned = numbers[self._tenant[numbers] != 0]
@@ -333,15 +323,24 @@ class SlotPool:
         """Slots that were found are evicted later than others, until they hold other blocks."""
         self._order.favour(numbers)
 
-    def pin(self, numbers: Ints, tenant: int, until: float) -> None:
-        """Pin slots that were found, for a tenant. A pin that ends later stays as it is.
+    def pin(self, numbers: Ints, tenant: int, until: float) -> int:
+        """Pin slots that were found, for a tenant; returns how many its quota allows. A pin that
+        ends later stays as it is.
 
         A pin ends with `end_pins`, and with its block: when the slots are forgotten, or a copy has
         failed.
         """
-        self._own(numbers, tenant)
-        earlier = np.where(self.pinned(numbers), self._pinned_until[numbers], until)
-        self._pinned_until[numbers] = np.maximum(earlier, until)
+        owned = self._tenant[numbers] != 0
+        self._pin(numbers[owned], until)  # before others of the tenant make room
+        more = numbers[~owned]
+        more = more[: self._room(tenant, len(more))]
+        self._own(more, tenant)
+        self._pin(more, until)
+        return int(np.count_nonzero(owned)) + len(more)
+
+    def _pin(self, numbers: Ints, until: float) -> None:
+        former = self._pinned_until[numbers] * self.pinned(numbers)
+        self._pinned_until[numbers] = np.maximum(former, until)
         self._order.pin(numbers, pinned=True)
 
     def pinned(self, numbers: Ints) -> NDArray[np.bool_]:

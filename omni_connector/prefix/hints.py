@@ -138,7 +138,7 @@ class Favours:
             pinned, of_tenant = self._pool.pins(tenant)
             room = max(0, min(self._max_pinned - pinned, self._max_of_tenant - of_tenant))
             known = self._pool.pinned(slots)
-            granted = slots[known | ((~known).cumsum() <= room)]
-            self._pool.pin(granted, tenant, self._clock() + hints.pin_s)
-        if len(keys) > len(granted):
-            self._stats.count("pins_refused", len(keys) - len(granted))
+            allowed = slots[known | ((~known).cumsum() <= room)]
+            granted = self._pool.pin(allowed, tenant, self._clock() + hints.pin_s)
+        if len(keys) > granted:
+            self._stats.count("pins_refused", len(keys) - granted)

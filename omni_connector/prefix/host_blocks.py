@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
+from omni_connector.memory.arena_format import header_keys
 from omni_connector.memory.block_index import BlockIndex, find_prefix, tags_of
 from omni_connector.memory.slot_index import Ints
-from omni_connector.memory.slot_pool import NONE, SlotPool, header_keys
+from omni_connector.memory.slot_pool import NONE, SlotPool
 from omni_connector.prefix.hints import NO_HINTS, Favours, Hints
 from omni_connector.prefix.jobs import HostLoadSpec, KeepSpec
 from omni_connector.prefix.neighbours import Arenas, Neighbour, Neighbours

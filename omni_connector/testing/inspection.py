@@ -97,14 +97,88 @@ def listed(half: "OmniScheduler") -> "tuple[Ints, Ints, Ints]":
     return slots, index._generations[slots], held
 
 
-def key_beginnings(half: "OmniScheduler") -> frozenset[bytes]:
+def key_beginnings(half: "OmniScheduler") -> tuple[bytes, ...]:
     """Return what the keys of an engine's blocks begin with, one entry for each group."""
-    from omni_connector.memory.slot_pool import header_keys
+    from omni_connector.memory.arena_format import header_keys
 
     assert half._shared is not None
     assert half._shared._host is not None
     prefix = half._shared._host._key_prefix
-    return frozenset(header_keys(prefix, g, [b""])[0] for g in range(len(half._shared._groups)))
+    return tuple(header_keys(prefix, g, [b""])[0] for g in range(len(half._shared._groups)))
+
+
+def shares_prefixes(half: "OmniScheduler") -> bool:
+    """Whether an engine keeps blocks for other requests, in its arena or in a store."""
+    return half._shared is not None
+
+
+def block_sizes(half: "OmniScheduler") -> list[tuple[int, int]]:
+    """Return for each group how many tokens, and how many of vLLM's hashes, a block has."""
+    assert half._shared is not None
+    return half._shared._block_sizes
+
+
+def keeps_all(half: "OmniScheduler", group: int) -> bool:
+    """Whether a group keeps all tokens."""
+    assert half._shared is not None
+    return half._shared._groups[group].attention_type == "all"
+
+
+def tags_of_blocks(half: "OmniScheduler", group: int, keys: list[bytes]) -> "Tags":
+    """Return the tags of blocks of a group."""
+    from omni_connector.memory.block_index import tags_of
+
+    assert half._shared is not None
+    assert half._shared._host is not None
+    return tags_of(half._shared._host._key_prefix, group, keys)
+
+
+def in_arena(half: "OmniScheduler", group: int, key: bytes) -> bool:
+    """Whether the arena of an engine has, or will have, a block."""
+    assert half._directory is not None
+    return len(half._directory.pool.find(group, [key])) > 0
+
+
+def num_slots(half: "OmniScheduler") -> int:
+    """Return how many slots the arena of an engine has."""
+    assert half._directory is not None
+    return half._directory.num_slots
+
+
+def pinned(half: "OmniScheduler") -> "Ints":
+    """Return the slots of an engine that are pinned."""
+    assert half._directory is not None
+    return half._directory.pool._order.pinned.nonzero()[0]
+
+
+def free_for(half: "OmniScheduler", keys: "Sequence[Sequence[bytes | None]]") -> int:
+    """Return how many slots are free, cached and not pinned, or cached and pinned with one of these
+    blocks: in so many a hand-off of them has room."""
+    assert half._directory is not None
+    pool = half._directory.pool
+    own = 0
+    for g, group in enumerate(keys):
+        slots = pool.find(g, [key for key in group if key is not None])
+        own += int((pool.pinned(slots) & pool._order.here(slots)).sum())
+    return half._directory.num_slots - half._directory.usage()[0] - pool.num_pinned + own
+
+
+def free_slots(half: "OmniScheduler") -> int:
+    """Return how many slots of an engine hold nothing."""
+    assert half._directory is not None
+    held, cached, _ = half._directory.usage()
+    return half._directory.num_slots - held - cached
+
+
+def counted(half: "OmniScheduler", name: str) -> int:
+    """Return what a scheduler half has counted since vLLM took its counts last."""
+    return int(half._stats.data["counts"].get(name, 0))
+
+
+def owned(half: "OmniScheduler") -> int:
+    """Return how many slots are counted as those of tenants."""
+    assert half._directory is not None
+    return half._directory.pool._kept_of.total()
 
 
 def tags(half: "OmniScheduler") -> "Tags":

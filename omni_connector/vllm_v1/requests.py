@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 TRUNCATED: Final = "_p_side_truncated"
-"""NixlConnector's mark of a prompt that it has shortened: beside NixlConnector, only one of the two
-connectors may shorten a prompt."""
+"""NixlConnector's mark of a prompt that it has shortened: of two connectors only one may do so."""
 
 
 def prompt_of(
@@ -89,8 +88,7 @@ def take_hints(request: "Request", shared: SharedPrefix | None, stats: Stats) ->
         return
     hints, bad = read_hints(params)
     bad += hints.asks_arena if shared is None else shared.hint(request.request_id, hints)
-    if bad:
-        stats.count("bad_hints", bad)
+    stats.count("bad_hints", bad)
     request.kv_transfer_params = {key: params[key] for key in params if key != KEY} or None
     if hints.prefetch and request.kv_transfer_params is None:
         answer_one_token(request)

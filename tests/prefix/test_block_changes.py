@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_connector.memory.block_index import BlockIndex
+from omni_connector.memory.block_index import BlockIndex, tags_of
 from omni_connector.memory.slot_pool import SlotChanges, SlotListing, SlotPool
 from omni_connector.prefix import block_changes
 from omni_connector.prefix.block_changes import BlockChanges
@@ -105,3 +105,15 @@ def test_of_the_store_so_many_blocks_are_believed(told, monkeypatch):
     told.changes.looked_up("a", 0, KEYS[:3], [True, False])
     told.hear()
     assert told.there[True] == {KEYS[0], KEYS[2], KEYS[3], KEYS[4]}
+
+
+def test_a_block_is_found_whether_one_without_a_key_is_filled_with_it_or_not():
+    """The last block of a hand-off has none, and is copied with those before it."""
+    told = Told()
+    key = bytes(range(32))
+    taken = told.pool.take([[key, None]], [0])
+    assert taken is not None
+    slots = taken[0][0]
+    told.pool.fill(0, [key, None], slots)
+    told.pool.filled(slots)
+    assert told.index.find(tags_of(b"", 0, [key]))[0].tolist() == [slots[0]]

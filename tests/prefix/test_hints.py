@@ -99,12 +99,13 @@ class FavourMachine(RuleBasedStateMachine):
     def keys(tenant: int, first: int, count: int) -> list[bytes]:
         return [b"%d/%d" % (tenant, i) for i in range(first, first + count)]
 
-    @rule(tenant=tenants, first=st.integers(0, 9), count=st.integers(1, 9))
-    def keep(self, tenant: int, first: int, count: int) -> None:
+    @rule(tenant=tenants, first=st.integers(0, 9), count=st.integers(1, 9), most=st.integers(0, 9))
+    def keep(self, tenant: int, first: int, count: int, most: int) -> None:
         keys = self.keys(tenant, first, count)
         lacking = count - len(self.pool.find(0, keys))
-        chosen, slots, beyond = self.pool.keep(0, keys, tenant)
-        assert len(chosen) == len(slots) <= lacking - beyond
+        chosen, slots, over_quota, dropped = self.pool.keep(0, keys, most, tenant)
+        assert len(chosen) == len(slots) <= most
+        assert len(chosen) == lacking - over_quota - dropped
         if len(slots):
             self.saves.append(slots)
 
@@ -183,6 +184,7 @@ class FavourMachine(RuleBasedStateMachine):
             pinned, of_tenant = self.pool.pins(tenant)
             assert pinned <= 6
             assert of_tenant <= 3
+            assert self.pool._kept_of[tenant] <= 6
 
     def teardown(self) -> None:
         for slots in self.saves:
@@ -204,7 +206,7 @@ TestFavours.settings = settings(max_examples=150, stateful_step_count=40, deadli
 def test_of_two_pins_the_one_that_ends_later_counts(pins: list[float], stays: bool) -> None:
     clock, pool = FakeClock(), SlotPool(4)
     favours = Favours(pool, clock, 0.5, 1.0, Counts())
-    _, slots, _ = pool.keep(0, [b"a"], tenant=1)
+    slots = pool.keep(0, [b"a"], 1, tenant=1).slots
     pool.filled(slots)
     pool.let_go(slots)
     for seconds in pins:
@@ -219,18 +221,46 @@ def test_of_a_tenant_beyond_its_quota_what_was_used_longest_ago_goes(quota: int)
     pool = SlotPool(10)
     pool.quota = quota
     for number in range(5):
-        _, slots, beyond = pool.keep(0, [b"%d" % number], tenant=1)
-        assert beyond == (not quota)
+        _, slots, over_quota, _ = pool.keep(0, [b"%d" % number], 1, tenant=1)
+        assert over_quota == (not quota)
         pool.filled(slots)
         pool.let_go(slots)
     there = [len(pool.find(0, [b"%d" % number])) for number in range(5)]
     assert there == [0, 0, *[quota // 3] * 3]
-    assert pool.keep(0, [b"other", b"one"], tenant=2)[2] == max(0, 2 - quota)
+    assert pool.keep(0, [b"other", b"one"], 2, tenant=2).over_quota == max(0, 2 - quota)
 
 
 def test_a_tenant_that_holds_its_quota_keeps_no_more() -> None:
     pool = SlotPool(10)
     pool.quota = 2
-    pool.keep(0, [b"a", b"b"], tenant=1)
-    chosen, _, beyond = pool.keep(0, [b"c"], tenant=1)
-    assert (len(chosen), beyond) == (0, 1)
+    pool.keep(0, [b"a", b"b"], 2, tenant=1)
+    kept = pool.keep(0, [b"c"], 1, tenant=1)
+    assert (len(kept.chosen), kept.over_quota) == (0, 1)
+
+
+def test_what_is_not_kept_anyway_takes_no_slot_from_its_tenant() -> None:
+    pool = SlotPool(10)
+    pool.quota = 2
+    slots = pool.keep(0, [b"a", b"b"], 2, tenant=1).slots
+    pool.filled(slots)
+    pool.let_go(slots)
+    kept = pool.keep(0, [b"c", b"d"], 0, tenant=1)
+    assert (len(kept.chosen), kept.over_quota, kept.dropped) == (0, 0, 2)
+    assert len(pool.find(0, [b"a", b"b"])) == 2
+
+
+def test_pinned_slots_of_a_hand_off_are_within_the_quota_of_their_tenant() -> None:
+    pool = SlotPool(8)
+    favours = Favours(pool, FakeClock(), 1.0, 0.5, Counts())
+    cached = pool.keep(0, [b"a", b"b"], 2, tenant=1).slots
+    pool.filled(cached)
+    pool.let_go(cached)
+    pool.keep(0, [b"busy"], 1, tenant=1)
+    keys = [b"c", b"d", b"e", b"f"]
+    taken = pool.take([keys], [0])
+    assert taken is not None
+    pool.fill(0, keys, taken[0][0])
+    favours.grant(Hints(pin_s=5), 1, 0, keys)
+    assert pool._kept_of[1] == 4
+    assert pool.pinned(taken[0][0]).tolist() == [True, True, True, False]
+    assert not len(pool.find(0, [b"a", b"b"]))

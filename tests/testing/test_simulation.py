@@ -68,7 +68,10 @@ def test_the_plans_of_seeds_differ_and_hold_all_kinds_of_engines_and_events():
     plans = [plan_of(seed) for seed in range(300)]
     assert len({str(plan.events) for plan in plans}) == 300
     shapes = [engine for plan in plans for engine in plan.engines]
-    for name in ("family", "ranks", "runner", "overlap", "policy", "shares", "hosts", "caching"):
+    for name in (
+        *("family", "ranks", "runner", "overlap", "policy", "shares", "hosts", "caching"),
+        *("pin_part", "tenant_quota"),
+    ):
         assert len({getattr(shape, name) for shape in shapes}) > 1, name
     assert {plan.mapped for plan in plans} == {True, False}
     assert len({event.what for plan in plans for event in plan.events}) == 15
@@ -92,6 +95,8 @@ def test_engines_of_a_host_find_blocks_in_each_other_s_arenas_and_in_their_own(m
     assert counted["tokens_from_host"] > 500
     assert counted["tokens_kept"] > 100
     assert counted["failure:stale_slot"] > 10
+    for refused in ("bad_hints", "pins_refused", "blocks_over_quota"):
+        assert counted[refused] > 10, refused
 
 
 def test_the_time_that_passes_is_virtual():

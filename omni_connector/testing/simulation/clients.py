@@ -9,9 +9,12 @@ from typing import Any, Final
 
 from vllm.v1.engine import FinishReason
 
+from omni_connector.prefix.hints import KEY
 from omni_connector.testing.simulation.deployment import Deployment
 from omni_connector.testing.simulation.engines.engine import SimulatedEngine
+from omni_connector.testing.simulation.hints import NO_WISH, Wish
 from omni_connector.testing.simulation.plan import Plan
+from omni_connector.testing.simulation.promises import Promises
 from omni_connector.testing.simulation.surroundings.world import Violation
 from omni_connector.testing.simulation.waiting import (
     Asking,
@@ -36,6 +39,7 @@ class Sent:
         deadline: when it must have ended.
         done: called with its end: `kv_transfer_params` of the answer, and whether it went well.
         plain: whether it wants nothing handed off, so that nothing that goes wrong can end it.
+        wish: what it asks of the prefix cache.
     """
 
     request_id: str
@@ -44,6 +48,7 @@ class Sent:
     deadline: float
     done: Callable[[Any, bool], None]
     plain: bool = False
+    wish: Wish = NO_WISH
     tokens: int = 0
     ended: bool = False
     aborted: bool = False
@@ -87,7 +92,12 @@ class Clients(Deployment):
         return self.world.now - self.lag + TIMEOUT_S + self._slack
 
     def _look(
-        self, engine: SimulatedEngine, waiters: Waiters, asking: Asking, listed: Listed
+        self,
+        engine: SimulatedEngine,
+        waiters: Waiters,
+        asking: Asking,
+        listed: Listed,
+        promises: Promises,
     ) -> None:
         name = engine.name
         if self.engines.get(name) is not engine or not engine.halves:
@@ -96,6 +106,7 @@ class Clients(Deployment):
         waiters.look(half)
         asking.look(half)
         listed.look(*engine.halves)
+        promises.look(half, listed.names, self.shelf.entries)
         self._leave(half)
         if not (self.excuses or self.voids):
             owners = {e.shape.name: e.halves[0] for e in self.engines.values() if e.halves}
@@ -117,6 +128,7 @@ class Clients(Deployment):
         prompt: tuple[int, int],
         max_tokens: int,
         done: Callable[[Any, bool], None] = lambda params, well: None,
+        wish: Wish = NO_WISH,
         **options: Any,
     ) -> Sent | None:
         target = self.engines.get(engine)
@@ -128,12 +140,18 @@ class Clients(Deployment):
         what = ""
         if params is not None:
             what = " to be handed off" if params.get("do_remote_decode") else " prefilled elsewhere"
+        if wish is not NO_WISH:
+            what += f" with {str(wish.said)[:50]}"
+            self.wishes.given[request_id] = wish
+            options["params"] = {**(params or {}), KEY: wish.said}
+        if params is not None:
+            self.wishes.handed.add(request_id)
         family, length = prompt
         self.world.tell(
             f"{request_id}: {length} tokens of text {family}{what} go to {engine}, "
             f"{max_tokens} wanted"
         )
-        sent = Sent(request_id, target, max_tokens, self._deadline(), done, params is None)
+        sent = Sent(request_id, target, max_tokens, self._deadline(), done, params is None, wish)
         self.sent[request_id] = sent
         target.submit(request_id, text(family, length), max_tokens, **options)
         return sent
@@ -146,6 +164,8 @@ class Clients(Deployment):
             self.lingers = self.lingers or bool(params)
             return
         sent.tokens += len(tokens)
+        if sent.wish.prefetch and sent.plain and sent.tokens > 1:
+            raise Violation("hint_ignored", f"{request_id} only fetches, and answers on")
         if reason is None:
             return
         del self.sent[request_id]
@@ -179,9 +199,17 @@ class Clients(Deployment):
 
     # Events of a plan
 
-    def serve(self, engine: str, prompt: tuple[int, int], tokens: int, priority: int) -> None:
+    def serve(
+        self,
+        engine: str,
+        prompt: tuple[int, int],
+        tokens: int,
+        priority: int,
+        wish: Wish = NO_WISH,
+        salt: str | None = None,
+    ) -> None:
         """A client sends a request without hand-off."""
-        self._send(engine, prompt, tokens, priority=priority)
+        self._send(engine, prompt, tokens, wish=wish, salt=salt, priority=priority)
 
     def hand_off(
         self,
@@ -197,6 +225,8 @@ class Clients(Deployment):
         mixed_up: bool,
         leaves: bool,
         rejected: bool,
+        wish: Wish = NO_WISH,
+        salt: str | None = None,
     ) -> None:
         """Clients have a prompt prefilled by one engine and decoded by another.
 
@@ -209,7 +239,9 @@ class Clients(Deployment):
             leaves: whether the first client aborts its prefill while the KV is being copied.
             rejected: whether the decode engine's server refuses the last decode request. vLLM then
                 passes on a prompt of one token with its params, and aborts that at once.
+            wish, salt: of all these requests.
         """
+        options: dict[str, Any] = {"wish": wish, "salt": salt, "priority": priority}
         self.lingers = self.lingers or mixed_up
         asked = ((prompt[0] + 1) % 3, prompt[1]) if mixed_up else prompt
 
@@ -221,7 +253,7 @@ class Clients(Deployment):
                     tokens,
                     lambda *_: decoded(left - 1, params),
                     params=dict(params),
-                    priority=priority,
+                    **options,
                 )
 
         def prefilled(params: Any, well: bool) -> None:
@@ -233,7 +265,7 @@ class Clients(Deployment):
                 self._thinking.remove(go_on)
                 self.intents -= 1
                 if not well or params is None:
-                    self._send(decode, prompt, tokens, priority=priority)
+                    self._send(decode, prompt, tokens, **options)
                     return
                 for number in range(times - rejected):
                     decoded(1 + (again if number == 0 else 0), params)
@@ -245,7 +277,7 @@ class Clients(Deployment):
 
         for number in range(prefills):
             params = dict(HANDOFF)
-            sent = self._send(prefill, prompt, 1, prefilled, params=params, priority=priority)
+            sent = self._send(prefill, prompt, 1, prefilled, params=params, **options)
             if sent is not None and leaves and number == 0:
                 self._leaving.add(sent.request_id)
 

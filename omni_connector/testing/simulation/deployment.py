@@ -10,6 +10,7 @@ from omni_connector.testing.simulation.engines.connector import SURROUNDINGS_OF
 from omni_connector.testing.simulation.engines.copiers import TroubledCopier
 from omni_connector.testing.simulation.engines.engine import SimulatedEngine
 from omni_connector.testing.simulation.plan import SLOW_S, Plan
+from omni_connector.testing.simulation.promises import Promises, Wishes
 from omni_connector.testing.simulation.surroundings.memory import (
     Host,
     SimulatedStore,
@@ -46,6 +47,7 @@ class Deployment:
         voids: whether hand-offs may have become void.
         deaf: engines whose control thread has ended, so that their leases end with their steps.
         lag: seconds that passed and count for no deadline, as no engine could act in them.
+        wishes: what requests have asked of the prefix cache.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -89,6 +91,10 @@ class Deployment:
         self.voids = False
         self.deaf: set[str] = set()
         self.lag = 0.0
+        self.wishes = Wishes(any("wish" in event.how for event in plan.events))
+        # The copies of a hand-off are cancelled where its client goes away.
+        ends = any(event.what in ("end_thread", "hand_off") for event in plan.events)
+        self._copies_fail = ends or self.raising["save"] > 0
         self._weights = 0
         self._incarnations = itertools.count()
 
@@ -113,7 +119,10 @@ class Deployment:
             functools.partial(self._answered, owner),
             lambda: look(),
         )
-        look = functools.partial(self._look, engine, Waiters(name), Asking(engine), Listed(name))
+        promises = Promises(engine, self.wishes, copies_fail=self._copies_fail)
+        look = functools.partial(
+            self._look, engine, Waiters(name), Asking(engine), Listed(name), promises
+        )
         engine.owner = owner
         self.engines[name] = engine
 
@@ -159,7 +168,12 @@ class Deployment:
         raise NotImplementedError
 
     def _look(
-        self, engine: SimulatedEngine, waiters: Waiters, asking: Asking, listed: Listed
+        self,
+        engine: SimulatedEngine,
+        waiters: Waiters,
+        asking: Asking,
+        listed: Listed,
+        promises: Promises,
     ) -> None:
         """An engine has built a step: check what must hold after it."""
         raise NotImplementedError

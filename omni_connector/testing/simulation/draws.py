@@ -5,6 +5,7 @@ import random
 from typing import Any, Final
 
 from omni_connector.testing.simulation.engines.settings import EngineShape, Policy, Role
+from omni_connector.testing.simulation.hints import hinted
 from omni_connector.testing.simulation.plan import Event, Plan, blocks_of, groups_of
 from omni_connector.testing.simulation.scenes import hosted, staged
 
@@ -37,7 +38,9 @@ def plan_of(seed: int) -> Plan:
         trouble=trouble,
     )
     scene = staged(plan, random.Random(f"scene {seed}"))
-    return hosted(plan, random.Random(f"host {seed}")) if scene is plan else scene
+    if scene is plan:
+        scene = hosted(plan, random.Random(f"host {seed}"))
+    return hinted(scene, random.Random(f"hints {seed}"))
 
 
 def _engines(draw: random.Random) -> tuple[EngineShape, ...]:

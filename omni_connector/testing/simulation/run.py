@@ -26,6 +26,7 @@ from omni_connector.testing.simulation.cluster import Cluster
 from omni_connector.testing.simulation.engines.engine import SimulatedEngine
 from omni_connector.testing.simulation.engines.settings import HANDOFF_TTL_S
 from omni_connector.testing.simulation.plan import Plan
+from omni_connector.testing.simulation.promises import arena_is_free
 from omni_connector.testing.simulation.surroundings.world import Killed, Violation
 
 _QUIET_S: Final = 700.0
@@ -183,6 +184,8 @@ def _nothing_is_left(cluster: Cluster, before: dict[SimulatedEngine, dict[str, i
         left = leftovers(engine, before.get(engine, {}))
         if left:
             raise Violation("left_behind", f"{engine.name} keeps {'; '.join(left[:6])}")
+        if engine.halves and not arena_is_free(engine.halves[0]):
+            raise Violation("left_behind", f"{engine.name} has slots that nothing can use")
         for view in cluster.host.views.get(str(engine.owner), ()):
             if not view.alive:
                 raise Violation("left_behind", f"{engine.name} maps an arena whose owner is gone")

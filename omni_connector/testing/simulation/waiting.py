@@ -94,12 +94,16 @@ class Listed:
 
     Args:
         name: of the engine.
+
+    Attributes:
+        names: the key in the header of each slot that is listed.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self.names: dict[int, bytes] = {}
         self._seen: dict[int, int] = {}
-        self._beginnings: frozenset[bytes] = frozenset()
+        self._beginnings: tuple[bytes, ...] = ()
 
     def look(self, half: Any, *workers: Any) -> None:
         """Look at halves that have just built a step.
@@ -116,21 +120,26 @@ class Listed:
             raise Violation("lists_wrong", f"{self._name} lists slots that hold something else")
         listed = dict(zip(slots.tolist(), generations.tolist(), strict=True))
         renamed = beginnings != self._beginnings
+        names: dict[int, bytes] = {}
         for slot, generation in listed.items():
             if renamed or self._seen.get(slot) != generation:
                 for worker in workers:
-                    self._compare(inspection.arena(worker), slot, generation, beginnings)
-        self._seen, self._beginnings = listed, beginnings
+                    arena = inspection.arena(worker)
+                    names[slot] = self._compare(arena, slot, generation, beginnings)
+            else:
+                names[slot] = self.names[slot]
+        self.names, self._seen, self._beginnings = names, listed, beginnings
 
     def _compare(
-        self, arena: Any, slot: int, generation: int, beginnings: frozenset[bytes]
-    ) -> None:
+        self, arena: Any, slot: int, generation: int, beginnings: tuple[bytes, ...]
+    ) -> bytes:
         try:
             header = arena.verify(slot, generation)
         except OmniError as error:
             raise Violation("lists_wrong", f"{self._name} lists a slot: {error}") from error
-        if not any(header.key.startswith(each) for each in beginnings):
+        if not header.key.startswith(beginnings):
             raise Violation("lists_wrong", f"{self._name} lists slot {slot} of another epoch")
+        return bytes(header.key)
 
 
 def leases_hold(name: str, half: Any, owners: Mapping[str, Any]) -> None:
@@ -162,10 +171,7 @@ def being_saved(half: Any) -> list[str]:
 
 
 def _fits(send: Any, half: Any) -> bool:
-    directory = inspection.directory(half)
-    assert directory is not None
-    free = directory.num_slots - directory.usage()[0] - directory.pool.num_pinned
-    return bool(sum(map(len, send.keys)) <= free)
+    return bool(sum(map(len, send.keys)) <= inspection.free_for(half, send.keys))
 
 
 def _id(send: Any) -> str:

@@ -344,6 +344,11 @@ class SimulatedEngine(Actor):
         """The scheduler half and the worker halves."""
         return inspection.halves(self.scheduler.connector, self.workers)
 
+    @property
+    def latest(self) -> list[str]:
+        """The requests of the step that was scheduled last."""
+        return list(self._scheduled[-1].num_scheduled_tokens)
+
     def turns(self, name: str) -> list[Any]:
         """Threads of the connector that have this name."""
         return [each for each in self.world.actors if each.name == f"{self.owner}'s {name}"]

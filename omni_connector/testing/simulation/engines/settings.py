@@ -56,6 +56,7 @@ class EngineShape:
         zeroes: whether vLLM has new blocks zeroed, whatever the family.
         step_s: seconds that a step takes which computes something.
         hosts: whether it shares its prefixes with the engines of its host.
+        pin_part, tenant_quota: as configured.
     """
 
     name: str
@@ -78,6 +79,8 @@ class EngineShape:
     zeroes: bool
     step_s: float
     hosts: bool = False
+    pin_part: float = 0.25
+    tenant_quota: float = 1.0
 
 
 ARENA_WAIT_S: Final = 2.0
@@ -97,7 +100,11 @@ def extra_config(shape: EngineShape, slot_bytes: int) -> dict[str, Any]:
         "integrity": shape.integrity,
     }
     if shape.hosts:
-        extra["share"] = True
+        extra |= {
+            "share": True,
+            "pin_part": shape.pin_part,
+            "tenant_quota": shape.tenant_quota,
+        }
     if shape.shares:
         extra["store"] = {"master": "127.0.0.1:1", "lookup_timeout_s": LOOKUP_TIMEOUT_S}
     return extra

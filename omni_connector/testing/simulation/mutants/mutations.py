@@ -4,6 +4,7 @@
 from typing import Final
 
 from omni_connector.testing.simulation.mutants.faults import Mutant, mutant
+from omni_connector.testing.simulation.mutants.hints import HINTS
 from omni_connector.testing.simulation.mutants.mended import MENDED
 from omni_connector.testing.simulation.mutants.sharing import SHARING
 
@@ -383,4 +384,4 @@ OWN: Final = (
     ),
 )
 
-MUTANTS: Final[tuple[Mutant, ...]] = (*MENDED, *OWN, *SHARING)
+MUTANTS: Final[tuple[Mutant, ...]] = (*MENDED, *OWN, *SHARING, *HINTS)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients of a simulation ask of the prefix cache: hints, salts, and bounds of engines."""
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from omni_connector.testing.simulation.plan import Event, Plan
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A hint of a request.
+
+    Attributes:
+        said: what stands under `omni` in its params.
+        keeps: whether its blocks may be kept.
+        pin_s: seconds for which they are pinned.
+        prefetch: whether it only brings blocks.
+    """
+
+    said: Any = None
+    keeps: bool = True
+    pin_s: float = 0.0
+    prefetch: bool = False
+
+
+NO_WISH: Final = Wish()
+
+_PIN_S: Final = (0.05, 0.5, 3.0, 30.0, 600.0)
+
+_NONSENSE: Final[tuple[Wish, ...]] = (
+    Wish(7),
+    Wish([]),
+    Wish({"cache": "never"}),
+    Wish({"pin_s": -1}),
+    Wish({"pin_s": "long", "prefetch": "yes"}),
+    Wish({"lasting": True, 5: None}),
+    Wish({str(number): number for number in range(40)}),
+    Wish({"cache": "no", "pin_s": 600.0}, keeps=False),
+    Wish({"cache": "no", "prefetch": True}, keeps=False),
+    Wish({"pin_s": 600.0, "cache": 0}, pin_s=600.0),
+)
+
+_OFTEN: Final = 0.5
+_SALTED_OFTEN: Final = 0.4
+
+
+def hinted(plan: Plan, draw: random.Random) -> Plan:
+    """The same with hints in a part of the requests, for about half of the plans whose engines
+    share prefixes; the plan itself for the others.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    first = plan.engines[0]
+    if not (first.hosts or first.shares) or draw.random() >= _OFTEN:
+        return plan
+    part = draw.choice((0.25, 0.25, 0.5, 1.0, 0.1, 0.0))
+    quota = draw.choice((1.0, 1.0, 0.5, 0.2, 0.0))
+    engines = tuple(replace(each, pin_part=part, tenant_quota=quota) for each in plan.engines)
+    salts = (None, "a", "b") if draw.random() < _SALTED_OFTEN else (None,)
+    often = draw.choice((0.3, 0.7, 1.0))
+    events = tuple(_hinted(event, draw, salts, often) for event in plan.events)
+    return replace(plan, engines=engines, events=events)
+
+
+def _hinted(
+    event: Event, draw: random.Random, salts: tuple[str | None, ...], often: float
+) -> Event:
+    if event.what not in ("serve", "hand_off"):
+        return event
+    wish = _wish(draw) if draw.random() < often else NO_WISH
+    return replace(event, how=event.how | {"wish": wish, "salt": draw.choice(salts)})
+
+
+def _wish(draw: random.Random) -> Wish:
+    kind = draw.choice(("no", "high", "normal", "pin", "pin", "pin", "prefetch", "nonsense"))
+    if kind == "no":
+        return Wish({"cache": "no"}, keeps=False)
+    if kind in ("high", "normal"):
+        return Wish({"cache": kind})
+    if kind == "nonsense":
+        return draw.choice(_NONSENSE)
+    said: dict[str, Any] = {}
+    if draw.random() < 0.3:
+        said["cache"] = draw.choice(("high", "normal"))
+    seconds = draw.choice(_PIN_S) if kind == "pin" or draw.random() < 0.3 else 0.0
+    if seconds:
+        said["pin_s"] = seconds
+    if kind == "prefetch":
+        said["prefetch"] = True
+    return Wish(said, pin_s=seconds, prefetch=kind == "prefetch")

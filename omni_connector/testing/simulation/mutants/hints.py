@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants of what requests ask of the prefix cache: pins, quotas, and what is kept out of it."""
+
+from typing import Final
+
+from omni_connector.testing.simulation.mutants.faults import mutant
+
+HINTS: Final = (
+    mutant(
+        "a pin does not end",
+        "slots whose pins are past their time stay pinned",
+        (
+            "omni_connector.memory.slot_pool",
+            "        due = numbers[self._pinned_until[numbers] <= now]\n",
+            "        due = numbers[:0]\n",
+        ),
+    ),
+    mutant(
+        "a pinned slot is evicted",
+        "pinned slots are in the order of eviction as others are",
+        (
+            "omni_connector.memory.eviction",
+            "        kinds[self.pinned[numbers]] = _PINNED\n",
+            "",
+        ),
+    ),
+    mutant(
+        "a quota evicts pinned slots",
+        "the pinned slots of a tenant make room for what it keeps later",
+        (
+            "omni_connector.memory.eviction",
+            "        here = numbers[self.here(numbers) & ~self.pinned[numbers]]\n",
+            "        here = numbers[self.here(numbers)]\n",
+        ),
+    ),
+    mutant(
+        "pinned slots are thought to be available",
+        "hand-offs and saves take as many slots as if no cached slot were pinned",
+        (
+            "omni_connector.memory.slot_pool",
+            "        return self._num_free + self.num_cached - self._order.num_pinned\n",
+            "        return self._num_free + self.num_cached\n",
+        ),
+    ),
+    mutant(
+        "slots that leave the cache stay counted as pinned",
+        "a pinned slot that a hand-off takes out of the cache still counts among those in it",
+        (
+            "omni_connector.memory.eviction",
+            "            self.num_pinned -= count if stamp % _KINDS == _PINNED else 0\n",
+            "",
+        ),
+    ),
+    mutant(
+        "a pinned slot lacks twice",
+        "a hand-off that uses pinned slots again is thought to need room for them",
+        (
+            "omni_connector.memory.slot_pool",
+            "        lost = len(from_cache) - np.count_nonzero(self.pinned(from_cache))\n",
+            "        lost = len(from_cache)\n",
+        ),
+    ),
+    mutant(
+        "a later pin ends an earlier one",
+        "a pin that is asked for last counts, even if it ends sooner",
+        (
+            "omni_connector.memory.slot_pool",
+            "        self._pinned_until[numbers] = np.maximum(former, until)\n",
+            "        self._pinned_until[numbers] = until\n",
+        ),
+    ),
+    mutant(
+        "pins go beyond the part of the arena",
+        "only what one tenant may pin is bounded",
+        (
+            "omni_connector.prefix.hints",
+            "min(self._max_pinned - pinned, self._max_of_tenant - of_tenant)",
+            "self._max_of_tenant - of_tenant",
+        ),
+    ),
+    mutant(
+        "pins of a tenant go beyond its part",
+        "only what all tenants together may pin is bounded",
+        (
+            "omni_connector.prefix.hints",
+            "min(self._max_pinned - pinned, self._max_of_tenant - of_tenant)",
+            "self._max_pinned - pinned",
+        ),
+    ),
+    mutant(
+        "a pin is for one block",
+        "of the blocks of a step only the first is pinned",
+        (
+            "omni_connector.prefix.hints",
+            "            allowed = slots[known | ((~known).cumsum() <= room)]\n",
+            "            allowed = slots[known | ((~known).cumsum() <= min(room, 1))]\n",
+        ),
+    ),
+    mutant(
+        "a pin outlives its block",
+        "a slot that becomes free stays pinned, with whatever it holds next",
+        (
+            "omni_connector.memory.eviction",
+            " = self.pinned[numbers] = False\n",
+            " = False\n",
+        ),
+    ),
+    mutant(
+        "a pin outlives its weights",
+        "what is held when the weights change stays pinned",
+        (
+            "omni_connector.memory.eviction",
+            "        self.pinned[:] = False\n",
+            "",
+        ),
+    ),
+    mutant(
+        "favoured blocks are pinned",
+        "what is to be evicted later is never evicted",
+        (
+            "omni_connector.memory.eviction",
+            "        kinds = np.where(self._favoured[numbers], 2, self._again[numbers])\n",
+            "        kinds = np.where(self._favoured[numbers], _PINNED, self._again[numbers])\n",
+        ),
+    ),
+    mutant(
+        "a quota bounds nobody",
+        "tenants keep as much as the arena has room for",
+        (
+            "omni_connector.prefix.hints",
+            "int(tenant_quota * num_slots) if tenant_quota < 1 else None\n",
+            "None\n",
+        ),
+    ),
+    mutant(
+        "a tenant's slots are not given back",
+        "slots that become free still count as those of their tenant",
+        (
+            "omni_connector.memory.slot_pool",
+            "        self._disown(gone)\n",
+            "",
+        ),
+    ),
+    mutant(
+        "an evicted slot stays its tenant's",
+        "slots that other blocks get still count as those of their tenant",
+        (
+            "omni_connector.memory.slot_pool",
+            "        self._disown(numbers)\n",
+            "",
+        ),
+    ),
+    mutant(
+        "defect: pins of a hand-off's slots go beyond the quota",
+        "a tenant that keeps all that it may gets the slots of its hand-offs too, by pinning them",
+        (
+            "omni_connector.memory.slot_pool",
+            "        more = more[: self._room(tenant, len(more))]\n",
+            "",
+        ),
+    ),
+    mutant(
+        "what shall not be kept is kept",
+        "`cache: no` changes nothing",
+        (
+            "omni_connector.prefix.saves",
+            '            if prompt is None or prompt.hints.cache == "no":\n',
+            "            if prompt is None:\n",
+        ),
+    ),
+    mutant(
+        "what a neighbour has is not brought",
+        "blocks in another arena of the host are neither pinned nor fetched ahead",
+        (
+            "omni_connector.prefix.hints",
+            "        return self.prefetch or self.pin_s > 0\n",
+            "        return False\n",
+        ),
+    ),
+    mutant(
+        "a prefetch answers on",
+        "a request that only brings blocks computes its whole answer",
+        (
+            "omni_connector.vllm_v1.requests",
+            "    if hints.prefetch and request.kv_transfer_params is None:\n",
+            "    if False:\n",
+        ),
+    ),
+    mutant(
+        "a wrong hint ends the engine",
+        "hints of a wrong type are not caught",
+        (
+            "omni_connector.prefix.hints",
+            "            except (msgspec.ValidationError, UnicodeError, RecursionError):\n",
+            "            except (UnicodeError, RecursionError):\n",
+        ),
+    ),
+)
