@@ -170,8 +170,8 @@ SHARING: Final = (
         "the tokens before a gap are offered with those after it, which are not there",
         (
             "omni_connector.prefix.prompts",
-            "            if all(held.has(read_blocks",
-            "            if True or all(held.has(read_blocks",
+            "        if all(held.has(read_blocks",
+            "        if True or all(held.has(read_blocks",
         ),
     ),
 )
