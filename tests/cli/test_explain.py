@@ -155,6 +155,18 @@ def test_texts_become_tokens_by_the_tokenizer_of_the_engine(
     assert seen[0][0].name == "t"
 
 
+@pytest.mark.vllm
+def test_a_tokenizer_is_loaded_from_where_the_engine_has_it(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from omni_connector.testing import models
+
+    models._write_tokenizer(tmp_path)
+    ids = Asking("some text", None, None).ids(Tokenizer(str(tmp_path)))
+    assert 1 <= len(ids) <= len("some text")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Asking("text", None, None).ids(Tokenizer(str(tmp_path / "nowhere")))
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
