@@ -145,6 +145,7 @@ class Deployment:
             status_file=functools.partial(UnwrittenFile, world),
             prefault=False,
             explains=False,
+            lingers=False,
         )
 
     def new_weights(self) -> int:
