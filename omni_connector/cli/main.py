@@ -30,6 +30,11 @@ _TOP = """Show the engines of a namespace: their slots by state, where the KV of
 from, transfers, hand-offs and failures. It reads what engines of this user write into the runtime
 folder, and asks them nothing. Ctrl-C ends it."""
 
+_EXPLAIN = """Say where the KV of a prompt is for each engine that shares prefixes: in its own KV
+cache, its arena, the arena of another engine, or the store; why the first missing block is missing;
+and what a request with this prompt would load and compute. Prompts with LoRA adapters or images
+cannot be asked for."""
+
 
 def _cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -125,6 +130,22 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds between two looks (default: %(default)s)",
     )
+    why = commands.add_parser("explain", help="where the KV of a prompt is", description=_EXPLAIN)
+    why.add_argument("prompt", nargs="?", metavar="PROMPT", help="its text; - reads standard input")
+    why.add_argument("--file", type=Path, metavar="F", help="a file with its text")
+    why.add_argument(
+        "--tokens", metavar="IDS", help="its token ids: 1,2,3 or JSON; - reads standard input"
+    )
+    why.add_argument("--salt", metavar="S", help="the cache_salt of the request")
+    why.add_argument(
+        "--engine", default="", metavar="ID", help="beginning of an engine id (default: all)"
+    )
+    why.add_argument(
+        "--namespace",
+        metavar="NAME",
+        help="of the engines (default: that of the environment, else default)",
+    )
+    why.add_argument("--json", action="store_true", help="print a JSON document")
     return top
 
 
@@ -149,6 +170,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 as_json=options.json,
                 interval=options.interval,
             )
+        if options.command == "explain":
+            from omni_connector.cli.explain import Asking, explain
+
+            asking = Asking.of(options.prompt, options.file, options.tokens, options.salt)
+            return explain(asking, options.namespace, options.engine, as_json=options.json)
         require_supported_vllm()  # vLLM also brings `rich`, with which the demo prints
         from omni_connector.cli.demo import LENGTHS, demo
 

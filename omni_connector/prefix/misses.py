@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why tokens of a prompt are computed that a cache might have had."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -40,6 +41,7 @@ class Misses:
         self._stats = stats
         # Of first blocks of prompts: the key under which their tokens were last seen.
         self._beginnings: OrderedDict[int, bytes] = OrderedDict()
+        self._lock = threading.Lock()  # of these, which `explained` reads
 
     def admitted(self, prompt: SharedPrompt, start: int, end: int) -> None:
         """vLLM computes a prompt from `end` on; its own cache has what comes before `start`."""
@@ -66,10 +68,11 @@ class Misses:
         """Remember the first block; whether its tokens were last seen under another key."""
         tokens = hash(tuple(prompt.request.all_token_ids[: self._block_size]))
         key = prompt.keys(prompt.hashes[self._group][:1])[0]
-        seen_as = self._beginnings.pop(tokens, key)
-        self._beginnings[tokens] = key
-        if len(self._beginnings) > _MAX_BEGINNINGS:
-            self._beginnings.popitem(last=False)
+        with self._lock:
+            seen_as = self._beginnings.pop(tokens, key)
+            self._beginnings[tokens] = key
+            if len(self._beginnings) > _MAX_BEGINNINGS:
+                self._beginnings.popitem(last=False)
         return seen_as != key
 
     def _cause(self, prompt: SharedPrompt, block: int, seen_as_other: bool) -> str:
@@ -79,6 +82,22 @@ class Misses:
         if prompt.late:
             return "too_late"
         key = prompt.keys(prompt.hashes[self._group][block : block + 1])
+        return self._why(block, key, seen_as_other)
+
+    def _why(self, block: int, key: Sequence[bytes], seen_as_other: bool) -> str:
         if key and self._evicted(self._group, key[0]):
             return "evicted"
         return "other_salt" if block == 0 and seen_as_other else "never_seen"
+
+    def explained(self, *, block: int, key: bytes, beginning: Sequence[int], first: bytes) -> str:
+        """The cause of a miss of a prompt that no request has. Any thread may call this.
+
+        Args:
+            block: index of the block that is missing.
+            key: of this block.
+            beginning: tokens of the prompt's first block.
+            first: key of that block.
+        """
+        with self._lock:
+            seen_as = self._beginnings.get(hash(tuple(beginning)), first)
+        return self._why(block, [key], seen_as != first)

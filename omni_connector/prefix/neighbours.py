@@ -100,11 +100,13 @@ class Neighbour:
         index: finds its blocks.
         arenas: hold them.
         own: whether it is this engine itself.
+        name: of its socket in the runtime folder.
     """
 
     index: BlockIndex | BlockIndexView
     arenas: Arenas
     own: bool = False
+    name: str = ""
 
 
 class Neighbours(Protocol):
@@ -270,7 +272,7 @@ class HostNeighbours:
     def _ask(self, connection: Connection, deadline: float) -> Neighbour:
         reply, descriptor = connection.ask(AskIndex(), ANSWERS, deadline, with_fd=True)
         assert descriptor is not None
-        return opened(reply, descriptor, self._household)
+        return opened(reply, descriptor, self._household, connection.path.name)
 
     def _leave(self, name: str) -> None:
         # The engine's thread may be looking something up: the mapping goes with its last user.
@@ -296,7 +298,7 @@ class HostNeighbours:
         return self._gives, os.dup(self._fd)
 
 
-def opened(reply: GiveIndex, descriptor: int, ours: Household) -> Neighbour:
+def opened(reply: GiveIndex, descriptor: int, ours: Household, name: str = "") -> Neighbour:
     """The engine that has sent this, and its index, whose descriptor is closed here.
 
     Raises:
@@ -309,6 +311,6 @@ def opened(reply: GiveIndex, descriptor: int, ours: Household) -> Neighbour:
         if any(each.n_slots < reply.num_slots for rank in reply.arenas for each in rank):
             raise PeerRefusedError("its arenas have fewer slots than its index")
         view = BlockIndexView.open(descriptor, epoch=reply.epoch, num_slots=reply.num_slots)
-        return Neighbour(view, reply.arenas)
+        return Neighbour(view, reply.arenas, name=name)
     finally:
         os.close(descriptor)

@@ -80,20 +80,25 @@ class SharedPrompt:
         return f"{engines}/{self.adapter}" if self.adapter else engines
 
     def reach(self, groups: Sequence[GroupShape], unit: int, start: int, end: int) -> int:
-        """The token at which the longest prefix ends that can be completed from `start` on.
+        """See `reach`."""
+        return reach(list(zip(groups, self.held(), strict=True)), unit, start, end)
 
-        Args:
-            unit: prefixes end at multiples of so many tokens.
-            end: the token that it ends at or before.
-        """
-        pairs = list(zip(groups, self.held(), strict=True))
-        for shape, held in pairs:
-            if shape.attention_type == "all":
-                end = min(end, held.reach(start // shape.block_size) * shape.block_size)
-        for tokens in range(end // unit * unit, start, -unit):
-            if all(held.has(shape.needed(tokens, start)) for shape, held in pairs):
-                return tokens
-        return start
+
+def reach(groups: Sequence[tuple[GroupShape, Held]], unit: int, start: int, end: int) -> int:
+    """The token at which the longest prefix ends that can be completed from `start` on.
+
+    Args:
+        groups: each with what is held of it.
+        unit: prefixes end at multiples of so many tokens.
+        end: the token that it ends at or before.
+    """
+    for shape, held in groups:
+        if shape.attention_type == "all":
+            end = min(end, held.reach(start // shape.block_size) * shape.block_size)
+    for tokens in range(end // unit * unit, start, -unit):
+        if all(held.has(shape.needed(tokens, start)) for shape, held in groups):
+            return tokens
+    return start
 
 
 def shares(tokens: int, parts: Sequence[BlockSpans]) -> list[int]:

@@ -20,10 +20,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from omni_connector.errors import OmniError
 from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, EngineRequest
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec
 from omni_connector.prefix.block_changes import BlockChanges
+from omni_connector.prefix.explain import ExplainedEngine, Explainer
 from omni_connector.prefix.hints import NO_HINTS, Hints, tenant_of
 from omni_connector.prefix.host_blocks import HostBlocks, Wanted
 from omni_connector.prefix.jobs import StoreLoadSpec
@@ -107,6 +109,7 @@ class SharedPrefix:
         evicted = host.evicted if host is not None else (lambda group, key: False)
         self._misses = Misses(groups, self._unit, evicted, stats)
         self._failed: list[EngineRequest] = []
+        self._explainer: Explainer | None = None
         self.saves = PrefixSaves(
             prompts=self._prompts,
             prefix=prefix,
@@ -121,6 +124,21 @@ class SharedPrefix:
             stats=stats,
             changes=changes,
         )
+
+    def explain(self, engine: ExplainedEngine) -> None:
+        """From now on `omni-connector explain` is answered, until this is closed."""
+        try:
+            self._explainer = Explainer(
+                engine,
+                host=self._host,
+                lookups=self._lookups,
+                misses=self._misses,
+                prefix=lambda: self._prefix,
+                alone=lambda: self._prefix != self._engines_prefix,
+                clock=self._clock,
+            )
+        except OmniError as error:
+            logger.warning("`omni-connector explain` does not know this engine: %s", error)
 
     def hint(self, request_id: str, hints: Hints) -> bool:
         """What a request asks, before it is added; returns whether that cannot be followed."""
@@ -374,6 +392,8 @@ class SharedPrefix:
 
     def close(self) -> None:
         """Stop asking the store, and let go of the arenas' indexes. Idempotent."""
+        if self._explainer is not None:
+            self._explainer.close()
         if self._lookups is not None:
             self._lookups.close()
         if self._host is not None:

@@ -33,6 +33,7 @@ from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import loopback_key, runtime_dir, socket_path, tidy
 from omni_connector.net.status import EngineStatus, StatusReport, Usage
 from omni_connector.plugin import require_supported_vllm
+from omni_connector.prefix.explain import ExplainedEngine
 from omni_connector.prefix.hints import Favours
 from omni_connector.prefix.host_blocks import HostBlocks, touch
 from omni_connector.prefix.lookups import StoreLookups
@@ -46,6 +47,7 @@ from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.identity import compatibility, hash_id
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
 from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
+from omni_connector.vllm_v1.requests import token_hasher
 from omni_connector.vllm_v1.scheduler import OmniScheduler
 from omni_connector.vllm_v1.specs import group_specs, state_refusal, transferred_groups
 from omni_connector.vllm_v1.surroundings import Surroundings, arena_sizing
@@ -306,7 +308,7 @@ class _Assembly:
                 self._clock,
                 surroundings.start,
             )
-        return SharedPrefix(
+        shared = SharedPrefix(
             host=self._host_blocks(prefix),
             lookups=lookups,
             ledger=self._ledger,
@@ -324,6 +326,21 @@ class _Assembly:
             stats=self._stats,
             changes=None if self._events is None else self._events.changes,
         )
+        if surroundings.explains:
+            shared.explain(
+                ExplainedEngine(
+                    folder=self._folder,
+                    engine_id=self._engine_id,
+                    compatibility=self._ours,
+                    hash_id=self._hash_id,
+                    model=self._vllm_config.model_config,
+                    hash_block_size=self._hash_block_size,
+                    group_ids=self._group_ids,
+                    hash_tokens=token_hasher(self._vllm_config, self._hash_block_size),
+                    cached=self._manager.block_pool.get_cached_block,
+                )
+            )
+        return shared
 
     def _kv_events(self) -> KVEvents:
         pool = self._directory.pool if self._config.share and self._directory else None

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler half reads of vLLM's requests, and what it changes of them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm.v1.request import RequestStatus
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.request import Request, RequestStatus
 
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.prefix.hints import KEY, read_hints
@@ -12,8 +15,8 @@ from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.stats import Stats
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.request import Request
 
 TRUNCATED: Final = "_p_side_truncated"
 """NixlConnector's mark of a prompt that it has shortened: of two connectors only one may do so."""
@@ -112,3 +115,20 @@ def recompute(request: "Request", manager: "KVCacheManager") -> None:
         return  # aborted meanwhile
     request.num_computed_tokens = 0
     manager.free(request)
+
+
+def token_hasher(
+    vllm_config: "VllmConfig", hash_block_size: int
+) -> Callable[[list[int], str | None, bytes | None], Sequence[bytes]]:
+    """vLLM's hashes of full blocks, by their tokens, the cache salt and the hash before them."""
+    hash_fn = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+    hasher = get_request_block_hasher(hash_block_size, hash_fn)
+
+    def hashes(tokens: list[int], salt: str | None, after: bytes | None) -> Sequence[bytes]:
+        before: list[Any] = [] if after is None else [after]
+        tokens = [0] * (hash_block_size * len(before)) + tokens
+        request = Request("", tokens, SamplingParams(max_tokens=1), None, cache_salt=salt)
+        request.block_hashes = before
+        return hasher(request)
+
+    return hashes

@@ -60,6 +60,7 @@ class Surroundings:
         copier: makes what copies between KV blocks and slots, with threads that share in it.
         status_file: makes the file, in a runtime folder, that `omni-connector top` reads.
         prefault: whether a thread prefaults the arena's memory.
+        explains: whether a thread answers `omni-connector explain`.
         lingers: whether a step that computes nothing waits a moment for answers and copies.
     """
 
@@ -73,6 +74,7 @@ class Surroundings:
     copier: Callable[[CanonicalKVCaches, SlotLayout, Sharing], BlockCopier] = make_copier
     status_file: Callable[[Path], StatusFile] = StatusFile
     prefault: bool = True
+    explains: bool = True
     lingers: bool = True
 
 

@@ -4,9 +4,14 @@
 The answers are those of an engine that has no connector, and the KV is compared byte for byte.
 """
 
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -16,7 +21,7 @@ from omni_connector.testing.engines import Engine
 from . import kv
 from .configurations import BLOCK
 from .harness import PROMPTS, Case, ask
-from .pool import Member, Pool
+from .pool import Member, Pool, engine_environment
 from .prompts import new_salt, random_prompt
 
 pytestmark = pytest.mark.e2e
@@ -109,6 +114,43 @@ def test_an_arena_that_delivers_nothing_is_noticed(
         host.reading.probe.call("host_delivers", "all")
     with pytest.raises(AssertionError, match=r"token \d+"):
         cases[name].check(answer)
+
+
+def explain(host: Host, *arguments: str) -> list[dict[str, Any]]:
+    """What `omni-connector explain` says of each engine."""
+    command = [sys.executable, "-m", "omni_connector.cli.main", "explain", "--json", *arguments]
+    environment = {**os.environ, **engine_environment(host.pool.runtime)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert not document["remarks"]
+    engines: list[dict[str, Any]] = document["engines"]
+    return engines
+
+
+def test_what_is_explained_is_what_happens(host: Host) -> None:
+    prompt, salt = random_prompt(29, 5 * BLOCK + 3), new_salt()
+    ids = ["--tokens", ",".join(map(str, prompt))]
+    nobody = explain(host, *ids, "--salt", salt)
+    assert [each["missing"]["cause"] for each in nobody] == ["never_seen"] * 2
+    host.publish(prompt, salt)
+    sources = [each["sources"] for each in explain(host, *ids, "--salt", salt)]
+    assert sorted(each["host"] for each in sources) == [0, shareable(prompt)]
+    assert sorted(each["own"] for each in sources) == [0, shareable(prompt)]
+    before = host.count("tokens_from_host")
+    ask(host.reading.engine, prompt, salt)
+    assert host.count("tokens_from_host") - before == shareable(prompt)
+    sources = [each["sources"] for each in explain(host, *ids, "--salt", salt)]
+    assert [each["own"] for each in sources] == [shareable(prompt)] * 2
+    causes = {each["missing"]["cause"] for each in explain(host, *ids)}
+    assert causes == {"other_salt"}
+
+
+def test_a_text_is_explained_by_the_tokenizer_of_the_engine(host: Host) -> None:
+    text = "The prefix cache of a host has no server. " * 30
+    (tokens,) = {each["tokens"] for each in explain(host, text)}
+    with host.reading.engine.client() as client:
+        assert tokens == client.post("/tokenize", {"prompt": text})["count"]
 
 
 def test_an_engine_that_is_killed_takes_no_answer_with_it(

@@ -23,6 +23,8 @@ PARSERS: Final = (
     "channels.object_questions",
     "loads.answers",
     "engines.params",
+    "explain.questions",
+    "explain.answers",
     "arenas.superblocks",
     "arenas.indexes",
     "arenas.neighbours",

@@ -153,6 +153,7 @@ class Deployment:
             copier=copier,
             status_file=functools.partial(UnwrittenFile, world),
             prefault=False,
+            explains=False,
             lingers=False,
         )
 

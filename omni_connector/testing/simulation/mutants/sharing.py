@@ -170,8 +170,8 @@ SHARING: Final = (
         "the tokens before a gap are offered with those after it, which are not there",
         (
             "omni_connector.prefix.prompts",
-            "            if all(held.has(shape.needed",
-            "            if True or all(held.has(shape.needed",
+            "        if all(held.has(shape.needed",
+            "        if True or all(held.has(shape.needed",
         ),
     ),
 )

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`omni-connector explain`: where the KV of a prompt is, for each engine of a namespace."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, Self
+
+import msgspec
+
+from omni_connector.cli.explained import AskedEngine, Explanation, explained
+from omni_connector.config import OmniConfig
+from omni_connector.errors import ConfigError, OmniError
+from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE, runtime_dir
+from omni_connector.net.status import plain
+from omni_connector.prefix.explain import KIND, Tokenizer
+
+FORMAT: Final = 1
+"""Of the JSON document; it grows when a field goes or changes its meaning."""
+
+MAX_TOKENS: Final = 1 << 20
+
+_MAX_ENGINES: Final = 256
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What is asked.
+
+    Attributes:
+        text: of the prompt; None where its tokens are given.
+        tokens: of the prompt; None where its text is given.
+        salt: cache salt of the request; None has none.
+    """
+
+    text: str | None
+    tokens: list[int] | None
+    salt: str | None
+
+    @classmethod
+    def of(
+        cls, prompt: str | None, file: Path | None, tokens: str | None, salt: str | None
+    ) -> Self:
+        """From the command line; `-` reads what it stands for from standard input.
+
+        Raises:
+            ConfigError: not exactly one of the three is given, or makes no sense.
+        """
+        if sum(each is not None for each in (prompt, file, tokens)) != 1:
+            raise ConfigError("give either a PROMPT, or --file, or --tokens")
+        try:
+            if tokens is not None:
+                return cls(None, _token_ids(sys.stdin.read() if tokens == "-" else tokens), salt)
+            if file is not None:
+                return cls(file.read_text("utf-8"), None, salt)
+            return cls(sys.stdin.read() if prompt == "-" else prompt, None, salt)
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"the prompt cannot be read: {error}") from error
+
+    def ids(self, tokenizer: Tokenizer) -> list[int]:
+        """The tokens of the prompt.
+
+        Raises:
+            ConfigError: there are none, or too many, or the tokenizer cannot be loaded.
+        """
+        if self.tokens is not None:
+            ids = self.tokens
+        else:
+            try:
+                ids = list(_tokenizer(tokenizer)(self.text).input_ids)
+            except Exception as error:  # a tokenizer raises anything
+                raise ConfigError(
+                    f"the tokenizer {tokenizer.name} cannot be used: {plain(str(error))[:300]}; "
+                    "give the prompt as --tokens"
+                ) from error
+        if not 1 <= len(ids) <= MAX_TOKENS:
+            raise ConfigError(f"a prompt has from 1 to {MAX_TOKENS} tokens, not {len(ids)}")
+        return ids
+
+
+def _token_ids(text: str) -> list[int]:
+    text = text.strip()
+    try:
+        ids = msgspec.json.decode(text if text.startswith("[") else f"[{text}]", type=list[int])
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f"--tokens must be token ids, such as 1,2,3 or [1, 2, 3]: {error}"
+        ) from error
+    if not all(0 <= each < 1 << 32 for each in ids):
+        raise ConfigError("--tokens has a token id that is negative or too large")
+    return ids
+
+
+@cache
+def _tokenizer(which: Tokenizer) -> Callable[..., Any]:
+    from transformers import AutoTokenizer
+
+    loaded: Callable[..., Any] = AutoTokenizer.from_pretrained(
+        which.name,
+        revision=which.revision,
+        trust_remote_code=which.trust_remote_code,
+        local_files_only=True,  # the engine has loaded it
+    )
+    return loaded
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What `omni-connector explain` has found out.
+
+    Attributes:
+        namespace, folder: in which it has looked.
+        time: seconds of Unix time.
+        engines: one explanation each.
+        remarks: engines that could not be asked, and why.
+    """
+
+    namespace: str
+    folder: str
+    time: float
+    engines: list[Explanation]
+    remarks: list[str]
+
+
+def ask(asking: Asking, namespace: str, engine: str) -> Answer:
+    """Ask the engines of a namespace whose ids begin with `engine`.
+
+    Raises:
+        ConfigError: the runtime folder is unsafe; there is no such engine; or the prompt has no
+            tokens that can be asked for.
+    """
+    folder = runtime_dir(namespace)
+    asked, remarks = _engines(folder)
+    try:
+        chosen = [each for each in asked if each.engine.engine_id.startswith(engine)]
+        if not chosen:
+            there = ", ".join(each.name for each in asked) or "none"
+            raise ConfigError(
+                f"no engine of namespace {plain(namespace)} that shares prefixes has an id "
+                f"beginning with {engine!r}; found in {folder}: {there}. {' '.join(remarks)}"
+                f"Give its namespace with --namespace; {RUNTIME_DIR_VARIABLE} and XDG_RUNTIME_DIR "
+                "must be here as they are there"
+            )
+        found: list[Explanation] = []
+        for each in chosen:
+            tokens = asking.ids(each.engine.tokenizer)
+            others = [other for other in asked if other is not each]
+            try:
+                found.append(explained(each, others, tokens, asking.salt))
+            except OmniError as error:
+                remarks.append(plain(f"{each.name}: {error}"))
+    finally:
+        for each in asked:
+            each.close()
+    return Answer(namespace, str(folder), time.time(), found, remarks)
+
+
+def _engines(folder: Path) -> tuple[list[AskedEngine], list[str]]:
+    asked: list[AskedEngine] = []
+    remarks: list[str] = []
+    names = sorted(name for name in os.listdir(folder) if name.startswith(KIND))
+    for name in names[:_MAX_ENGINES]:
+        try:
+            asked.append(AskedEngine(folder / name))
+        except OmniError as error:
+            remarks.append(plain(f"{name} was not asked: {error}. "))
+    asked.sort(key=lambda each: each.name)
+    return asked, remarks
+
+
+def explain(asking: Asking, namespace: str | None, engine: str, *, as_json: bool) -> int:
+    """Print where the KV of a prompt is; return the exit status.
+
+    Args:
+        asking: what is asked.
+        namespace: of the engines; None takes that of the environment.
+        engine: what the ids of the engines begin with.
+        as_json: a JSON document instead of tables.
+
+    Raises:
+        ConfigError: as `ask`; or rich is missing.
+    """
+    name = OmniConfig.load(None).namespace if namespace is None else namespace
+    if not as_json and find_spec("rich") is None:
+        raise ConfigError("explain needs rich: pip install 'omni-connector[cli]', or --json")
+    answer = ask(asking, name, engine)
+    if as_json:
+        print(json.dumps({"format": FORMAT, **asdict(answer)}))
+    else:
+        from omni_connector.cli.explain_view import show
+
+        show(answer)
+    return 0 if answer.engines else 1

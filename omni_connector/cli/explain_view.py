@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of `omni-connector explain`."""
+
+from typing import Final
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from omni_connector.cli.explain import Answer
+from omni_connector.cli.explained import ARENA, HOST, MISSING, OWN, STORE, Explanation, Miss
+
+_RUNS: Final = 12
+_PLACES: Final = {
+    OWN: ("own KV cache", "green"),
+    ARENA: ("own arena", "cyan"),
+    HOST: ("arena of", "cyan"),
+    STORE: ("store", "blue"),
+    MISSING: ("missing", "red"),
+}
+_CAUSES: Final = {
+    "never_seen": "never seen by this engine",
+    "evicted": "evicted from its arena",
+    "other_salt": "last seen with another cache salt, LoRA adapter or image",
+    "too_late": "the store did not answer in time",
+}
+
+
+def show(answer: Answer) -> None:
+    """Print everything."""
+    Console().print(screen(answer))
+
+
+def screen(answer: Answer) -> RenderableType:
+    """One row for each engine, and below what one should know."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_lines=True)
+    table.add_column("engine\nmodel", overflow="fold")
+    table.add_column("tokens: where their KV is", overflow="fold")
+    table.add_column("a request would load", justify="right")
+    table.add_column("and compute", justify="right")
+    table.add_column("first miss", overflow="fold")
+    for each in answer.engines:
+        table.add_row(
+            Text.assemble(each.engine_id, "\n", (each.model, "dim")),
+            _where(each),
+            Text("\n").join(
+                Text(f"{count} {_PLACES[source][0] if source != HOST else 'other arenas'}")
+                for source, count in each.sources.items()
+                if count
+            )
+            or Text("nothing", "dim"),
+            Text(f"{each.computed} of {each.tokens}"),
+            Text("-", "dim") if each.missing is None else _why(each.missing),
+        )
+    notes = [Text(f"{each.engine_id}: {note}") for each in answer.engines for note in _notes(each)]
+    return Group(table, *notes, *(Text(remark, "yellow") for remark in answer.remarks))
+
+
+def _where(explanation: Explanation) -> Text:
+    lines: list[Text] = []
+    for group in explanation.groups:
+        if len(explanation.groups) > 1:
+            lines.append(Text(f"{group['kind']}:", "dim"))
+        runs = group["runs"]
+        for run in runs[:_RUNS]:
+            place, style = _PLACES[run["source"]]
+            lines.append(
+                Text.assemble(
+                    f"{run['first_token']}-{run['end_token'] - 1} ",
+                    (f"{place} {run['engine']}".rstrip(), style),
+                )
+            )
+        if len(runs) > _RUNS:
+            lines.append(Text(f"and {len(runs) - _RUNS} more (--json has all)", "dim"))
+        if not runs:
+            lines.append(Text(f"no full block of {group['block_size']} tokens", "dim"))
+    return Text("\n").join(lines)
+
+
+def _why(miss: Miss) -> Text:
+    text = f"token {miss.first_token}: {_CAUSES.get(miss.cause, miss.cause)}"
+    if miss.evicted_from:
+        text += f"; evicted from the arena of {', '.join(miss.evicted_from)}"
+    return Text(text)
+
+
+def _notes(explanation: Explanation) -> list[str]:
+    notes = list(explanation.remarks)
+    if explanation.shares_with:
+        notes.append(f"shares with {', '.join(explanation.shares_with)}")
+    return notes + [f"does not share with {name}: {why}" for name, why in explanation.apart.items()]

@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the KV of a prompt is for one engine, which is asked at its socket.
+
+The engine says of each block where it would find it (`omni_connector.prefix.explain`). What a
+request would load follows from that as in the engine.
+"""
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from math import lcm
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import numpy as np
+
+from omni_connector.errors import ProtocolError
+from omni_connector.kv.shapes import GroupShape
+from omni_connector.kv.spans import BlockSpans
+from omni_connector.net.status import plain
+from omni_connector.net.unix import Connection
+from omni_connector.prefix.explain import (
+    ANSWERS,
+    BLOCKS_AT_ONCE,
+    STORE_S,
+    TOKENS_AT_ONCE,
+    AskCause,
+    AskEngine,
+    AskHashes,
+    AskPlaces,
+    AskStored,
+    Cause,
+    Hashes,
+    Places,
+    Stored,
+    ThisEngine,
+)
+from omni_connector.prefix.lookups import Held
+from omni_connector.prefix.prompts import reach, read_blocks, shares
+
+_ANSWER_S: Final = 5.0
+_POLL_S: Final = 0.01
+
+OWN, ARENA, HOST, STORE, MISSING = "own", "arena", "host", "store", "missing"
+"""Where a block is: the engine's own KV cache, its arena, another engine's, the store; nowhere."""
+
+_Answer = TypeVar("_Answer", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive blocks of one group that are in the same place.
+
+    Attributes:
+        first_block, blocks: which of the prompt's full blocks.
+        first_token, end_token: the tokens of these.
+        source: see `OWN`.
+        engine: whose arena it is; "" where it is none.
+    """
+
+    first_block: int
+    blocks: int
+    first_token: int
+    end_token: int
+    source: str
+    engine: str = ""
+
+
+@dataclass(frozen=True)
+class Miss:
+    """The first block that a request would have to compute, before the last token of its prompt.
+
+    Attributes:
+        block, first_token: where it is.
+        tokens: from there on that a cache might have had.
+        cause: as the metric `tokens_missed_total` has it.
+        evicted_from: other engines whose arenas had it until lately.
+    """
+
+    block: int
+    first_token: int
+    tokens: int
+    cause: str
+    evicted_from: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What one engine has of a prompt.
+
+    Attributes:
+        engine_id: of the engine.
+        model: what it runs.
+        tokens: of the prompt.
+        computed: of them, those that it would have to compute.
+        sources: those that it would not, by where their KV would come from.
+        groups: kind, block size and runs of each cache group.
+        missing: why not more; None where only the end of the prompt is computed.
+        shares_with: engines whose arenas it reads.
+        apart: why it does not read those of the others.
+        remarks: what else one should know.
+    """
+
+    engine_id: str
+    model: str
+    tokens: int
+    computed: int
+    sources: dict[str, int]
+    groups: list[dict[str, Any]]
+    missing: Miss | None
+    shares_with: list[str]
+    apart: dict[str, str]
+    remarks: list[str]
+
+
+class AskedEngine:
+    """A connection to one engine.
+
+    Args:
+        path: its socket.
+
+    Raises:
+        OmniError: it does not answer, or is not understood.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._connection = Connection(path, time.monotonic() + _ANSWER_S)
+        try:
+            self.engine: Final = self._ask(AskEngine(), ThisEngine)
+        except BaseException:
+            self._connection.close()
+            raise
+        self.name: Final = plain(self.engine.engine_id)
+
+    def close(self) -> None:
+        """Ask no more. Idempotent."""
+        self._connection.close()
+
+    def _ask(self, question: msgspec.Struct, kind: type[_Answer]) -> _Answer:
+        answer, _ = self._connection.ask(question, ANSWERS, time.monotonic() + _ANSWER_S)
+        if not isinstance(answer, kind):
+            raise ProtocolError(f"the engine answers with {type(answer).__name__}")
+        return answer
+
+    def hashes(self, tokens: Sequence[int], salt: str | None) -> list[bytes]:
+        """Of all the full blocks."""
+        size = self.engine.hash_block_size
+        step = max(1, TOKENS_AT_ONCE // size) * size
+        found: list[bytes] = []
+        for start in range(0, len(tokens) // size * size, step):
+            part = list(tokens[start : start + step])
+            after = found[-1] if found else None
+            hashes = self._ask(AskHashes(after, part, salt), Hashes).hashes
+            if len(hashes) != len(part) // size:
+                raise ProtocolError(f"{len(hashes)} hashes of {len(part)} tokens")
+            found += hashes
+        return found
+
+    def places(self, group: int, hashes: list[bytes]) -> tuple[list[bool], list[str | None]]:
+        """Whether the engine's own KV cache has each block, and the socket of the engine in whose
+        arena it finds it; "" is its own one. No block counts after one that no prefix goes beyond.
+        """
+        cached: list[bool] = []
+        owners: list[str | None] = []
+        for part in _parts(hashes):
+            places = self._ask(AskPlaces(group, tuple(part)), Places)
+            if len(places.cached) != len(part):
+                raise ProtocolError(f"{len(places.cached)} places of {len(part)} blocks")
+            cached += places.cached
+            owners += [None if each < 0 else places.engines[each] for each in places.owners]
+            if self._ends(group) and not all(cached) and None in owners:
+                break
+        if self._ends(group):
+            cached, owners = _before(cached, False), _before(owners, None)
+        return _padded(cached, len(hashes), False), _padded(owners, len(hashes), None)
+
+    def _ends(self, group: int) -> bool:
+        return self.engine.groups[group].attention_type == "all"
+
+    def stored(self, group: int, hashes: list[bytes], there: list[bool]) -> list[bool] | None:
+        """Which blocks the store holds, as far as it matters; None if it does not answer.
+
+        Args:
+            there: which of them need not be asked for.
+        """
+        found: list[bool] = []
+        for part in _parts(hashes):
+            known = there[len(found) : len(found) + len(part)]
+            held: Sequence[bool] = [False] * len(part)
+            if not all(known):
+                answer = self._held(AskStored(secrets.randbits(62), group, tuple(part)))
+                if answer is None:
+                    return None
+                held = answer
+            found += held
+            if self._ends(group) and not all(map(max, held, known)):
+                break
+        return _padded(found, len(hashes), False)
+
+    def _held(self, question: AskStored) -> Sequence[bool] | None:
+        deadline = time.monotonic() + STORE_S + _ANSWER_S
+        while time.monotonic() < deadline:
+            answer = self._ask(question, Stored)
+            if answer.late:
+                return None
+            if answer.held is not None:
+                if len(answer.held) != len(question.hashes):
+                    raise ProtocolError("the store's answer has another length")
+                return answer.held
+            time.sleep(_POLL_S)
+        return None
+
+    def cause(self, block: int, key: bytes, beginning: Sequence[int], first: bytes) -> str:
+        """Why it has not got this block, of a prompt that begins so."""
+        return plain(self._ask(AskCause(block, key, list(beginning), first), Cause).cause)
+
+
+def _parts(hashes: list[bytes]) -> Iterable[list[bytes]]:
+    return (hashes[i : i + BLOCKS_AT_ONCE] for i in range(0, len(hashes), BLOCKS_AT_ONCE))
+
+
+_Item = TypeVar("_Item")
+
+
+def _before(items: list[_Item], end: _Item) -> list[_Item]:
+    return items[: items.index(end)] if end in items else items
+
+
+def _padded(items: list[_Item], count: int, value: _Item) -> list[_Item]:
+    return items + [value] * (count - len(items))
+
+
+def explained(
+    asked: AskedEngine, others: Sequence[AskedEngine], tokens: Sequence[int], salt: str | None
+) -> Explanation:
+    """Where the KV of a prompt is for one engine.
+
+    Args:
+        others: those of the namespace.
+        tokens: of the prompt, at least one.
+        salt: its cache salt.
+
+    Raises:
+        OmniError: the engine does not answer, or makes no sense.
+    """
+    engine, remarks = asked.engine, []
+    shapes, unit = engine.groups, lcm(*(shape.block_size for shape in engine.groups))
+    last = (len(tokens) - 1) // unit * unit  # the last token is computed, for its logits
+    hashes = asked.hashes(tokens, salt)
+    of_groups = [hashes[step - 1 :: step] for step in (_step(engine, each) for each in shapes)]
+    places = [asked.places(g, each) for g, each in enumerate(of_groups)]
+    start = _reach(shapes, [cached for cached, _ in places], unit, 0, last)
+    there = [[owner is not None for owner in owners] for _, owners in places]
+    end = _reach(shapes, there, unit, start, last)
+    stored = [[False] * len(each) for each in there]
+    late = False
+    if engine.stores and end < last:
+        for g, each in enumerate(of_groups):
+            before = start // shapes[g].block_size
+            held = asked.stored(g, each, [True] * before + there[g][before:])
+            late = late or held is None
+            stored[g] = held or stored[g]
+        if late:
+            remarks.append(f"the store did not answer within {STORE_S:g} s")
+        either = [list(map(max, *pair)) for pair in zip(there, stored, strict=True)]
+        end = _reach(shapes, either, unit, start, last)
+    if engine.alone:
+        remarks.append("its prefix cache was reset: it shares with nobody until it is started anew")
+    if not engine.shares:
+        remarks.append("it does not use the arenas of this host (`share` is off)")
+    names = {other.engine.socket: other.name for other in others}
+    labels = [
+        [_label(*place, names) for place in zip(cached, owners, held, strict=True)]
+        for (cached, owners), held in zip(places, stored, strict=True)
+    ]
+    loads = [
+        [_label(False, *place, names) for place in zip(owners, held, strict=True)]
+        for (_, owners), held in zip(places, stored, strict=True)
+    ]
+    return Explanation(
+        engine_id=asked.name,
+        model=plain(engine.traits.get("model", "")),
+        tokens=len(tokens),
+        computed=len(tokens) - end,
+        sources={OWN: start, ARENA: 0, HOST: 0, STORE: 0, **_sources(shapes, loads, start, end)},
+        groups=[
+            {
+                "kind": plain(shape.kind),
+                "block_size": shape.block_size,
+                "runs": [asdict(run) for run in _runs(shape, of_group)],
+            }
+            for shape, of_group in zip(shapes, labels, strict=True)
+        ],
+        missing=_missing(asked, others, tokens, of_groups, (end, last), late),
+        shares_with=[
+            names.get(name, plain(name)) for name in engine.neighbours if not engine.alone
+        ],
+        apart={
+            other.name: why
+            for other in others
+            if other is not asked and (why := _why_apart(engine, other.engine))
+        },
+        remarks=remarks,
+    )
+
+
+def _step(engine: ThisEngine, shape: GroupShape) -> int:
+    return shape.block_size // engine.hash_block_size
+
+
+def _reach(
+    shapes: Sequence[GroupShape], held: Sequence[list[bool]], unit: int, start: int, end: int
+) -> int:
+    pairs = [(shape, Held.of(blocks)) for shape, blocks in zip(shapes, held, strict=True)]
+    return reach(pairs, unit, start, end)
+
+
+def _label(cached: bool, owner: str | None, held: bool, names: dict[str, str]) -> tuple[str, str]:
+    if cached:
+        return OWN, ""
+    if owner is not None:
+        return (HOST, names.get(owner, plain(owner))) if owner else (ARENA, "")
+    return (STORE, "") if held else (MISSING, "")
+
+
+def _runs(shape: GroupShape, labels: list[tuple[str, str]]) -> list[Run]:
+    runs, first = [], 0
+    for (source, engine), of_run in groupby(labels):
+        count = len(list(of_run))
+        tokens = first * shape.block_size, (first + count) * shape.block_size
+        runs.append(Run(first, count, *tokens, source, engine))
+        first += count
+    return runs
+
+
+def _sources(
+    shapes: Sequence[GroupShape], labels: list[list[tuple[str, str]]], start: int, end: int
+) -> dict[str, int]:
+    """How many tokens a request loads from `start` to `end`, by source, as the engine counts them:
+    one load for each engine, and one for the store."""
+    if end == start:
+        return {}
+    read = [read_blocks(shape, start, end) for shape in shapes]
+    wanted = [of[part.start : part.stop] for of, part in zip(labels, read, strict=True)]
+    loads = list(dict.fromkeys(label for of in wanted for label in of))
+    loads.sort(key=lambda label: (ARENA, HOST, STORE).index(label[0]))
+    spans = [
+        BlockSpans.of(
+            [
+                (part.start, np.array([each == load for each in of], int).tolist())
+                for of, part in zip(wanted, read, strict=True)
+            ]
+        )
+        for load in loads
+    ]
+    sources: Counter[str] = Counter()
+    for (source, _), tokens in zip(loads, shares(end - start, spans), strict=True):
+        sources[source] += tokens
+    return sources
+
+
+def _missing(
+    asked: AskedEngine,
+    others: Sequence[AskedEngine],
+    tokens: Sequence[int],
+    hashes: list[list[bytes]],
+    ends: tuple[int, int],
+    late: bool,
+) -> Miss | None:
+    """What is missing after the first of `ends`, of what a cache might have up to the second."""
+    end, last = ends
+    if end >= last:
+        return None
+    # That of the first group that keeps all tokens; see `Misses`.
+    shapes = asked.engine.groups
+    kinds = [shape.attention_type for shape in shapes]
+    group = kinds.index("all") if "all" in kinds else 0
+    size = shapes[group].block_size
+    block = end // size
+    question = block, hashes[group][block], tokens[:size], hashes[group][0]
+    cause = "too_late" if late else asked.cause(*question)
+    had = [
+        other.name
+        for other in others
+        if other.engine.socket in asked.engine.neighbours
+        and not (asked.engine.alone or other.engine.alone)
+        and other.cause(*question) == "evicted"
+    ]
+    return Miss(block, end, last - end, cause, had)
+
+
+def _why_apart(engine: ThisEngine, other: ThisEngine) -> str | None:
+    """Why an engine does not read the arena of another one; None if it does."""
+    if not (engine.shares and other.shares):
+        whose = "it does" if engine.shares else "this one does"
+        return f"{whose} not use the arenas of this host"
+    if engine.alone or other.alone:
+        return f"the prefix cache of {'this one' if engine.alone else 'it'} was reset"
+    if other.socket in engine.neighbours:
+        return None
+    for name, ours in engine.traits.items():
+        theirs = other.traits.get(name)
+        if ours != theirs:
+            return plain(f"another {name.replace('_', ' ')}: {theirs!r}, here {ours!r}")
+    return "they have not met yet"

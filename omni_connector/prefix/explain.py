@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine answers when `omni-connector explain` asks where the KV of a prompt is.
+
+Who asks sends the token ids of a prompt, in parts. The engine hashes them as it hashes its own
+prompts, and says of each block whether its own KV cache, an arena or the store has it, and why it
+has not. All of it reads only: nothing counts as used, and no statistics change.
+
+The questions are small, so that each takes well below a millisecond of the interpreter, which the
+engine's thread waits for. They are answered on a thread of their own. What that reads is made to be
+read on any thread: indexes of blocks, the pool under its lock, and single entries of dicts.
+"""
+
+import hashlib
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from omni_connector.errors import ProtocolError
+from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.kv.shapes import GroupShape
+from omni_connector.net.runtime import socket_path
+from omni_connector.net.unix import PROTOCOL, Listener, Refusal, require_protocol
+from omni_connector.prefix.host_blocks import HostBlocks
+from omni_connector.prefix.lookups import Lookup, StoreLookups
+from omni_connector.prefix.misses import Misses
+
+logger = logging.getLogger("vllm.omni_connector.sharing")
+
+KIND: Final = "e-"
+"""What the names of the sockets begin with at which engines are asked."""
+
+TOKENS_AT_ONCE: Final = 1024
+"""Of a prompt, hashed in one answer; more where one block has more."""
+
+BLOCKS_AT_ONCE: Final = 256
+
+STORE_S: Final = 2.0
+"""Seconds after which a store has not answered."""
+
+_MAX_TOKENS: Final = 12_000
+_MAX_TICKETS: Final = 16
+
+_Text = Annotated[str, Meta(max_length=1024)]
+_Hash = Annotated[bytes, Meta(min_length=8, max_length=64)]
+_Hashes = Annotated[tuple[_Hash, ...], Meta(max_length=BLOCKS_AT_ONCE)]
+_Tokens = Annotated[
+    list[Annotated[int, Meta(ge=0, lt=1 << 32)]], Meta(min_length=1, max_length=_MAX_TOKENS)
+]
+_Flags = Annotated[tuple[bool, ...], Meta(max_length=BLOCKS_AT_ONCE)]
+_Index = Annotated[int, Meta(ge=0, lt=1 << 32)]
+
+
+class AskEngine(msgspec.Struct, frozen=True, tag="ask-engine"):
+    """Asks what an engine is; answered with `ThisEngine`."""
+
+    protocol: int = PROTOCOL
+
+    def __post_init__(self) -> None:
+        require_protocol(self.protocol)
+
+
+class AskHashes(msgspec.Struct, frozen=True, tag="ask-hashes"):
+    """Asks how an engine hashes consecutive tokens of a prompt; answered with `Hashes`.
+
+    Attributes:
+        after: hash of the block before these tokens; None at the beginning of a prompt.
+        tokens: of whole blocks of `hash_block_size`; what remains is not hashed.
+        salt: the request's `cache_salt`.
+    """
+
+    after: _Hash | None
+    tokens: _Tokens
+    salt: Annotated[str, Meta(max_length=4096)] | None = None
+
+
+class AskPlaces(msgspec.Struct, frozen=True, tag="ask-places"):
+    """Asks which cache and which arenas have consecutive blocks; answered with `Places`.
+
+    Attributes:
+        group: position among the groups of `ThisEngine`.
+        hashes: of the blocks.
+    """
+
+    group: _Index
+    hashes: _Hashes
+
+
+class AskStored(msgspec.Struct, frozen=True, tag="ask-stored"):
+    """Asks which blocks the store holds; answered at once with `Stored`, and to be asked again.
+
+    Attributes:
+        ticket: the same as long as the question is.
+        group, hashes: as in `AskPlaces`.
+    """
+
+    ticket: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    group: _Index
+    hashes: _Hashes
+
+
+class AskCause(msgspec.Struct, frozen=True, tag="ask-cause"):
+    """Asks why a block is nowhere; answered with `Cause`.
+
+    Attributes:
+        block: its index in the prompt.
+        key: its hash.
+        beginning: tokens of the prompt's first block, of the group by which misses are counted.
+        first: the hash of that block.
+    """
+
+    block: _Index
+    key: _Hash
+    beginning: _Tokens
+    first: _Hash
+
+
+class Tokenizer(msgspec.Struct, frozen=True):
+    """Of an engine: name or absolute path, and how it is loaded."""
+
+    name: _Text
+    revision: _Text | None = None
+    trust_remote_code: bool = False
+
+
+class ThisEngine(msgspec.Struct, frozen=True, kw_only=True, tag="this-engine"):
+    """What an engine is.
+
+    Attributes:
+        engine_id: by which others know it.
+        tokenizer: of its model.
+        hash_block_size: tokens of a block that is hashed; divides the block size of every group.
+        groups: what it keeps, without the order of bytes in their pages.
+        traits: all in which engines must be equal that read each other's slots, by name.
+        socket: the name of the one at which it gives its index.
+        neighbours: such names of the engines that it shares with now.
+        shares: whether it uses the arenas of this host.
+        stores: whether it uses a store.
+        alone: whether its prefix cache was reset, so that it shares with nobody.
+    """
+
+    engine_id: _Text
+    tokenizer: Tokenizer
+    hash_block_size: Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
+    groups: Annotated[tuple[GroupShape, ...], Meta(min_length=1, max_length=256)]
+    traits: Annotated[dict[_Text, _Text], Meta(max_length=64)]
+    socket: _Text
+    neighbours: Annotated[tuple[_Text, ...], Meta(max_length=1024)]
+    shares: bool
+    stores: bool
+    alone: bool
+
+    def __post_init__(self) -> None:
+        if any(shape.block_size % self.hash_block_size for shape in self.groups):
+            raise ValueError("the hashed blocks do not divide those of the groups")
+
+
+class Hashes(msgspec.Struct, frozen=True, tag="hashes"):
+    """Of the blocks of `AskHashes`."""
+
+    hashes: Annotated[tuple[_Hash, ...], Meta(max_length=_MAX_TOKENS)]
+
+
+class Places(msgspec.Struct, frozen=True, tag="places"):
+    """Where the blocks of `AskPlaces` are.
+
+    Attributes:
+        cached: whether the engine's own KV cache has each block.
+        owners: position in `engines` of the one whose arena has each block; -1 for nobody. Of a
+            group that keeps all tokens, none is looked for after the first that is missing.
+        engines: names as in `ThisEngine.neighbours`; "" is the engine itself.
+    """
+
+    cached: _Flags
+    owners: Annotated[
+        tuple[Annotated[int, Meta(ge=-1, lt=1024)], ...], Meta(max_length=BLOCKS_AT_ONCE)
+    ]
+    engines: Annotated[tuple[_Text, ...], Meta(max_length=1024)]
+
+    def __post_init__(self) -> None:
+        if len(self.cached) != len(self.owners) or max(self.owners, default=-1) >= len(
+            self.engines
+        ):
+            raise ValueError("as many owners as blocks, all of them named")
+
+
+class Stored(msgspec.Struct, frozen=True, tag="stored"):
+    """Which of the blocks of `AskStored` the store holds; None as long as it has not answered.
+
+    Attributes:
+        late: whether there will be no answer.
+    """
+
+    held: _Flags | None
+    late: bool = False
+
+
+class Cause(msgspec.Struct, frozen=True, tag="cause"):
+    """Why a block is nowhere, as `Misses` counts it."""
+
+    cause: _Text
+
+
+QUESTIONS: Final = msgspec.msgpack.Decoder(AskEngine | AskHashes | AskPlaces | AskStored | AskCause)
+ANSWERS: Final = msgspec.msgpack.Decoder(ThisEngine | Hashes | Places | Stored | Cause | Refusal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainedEngine:
+    """What an engine answers from.
+
+    Attributes:
+        folder: the runtime folder.
+        engine_id, compatibility, hash_id: of the engine.
+        model: vLLM's configuration of its model.
+        hash_block_size: tokens of a block that is hashed.
+        group_ids: index of each transferred group among vLLM's groups.
+        hash_tokens: vLLM's hashes of blocks, by their tokens, cache salt and the hash before them.
+        cached: vLLM's look-up of a block by its hash and groups; None where it has none.
+    """
+
+    folder: Path
+    engine_id: str
+    compatibility: CompatibilityKey
+    hash_id: str
+    model: Any
+    hash_block_size: int
+    group_ids: tuple[int, ...]
+    hash_tokens: Callable[[list[int], str | None, bytes | None], Sequence[bytes]]
+    cached: Callable[[Any, list[int]], object]
+
+
+class Explainer:
+    """Answers at a socket in the runtime folder, on a thread of its own.
+
+    Args:
+        engine: whose prompts are explained.
+        host: the arenas that it uses; None for none.
+        lookups: asks its store; None for none.
+        misses: knows why it misses a block.
+        prefix: says what the keys of its blocks begin with now.
+        alone: says whether it shares with nobody, after a reset.
+        clock: seconds, monotonic.
+
+    Raises:
+        TransportError: another process has this engine's socket.
+        ConfigError: the runtime folder's path is too long.
+    """
+
+    def __init__(
+        self,
+        engine: ExplainedEngine,
+        *,
+        host: HostBlocks | None,
+        lookups: StoreLookups | None,
+        misses: Misses,
+        prefix: Callable[[], str],
+        alone: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        self._engine = engine
+        self._groups = engine.compatibility.groups
+        self._host = host
+        self._lookups = lookups
+        self._misses = misses
+        self._prefix = prefix
+        self._alone = alone
+        self._clock = clock
+        self._tickets: OrderedDict[int, Lookup] = OrderedDict()
+        self._listener = Listener(QUESTIONS, self.answer)
+        try:
+            self._listener.add(socket_path(engine.folder, f"explain:{engine.engine_id}", kind=KIND))
+        except BaseException:
+            self._listener.close()
+            raise
+
+    def close(self) -> None:
+        """Answer no more. Idempotent."""
+        self._listener.close()
+
+    def answer(self, question: msgspec.Struct) -> tuple[msgspec.Struct, None]:
+        """The answer to one of `QUESTIONS`, which takes no longer than the thread may be away.
+
+        Raises:
+            ProtocolError: it asks for what there is not.
+        """
+        try:
+            return self._answer(question), None
+        except ProtocolError:
+            raise
+        except Exception:  # it is this question's, and others are answered
+            logger.exception("A question of `omni-connector explain` failed; please report it")
+            return Refusal("the engine could not answer; its log says why"), None
+
+    def _answer(self, question: msgspec.Struct) -> msgspec.Struct:
+        match question:
+            case AskHashes():
+                return self._hash(question)
+            case AskPlaces():
+                return self._look(question)
+            case AskStored():
+                return self._ask_store(question)
+            case AskCause():
+                return Cause(self._misses.explained(**msgspec.structs.asdict(question)))
+        return self._introduce()
+
+    def _introduce(self) -> ThisEngine:
+        engine = self._engine
+        model, name = engine.model, str(engine.model.tokenizer)
+        neighbours = (
+            () if self._host is None else self._host.find([[] for _ in self._groups]).engines
+        )
+        return ThisEngine(
+            engine_id=engine.engine_id[:1024],
+            tokenizer=Tokenizer(
+                os.path.abspath(name) if os.path.isdir(name) else name,
+                model.tokenizer_revision,
+                bool(model.trust_remote_code),
+            ),
+            hash_block_size=engine.hash_block_size,
+            groups=tuple(
+                msgspec.structs.replace(shape, layers="", pages=("any",)) for shape in self._groups
+            ),
+            traits=_traits(engine),
+            socket=socket_path(engine.folder, f"index:{engine.engine_id}", kind="i-").name,
+            neighbours=tuple(each.name for each in neighbours if not each.own),
+            shares=self._host is not None,
+            stores=self._lookups is not None,
+            alone=self._alone(),
+        )
+
+    def _hash(self, question: AskHashes) -> Hashes:
+        hashes = self._engine.hash_tokens(question.tokens, question.salt, question.after)
+        return Hashes(tuple(map(bytes, hashes)))
+
+    def _of_group(self, question: AskPlaces | AskStored) -> list[list[bytes]]:
+        if question.group >= len(self._groups):
+            raise ProtocolError(f"there is no group {question.group}")
+        hashes: list[list[bytes]] = [[] for _ in self._groups]
+        hashes[question.group] = list(question.hashes)
+        return hashes
+
+    def _look(self, question: AskPlaces) -> Places:
+        hashes, group = self._of_group(question), question.group
+        in_group = [self._engine.group_ids[group]]
+        cached = tuple(self._engine.cached(each, in_group) is not None for each in hashes[group])
+        if self._host is None:
+            return Places(cached, (-1,) * len(cached), ())
+        found = self._host.find(hashes)
+        owners = found.groups[group].owners.tolist()
+        owners += [-1] * (len(cached) - len(owners))
+        return Places(cached, tuple(owners), tuple(each.name for each in found.engines))
+
+    def _ask_store(self, question: AskStored) -> Stored:
+        hashes = self._of_group(question)
+        if self._lookups is None:
+            raise ProtocolError("this engine has no store")
+        lookup = self._tickets.pop(question.ticket, None)
+        if lookup is None:
+            lookup = Lookup(self._prefix(), hashes, self._clock() + STORE_S)
+            self._lookups.ask(lookup)
+        if lookup.held is not None:
+            held = lookup.held[question.group].blocks[: len(question.hashes)]
+            return Stored((*held, *[False] * (len(question.hashes) - len(held))))
+        if self._clock() >= lookup.deadline:
+            return Stored(None, late=True)
+        self._tickets[question.ticket] = lookup
+        if len(self._tickets) > _MAX_TICKETS:
+            self._tickets.popitem(last=False)
+        return Stored(None)
+
+
+def _traits(engine: ExplainedEngine) -> dict[str, str]:
+    """See `ThisEngine.traits`: those of `readers_id`."""
+    traits = {
+        name: str(value)[:1024]
+        for name, value in msgspec.structs.asdict(engine.compatibility).items()
+        if name != "groups"
+    }
+    pages = hashlib.blake2b(msgspec.msgpack.encode(engine.compatibility.groups), digest_size=8)
+    return {**traits, "KV cache groups": pages.hexdigest(), "hashes": engine.hash_id[:1024]}

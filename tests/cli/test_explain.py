@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`omni-connector explain`, asking an engine that hashes by itself and caches some blocks."""
+
+import io
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from omni_connector.cli import explain as module
+from omni_connector.cli import explain_view
+from omni_connector.cli.explain import Asking
+from omni_connector.cli.explained import AskedEngine, Explanation, Miss, explained
+from omni_connector.cli.main import main
+from omni_connector.errors import ConfigError, OmniError
+from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
+from omni_connector.net.unix import read_answer
+from omni_connector.prefix.explain import AskEngine, Explainer, ThisEngine, Tokenizer
+from omni_connector.testing.hostile import explain as hostile
+from omni_connector.testing.hostile.mutation import distort_msgpack
+
+PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+TOKENS = list(range(100))
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Explainer]:
+    with hostile.explainer("engine-\x1b[31m7") as engine:
+        folder = engine._engine.folder
+        monkeypatch.setattr(module, "runtime_dir", lambda namespace: folder)
+        monkeypatch.setenv(RUNTIME_DIR_VARIABLE, str(folder))
+        yield engine
+
+
+@pytest.fixture
+def asked(engine: Explainer) -> Iterator[AskedEngine]:
+    (found,), remarks = module._engines(engine._engine.folder)
+    assert not remarks
+    yield found
+    found.close()
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main(["explain", "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_tokens_of_a_prompt_are_accounted_for(
+    engine: Explainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = told(capsys, "--tokens", json.dumps(TOKENS))
+    assert document["format"] == 1
+    assert document["remarks"] == []
+    (found,) = document["engines"]
+    assert found["engine_id"] == "engine-?[31m7"
+    assert found["tokens"] == 100
+    assert found["computed"] + sum(found["sources"].values()) == 100
+    assert found["remarks"] == ["it does not use the arenas of this host (`share` is off)"]
+    runs = found["groups"][0]["runs"]
+    assert sum(run["blocks"] for run in runs) == 6
+    assert [run["end_token"] for run in runs][-1] == 96
+
+
+def test_the_documented_fields_are_those_of_the_document(
+    engine: Explainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    section = page.split("## `omni-connector explain`")[1].split("\n## ")[0]
+    names = set(re.findall(r"`(\w+)`", section))
+
+    def fields(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            yield from value
+            for part in value.values():
+                yield from fields(part)
+        elif isinstance(value, list):
+            for part in value:
+                yield from fields(part)
+
+    for salt in "abcdefgh":  # one of them has not all blocks in the cache
+        document = told(capsys, "--tokens", json.dumps(TOKENS), "--salt", salt)
+        if document["engines"][0]["missing"]:
+            break
+    assert document["engines"][0]["missing"]
+    assert set(fields(document)) <= names
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 100, 2000])
+def test_a_prompt_of_any_length(asked: AskedEngine, length: int) -> None:
+    found = explained(asked, [], list(range(length)), "s")
+    assert found.tokens == length
+    assert found.computed >= 1
+    assert found.computed + sum(found.sources.values()) == length
+    if found.missing is not None:
+        assert found.missing.first_token + found.missing.tokens < length
+
+
+def test_an_engine_that_answers_nonsense_is_an_error_of_ours(engine: Explainer) -> None:
+    rng = random.Random(5)
+    ends: set[str] = set()
+
+    class Liar:
+        def ask(self, question: Any, answers: Any, deadline: float) -> tuple[Any, None]:
+            packet = msgspec.msgpack.encode(engine.answer(question)[0])
+            if rng.random() < 0.3:
+                packet = distort_msgpack(packet, rng)
+            return read_answer(packet, [], answers)[0], None
+
+    for _ in range(400):
+        asked = AskedEngine.__new__(AskedEngine)
+        asked._connection = Liar()  # type: ignore[assignment]
+        try:
+            asked.engine = asked._ask(AskEngine(), ThisEngine)  # type: ignore[misc]
+            asked.name = "liar"  # type: ignore[misc]
+            found = explained(asked, [], TOKENS, None)
+        except OmniError as error:
+            ends.add(type(error).__name__)
+        else:
+            ends.add(type(found).__name__)
+    assert {"Explanation", "ProtocolError"} <= ends
+
+
+def test_texts_become_tokens_by_the_tokenizer_of_the_engine(
+    engine: Explainer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    seen: list[tuple[Tokenizer, str]] = []
+
+    def tokenizer(which: Tokenizer) -> Any:
+        def tokens(text: str) -> Any:
+            seen.append((which, text))
+            return SimpleNamespace(input_ids=[5] * len(text))
+
+        return tokens
+
+    monkeypatch.setattr(module, "_tokenizer", tokenizer)
+    file = tmp_path / "prompt"
+    file.write_text("four", encoding="utf-8")
+    assert told(capsys, "--file", str(file))["engines"][0]["tokens"] == 4
+    assert told(capsys, "hello")["engines"][0]["tokens"] == 5
+    monkeypatch.setattr("sys.stdin", io.StringIO("in"))
+    assert told(capsys, "-")["engines"][0]["tokens"] == 2
+    monkeypatch.setattr("sys.stdin", io.StringIO("[1, 2, 3]\n"))
+    assert told(capsys, "--tokens", "-")["engines"][0]["tokens"] == 3
+    assert [text for _, text in seen] == ["four", "hello", "in"]
+    assert seen[0][0].name == "t"
+
+
+@pytest.mark.vllm
+def test_a_tokenizer_is_loaded_from_where_the_engine_has_it(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from omni_connector.testing import models
+
+    models._write_tokenizer(tmp_path)
+    ids = Asking("some text", None, None).ids(Tokenizer(str(tmp_path)))
+    assert 1 <= len(ids) <= len("some text")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Asking("text", None, None).ids(Tokenizer(str(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["a", "--tokens", "1"],
+        ["--tokens", "1,x"],
+        ["--tokens", "[1, -2]"],
+        ["--tokens", "1.5"],
+        ["--tokens", ""],
+        ["--file", "/nowhere/at/all"],
+        ["--tokens", "1", "--engine", "other"],
+    ],
+)
+def test_what_makes_no_sense_ends_with_status_2(
+    engine: Explainer, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("omni-connector: ")
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_said(
+    engine: Explainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(which: Tokenizer) -> Any:
+        raise OSError("it is not here")
+
+    monkeypatch.setattr(module, "_tokenizer", fails)
+    with pytest.raises(ConfigError, match="give the prompt as --tokens"):
+        Asking("text", None, None).ids(Tokenizer("t"))
+
+
+def test_an_engine_that_has_gone_is_a_remark(
+    engine: Explainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (engine._engine.folder / "e-0123456789abcdef01234567.sock").touch()
+    assert len(told(capsys, "--tokens", "1")["remarks"]) == 1
+    engine.close()
+    assert main(["explain", "--tokens", "1"]) == 2
+    assert "share" in capsys.readouterr().err
+
+
+def test_the_table_has_a_row_for_each_engine() -> None:
+    miss = Miss(2, 32, 48, "evicted", ["b"])
+    run = {"first_block": 0, "blocks": 1, "first_token": 0, "end_token": 16, "engine": ""}
+    runs = [{**run, "source": source} for source in ("own", "arena", "store", "missing")]
+    runs.append({**run, "source": "host", "engine": "b"})
+    group = {"kind": "full", "block_size": 16, "runs": runs}
+    first = Explanation(
+        engine_id="a",
+        model="m",
+        tokens=100,
+        computed=68,
+        sources={"own": 16, "arena": 0, "host": 16, "store": 0},
+        groups=[group, {**group, "kind": "window", "runs": []}],
+        missing=miss,
+        shares_with=["b"],
+        apart={"c": "another model: 'x', here 'm'"},
+        remarks=[],
+    )
+    console = Console(file=io.StringIO(), width=160)
+    console.print(explain_view.screen(module.Answer("default", "/f", 0.0, [first], ["odd"])))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for part in (
+        *("0-15 own KV cache", "0-15 arena of b", "16 other arenas", "68 of 100", "window:"),
+        *("token 32: evicted from its arena; evicted from the arena of b", "odd"),
+        *("a: shares with b", "a: does not share with c: another model"),
+    ):
+        assert part in text, part

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `omni-connector explain` says of a prompt is what the engine then does with it."""
+
+import json
+
+import pytest
+
+from omni_connector.cli import explained as module
+from omni_connector.cli.explain import Asking, ask
+from omni_connector.cli.main import main
+from omni_connector.prefix.explain import AskHashes, AskPlaces, AskStored
+from omni_connector.testing.toy import BLOCK
+
+from .harness import assert_clean, prompt, slots
+from .stores import MASTER, PREFIX, QUESTION, landed
+from .test_host_prefix import FAMILIES, neighbours, publish, sharer  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.vllm
+
+COUNTERS = {
+    "own": "tokens_cached",
+    "arena": "tokens_kept",
+    "host": "tokens_from_host",
+    "store": "tokens_shared",
+}
+
+
+def explanation(engine, tokens, salt=None):
+    """What one engine has of a prompt."""
+    for sharing in [engine] if engine.half._shared._host else []:
+        neighbours(sharing)
+    answer = ask(Asking(None, list(tokens), salt), "default", engine.engine_id)
+    assert not answer.remarks
+    (found,) = [each for each in answer.engines if each.engine_id == engine.engine_id]
+    return found
+
+
+def misses(engine):
+    engine.count("")
+    counts = engine.stats.data["counts"]
+    return {n.removeprefix("missed:"): of for n, of in counts.items() if n.startswith("missed:")}
+
+
+def happens(engine, tokens, salt=None):
+    """Tokens by source, and those that are missed by cause, of a request with this prompt."""
+    before, missed = {name: engine.count(name) for name in COUNTERS.values()}, misses(engine)
+    engine.generate(tokens, salt=salt)
+    assert_clean(engine)
+    assert not engine.failures()
+    return (
+        {source: engine.count(name) - before[name] for source, name in COUNTERS.items()},
+        {cause: n - missed.get(cause, 0) for cause, n in misses(engine).items()},
+    )
+
+
+def agree(engine, tokens, salt=None):
+    """The explanation, which must be what happens then."""
+    found = explanation(engine, tokens, salt)
+    sources, missed = happens(engine, tokens, salt)
+    assert found.sources == sources
+    assert found.computed == len(tokens) - sum(sources.values())
+    said = {} if found.missing is None else {found.missing.cause: found.missing.tokens}
+    assert said == {cause: n for cause, n in missed.items() if n}
+    return found
+
+
+def runs(found):
+    """Of the first group."""
+    return [
+        (run["source"], run["engine"], run["first_block"], run["blocks"])
+        for run in found.groups[0]["runs"]
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_prefix_in_the_arena_of_another_engine(sharer, family, ranks):  # noqa: F811
+    first, second = sharer(family=family, ranks=ranks), sharer(family=family, ranks=ranks)
+    assert agree(second, PREFIX).sources["own"] == 0
+    assert agree(second, QUESTION).sources["own"] == 6 * BLOCK
+    assert agree(first, QUESTION).sources["host"] == 6 * BLOCK
+    assert agree(first, QUESTION + prompt(2 * BLOCK, seed=7)).missing.tokens == 2 * BLOCK
+
+
+def test_an_explanation_of_another_prompt_is_noticed_by_these_tests(sharer, monkeypatch):  # noqa: F811
+    first, second = sharer(), sharer()
+    publish(first)
+    hashes = module.AskedEngine.hashes
+    monkeypatch.setattr(
+        module.AskedEngine, "hashes", lambda self, tokens, salt: hashes(self, tokens, "other")
+    )
+    with pytest.raises(AssertionError):
+        agree(second, QUESTION)
+
+
+def test_blocks_of_several_engines_and_the_store_run_by_run(sharer, shelf):  # noqa: F811
+    first, second = sharer(), sharer()
+    publish(first, PREFIX[: 2 * BLOCK])
+    publish(second, PREFIX[: 4 * BLOCK])
+    third = sharer(extra=MASTER)
+    publish(third)
+    landed(third)
+    third.half._shared._host._pool.forget()
+    fourth = sharer(extra=MASTER)
+    found = agree(fourth, QUESTION)
+    assert runs(found) == [
+        ("host", first.engine_id, 0, 2),
+        ("host", second.engine_id, 2, 2),
+        ("store", "", 4, 2),
+    ]
+    assert found.sources == {"own": 0, "arena": 0, "host": 4 * BLOCK, "store": 2 * BLOCK}
+    assert set(found.shares_with) == {first.engine_id, second.engine_id, third.engine_id}
+    assert not found.apart
+
+
+def test_what_the_own_cache_has_evicted_is_in_the_own_arena(sharer):  # noqa: F811
+    alone = sharer(usable_blocks=10)
+    publish(alone)
+    for seed in range(3):
+        publish(alone, prompt(8 * BLOCK, seed=seed))
+    assert agree(alone, QUESTION).sources["arena"] >= 2 * BLOCK
+
+
+@pytest.mark.parametrize("length", [1, BLOCK, BLOCK + 1, 6 * BLOCK - 1, 6 * BLOCK])
+def test_the_last_token_is_computed(sharer, length):  # noqa: F811
+    first, second = sharer(), sharer()
+    publish(first)
+    assert agree(second, PREFIX[:length]).missing is None
+
+
+def test_another_salt(sharer):  # noqa: F811
+    engine = sharer()
+    publish(engine, PREFIX, salt="a")
+    assert agree(engine, PREFIX, "b").missing.cause == "other_salt"
+    assert agree(engine, PREFIX, "a").missing is None
+    assert agree(engine, PREFIX).missing.cause == "other_salt"
+
+
+def test_what_was_evicted_here_and_there(sharer):  # noqa: F811
+    first, second = sharer(extra=slots(8)), sharer()
+    for seed in (1, 2, 3):
+        publish(first, prompt(4 * BLOCK, seed=seed))
+    found = explanation(second, prompt(4 * BLOCK, seed=1))
+    assert (found.missing.cause, found.missing.evicted_from) == ("never_seen", [first.engine_id])
+    assert first.scheduler.kv_cache_manager.reset_prefix_cache()
+    first.half._weights.begin()  # as if this had been an eviction
+    found = agree(first, prompt(4 * BLOCK, seed=1))
+    assert (found.missing.cause, found.missing.evicted_from) == ("evicted", [])
+
+
+def test_asking_changes_nothing(sharer):  # noqa: F811
+    engine = sharer()
+    assert explanation(engine, PREFIX) == explanation(engine, PREFIX)
+    assert engine.count("tokens_missed") == engine.count("store_misses") == 0
+    assert not misses(engine)
+    assert agree(engine, PREFIX).missing.cause == "never_seen"
+
+
+def test_an_engine_that_has_only_a_store(engine, shelf):
+    first, second = engine("kv_both", extra=MASTER), engine("kv_both", extra=MASTER)
+    first.generate(PREFIX)
+    landed(first)
+    found = agree(second, QUESTION)
+    assert runs(found) == [("store", "", 0, 6)]
+    assert found.sources["store"] == 6 * BLOCK
+    assert "arenas" in found.remarks[0]
+    assert "arenas" in found.apart[first.engine_id]
+
+
+def test_a_store_that_does_not_answer(engine, shelf, monkeypatch):
+    monkeypatch.setattr("omni_connector.prefix.explain.STORE_S", 0.1)
+    alone = engine("kv_both", extra=MASTER)
+    shelf.stalled = True
+    try:
+        found = explanation(alone, PREFIX)
+    finally:
+        shelf.stalled = False
+    assert found.missing.cause == "too_late"
+    assert "did not answer" in found.remarks[0]
+
+
+def test_after_new_weights_nothing_is_shared(sharer):  # noqa: F811
+    first, second = sharer(), sharer()
+    publish(first)
+    assert first.scheduler.reset_prefix_cache(reset_connector=True)
+    found = agree(second, QUESTION)
+    assert found.sources["host"] == 0
+    assert "reset" in found.apart[first.engine_id]
+    found = explanation(first, QUESTION)
+    assert "reset" in found.remarks[0]
+    assert not found.shares_with
+
+
+def test_why_engines_do_not_share(sharer, engine):  # noqa: F811
+    first = sharer()
+    other = engine("kv_both", extra={"share": True, "model_id": "b"})
+    found = explanation(first, PREFIX)
+    assert found.apart[other.engine_id].startswith("another model: 'b', here ")
+
+
+def test_long_prompts_are_asked_for_in_parts(sharer, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(module, "TOKENS_AT_ONCE", 2 * BLOCK)
+    monkeypatch.setattr(module, "BLOCKS_AT_ONCE", 2)
+    first, second = sharer(), sharer()
+    publish(first)
+    assert agree(second, QUESTION + prompt(5 * BLOCK, seed=1)).sources["host"] == 6 * BLOCK
+
+
+def test_hostile_questions_are_refused_and_the_next_is_answered(sharer):  # noqa: F811
+    engine = sharer()
+    explainer = engine.half._shared._explainer
+    for question in (AskPlaces(9, (b"x" * 32,)), AskStored(1, 0, ())):
+        with pytest.raises(module.ProtocolError):
+            explainer.answer(question)
+    refusal, _ = explainer.answer(AskHashes(None, None))
+    assert "its log" in refusal.reason
+    assert explanation(engine, PREFIX).missing.cause == "never_seen"
+
+
+def test_the_command_line(sharer, capsys):  # noqa: F811
+    first, second = sharer(), sharer()
+    publish(first)
+    neighbours(second)
+    ids = ",".join(map(str, QUESTION))
+    assert main(["explain", "--tokens", ids, "--engine", second.engine_id, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["format"] == 1
+    assert told["engines"][0]["sources"]["host"] == 6 * BLOCK
+    assert main(["explain", "--tokens", ids]) == 0
+    shown = capsys.readouterr().out
+    assert first.engine_id in shown
+    assert "own KV cache" in shown
