@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from omni_connector.testing.simulation.engines.settings import EngineShape, Policy, Role
 from omni_connector.testing.simulation.plan import Event, Plan, blocks_of, groups_of
-from omni_connector.testing.simulation.scenes import hosted, staged
+from omni_connector.testing.simulation.scenes import hosted, sized, staged
 
 _FAMILIES: Final = (
     "full",
@@ -36,6 +36,7 @@ def plan_of(seed: int) -> Plan:
         piece_bytes=draw.choice((1, 1, 1600)),
         trouble=trouble,
     )
+    plan = sized(plan, random.Random(f"sizes {seed}"))
     scene = staged(plan, random.Random(f"scene {seed}"))
     return hosted(plan, random.Random(f"host {seed}")) if scene is plan else scene
 
