@@ -40,7 +40,7 @@ from omni_connector.prefix.explain import (
     ThisEngine,
 )
 from omni_connector.prefix.lookups import Held
-from omni_connector.prefix.prompts import reach, read_blocks, shares
+from omni_connector.prefix.prompts import reach, shares
 
 _ANSWER_S: Final = 5.0
 _POLL_S: Final = 0.01
@@ -344,7 +344,7 @@ def _sources(
     one load for each engine, and one for the store."""
     if end == start:
         return {}
-    read = [read_blocks(shape, start, end) for shape in shapes]
+    read = [shape.needed(end, start) for shape in shapes]
     wanted = [of[part.start : part.stop] for of, part in zip(labels, read, strict=True)]
     loads = list(dict.fromkeys(label for of in wanted for label in of))
     loads.sort(key=lambda label: (ARENA, HOST, STORE).index(label[0]))

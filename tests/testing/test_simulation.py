@@ -17,6 +17,7 @@ from omni_connector.testing.simulation.campaign import campaign, replayed
 from omni_connector.testing.simulation.draws import plan_of
 from omni_connector.testing.simulation.mutants import command as mutants
 from omni_connector.testing.simulation.mutants.mutations import MUTANTS
+from omni_connector.testing.simulation.plan import has_states
 from omni_connector.testing.simulation.run import laboratory, run
 from omni_connector.vllm_v1.metrics import OmniStats
 
@@ -68,16 +69,19 @@ def test_the_plans_of_seeds_differ_and_hold_all_kinds_of_engines_and_events():
     plans = [plan_of(seed) for seed in range(300)]
     assert len({str(plan.events) for plan in plans}) == 300
     shapes = [engine for plan in plans for engine in plan.engines]
-    for name in (
-        *("family", "ranks", "runner", "overlap", "policy", "shares", "hosts", "caching"),
-        *("pin_part", "tenant_quota"),
-    ):
+    names = ("family", "block_size", "ranks", "runner", "overlap", "policy", "shares", "hosts")
+    for name in (*names, "caching", "pin_part", "tenant_quota"):
         assert len({getattr(shape, name) for shape in shapes}) > 1, name
+    sizes = Counter(len({shape.block_size for shape in plan.engines}) for plan in plans)
+    assert sizes[2] > 40
+    assert sizes[3] > 0
     assert {plan.mapped for plan in plans} == {True, False}
     assert len({event.what for plan in plans for event in plan.events}) == 15
 
 
-def test_engines_of_a_host_find_blocks_in_each_other_s_arenas_and_in_their_own(monkeypatch):
+@pytest.fixture
+def counted(monkeypatch):
+    """What engines count."""
     counted = Counter()
     count = OmniStats.count
 
@@ -86,17 +90,37 @@ def test_engines_of_a_host_find_blocks_in_each_other_s_arenas_and_in_their_own(m
         count(self, name, amount)
 
     monkeypatch.setattr(OmniStats, "count", counting)
+    return counted
+
+
+def run_those(wanted):
+    """Run the plans among the first 150 that are wanted; all must hold."""
     plans = [plan_of(seed) for seed in range(150)]
     with laboratory():
         for plan in plans:
             # Pytest keeps logged exceptions, and what their frames hold: mappings among them.
-            if plan.engines[0].hosts and not {"raising_saves", "raising_loads"} & set(plan.trouble):
+            if wanted(plan) and not {"raising_saves", "raising_loads"} & set(plan.trouble):
                 assert run(plan) is None
+
+
+def test_engines_of_a_host_find_blocks_in_each_other_s_arenas_and_in_their_own(counted):
+    run_those(lambda plan: plan.engines[0].hosts and not has_states(plan.engines[0].family))
     assert counted["tokens_from_host"] > 500
     assert counted["tokens_kept"] > 100
     assert counted["failure:stale_slot"] > 10
     for refused in ("bad_hints", "pins_refused", "blocks_over_quota"):
         assert counted[refused] > 10, refused
+
+
+def test_engines_of_a_host_find_states_in_each_other_s_arenas_and_in_their_own(counted):
+    run_those(lambda plan: plan.engines[0].hosts and has_states(plan.engines[0].family))
+    assert counted["tokens_from_host"] > 100
+    assert counted["tokens_kept"] > 20
+
+
+def test_engines_of_different_block_sizes_hand_off(counted):
+    run_those(lambda plan: len({engine.block_size for engine in plan.engines}) > 1)
+    assert counted["handoffs_received"] > 50
 
 
 def test_the_time_that_passes_is_virtual():

@@ -7,7 +7,7 @@ from typing import Any, Final
 from omni_connector.testing.simulation.engines.settings import EngineShape, Policy, Role
 from omni_connector.testing.simulation.hints import hinted
 from omni_connector.testing.simulation.plan import Event, Plan, blocks_of, groups_of
-from omni_connector.testing.simulation.scenes import hosted, staged
+from omni_connector.testing.simulation.scenes import hosted, sized, staged
 
 _FAMILIES: Final = (
     "full",
@@ -37,6 +37,7 @@ def plan_of(seed: int) -> Plan:
         piece_bytes=draw.choice((1, 1, 1600)),
         trouble=trouble,
     )
+    plan = sized(plan, random.Random(f"sizes {seed}"))
     scene = staged(plan, random.Random(f"scene {seed}"))
     if scene is plan:
         scene = hosted(plan, random.Random(f"host {seed}"))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from omni_connector.testing.simulation.engines.settings import EngineShape
+from omni_connector.testing.toy import FAMILIES
 
 LONGEST: Final = 60
 """Tokens of a prompt and its answer, at most."""
@@ -16,7 +17,12 @@ SLOW_S: Final = 0.01
 
 def groups_of(family: str) -> int:
     """How many cache groups models of a family have."""
-    return {"full": 1, "latent": 1, "window": 1, "all three": 3}.get(family, 2)
+    return len(FAMILIES[family])
+
+
+def has_states(family: str) -> bool:
+    """Whether models of a family keep recurrent states."""
+    return "state" in FAMILIES[family]
 
 
 def blocks_of(family: str, block_size: int, spare: int) -> int:

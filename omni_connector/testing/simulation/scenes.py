@@ -11,13 +11,69 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from omni_connector.testing.simulation.plan import SLOW_S, Event, Plan, blocks_of, groups_of
+from omni_connector.testing.simulation.engines.settings import EngineShape
+from omni_connector.testing.simulation.plan import (
+    LONGEST,
+    SLOW_S,
+    Event,
+    Plan,
+    blocks_of,
+    groups_of,
+    has_states,
+)
+from omni_connector.testing.toy import FAMILIES
 
 _OFTEN: Final = 0.1
 _SLOW_OFTEN: Final = 0.05
+_SIZED_OFTEN: Final = 0.3
 _AWHILE_S: Final = 30.0
 
 _Happens = list[tuple[int, str, dict[str, Any]]]
+
+
+def sized(plan: Plan, draw: random.Random) -> Plan:
+    """The same with engines of other block sizes, for some of the plans; the plan itself for the
+    others.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    if draw.random() >= _SIZED_OFTEN:
+        return plan
+    plan = replace(plan, engines=tuple(_resized(engine, draw) for engine in plan.engines))
+    windowed = "window" in FAMILIES[plan.engines[0].family]
+    return _windows_again(plan, draw) if windowed and draw.random() < 0.5 else plan
+
+
+def _windows_again(plan: Plan, draw: random.Random) -> Plan:
+    """Engines are asked for prompts again whose windows they have loaded, maybe in part."""
+    happens: _Happens = []
+    for _ in range(4):
+        family = draw.randrange(3)
+        prefill, decode = _pair(plan, draw)
+        prompt = family, draw.choice((20, 33, 37))
+        happens.append((draw.choice((30, 100)), "hand_off", _hand_off(prefill, decode, prompt)))
+        for acts in (draw.choice((100, 300)), 300):
+            happens.append((acts, "serve", _serve(decode, prompt)))
+    return replace(plan, events=_events(happens))
+
+
+def _resized(engine: EngineShape, draw: random.Random) -> EngineShape:
+    keeps_states = has_states(engine.family)
+    # A page must hold a rank's state, and those who decode have the larger blocks mostly: then
+    # they load the first block of a window in part.
+    sizes = (8, 16) if keeps_states else (4, 8, 16)
+    weights = {"kv_producer": (4, 2, 1), "kv_consumer": (1, 2, 4)}.get(str(engine.role), (1, 1, 1))
+    size = draw.choices(sizes, weights[-len(sizes) :])[0]
+    spare = engine.blocks // groups_of(engine.family) - LONGEST // engine.block_size
+    least = size if keeps_states and engine.caching else 0  # a step has to reach a block's end
+    return replace(
+        engine,
+        block_size=size,
+        blocks=blocks_of(engine.family, size, spare),
+        step_tokens=max(engine.step_tokens, least),
+        long_prefill=engine.long_prefill and max(engine.long_prefill, least),
+    )
 
 
 def staged(plan: Plan, draw: random.Random) -> Plan:
@@ -76,8 +132,6 @@ def _late_lease(plan: Plan, draw: random.Random) -> Plan:
 def _slow_saves(plan: Plan, draw: random.Random) -> Plan:
     """Blocks of requests that ended are being copied to the shared store, and other engines read
     them from there."""
-    if "state" in plan.engines[0].family or plan.engines[0].family == "all three":
-        return _restarted_peer(plan, draw)
     engines = tuple(replace(engine, shares=True, caching=True) for engine in plan.engines)
     return _slow_copies(replace(plan, engines=engines), draw)
 
@@ -131,14 +185,18 @@ _SCENES: Final[tuple[Callable[[Plan, random.Random], Plan], ...]] = (
 
 def hosted(plan: Plan, draw: random.Random) -> Plan:
     """The same with engines that share their prefixes through their arenas, for about half of the
-    plans whose engines can; the plan itself for the others.
+    plans whose engines can; the plan itself for the others. Where models keep states, here is also
+    drawn whether there is a store.
 
     Args:
         draw: of this, and of nothing else.
     """
     first = plan.engines[0]
-    can = first.caching and "state" not in first.family and first.family != "all three"
-    if not can or draw.random() < 0.5:
+    if not first.caching:
+        return plan
+    if has_states(first.family) and draw.random() < 0.5:
+        plan = replace(plan, engines=tuple(replace(each, shares=True) for each in plan.engines))
+    if draw.random() < 0.5:
         return plan
     plan = replace(plan, engines=tuple(replace(engine, hosts=True) for engine in plan.engines))
     trouble = dict(plan.trouble)

@@ -273,4 +273,40 @@ MENDED: Final = (
             "        if False:\n",
         ),
     ),
+    mutant(
+        "windows in part are found",
+        "a block of a window whose first tokens were not loaded has a hash, and vLLM finds it",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            "        if self._receiver is None or not (incomplete := self._receiver.incomplete):\n",
+            "        if True or not (incomplete := self._receiver.incomplete):\n",
+        ),
+    ),
+    mutant(
+        "windows in part are not noted",
+        "where blocks of a peer begin elsewhere, the first of a window counts as loaded",
+        (
+            "omni_connector.handoff.receiver",
+            "        if noted := set(block_ids) - {NULL_BLOCK_ID}:\n",
+            "        if noted := set():\n",
+        ),
+    ),
+    mutant(
+        "windows in part are found in the same step",
+        "the next request of the step in which vLLM hashed the block finds it",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            "        self._uncache_incomplete()\n        if shared is not None:\n",
+            "        if shared is not None:\n",
+        ),
+    ),
+    mutant(
+        "windows in part are kept",
+        "a block whose first tokens were not loaded is copied into the arena with its hash",
+        (
+            "omni_connector.prefix.prompts",
+            '    if shape.attention_type == "all":\n        return block_ids\n',
+            '    if shape.attention_type != "last":\n        return block_ids\n',
+        ),
+    ),
 )

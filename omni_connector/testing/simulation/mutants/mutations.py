@@ -382,6 +382,24 @@ OWN: Final = (
             "            if handoff is not None and handoff.committed:\n",
         ),
     ),
+    mutant(
+        "slots are skipped by blocks of one's own",
+        "of a peer with other block sizes too many slots or too few are left out",
+        (
+            "omni_connector.handoff.receiver",
+            "index * ours.block_size // theirs.block_size - first)",
+            "index - first)",
+        ),
+    ),
+    mutant(
+        "states are counted in blocks of one's own",
+        "a state is skipped where the peer counts fewer blocks before it",
+        (
+            "omni_connector.handoff.receiver",
+            '            if ours.attention_type == "last":  # by',
+            "            if False:  # by",
+        ),
+    ),
 )
 
 MUTANTS: Final[tuple[Mutant, ...]] = (*MENDED, *OWN, *SHARING, *HINTS)

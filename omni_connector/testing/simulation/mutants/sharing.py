@@ -174,4 +174,15 @@ SHARING: Final = (
             "        if True or all(held.has(shape.needed",
         ),
     ),
+    mutant(
+        "the last state is that of all blocks",
+        "the state at a step's end is kept for each block that the step has filled",
+        (
+            "omni_connector.prefix.prompts",
+            "    return [\n        block_id if hash_of(block_id) == key else NULL_BLOCK_ID\n",
+            '    if shape.attention_type == "last" and hash_of(block_ids[-1]) == hashes[-1]:\n'
+            "        return block_ids[-1:] * len(block_ids)\n"
+            "    return [\n        block_id if hash_of(block_id) == key else NULL_BLOCK_ID\n",
+        ),
+    ),
 )
