@@ -12,11 +12,13 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from hashlib import blake2b
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from omni_connector.row_table import ROW_BYTES, row_table
 
 SlotKey = bytes
 """vLLM's block hash, within a cache group."""
@@ -27,6 +29,9 @@ _BATCH: Final = 256
 """Blocks that are looked up at once. No run is kept of shorter prompts."""
 
 _RUNS: Final = 16
+
+_MAX_KEY: Final = ROW_BYTES - 4
+"""Of a longer key, a cryptographic hash of so many bytes stands for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,20 +55,17 @@ class SlotIndex:
     """Finds slots by group and key. The caller holds the directory's lock.
 
     Args:
-        generation: of each slot, int64; the directory's own array. A slot that was named in an
-            earlier generation is not found.
+        generation: of each slot, int64; the directory's own array.
 
     Attributes:
-        keyed: whether a slot is found by its key; (slots,) bool.
+        keyed: whether a slot is found by its key; (slots,) bool. With each new generation of a slot
+            the caller makes it false.
     """
 
     def __init__(self, generation: Ints) -> None:
         self._generation = generation
-        self._num_slots = len(generation)
-        self.keyed = np.zeros(self._num_slots, bool)
-        # By group and key: generation and slot in one number. Entries of earlier generations stay
-        # until there are many.
-        self._by_key: dict[int, dict[SlotKey, int]] = {}
+        self.keyed = np.zeros(len(generation), bool)
+        self._table = row_table(self.keyed)
         self._runs: deque[_Run] = deque(maxlen=_RUNS)
 
     def find(self, group: int, keys: Sequence[SlotKey | None], first: int) -> Ints:
@@ -74,14 +76,13 @@ class SlotIndex:
             first: logical index of the first of them.
         """
         found = np.full(len(keys), -1, np.int64)
-        known = self._by_key.get(group)
-        if not known or not keys or keys[0] is None:
+        if not keys or keys[0] is None:
             return found
         at = 0
         if first == 0:
             at = self._of_run(group, keys, found)
         while at < len(keys):
-            batch = self._look_up(known, keys[at : at + _BATCH])
+            batch = self._table.find(_rows(group, keys[at : at + _BATCH]))
             found[at : at + len(batch)] = batch
             if first == 0 and batch[-1] < 0:
                 break
@@ -103,12 +104,6 @@ class SlotIndex:
         count = longest if alive.all() else int(alive.argmin())
         found[:count] = slots[:count]
         return count
-
-    def _look_up(self, known: dict[SlotKey, int], keys: Sequence[SlotKey | None]) -> Ints:
-        packed = np.fromiter(map(known.get, keys, repeat(-1)), np.int64, len(keys))  # type: ignore[arg-type]
-        slots = packed % self._num_slots
-        alive = (self._generation[slots] == packed // self._num_slots) & self.keyed[slots]
-        return np.where((packed >= 0) & alive, slots, -1)
 
     def remember(
         self, group: int, keys: Sequence[SlotKey | None], first: int, slots: Ints, generations: Ints
@@ -132,24 +127,27 @@ class SlotIndex:
         Args:
             keys, slots: of blocks of the group, in any order; slots in their present generations.
         """
-        known = self._by_key.setdefault(group, {})
-        new = (self._look_up(known, keys) < 0) & np.fromiter(
-            (key is not None for key in keys), bool, len(keys)
-        )
-        if len(known) > 4 * self._num_slots:
-            alive = self._look_up(known, list(known)) >= 0
-            self._by_key[group] = known = dict(
-                item for item, lives in zip(known.items(), alive.tolist(), strict=True) if lives
-            )
-        packed = (self._generation[slots] * self._num_slots + slots).tolist()
-        for i in np.flatnonzero(new).tolist():
-            key = keys[i]
-            assert key is not None
-            known[key] = packed[i]
-        self.keyed[slots[new]] = True
+        self._table.name(_rows(group, keys), slots)
 
     def clear(self) -> None:
         """Forget all keys."""
-        self._by_key.clear()
         self._runs.clear()
         self.keyed[:] = False
+
+
+def _rows(group: int, keys: Sequence[SlotKey | None]) -> bytes:
+    """The rows by which the table knows blocks: each its key, the group and the key's length."""
+    named = [key or b"" for key in keys]
+    lengths = set(map(len, named))
+    if len(lengths) == 1 and max(lengths) <= _MAX_KEY:
+        [length] = lengths
+        rest = bytes(_MAX_KEY - length) + group.to_bytes(3, "little") + bytes([length])
+        return rest.join(named) + rest
+    return b"".join(
+        (key if len(key) <= _MAX_KEY else blake2b(key, digest_size=_MAX_KEY).digest()).ljust(
+            _MAX_KEY, b"\0"
+        )
+        + group.to_bytes(3, "little")
+        + bytes([min(len(key), _MAX_KEY + 1)])
+        for key in named
+    )

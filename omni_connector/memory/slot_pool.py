@@ -178,14 +178,14 @@ class SlotPool:
         self.releases = 0
         self.num_cached = 0
         self.quota: int | None = None
-        self._users: Ints = np.zeros(num_slots, np.int64)
+        self._users = np.zeros(num_slots, np.int32)
         self._busy = np.zeros(num_slots, bool)
         self._ready = np.zeros(num_slots, bool)
         self._index = SlotIndex(self.generation)
         self._keyed = self._index.keyed
         # A stack of the free slots, of which there are `_num_free`. Those that came free last are
         # taken first: they are warm, and whatever the arena's size, no array is searched.
-        self._free: Ints = np.arange(num_slots - 1, -1, -1)
+        self._free = np.arange(num_slots - 1, -1, -1, np.int32)
         self._num_free = num_slots
         self._order = EvictionOrder(num_slots)
         self._pinned_until = np.zeros(num_slots)
@@ -243,7 +243,7 @@ class SlotPool:
 
     def _new(self, count: int) -> Ints:
         left = max(0, self._num_free - count)
-        numbers = self._free[left : self._num_free][::-1].copy()
+        numbers: Ints = self._free[left : self._num_free][::-1].astype(np.int64)
         self._num_free = left
         if len(numbers) < count:
             numbers = np.concatenate([numbers, self._evict(count - len(numbers))])
