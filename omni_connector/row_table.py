@@ -14,7 +14,8 @@ import functools
 import logging
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from typing import Final
 
 import numpy as np
@@ -25,6 +26,9 @@ from omni_connector.native_copy import compiled
 logger = logging.getLogger(__name__)
 
 ROW_BYTES: Final = 36
+
+_MAX_KEY: Final = ROW_BYTES - 4
+"""Of a longer key, a cryptographic hash of so many bytes stands for it."""
 
 # Two functions: find(table, rows, count, numbers) and name(table, rows, count, numbers). A table
 # is {rows, alive, next, bucket of each entry, first of each bucket, number of buckets}. -1 ends a
@@ -280,6 +284,27 @@ class NativeTable(DictTable):
         if len(rows) != len(numbers) * ROW_BYTES:
             raise ValueError(f"{len(rows)} bytes of rows for {len(numbers)} entries")
         self._name(self._words, rows, len(numbers), numbers.ctypes.data)
+
+
+def rows_of(group: int, keys: Sequence[bytes | None]) -> bytes:
+    """The rows that blocks of a cache group have: each its key, the group, and the key's length.
+
+    The last byte of the row is 0 if there is no key, and only then.
+    """
+    named = [key or b"" for key in keys]
+    lengths = set(map(len, named))
+    if len(lengths) == 1 and max(lengths) <= _MAX_KEY:
+        [length] = lengths
+        rest = bytes(_MAX_KEY - length) + group.to_bytes(3, "little") + bytes([length])
+        return rest.join(named) + rest
+    return b"".join(
+        (key if len(key) <= _MAX_KEY else blake2b(key, digest_size=_MAX_KEY).digest()).ljust(
+            _MAX_KEY, b"\0"
+        )
+        + group.to_bytes(3, "little")
+        + bytes([min(len(key), _MAX_KEY + 1)])
+        for key in named
+    )
 
 
 def row_table(alive: NDArray[np.bool_]) -> DictTable:

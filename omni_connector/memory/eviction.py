@@ -207,17 +207,10 @@ class EvictionOrder:
         not in the order, or are pinned."""
         here = numbers[self.here(numbers) & ~self.pinned[numbers]]
         stamps = np.unique(self._stamp[here]).tolist()
-        batches = [self._batches[stamp % _KINDS][stamp] for stamp in stamps]
-        evicted: list[NDArray[np.int32]] = []
-        for stamp, batch in sorted(
-            zip(stamps, batches, strict=True), key=lambda pair: (pair[1].turn, pair[0])
-        ):
-            theirs = batch.numbers[np.isin(batch.numbers, here[self._stamp[here] == stamp])]
-            evicted.append(theirs[:count])
-            count -= len(evicted[-1])
-            if not count:
-                break
-        gone: Ints = np.concatenate([here[:0], *evicted])
+        batches = ((stamp, self._batches[stamp % _KINDS][stamp]) for stamp in stamps)
+        in_turn = sorted(batches, key=lambda pair: pair[1].turn)
+        living = np.concatenate([here[:0], *(self._living(*pair) for pair in in_turn)])
+        gone: Ints = living[np.isin(living, here)][:count]
         self.remove(gone)
         self._evicted += len(gone)
         return self._end(gone)

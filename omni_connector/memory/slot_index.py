@@ -12,13 +12,13 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from operator import itemgetter
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.row_table import ROW_BYTES, row_table
+from omni_connector.row_table import row_table, rows_of
 
 SlotKey = bytes
 """vLLM's block hash, within a cache group."""
@@ -29,9 +29,6 @@ _BATCH: Final = 256
 """Blocks that are looked up at once. No run is kept of shorter prompts."""
 
 _RUNS: Final = 16
-
-_MAX_KEY: Final = ROW_BYTES - 4
-"""Of a longer key, a cryptographic hash of so many bytes stands for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +79,7 @@ class SlotIndex:
         if first == 0:
             at = self._of_run(group, keys, found)
         while at < len(keys):
-            batch = self._table.find(_rows(group, keys[at : at + _BATCH]))
+            batch = self._table.find(rows_of(group, keys[at : at + _BATCH]))
             found[at : at + len(batch)] = batch
             if first == 0 and batch[-1] < 0:
                 break
@@ -91,14 +88,10 @@ class SlotIndex:
 
     def _of_run(self, group: int, keys: Sequence[SlotKey | None], found: Ints) -> int:
         """Find the blocks that a recent prompt has in common; returns how many they are."""
-        begin_alike = [each for each in self._runs if each.group == group]
-        longest, run = max(
-            ((each.common(keys), each) for each in begin_alike if each.keys[0] == keys[0]),
-            key=lambda pair: pair[0],
-            default=(0, None),
-        )
-        if run is None:
+        alike = [each for each in self._runs if (each.group, each.keys[0]) == (group, keys[0])]
+        if not alike:
             return 0
+        longest, run = max(((each.common(keys), each) for each in alike), key=itemgetter(0))
         slots = run.slots[:longest]
         alive = (self._generation[slots] == run.generations[:longest]) & self.keyed[slots]
         count = longest if alive.all() else int(alive.argmin())
@@ -127,27 +120,9 @@ class SlotIndex:
         Args:
             keys, slots: of blocks of the group, in any order; slots in their present generations.
         """
-        self._table.name(_rows(group, keys), slots)
+        self._table.name(rows_of(group, keys), slots)
 
     def clear(self) -> None:
         """Forget all keys."""
         self._runs.clear()
         self.keyed[:] = False
-
-
-def _rows(group: int, keys: Sequence[SlotKey | None]) -> bytes:
-    """The rows by which the table knows blocks: each its key, the group and the key's length."""
-    named = [key or b"" for key in keys]
-    lengths = set(map(len, named))
-    if len(lengths) == 1 and max(lengths) <= _MAX_KEY:
-        [length] = lengths
-        rest = bytes(_MAX_KEY - length) + group.to_bytes(3, "little") + bytes([length])
-        return rest.join(named) + rest
-    return b"".join(
-        (key if len(key) <= _MAX_KEY else blake2b(key, digest_size=_MAX_KEY).digest()).ljust(
-            _MAX_KEY, b"\0"
-        )
-        + group.to_bytes(3, "little")
-        + bytes([min(len(key), _MAX_KEY + 1)])
-        for key in named
-    )

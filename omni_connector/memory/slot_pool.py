@@ -55,8 +55,7 @@ class SlotChanges:
 
     def __init__(self, num_slots: int) -> None:
         self._names: list[tuple[int, SlotKey] | None] = [None] * num_slots
-        self._shown = np.zeros(num_slots, bool)
-        self._changed: set[int] = set()
+        self._shown: dict[int, bool] = {}  # of the slots that have changed
         self._cleared = False
 
     def name(self, group: int, keys: Sequence[SlotKey | None], slots: Ints) -> None:
@@ -66,13 +65,11 @@ class SlotChanges:
 
     def show(self, slots: Ints, shown: bool) -> None:
         """Peers find these slots from now on, or find them no more."""
-        self._shown[slots] = shown
-        self._changed.update(slots.tolist())
+        self._shown.update(dict.fromkeys(slots.tolist(), shown))
 
     def clear(self) -> None:
         """Peers find nothing any more."""
-        self._shown[:] = False
-        self._changed.clear()
+        self._shown.clear()
         self._cleared = True
 
     def take(self) -> tuple[bool, dict[int, tuple[int, SlotKey] | None]]:
@@ -80,8 +77,8 @@ class SlotChanges:
         or the last call, the slots that have changed, with group and key of the block that peers
         find in each now, or None."""
         cleared, self._cleared = self._cleared, False
-        changed, self._changed = self._changed, set()
-        return cleared, {s: self._names[s] if self._shown[s] else None for s in changed}
+        changed, self._shown = self._shown, {}
+        return cleared, {s: self._names[s] if shown else None for s, shown in changed.items()}
 
 
 class SlotListing:
@@ -92,6 +89,7 @@ class SlotListing:
         key_prefix: as for `header_keys`.
 
     Attributes:
+        key_prefix: what blocks that are named from now on have; may be changed.
         changes: is told of all changes; None where nobody asks for them.
     """
 
@@ -99,23 +97,15 @@ class SlotListing:
         self, index: BlockIndex, key_prefix: bytes, changes: SlotChanges | None = None
     ) -> None:
         self._index = index
-        self._key_prefix = key_prefix
+        self.key_prefix = key_prefix
         self.changes = changes
         self._tags: Tags = np.zeros(index.num_slots, np.uint64)
-
-    def rename(self, key_prefix: bytes) -> None:
-        """From now on blocks have keys of this prefix."""
-        self._key_prefix = key_prefix
-
-    def keys(self, group: int, keys: Sequence[SlotKey | None]) -> list[bytes]:
-        """What the headers of slots with these keys say."""
-        return header_keys(self._key_prefix, group, keys)
 
     def name(self, group: int, keys: Sequence[SlotKey | None], slots: Ints) -> None:
         """These slots will hold these blocks; those without a key are never listed."""
         if len(slots):
             named = [key or b"" for key in keys]
-            self._tags[slots] = tags_of(self._key_prefix, group, named)
+            self._tags[slots] = tags_of(self.key_prefix, group, named)
             if self.changes is not None:
                 self.changes.name(group, keys, slots)
 
@@ -374,7 +364,9 @@ class SlotPool:
 
     def header_keys(self, group: int, keys: Sequence[SlotKey | None]) -> list[bytes]:
         """What the headers of slots with these keys say; nothing where nobody looks them up."""
-        return [b""] * len(keys) if self.listing is None else self.listing.keys(group, keys)
+        if self.listing is None:
+            return [b""] * len(keys)
+        return header_keys(self.listing.key_prefix, group, keys)
 
     def any_held(self, numbers: Ints) -> bool:
         """Whether somebody holds one of these slots."""
