@@ -166,7 +166,7 @@ PARTS: Final = {
 def measure_memory(slots: int) -> None:
     """Print the bytes a slot of each part: when all slots are in use, and after each of them has
     held some more blocks."""
-    tracemalloc.start(3)
+    tracemalloc.start(6)
     pool = SlotPool(slots)
     index = BlockIndex.create(slots, EPOCH)
     pool.listing = SlotListing(index, b"prefix")

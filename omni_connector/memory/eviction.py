@@ -191,13 +191,13 @@ class EvictionOrder:
         self._evicted += count
         evicted: list[NDArray[np.int32]] = []
         while count:
-            queue = min((queue for queue in self._batches[:_PINNED] if queue), key=_first_turn)
-            stamp, batch = next(iter(queue.items()))
+            heads = (next(iter(queue.items())) for queue in self._batches[:_PINNED] if queue)
+            stamp, batch = min(heads, key=lambda pair: pair[1].turn)
             living = self._living(stamp, batch)
             gone, batch.numbers = living[:count], living[count:]
             batch.alive = len(batch.numbers)
             if not batch.alive:
-                del queue[stamp]
+                del self._batches[stamp % _KINDS][stamp]
             evicted.append(gone)
             count -= len(gone)
         return self._end(np.concatenate(evicted, dtype=np.int64))
@@ -224,7 +224,3 @@ class EvictionOrder:
             self._evicted & _LOWER_HALF
         )
         return numbers
-
-
-def _first_turn(queue: OrderedDict[int, _Batch]) -> int:
-    return next(iter(queue.values())).turn

@@ -75,9 +75,7 @@ class SlotIndex:
         found = np.full(len(keys), -1, np.int64)
         if not keys or keys[0] is None:
             return found
-        at = 0
-        if first == 0:
-            at = self._of_run(group, keys, found)
+        at = 0 if first else self._of_run(group, keys, found)
         while at < len(keys):
             batch = self._table.find(rows_of(group, keys[at : at + _BATCH]))
             found[at : at + len(batch)] = batch

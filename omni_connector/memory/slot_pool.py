@@ -15,6 +15,7 @@ A prompt may have tens of thousands of blocks, so arrays hold what is known of t
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -179,6 +180,7 @@ class SlotPool:
         self._num_free = num_slots
         self._order = EvictionOrder(num_slots)
         self._pinned_until = np.zeros(num_slots)
+        self._next_end = float("inf")  # no pin ends before
         # To whom each slot belongs, 0 for nobody; and how many belong to each.
         self._tenant: Ints = np.zeros(num_slots, np.int64)
         self._kept_of: Counter[int] = Counter()
@@ -225,7 +227,8 @@ class SlotPool:
         self._users[shared] += 1
         if needed:
             found[lacks] = self._new(needed)
-        slots = np.split(found, np.cumsum([len(group) for group in keys])[:-1])
+        ends = accumulate(map(len, keys))
+        slots = [found[end - len(group) : end] for group, end in zip(keys, ends, strict=True)]
         generations = [self.generation[group] for group in slots]
         for g, group in enumerate(keys):
             self._index.remember(g, group, first_blocks[g], slots[g], generations[g])
@@ -332,6 +335,7 @@ class SlotPool:
         self._own(numbers, tenant)
         earlier = np.where(self.pinned(numbers), self._pinned_until[numbers], until)
         self._pinned_until[numbers] = np.maximum(earlier, until)
+        self._next_end = min(self._next_end, until)
         self._order.pin(numbers, pinned=True)
 
     def pinned(self, numbers: Ints) -> NDArray[np.bool_]:
@@ -346,8 +350,12 @@ class SlotPool:
 
     def end_pins(self, now: float) -> None:
         """End the pins whose time has come."""
+        if now < self._next_end:
+            return
         numbers = np.flatnonzero(self._order.pinned)
-        due = numbers[self._pinned_until[numbers] <= now]
+        ends = self._pinned_until[numbers]
+        due = numbers[ends <= now]
+        self._next_end = float(ends[ends > now].min(initial=np.inf))
         if len(due):
             self._order.pin(due, pinned=False)
             self.releases += 1

@@ -103,7 +103,7 @@ class FavourMachine(RuleBasedStateMachine):
     def keep(self, tenant: int, first: int, count: int) -> None:
         keys = self.keys(tenant, first, count)
         lacking = count - len(self.pool.find(0, keys))
-        chosen, slots, beyond = self.pool.keep(0, keys, tenant)
+        chosen, slots, beyond, _ = self.pool.keep(0, keys, count, tenant)
         assert len(chosen) == len(slots) <= lacking - beyond
         if len(slots):
             self.saves.append(slots)
@@ -204,7 +204,7 @@ TestFavours.settings = settings(max_examples=150, stateful_step_count=40, deadli
 def test_of_two_pins_the_one_that_ends_later_counts(pins: list[float], stays: bool) -> None:
     clock, pool = FakeClock(), SlotPool(4)
     favours = Favours(pool, clock, 0.5, 1.0, Counts())
-    _, slots, _ = pool.keep(0, [b"a"], tenant=1)
+    _, slots, _, _ = pool.keep(0, [b"a"], 4, tenant=1)
     pool.filled(slots)
     pool.let_go(slots)
     for seconds in pins:
@@ -219,18 +219,18 @@ def test_of_a_tenant_beyond_its_quota_what_was_used_longest_ago_goes(quota: int)
     pool = SlotPool(10)
     pool.quota = quota
     for number in range(5):
-        _, slots, beyond = pool.keep(0, [b"%d" % number], tenant=1)
+        _, slots, beyond, _ = pool.keep(0, [b"%d" % number], 10, tenant=1)
         assert beyond == (not quota)
         pool.filled(slots)
         pool.let_go(slots)
     there = [len(pool.find(0, [b"%d" % number])) for number in range(5)]
     assert there == [0, 0, *[quota // 3] * 3]
-    assert pool.keep(0, [b"other", b"one"], tenant=2)[2] == max(0, 2 - quota)
+    assert pool.keep(0, [b"other", b"one"], 10, tenant=2)[2] == max(0, 2 - quota)
 
 
 def test_a_tenant_that_holds_its_quota_keeps_no_more() -> None:
     pool = SlotPool(10)
     pool.quota = 2
-    pool.keep(0, [b"a", b"b"], tenant=1)
-    chosen, _, beyond = pool.keep(0, [b"c"], tenant=1)
+    pool.keep(0, [b"a", b"b"], 10, tenant=1)
+    chosen, _, beyond, _ = pool.keep(0, [b"c"], 10, tenant=1)
     assert (len(chosen), beyond) == (0, 1)
