@@ -117,6 +117,7 @@ class CopyThread:
         name: of the thread.
         affinity: cores it may run on; None leaves those of the creating thread.
         start: starts it.
+        on_end: called on the thread when a job has ended.
     """
 
     def __init__(
@@ -124,7 +125,9 @@ class CopyThread:
         name: str,
         affinity: frozenset[int] | None = None,
         start: StartTurns = TurnThread,
+        on_end: Callable[[], object] = lambda: None,
     ) -> None:
+        self._on_end = on_end
         self._changed = threading.Condition()
         self._queue: deque[_Job] = deque()
         self._running: _Job | None = None
@@ -143,6 +146,11 @@ class CopyThread:
         with self._changed:
             self._queue.append(_Job(job_id, work, frozenset(writes)))
         self._thread.wake()
+
+    @property
+    def works(self) -> bool:
+        """Whether jobs are under way, and none has ended that nobody has taken."""
+        return not self._ended and bool(self._queue or self._running is not None)
 
     def take_ended(self) -> list[Outcome]:
         """Outcomes since the last call, each once. Without its thread all jobs have failed."""
@@ -238,7 +246,10 @@ class CopyThread:
                 waits = goes_on is not True and notified == self._notified
                 job.waits = max(0.0, goes_on or _NOT_YET_S) if waits else 0.0
                 self._queue.insert(place, job)
-            return self._pause() if outcome is None and job.waits else 0.0
+            pause = self._pause() if outcome is None and job.waits else 0.0
+        if outcome is not None:
+            self._on_end()
+        return pause
 
     def _pause(self) -> float:
         """Seconds until a job is due. Holds the lock."""

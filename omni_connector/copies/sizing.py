@@ -4,6 +4,8 @@
 import logging
 from dataclasses import dataclass
 
+import torch
+
 from omni_connector.errors import ConfigError
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.memory.arena_size import ArenaSize, arena_size, available_bytes
@@ -87,3 +89,14 @@ class ArenaSizing:
     def prompt_blocks(self, groups: tuple[GroupShape, ...]) -> int:
         """Slots that the longest prompt needs."""
         return sum(len(group.needed(self.max_tokens)) for group in groups)
+
+
+def copy_threads(cores: int, device: str) -> int:
+    """Threads that one copy is shared by, where the configuration does not say.
+
+    Args:
+        cores: of this host, for each rank of the engine.
+        device: type of the device of the KV cache.
+    """
+    computing = torch.get_num_threads() if device == "cpu" else 0
+    return max(1, min(4, cores - computing))

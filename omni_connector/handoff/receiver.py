@@ -9,7 +9,7 @@ request as `kv_load_failure_policy` says.
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -51,6 +51,11 @@ _LEASE_MARGIN: Final = 0.25
 _FRESH_S: Final = 0.5
 _SLOW_ANSWERS: Final = 10
 
+# After so many seconds without a step, an engine has nothing to compute. Then it waits so many for
+# answers.
+_IDLE_S: Final = 0.001
+_LINGER_S: Final = 0.001
+
 
 @dataclass(slots=True)
 class _Load:
@@ -80,6 +85,7 @@ class HandoffReceiver:
         group_ids: index of each transferred group among vLLM's groups.
         hash_id: how this engine hashes blocks.
         load_timeout: seconds for an answer, and again for the bytes.
+        lingers: whether a step waits a moment for answers if the engine has nothing to compute.
         clock: seconds, monotonic.
 
     Attributes:
@@ -98,6 +104,7 @@ class HandoffReceiver:
         group_ids: tuple[int, ...],
         hash_id: str,
         load_timeout: float,
+        lingers: bool,
         clock: Callable[[], float],
         stats: Stats,
     ) -> None:
@@ -109,6 +116,8 @@ class HandoffReceiver:
         self._group_ids = group_ids
         self._hash_id = hash_id
         self._timeout = load_timeout
+        self._lingers = lingers
+        self._lingers_until: float | None = None  # in this step
         self._clock = clock
         self._stats = stats
         self._loads: dict[str, _Load] = {}
@@ -177,7 +186,20 @@ class HandoffReceiver:
         self._ask(load)
         return None
 
+    def _await(self, future: "Future[Lease]") -> None:
+        """Wait a moment if this engine has nothing to compute: its next step comes later than most
+        answers."""
+        now, since = self._clock(), self._idle_since
+        if not self._lingers or since is None or now - since < _IDLE_S:
+            return
+        if self._lingers_until is None:
+            self._lingers_until = now + _LINGER_S
+        if now < self._lingers_until:
+            wait([future], self._lingers_until - now)
+
     def _answered(self, load: _Load, future: "Future[Lease]") -> bool:
+        if not future.done():
+            self._await(future)
         if not future.done():
             if self._clock() < load.answer_by:
                 return False
@@ -311,6 +333,7 @@ class HandoffReceiver:
         Args:
             computes: whether the step computes anything.
         """
+        self._lingers_until = None
         if computes:
             self._idle, self._idle_since = self._idle_time(), None
         meta.loads |= self._queued

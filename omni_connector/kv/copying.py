@@ -285,7 +285,8 @@ class CpuCopier(BlockCopier):
     ) -> NDArray[np.uint64] | None:
         count, size = len(copy.block_ids), self._layout.group_bytes[copy.group]
         threads = 1 if self._helpers is None else self._helpers.threads
-        parts = min(threads, count, count * size // self.shared_bytes)
+        # More parts than threads, as one may come late.
+        parts = min(2 * threads, count, count * size // self.shared_bytes)
         if self._helpers is None or parts <= 1:
             return self._copy_part(copy, saving, cancelled)
         sums: dict[int, NDArray[np.uint64]] = {}

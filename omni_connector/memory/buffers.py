@@ -24,6 +24,13 @@ ALIGNMENT: Final = 64
 
 _MADV_FREE: Final = 8
 _MAX_THREADS: Final = 4
+
+LEND_S: Final = 0.01
+"""An engine that has nothing to compute helps with copies for so many seconds, and then looks
+whether it has."""
+
+# Who lends itself and is not called for so many seconds goes.
+_NO_CALL_S: Final = 0.002
 _BYTES_PER_THREAD: Final = 16 << 20
 _THREAD_NAME: Final = "omni-connector-copy"
 
@@ -165,13 +172,19 @@ class Helpers:
     short to start threads. They start with the first call. Any thread may call.
 
     Args:
-        threads: that work on one call, the caller's among them.
         cores: CPU cores that the helpers may run on; None for those of the creating thread.
+
+    Attributes:
+        threads: that work on one call at the most: its caller, one that lends itself, and helpers.
+            To be set before the first call.
     """
 
-    def __init__(self, threads: int, cores: frozenset[int] | None = None) -> None:
-        self.threads = threads
+    def __init__(self, cores: frozenset[int] | None = None) -> None:
+        self.threads = 1
         self._cores = cores
+        self._lends = False
+        self._callers: set[int] = set()
+        self._callers_run_on = cores
         self._changed = threading.Condition()
         self._helpers: list[Turns] = []
         # One entry for each helper that is still wanted.
@@ -188,8 +201,12 @@ class Helpers:
         wanted = min(self.threads, len(items)) - 1
         if wanted > 0:
             with self._changed:
+                if (caller := threading.get_native_id()) not in self._callers:
+                    self._callers.add(caller)
+                    self._run_callers(self._callers_run_on)
                 self._start()
                 self._wanted.extend([call] * wanted)
+                self._changed.notify_all()
             for helper in self._helpers:
                 helper.wake()
         call.take_part()
@@ -209,6 +226,48 @@ class Helpers:
             except BaseException as error:  # noqa: BLE001 - raised when no helper works any more
                 call.fail(error)
 
+    def lend(self, needed: Callable[[], bool], seconds: float = LEND_S) -> None:
+        """Have the calling thread take part in the calls of others, as long as they come. One
+        thread may lend itself at a time.
+
+        Those who call leave it the cores to which it is pinned: the kernel would take a few
+        milliseconds to see that they are in its way, as long as a call lasts.
+
+        Args:
+            needed: whether calls may still come. Whoever changes that calls `tell_lender`.
+            seconds: after which it begins nothing new.
+        """
+        if not needed():
+            return
+        now = time.monotonic()
+        end, until = now + seconds, now + _NO_CALL_S
+        with self._changed:
+            self._lends = True
+            if self._cores is not None:
+                self._run_callers(self._cores - os.sched_getaffinity(0) or self._cores)
+            try:
+                while needed() and (left := min(end, until) - time.monotonic()) > 0:
+                    if not self._wanted:
+                        self._changed.wait(left)
+                        continue
+                    call = self._begin()
+                    self._changed.release()
+                    try:
+                        call.take_part()
+                    finally:
+                        self._changed.acquire()
+                        self._finish(call)
+                    until = time.monotonic() + _NO_CALL_S
+            finally:
+                self._lends = False
+                self._run_callers(self._cores)
+
+    def tell_lender(self) -> None:
+        """Have the thread that lends itself look whether it is still needed."""
+        if self._lends:
+            with self._changed:
+                self._changed.notify_all()
+
     def close(self, timeout: float) -> None:
         """End the threads, within so many seconds. Later calls are worked on by their callers."""
         with self._changed:
@@ -221,11 +280,10 @@ class Helpers:
             helper.join(max(0.0, deadline - time.monotonic()))
 
     def _start(self) -> None:
-        # Holds the lock.
         if self._helpers or self._closed:
             return
         with contextlib.suppress(RuntimeError):  # the system has no more threads: fewer help
-            for _ in range(self.threads - 1):
+            for _ in range(self.threads - 2):
                 self._helpers.append(TurnThread(_THREAD_NAME, self._turn, cores=self._cores))
 
     def _turn(self) -> float | None:
@@ -234,10 +292,26 @@ class Helpers:
                 return None
             if not self._wanted:
                 return WOKEN
-            call = self._wanted.popleft()
-            call.helping += 1
+            call = self._begin()
         call.take_part()
         with self._changed:
-            call.helping -= 1
-            self._changed.notify_all()
+            self._finish(call)
         return 0.0
+
+    # All of these are called with the lock held.
+
+    def _run_callers(self, cores: frozenset[int] | None) -> None:
+        self._callers_run_on = cores
+        if cores is not None:
+            for thread in self._callers:
+                with contextlib.suppress(OSError):  # it has ended, or the cpuset has shrunk
+                    os.sched_setaffinity(thread, cores)
+
+    def _begin(self) -> _Call[Any]:
+        call = self._wanted.popleft()
+        call.helping += 1
+        return call
+
+    def _finish(self, call: _Call[Any]) -> None:
+        call.helping -= 1
+        self._changed.notify_all()

@@ -271,6 +271,7 @@ class _Assembly:
             group_ids=self._group_ids,
             hash_id=self._hash_id,
             load_timeout=self._config.load_timeout_s,
+            lingers=self._surroundings.lingers,
             clock=self._clock,
             stats=self._stats,
         )

@@ -36,12 +36,14 @@ class OmniConnectorMetadata(KVConnectorMetadata):
         saves: jobs that start when the step's forward pass has written its KV, by number.
         loads: jobs that start at once.
         cancel: jobs of whatever kind that nobody wants any more.
+        idle: whether the step computes nothing.
         void: slots, and a generation for each, so that who reads them learns that they are void.
     """
 
     saves: dict[int, TransferSpec] = field(default_factory=dict)
     loads: dict[int, TransferSpec] = field(default_factory=dict)
     cancel: list[int] = field(default_factory=list)
+    idle: bool = False
     void: tuple[list[int], list[int]] = ([], [])
 
 

@@ -323,7 +323,7 @@ class OmniScheduler:
 
     def build_meta(self, scheduler_output: "SchedulerOutput") -> OmniConnectorMetadata:
         """This step's work for the workers."""
-        meta = OmniConnectorMetadata()
+        meta = OmniConnectorMetadata(idle=not scheduler_output.total_num_scheduled_tokens)
         self._control_ended = self._upkeep.ended()
         self._follow_weights()
         if self._void[0]:
@@ -332,8 +332,7 @@ class OmniScheduler:
             self._sender.build(meta, scheduler_output, self._manager.get_blocks)
         self._uncache_incomplete()
         if self._receiver is not None:
-            computes = scheduler_output.total_num_scheduled_tokens > 0
-            self._receiver.build(meta, computes=computes)
+            self._receiver.build(meta, computes=not meta.idle)
         if self._shared is not None:
             scheduled = scheduler_output.num_scheduled_tokens
             self._shared.build(meta)

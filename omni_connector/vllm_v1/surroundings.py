@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import torch
 from vllm.logger import init_logger
 
 from omni_connector.config import FileStoreSettings, OmniConfig, StoreSettings
@@ -61,6 +60,7 @@ class Surroundings:
         copier: makes what copies between KV blocks and slots, with threads that share in it.
         status_file: makes the file, in a runtime folder, that `omni-connector top` reads.
         prefault: whether a thread prefaults the arena's memory.
+        lingers: whether a step that computes nothing waits a moment for answers and copies.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -73,21 +73,11 @@ class Surroundings:
     copier: Callable[[CanonicalKVCaches, SlotLayout, Sharing], BlockCopier] = make_copier
     status_file: Callable[[Path], StatusFile] = StatusFile
     prefault: bool = True
+    lingers: bool = True
 
 
 SURROUNDINGS: Final = Surroundings()
 """Those of an engine in production."""
-
-
-def copy_threads(cores: int, device: str) -> int:
-    """Threads that one copy is shared by, where the configuration does not say.
-
-    Args:
-        cores: of this host, for each rank of the engine.
-        device: type of the device of the KV cache.
-    """
-    computing = torch.get_num_threads() if device == "cpu" else 0
-    return max(1, min(4, cores - computing))
 
 
 def arena_sizing(

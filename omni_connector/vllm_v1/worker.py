@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from omni_connector.config import OmniConfig
 from omni_connector.copies.jobs import LoadSpec, Saver, SaveSpec
 from omni_connector.copies.loading import Loader
-from omni_connector.copies.sizing import ArenaSizing
+from omni_connector.copies.sizing import ArenaSizing, copy_threads
 from omni_connector.copy_threads import CLOSE_S, NO_JOB_ID, CopyThread, Outcome, Work, traced
 from omni_connector.kv import (
     BlockCopier,
@@ -39,7 +39,7 @@ from omni_connector.vllm_v1.metadata import (
 )
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.specs import fails_by_block, group_shapes, group_specs
-from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings, copy_threads
+from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings
 
 if TYPE_CHECKING:
     import torch
@@ -112,9 +112,11 @@ class OmniWorker:
         self._loader: Loader | None = None
         self._store_jobs: StoreJobs | None = None
         self._cores = near_cores(_PROCESS_CORES, frozenset(os.sched_getaffinity(0)))
-        self._saves = CopyThread("omni-save", self._cores, surroundings.start)
-        self._loads = CopyThread("omni-load", self._cores, surroundings.start)
-        self._helpers: Helpers | None = None
+        self._helpers = Helpers(self._cores)
+        start, on_end = surroundings.start, self._helpers.tell_lender
+        self._saves = CopyThread("omni-save", self._cores, start, on_end)
+        self._loads = CopyThread("omni-load", self._cores, start, on_end)
+        self._threads = [self._saves, self._loads]
         self._metadata: OmniConnectorMetadata | None = None
         self._loads_started = self._saves_started = True
         # The forward pass under way that saves follow, and those that follow it.
@@ -167,10 +169,9 @@ class OmniWorker:
             for group in group_specs(self._kv_cache_config)
         ]
         stretches = Stretches.of(canonical, layout, addresses)
-        threads = self._config.copy_threads or copy_threads(
-            len(_PROCESS_CORES) // self._ranks, canonical.tensors[0].tensor.device.type
-        )
-        self._helpers = Helpers(threads, self._cores)
+        cores = len(_PROCESS_CORES) // self._ranks
+        threads = self._config.copy_threads or copy_threads(cores, canonical.device.type)
+        self._helpers.threads = 1 + threads
         self._copier = self._surroundings.copier(
             stretches.canonical, stretches.layout, self._helpers
         )
@@ -193,6 +194,7 @@ class OmniWorker:
                 clock=self._surroundings.clock,
                 start=self._surroundings.start,
             )
+            self._threads.append(self._store_jobs.loads)
             self._bodies[StoreSaveSpec] = self._saves, self._store_jobs.save_work
             self._bodies[StoreLoadSpec] = self._store_jobs.loads, self._store_jobs.load_work
         self._loader = Loader(
@@ -203,7 +205,7 @@ class OmniWorker:
             rank=self._rank,
             ranks=self._ranks,
             checksum=self._checksum,
-            threads=threads,
+            threads=self._helpers.threads,
             clock=self._surroundings.clock,
             start=self._surroundings.start,
             notify=self._loads.notify,
@@ -259,7 +261,7 @@ class OmniWorker:
         self.start_loads()
         self.start_saves()
         if self._metadata is not None and self._metadata.cancel:
-            for thread in self._threads():
+            for thread in self._threads:
                 thread.cancel(set(self._metadata.cancel))
         self._metadata = None
 
@@ -356,13 +358,12 @@ class OmniWorker:
         thread.submit(job_id, work, spec.blocks.held if spec.request_id else ())
         return True
 
-    def _threads(self) -> list[CopyThread]:
-        stores = [] if self._store_jobs is None else [self._store_jobs.loads]
-        return [self._saves, self._loads, *stores]
-
     def collect(self) -> None:
-        """Look at what has ended since the last step."""
-        for thread in self._threads():
+        """Look at what has ended; help with what has not if this step computes nothing."""
+        idle = self._metadata is not None and self._metadata.idle
+        if idle and self._surroundings.lingers:
+            self._helpers.lend(lambda: self._saves.works or self._loads.works)
+        for thread in self._threads:
             for outcome in thread.take_ended():
                 self._end(self._under_way.pop(outcome.job_id), outcome)
         if self._store_jobs is not None:
@@ -433,8 +434,7 @@ class OmniWorker:
         self._closed = True
         self._saves.close()
         self._loads.close()
-        if self._helpers is not None:
-            self._helpers.close(CLOSE_S)
+        self._helpers.close(CLOSE_S)
         if self._store_jobs is not None:
             self._store_jobs.close()
         elif self._store is not None:

@@ -244,7 +244,8 @@ def test_what_a_signal_raises_ends_the_work_before_it_is_raised(
 
 @pytest.fixture
 def helpers() -> Iterator[Helpers]:
-    found = Helpers(3)
+    found = Helpers()
+    found.threads = 4  # one of them lends itself
     yield found
     found.close(10)
 
@@ -315,3 +316,88 @@ def test_closed_helpers_leave_the_work_to_the_caller(helpers: Helpers) -> None:
     helpers.share(done.append, range(5))
     assert sorted(done) == sorted([*range(5)] * 2)
     assert "omni-connector-copy" not in [thread.name for thread in threading.enumerate()]
+
+
+class Caller(threading.Thread):
+    """Has its work shared, and then tells who lends itself that it is not needed any more."""
+
+    def __init__(self, helpers: Helpers, work: Callable[[int], None], items: int) -> None:
+        super().__init__(daemon=True)
+        self.helpers, self.work, self.items = helpers, work, items
+        self.needs_help = True
+        self.raised: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.helpers.share(self.work, range(self.items))
+        except TransportError as error:
+            self.raised = error
+        self.needs_help = False
+        self.helpers.tell_lender()
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Helpers:
+    """For who calls, and one that lends itself, however late the call comes."""
+    monkeypatch.setattr(module, "_NO_CALL_S", 60.0)
+    found = Helpers(frozenset(os.sched_getaffinity(0)))
+    found.threads = 2
+    return found
+
+
+def test_who_lends_itself_takes_part(pair: Helpers) -> None:
+    together, threads = threading.Barrier(2, timeout=10), set()
+
+    def work(item: int) -> None:
+        together.wait()
+        threads.add(threading.get_ident())
+
+    caller = Caller(pair, work, 2)
+    pair.lend(lambda: caller.needs_help, seconds=60)
+    assert threads == {threading.get_ident(), caller.ident}
+
+
+def test_what_a_lent_thread_raises_is_raised_at_the_caller(pair: Helpers) -> None:
+    together = threading.Barrier(2, timeout=10)
+
+    def work(item: int) -> None:
+        together.wait()
+        if threading.current_thread() is not caller:
+            raise TransportError("lent")
+
+    caller = Caller(pair, work, 2)
+    pair.lend(lambda: caller.needs_help, seconds=60)
+    assert str(caller.raised) == "lent"
+
+
+def test_who_lends_itself_and_is_not_called_goes(helpers: Helpers) -> None:
+    helpers.lend(lambda: True, seconds=1e9)
+
+
+def test_who_lends_itself_has_no_call_to_wait_for(pair: Helpers) -> None:
+    pair.lend(lambda: False, seconds=1e9)
+
+
+def test_who_calls_leaves_its_core_to_who_lends_itself(pair: Helpers) -> None:
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("there is one core")
+    own, seen = {min(cores)}, []
+    together = threading.Barrier(2, timeout=10)
+
+    def work(item: int) -> None:
+        together.wait()
+        if threading.current_thread() is caller:
+            seen.append(os.sched_getaffinity(0))
+        together.wait()
+
+    os.sched_setaffinity(0, own)
+    try:
+        caller = Caller(pair, work, 2)
+        pair.lend(lambda: caller.needs_help, seconds=60)
+    finally:
+        os.sched_setaffinity(0, cores)
+    caller = Caller(pair, lambda item: seen.append(os.sched_getaffinity(0)), 2)
+    caller.join(10)
+    assert seen == [cores - own, cores, cores]

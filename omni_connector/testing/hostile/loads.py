@@ -162,6 +162,7 @@ class _Decoder:
             group_ids=(0, 1),
             hash_id="",
             load_timeout=timeout,
+            lingers=False,
             clock=time.monotonic,
             stats=stats,
         )

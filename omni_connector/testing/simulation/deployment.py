@@ -144,6 +144,7 @@ class Deployment:
             copier=copier,
             status_file=functools.partial(UnwrittenFile, world),
             prefault=False,
+            lingers=False,
         )
 
     def new_weights(self) -> int:
