@@ -5,7 +5,7 @@ Each engine's index is a memfd with a full table. A prompt of 1,000 blocks is lo
 and 16 of them, in machine code and in numpy: when all have all of its blocks, when the last has
 them, when nobody has any, and when the engines have a hundred blocks each in turns, as after ten
 turns of a conversation. Then an owner adds and removes blocks at several sizes of the arena, and
-the memory is measured that a full index, `SlotPool` and `SlotIndex` take in a process of their own.
+the memory is measured that a full directory takes: the index, `SlotPool` and what it is made of.
 
     python benchmarks/block_index.py [--quick]
 
@@ -13,12 +13,16 @@ writes results/block_index.md and results/block_index.png beside this file.
 """
 
 import argparse
+import gc
+import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import time
+import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -33,10 +37,9 @@ from omni_connector.memory.block_index import (
     BlockIndexView,
     Tags,
     find_prefix,
-    index_bytes,
     tags_of,
 )
-from omni_connector.memory.slot_pool import SlotPool
+from omni_connector.memory.slot_pool import SlotListing, SlotPool
 from omni_connector.native_probe import native_probe
 
 mpl.use("Agg")
@@ -50,6 +53,7 @@ CASES: Final = ("all have all", "the last has all", "in turns", "nobody has any"
 TARGET_US, TARGET_BYTES = 200.0, 200
 EPOCH: Final = b"e" * 16
 BATCH: Final = 1024
+TURNOVERS: Final = 4
 
 
 def random_tags(rng: np.random.Generator, count: int) -> Tags:
@@ -149,36 +153,48 @@ def changes(slots: int, batch: int, count: int) -> tuple[float, float]:
     return statistics.median(added) / batch, statistics.median(removed) / batch
 
 
-def resident() -> int:
-    fields = Path("/proc/self/statm").read_text().split()
-    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+PARTS: Final = {
+    "file": "the index's file",
+    "memory/block_index.py": "the owner's part of it",
+    "memory/slot_index.py": "`slot_index.py`",
+    "benchmarks/block_index.py": "keys that stay alive",
+    "memory/eviction.py": "`eviction.py`",
+    "memory/slot_pool.py": "`slot_pool.py`",
+}
 
 
 def measure_memory(slots: int) -> None:
-    """Print the bytes a slot of a full index, and of a full directory, in this process."""
-    before = resident()
-    host = Host(1, slots)
-    host.views[0].close()
-    indexed = resident()
+    """Print the bytes a slot of each part: when all slots are in use, and after each of them has
+    held some more blocks."""
+    tracemalloc.start(6)
     pool = SlotPool(slots)
-    for start in range(0, slots, BATCH):
-        keys = [os.urandom(32) for _ in range(min(BATCH, slots - start))]
-        taken = pool.take([keys], [0])
-        assert taken is not None
-        [numbers], _ = taken
-        pool.fill(0, keys, numbers)
-        pool.filled(numbers)
-        pool.let_go(numbers)
-        del keys, taken, numbers
-    print((indexed - before) / slots, (resident() - indexed) / slots)
+    index = BlockIndex.create(slots, EPOCH)
+    pool.listing = SlotListing(index, b"prefix")
+    found = []
+    for turns in (1, TURNOVERS):
+        for start in range(0, turns * slots, BATCH):
+            keys = [os.urandom(32) for _ in range(min(BATCH, turns * slots - start))]
+            taken = pool.take([keys], [0])
+            assert taken is not None
+            [numbers], _ = taken
+            pool.fill(0, keys, numbers)
+            pool.filled(numbers)
+            pool.let_go(numbers[::-1])
+        gc.collect()
+        parts = Counter(file=512 * os.fstat(index.fd).st_blocks)
+        for each in tracemalloc.take_snapshot().statistics("traceback"):
+            names = ["/".join(Path(frame.filename).parts[-2:]) for frame in each.traceback]
+            parts[next((name for name in reversed(names) if name in PARTS), "")] += each.size
+        found.append([parts[part] / slots for part in PARTS])
+    print(json.dumps(found))
 
 
-def memory(slots: int) -> tuple[float, float]:
+def memory(slots: int) -> list[list[float]]:
     """The same, in a process of its own."""
     command = [sys.executable, __file__, "--memory", str(slots)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    index, directory = map(float, done.stdout.split())
-    return index, directory
+    measured: list[list[float]] = json.loads(done.stdout)
+    return measured
 
 
 def p99(values: list[float]) -> float:
@@ -227,18 +243,17 @@ def markdown(results: dict[str, Any], command: str) -> str:
         "",
         "## Memory",
         "",
-        "Bytes a slot when all slots are in use, as the process grows. *index*: the owner's part "
-        "included. *directory*: `SlotPool` and `SlotIndex`, keys included, which vLLM may hold "
-        f"too. Target: {TARGET_BYTES} together.",
+        "Bytes a slot of a directory whose slots all hold blocks that peers find, with keys of 32 "
+        "bytes, as tracemalloc and the file system count them; in brackets after each slot has "
+        f"held {TURNOVERS} more blocks. Target: {TARGET_BYTES}.",
         "",
-        "| slots | size of the file | index | directory | together |",
-        "|---:|---:|---:|---:|---:|",
+        f"| slots | {' | '.join(PARTS.values())} | together |",
+        f"|---:|{'---:|' * len(PARTS)}---:|",
     ]
-    for slots, (index, directory) in results["memory"].items():
-        size = index_bytes(slots) / slots
-        lines.append(
-            f"| {slots:,} | {size:.0f} | {index:.0f} | {directory:.0f} | {index + directory:.0f} |"
-        )
+    for slots, measured in results["memory"].items():
+        pairs = [*zip(*measured, strict=True), tuple(map(sum, measured))]
+        cells = " | ".join(f"{full:.1f} ({later:.1f})" for full, later in pairs)
+        lines.append(f"| {slots:,} | {cells} |")
     return "\n".join([*lines, ""])
 
 

@@ -46,7 +46,7 @@ class _Batch:
     """
 
     turn: int
-    numbers: Ints
+    numbers: NDArray[np.int32]
     alive: int
 
 
@@ -75,10 +75,10 @@ class EvictionOrder:
         self.pinned = np.zeros(num_slots, bool)
         self.num_pinned = 0
         self._hash: Ints = np.zeros(num_slots, np.int64)
-        # What was evicted, at places that the low bits of hashes name: the upper half of the hash,
-        # and the lower half of the number of evictions then. A later one replaces an earlier one.
-        places = 1 << (4 * num_slots - 1).bit_length()
-        self._past: Ints = np.zeros(places, np.int64)
+        # What was evicted, at the place that its hash modulo their number names: the upper half of
+        # the hash, and the lower half of the number of evictions then. A later one replaces an
+        # earlier one.
+        self._past: Ints = np.zeros(2 * num_slots, np.int64)
 
     def here(self, numbers: Ints) -> NDArray[np.bool_]:
         """Which of these slots are in the order."""
@@ -127,7 +127,7 @@ class EvictionOrder:
     def evicted_lately(self, hashes: Ints) -> NDArray[np.bool_]:
         """Whether content of these hashes was among the last that were evicted, as many as there
         are slots, as far as that is remembered."""
-        past = self._past[hashes & (len(self._past) - 1)]
+        past = self._past[hashes % len(self._past)]
         since = (self._evicted - past) & _LOWER_HALF
         known: NDArray[np.bool_] = ((past ^ hashes) >> 32 == 0) & (since <= self._num_slots)
         return known
@@ -156,18 +156,18 @@ class EvictionOrder:
             and len(last.numbers) + len(numbers) <= _SMALL
             and turn - last.turn <= self._num_slots // 16
         ):
-            last.numbers = np.concatenate([self._living(stamp, last), numbers])
+            last.numbers = np.concatenate([self._living(stamp, last), numbers], dtype=np.int32)
             last.alive += len(numbers)
         else:
             self._last_stamp += _KINDS
             stamp = self._last_stamp + kind
-            queue[stamp] = _Batch(turn, numbers, len(numbers))
+            queue[stamp] = _Batch(turn, numbers.astype(np.int32), len(numbers))
         self._stamp[numbers] = stamp
 
-    def _living(self, stamp: int, batch: _Batch) -> Ints:
+    def _living(self, stamp: int, batch: _Batch) -> NDArray[np.int32]:
         if batch.alive == len(batch.numbers):
             return batch.numbers
-        living: Ints = batch.numbers[self._stamp[batch.numbers] == stamp]
+        living: NDArray[np.int32] = batch.numbers[self._stamp[batch.numbers] == stamp]
         return living
 
     def remove(self, numbers: Ints) -> None:
@@ -189,35 +189,28 @@ class EvictionOrder:
     def evict(self, count: int) -> Ints:
         """Take so many slots out, those whose turn it is; there are as many that are not pinned."""
         self._evicted += count
-        evicted: list[Ints] = []
+        evicted: list[NDArray[np.int32]] = []
         while count:
-            queue = min((queue for queue in self._batches[:_PINNED] if queue), key=_first_turn)
-            stamp, batch = next(iter(queue.items()))
+            heads = (next(iter(queue.items())) for queue in self._batches[:_PINNED] if queue)
+            stamp, batch = min(heads, key=lambda pair: pair[1].turn)
             living = self._living(stamp, batch)
             gone, batch.numbers = living[:count], living[count:]
             batch.alive = len(batch.numbers)
             if not batch.alive:
-                del queue[stamp]
+                del self._batches[stamp % _KINDS][stamp]
             evicted.append(gone)
             count -= len(gone)
-        return self._end(np.concatenate(evicted))
+        return self._end(np.concatenate(evicted, dtype=np.int64))
 
     def evict_of(self, numbers: Ints, count: int) -> Ints:
         """Take so many of these slots out, those whose turn it is first; fewer where the others are
         not in the order, or are pinned."""
         here = numbers[self.here(numbers) & ~self.pinned[numbers]]
         stamps = np.unique(self._stamp[here]).tolist()
-        batches = [self._batches[stamp % _KINDS][stamp] for stamp in stamps]
-        evicted: list[Ints] = []
-        for stamp, batch in sorted(
-            zip(stamps, batches, strict=True), key=lambda pair: (pair[1].turn, pair[0])
-        ):
-            theirs = batch.numbers[np.isin(batch.numbers, here[self._stamp[here] == stamp])]
-            evicted.append(theirs[:count])
-            count -= len(evicted[-1])
-            if not count:
-                break
-        gone: Ints = np.concatenate([here[:0], *evicted])
+        batches = ((stamp, self._batches[stamp % _KINDS][stamp]) for stamp in stamps)
+        in_turn = sorted(batches, key=lambda pair: pair[1].turn)
+        living = np.concatenate([here[:0], *(self._living(*pair) for pair in in_turn)])
+        gone: Ints = living[np.isin(living, here)][:count]
         self.remove(gone)
         self._evicted += len(gone)
         return self._end(gone)
@@ -227,11 +220,7 @@ class EvictionOrder:
         self._stamp[numbers] = 0
         self._again[numbers] = self._favoured[numbers] = False
         hashes = self._hash[numbers]
-        self._past[hashes & (len(self._past) - 1)] = (hashes & ~_LOWER_HALF) | (
+        self._past[hashes % len(self._past)] = (hashes & ~_LOWER_HALF) | (
             self._evicted & _LOWER_HALF
         )
         return numbers
-
-
-def _first_turn(queue: OrderedDict[int, _Batch]) -> int:
-    return next(iter(queue.values())).turn

@@ -12,11 +12,13 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from operator import itemgetter
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from omni_connector.row_table import row_table, rows_of
 
 SlotKey = bytes
 """vLLM's block hash, within a cache group."""
@@ -50,20 +52,17 @@ class SlotIndex:
     """Finds slots by group and key. The caller holds the directory's lock.
 
     Args:
-        generation: of each slot, int64; the directory's own array. A slot that was named in an
-            earlier generation is not found.
+        generation: of each slot, int64; the directory's own array.
 
     Attributes:
-        keyed: whether a slot is found by its key; (slots,) bool.
+        keyed: whether a slot is found by its key; (slots,) bool. With each new generation of a slot
+            the caller makes it false.
     """
 
     def __init__(self, generation: Ints) -> None:
         self._generation = generation
-        self._num_slots = len(generation)
-        self.keyed = np.zeros(self._num_slots, bool)
-        # By group and key: generation and slot in one number. Entries of earlier generations stay
-        # until there are many.
-        self._by_key: dict[int, dict[SlotKey, int]] = {}
+        self.keyed = np.zeros(len(generation), bool)
+        self._table = row_table(self.keyed)
         self._runs: deque[_Run] = deque(maxlen=_RUNS)
 
     def find(self, group: int, keys: Sequence[SlotKey | None], first: int) -> Ints:
@@ -74,14 +73,11 @@ class SlotIndex:
             first: logical index of the first of them.
         """
         found = np.full(len(keys), -1, np.int64)
-        known = self._by_key.get(group)
-        if not known or not keys or keys[0] is None:
+        if not keys or keys[0] is None:
             return found
-        at = 0
-        if first == 0:
-            at = self._of_run(group, keys, found)
+        at = 0 if first else self._of_run(group, keys, found)
         while at < len(keys):
-            batch = self._look_up(known, keys[at : at + _BATCH])
+            batch = self._table.find(rows_of(group, keys[at : at + _BATCH]))
             found[at : at + len(batch)] = batch
             if first == 0 and batch[-1] < 0:
                 break
@@ -90,25 +86,15 @@ class SlotIndex:
 
     def _of_run(self, group: int, keys: Sequence[SlotKey | None], found: Ints) -> int:
         """Find the blocks that a recent prompt has in common; returns how many they are."""
-        begin_alike = [each for each in self._runs if each.group == group]
-        longest, run = max(
-            ((each.common(keys), each) for each in begin_alike if each.keys[0] == keys[0]),
-            key=lambda pair: pair[0],
-            default=(0, None),
-        )
-        if run is None:
+        alike = [each for each in self._runs if (each.group, each.keys[0]) == (group, keys[0])]
+        if not alike:
             return 0
+        longest, run = max(((each.common(keys), each) for each in alike), key=itemgetter(0))
         slots = run.slots[:longest]
         alive = (self._generation[slots] == run.generations[:longest]) & self.keyed[slots]
         count = longest if alive.all() else int(alive.argmin())
         found[:count] = slots[:count]
         return count
-
-    def _look_up(self, known: dict[SlotKey, int], keys: Sequence[SlotKey | None]) -> Ints:
-        packed = np.fromiter(map(known.get, keys, repeat(-1)), np.int64, len(keys))  # type: ignore[arg-type]
-        slots = packed % self._num_slots
-        alive = (self._generation[slots] == packed // self._num_slots) & self.keyed[slots]
-        return np.where((packed >= 0) & alive, slots, -1)
 
     def remember(
         self, group: int, keys: Sequence[SlotKey | None], first: int, slots: Ints, generations: Ints
@@ -132,24 +118,9 @@ class SlotIndex:
         Args:
             keys, slots: of blocks of the group, in any order; slots in their present generations.
         """
-        known = self._by_key.setdefault(group, {})
-        new = (self._look_up(known, keys) < 0) & np.fromiter(
-            (key is not None for key in keys), bool, len(keys)
-        )
-        if len(known) > 4 * self._num_slots:
-            alive = self._look_up(known, list(known)) >= 0
-            self._by_key[group] = known = dict(
-                item for item, lives in zip(known.items(), alive.tolist(), strict=True) if lives
-            )
-        packed = (self._generation[slots] * self._num_slots + slots).tolist()
-        for i in np.flatnonzero(new).tolist():
-            key = keys[i]
-            assert key is not None
-            known[key] = packed[i]
-        self.keyed[slots[new]] = True
+        self._table.name(rows_of(group, keys), slots)
 
     def clear(self) -> None:
         """Forget all keys."""
-        self._by_key.clear()
         self._runs.clear()
         self.keyed[:] = False

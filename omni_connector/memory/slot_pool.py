@@ -15,6 +15,7 @@ A prompt may have tens of thousands of blocks, so arrays hold what is known of t
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -41,8 +42,7 @@ class SlotChanges:
 
     def __init__(self, num_slots: int) -> None:
         self._names: list[tuple[int, SlotKey] | None] = [None] * num_slots
-        self._shown = np.zeros(num_slots, bool)
-        self._changed: set[int] = set()
+        self._shown: dict[int, bool] = {}  # of the slots that have changed
         self._cleared = False
 
     def name(self, group: int, keys: Sequence[SlotKey | None], slots: Ints) -> None:
@@ -52,13 +52,11 @@ class SlotChanges:
 
     def show(self, slots: Ints, shown: bool) -> None:
         """Peers find these slots from now on, or find them no more."""
-        self._shown[slots] = shown
-        self._changed.update(slots.tolist())
+        self._shown.update(dict.fromkeys(slots.tolist(), shown))
 
     def clear(self) -> None:
         """Peers find nothing any more."""
-        self._shown[:] = False
-        self._changed.clear()
+        self._shown.clear()
         self._cleared = True
 
     def take(self) -> tuple[bool, dict[int, tuple[int, SlotKey] | None]]:
@@ -66,8 +64,8 @@ class SlotChanges:
         or the last call, the slots that have changed, with group and key of the block that peers
         find in each now, or None."""
         cleared, self._cleared = self._cleared, False
-        changed, self._changed = self._changed, set()
-        return cleared, {s: self._names[s] if self._shown[s] else None for s in changed}
+        changed, self._shown = self._shown, {}
+        return cleared, {s: self._names[s] if shown else None for s, shown in changed.items()}
 
 
 class SlotListing:
@@ -78,6 +76,7 @@ class SlotListing:
         key_prefix: as for `header_keys`.
 
     Attributes:
+        key_prefix: what blocks that are named from now on have; may be changed.
         changes: is told of all changes; None where nobody asks for them.
     """
 
@@ -85,17 +84,9 @@ class SlotListing:
         self, index: BlockIndex, key_prefix: bytes, changes: SlotChanges | None = None
     ) -> None:
         self._index = index
-        self._key_prefix = key_prefix
+        self.key_prefix = key_prefix
         self.changes = changes
         self._tags: Tags = np.zeros(index.num_slots, np.uint64)
-
-    def rename(self, key_prefix: bytes) -> None:
-        """From now on blocks have keys of this prefix."""
-        self._key_prefix = key_prefix
-
-    def keys(self, group: int, keys: Sequence[SlotKey | None]) -> list[bytes]:
-        """What the headers of slots with these keys say."""
-        return header_keys(self._key_prefix, group, keys)
 
     def name(self, group: int, keys: Sequence[SlotKey | None], slots: Ints) -> None:
         """These slots will hold these blocks; those without a key are never listed."""
@@ -103,7 +94,7 @@ class SlotListing:
             # A tag depends on whether the hashes that come with it have one length.
             named = np.array([key is not None for key in keys])
             hashes = [key for key in keys if key is not None]
-            self._tags[slots[named]] = tags_of(self._key_prefix, group, hashes)
+            self._tags[slots[named]] = tags_of(self.key_prefix, group, hashes)
             if self.changes is not None:
                 self.changes.name(group, keys, slots)
 
@@ -166,17 +157,18 @@ class SlotPool:
         self.releases = 0
         self.num_cached = 0
         self.quota: int | None = None
-        self._users: Ints = np.zeros(num_slots, np.int64)
+        self._users = np.zeros(num_slots, np.int32)
         self._busy = np.zeros(num_slots, bool)
         self._ready = np.zeros(num_slots, bool)
         self._index = SlotIndex(self.generation)
         self._keyed = self._index.keyed
         # A stack of the free slots, of which there are `_num_free`. Those that came free last are
         # taken first: they are warm, and whatever the arena's size, no array is searched.
-        self._free: Ints = np.arange(num_slots - 1, -1, -1)
+        self._free = np.arange(num_slots - 1, -1, -1, np.int32)
         self._num_free = num_slots
         self._order = EvictionOrder(num_slots)
         self._pinned_until = np.zeros(num_slots)
+        self._next_end = float("inf")  # no pin ends before
         # To whom each slot belongs, 0 for nobody; and how many belong to each.
         self._tenant: Ints = np.zeros(num_slots, np.int64)
         self._kept_of: Counter[int] = Counter()
@@ -223,7 +215,8 @@ class SlotPool:
         self._users[shared] += 1
         if needed:
             found[lacks] = self._new(needed)
-        slots = np.split(found, np.cumsum([len(group) for group in keys])[:-1])
+        ends = accumulate(map(len, keys))
+        slots = [found[end - len(group) : end] for group, end in zip(keys, ends, strict=True)]
         generations = [self.generation[group] for group in slots]
         for g, group in enumerate(keys):
             self._index.remember(g, group, first_blocks[g], slots[g], generations[g])
@@ -231,7 +224,7 @@ class SlotPool:
 
     def _new(self, count: int) -> Ints:
         left = max(0, self._num_free - count)
-        numbers = self._free[left : self._num_free][::-1].copy()
+        numbers: Ints = self._free[left : self._num_free][::-1].astype(np.int64)
         self._num_free = left
         if len(numbers) < count:
             numbers = np.concatenate([numbers, self._evict(count - len(numbers))])
@@ -341,6 +334,7 @@ class SlotPool:
     def _pin(self, numbers: Ints, until: float) -> None:
         former = self._pinned_until[numbers] * self.pinned(numbers)
         self._pinned_until[numbers] = np.maximum(former, until)
+        self._next_end = min(self._next_end, until)
         self._order.pin(numbers, pinned=True)
 
     def pinned(self, numbers: Ints) -> NDArray[np.bool_]:
@@ -355,8 +349,12 @@ class SlotPool:
 
     def end_pins(self, now: float) -> None:
         """End the pins whose time has come."""
+        if now < self._next_end:
+            return
         numbers = np.flatnonzero(self._order.pinned)
-        due = numbers[self._pinned_until[numbers] <= now]
+        ends = self._pinned_until[numbers]
+        due = numbers[ends <= now]
+        self._next_end = float(ends[ends > now].min(initial=np.inf))
         if len(due):
             self._order.pin(due, pinned=False)
             self.releases += 1
@@ -373,7 +371,9 @@ class SlotPool:
 
     def header_keys(self, group: int, keys: Sequence[SlotKey | None]) -> list[bytes]:
         """What the headers of slots with these keys say; nothing where nobody looks them up."""
-        return [b""] * len(keys) if self.listing is None else self.listing.keys(group, keys)
+        if self.listing is None:
+            return [b""] * len(keys)
+        return header_keys(self.listing.key_prefix, group, keys)
 
     def any_held(self, numbers: Ints) -> bool:
         """Whether somebody holds one of these slots."""

@@ -319,7 +319,7 @@ class HostBlocks:
         with self._pool.lock:
             self._pool.forget()  # where nothing is handed off, nobody else does
             assert self._pool.listing is not None
-            self._pool.listing.rename(key_prefix)
+            self._pool.listing.key_prefix = key_prefix
 
     def close(self) -> None:
         """Be no neighbour any more, and let go of the index. Idempotent."""

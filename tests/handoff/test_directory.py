@@ -475,14 +475,6 @@ def test_void_reaches_the_blocks_that_are_filling(directory: SlotDirectory) -> N
     assert missing(directory, opened(directory, [key(1), key(2)])) == {(0, 0), (0, 1)}
 
 
-def test_keys_that_were_evicted_are_not_kept_for_ever(clock: FakeClock) -> None:
-    directory = SlotDirectory(4, clock, TTL)
-    for n in range(100):
-        cached(directory, key(n))
-    assert len(directory.pool._index._by_key[0]) <= 4 * 4 + 1
-    assert missing(directory, opened(directory, [key(98), key(99)])) == set()
-
-
 # One model block: what a slot holds, told apart by when and for whom it was taken.
 class _Taken:
     def __init__(self, generation: int, key: SlotKey | None, owner: Prompt, epoch: int) -> None:

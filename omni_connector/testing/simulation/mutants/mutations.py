@@ -282,11 +282,9 @@ OWN: Final = (
         "names outlive their slots",
         "a slot that holds another block by now is found by its former key",
         (
-            "omni_connector.memory.slot_index",
-            "        alive = (self._generation[slots] == packed // self._num_slots) & "
-            "self.keyed[slots]\n"
-            "        return",
-            "        alive = self.keyed[slots]\n        return",
+            "omni_connector.memory.slot_pool",
+            "        self._ready[numbers] = self._keyed[numbers] = False\n        self._users",
+            "        self._ready[numbers] = False\n        self._users",
         ),
     ),
     mutant(
