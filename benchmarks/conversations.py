@@ -255,9 +255,9 @@ def configuration(name: str, folder: Path) -> Iterator[Mapping[str, Any] | None]
 
 
 def reason(log: Path) -> str:
-    """Why an engine did not start: of the exceptions in its log the last that says something."""
+    """Why an engine did not start: the last exception in its log that names no other."""
     raised = _RAISED.findall(log.read_text(errors="replace"))
-    told = [line for line in raised if "initialization failed" not in line]
+    told = [line for line in raised if "root cause" not in line]
     return told[-1].strip() if told else "no reason is told"
 
 
@@ -322,6 +322,7 @@ def plot(results: Mapping[str, Replay], sessions: int, path: Path) -> None:
         turns.plot(range(1, len(medians) + 1), medians, "o-", label=name)
     shares.set(xlabel="time to first token (ms)", ylabel="requests (%)", xscale="log")
     turns.set(xlabel="turn", ylabel="median time to first token (ms)", yscale="log")
+    turns.xaxis.get_major_locator().set_params(integer=True)
     for axes in (shares, turns):
         axes.grid(alpha=0.3, which="both")
         axes.legend(fontsize=8)
