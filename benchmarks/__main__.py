@@ -24,6 +24,7 @@ BENCHMARKS = (
     "transfer_engine",
     "handoff",
     "host_prefix",
+    "conversations",
     "timeline",
     "serving",
     "hostile_bytes",

@@ -6,20 +6,26 @@ arena; then another engine is asked the same, and again, when it holds the KV it
 the first token is taken at a client with a kept-alive connection. The difference is the cost of the
 hit. It is divided by the time of one numpy memcpy of the bytes of that KV, taken right after.
 
+Beside OmniKVConnector stands LMCache's multi-process mode where lmcache is installed.
+
     python benchmarks/host_prefix.py [--quick]
 
 writes results/host_prefix.md and results/host_prefix.png beside this file.
 """
 
 import argparse
+import contextlib
 import random
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import handoff
+import lmcache_server
 from handoff import ARENA_GIB, TOKEN_BYTES, Memcpy, Sample, first_token_seconds
 
 from omni_connector.testing.engines import Client, Engine, completion
@@ -31,6 +37,12 @@ CONFIG = {"kv_connector_extra_config": {"arena_gib": ARENA_GIB, "share": True}}
 SAVED_S = 0.5  # a prompt of the longest is in the arena by then
 MEET_S = 20.0
 BLOCK = 128
+LMCACHE_GIB = 2
+# Of each connector: what counts the tokens that an engine got from another one.
+SHARED = {
+    NAME: "vllm:omni_connector_tokens_from_host_total",
+    lmcache_server.NAME: "vllm:external_prefix_cache_hits_total",
+}
 
 
 def hit(writer: Client, reader: Client, draw: random.Random, tokens: int, memcpy: Memcpy) -> Sample:
@@ -44,22 +56,32 @@ def hit(writer: Client, reader: Client, draw: random.Random, tokens: int, memcpy
     return Sample(remote, local, memcpy.seconds(tokens * TOKEN_BYTES))
 
 
-def shared(engine: Engine) -> float:
-    """Tokens that an engine has got from the arenas of others."""
-    return engine.metric("vllm:omni_connector_tokens_from_host_total")
+@contextlib.contextmanager
+def configuration(name: str, folder: Path) -> Iterator[Mapping[str, Any]]:
+    """The engines' `--kv-transfer-config`; the server that it may need runs meanwhile."""
+    if name == NAME:
+        yield CONFIG
+        return
+    with lmcache_server.server(folder, LMCACHE_GIB) as config:
+        yield config
 
 
 def measure(
-    model: Path, folder: Path, lengths: tuple[int, ...], repeats: int, memcpy: Memcpy
+    name: str, model: Path, folder: Path, lengths: tuple[int, ...], repeats: int, memcpy: Memcpy
 ) -> dict[int, list[Sample]]:
-    """All samples, by prompt length.
+    """All samples of one connector, by prompt length.
 
     Raises:
         RuntimeError: the engines do not meet, or a prompt was computed twice.
     """
     draw = random.Random(0)
+
+    def shared(engine: Engine) -> float:
+        return engine.metric(SHARED[name])
+
     with (
-        handoff.engines(NAME, CONFIG, model, folder) as (first, second),
+        configuration(name, folder) as config,
+        handoff.engines(name, config, model, folder) as (first, second),
         first.client() as writer,
         second.client() as reader,
     ):
@@ -78,15 +100,16 @@ def measure(
             samples[tokens] = [hit(writer, reader, draw, tokens, memcpy) for _ in range(repeats)]
             if (found := shared(second) - before) != repeats * tokens:
                 raise RuntimeError(f"{found:.0f} of {repeats * tokens} tokens were shared")
-            print(handoff.summary(tokens, samples[tokens]), flush=True)
+            print(f"{name:18} {handoff.summary(tokens, samples[tokens])}", flush=True)
         return samples
 
 
 def main() -> None:
     """Measure, and write the table and the plot."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="two lengths, fewer runs")
+    parser.add_argument("--quick", action="store_true", help="two lengths, fewer runs, no peer")
     parser.add_argument("--output", type=Path, default=handoff.RESULTS, help="folder of results")
+    parser.add_argument("--connector", action="append", choices=list(SHARED))
     arguments = parser.parse_args()
     lengths = (256, 2048) if arguments.quick else LENGTHS
     repeats = 5 if arguments.quick else 9
@@ -94,15 +117,23 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     memcpy = Memcpy(max(lengths) * TOKEN_BYTES)
     arguments.output.mkdir(parents=True, exist_ok=True)
+    names = arguments.connector or [NAME]
+    if not arguments.connector and not arguments.quick and lmcache_server.installed():
+        names.append(lmcache_server.NAME)
+    command = " ".join(["python benchmarks/host_prefix.py", *sys.argv[1:]])
+    title = "A prefix from the arena of another engine of the host"
+    results = {}
     # Short, because the paths of Unix sockets are.
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
         model = make_model("llama-wide", Path(folder) / "model")
-        results = {NAME: measure(model, Path(folder), lengths, repeats, memcpy)}
-    command = " ".join(["python benchmarks/host_prefix.py", *sys.argv[1:]])
-    title = "A prefix from the arena of another engine of the host"
-    text = handoff.markdown(results, command, repeats, title, "in the arena of another engine")
-    (arguments.output / "host_prefix.md").write_text(text)
-    handoff.plot(results, arguments.output / "host_prefix.png", "a hit", target=1.2)
+        for name in names:
+            results[name] = measure(name, model, Path(folder), lengths, repeats, memcpy)
+            # Written after each connector, so that a run cut short leaves what it measured.
+            text = handoff.markdown(
+                results, command, repeats, title, "in the arena of another engine"
+            )
+            (arguments.output / "host_prefix.md").write_text(text)
+            handoff.plot(results, arguments.output / "host_prefix.png", "a hit", target=1.2)
 
 
 if __name__ == "__main__":

@@ -93,13 +93,21 @@ class Load:
 
 @dataclass(slots=True)
 class Place:
-    """Where the model, the logs and the results of the load generator are."""
+    """Where the model, the logs and the results of the load generator are.
+
+    Args:
+        family: of the model; see `make_model`.
+        max_tokens: longest prompt with its answer.
+    """
 
     folder: Path
+    family: str = "llama-wide"
+    max_tokens: int = MAX_TOKENS
+    kv_cache_bytes: int = KV_CACHE_BYTES
     model: Path = field(init=False)
 
     def __post_init__(self) -> None:
-        self.model = make_model("llama-wide", self.folder / "model")
+        self.model = make_model(self.family, self.folder / "model")
 
     def engine(self, name: str, config: Mapping[str, Any] | None, core: int) -> Engine:
         """An engine on a core of its own, not started."""
@@ -114,10 +122,10 @@ class Place:
             self.folder / f"{name}.log",
             config,
             # vLLM computes float32 on every CPU alike.
-            arguments=("--max-model-len", str(MAX_TOKENS), "--dtype", "float32"),
+            arguments=("--max-model-len", str(self.max_tokens), "--dtype", "float32"),
             environment=environment,
             core=core,
-            kv_cache_bytes=KV_CACHE_BYTES,
+            kv_cache_bytes=self.kv_cache_bytes,
         )
 
     def load(self, port: int, requests: int, concurrent: int, seed: int) -> Load:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts as lists of blocks: of conversations, and of agents.
+"""Prompts as lists of blocks: of conversations, and of agents; and conversations as tokens.
 
 A trace is a list of prompts in the order of their arrival. A prompt is a list of numbers, one for
 each of its full blocks, and a number stands for all tokens up to the end of its block: two prompts
@@ -9,6 +9,7 @@ have the same number where they begin alike up to there.
 import heapq
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -107,3 +108,55 @@ def agents(seed: int = 0, seconds: float = 3600.0) -> Trace:
 
     starts = np.sort(random.uniform(0, seconds, int(seconds * 1.0)))
     return _in_time(session(start) for start in starts.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a conversation.
+
+    Attributes:
+        session: number of the conversation.
+        question: token ids of what the user adds to all that was said before.
+        answer: tokens of the answer.
+    """
+
+    session: int
+    question: list[int]
+    answer: int
+
+
+QUESTION_TOKENS, ANSWER_TOKENS = 69.5, 214.5
+"""Means of LMSYS-Chat-1M."""
+_QUESTION_MEDIAN = 0.85  # of the mean
+_MOST_TOKENS = 1024
+
+
+def dialogues(sessions: int, turns: int, vocabulary: range, seed: int = 0) -> list[Turn]:
+    """Turns of conversations in the order in which they arrive.
+
+    All sessions have their first turn, then all have their second one, and so on, each time in
+    another order.
+
+    The means of questions and answers are those of a million conversations with chat models
+    (LMSYS-Chat-1M, arXiv:2309.11998, table 1: 69.5 tokens a prompt, 214.5 tokens a response). The
+    lengths of answers are distributed exponentially, as ServeGen found in production
+    (arXiv:2505.09999). Those of questions are lognormal with a median of 0.85 of the mean, as in
+    vLLM's own benchmark of conversations (`benchmarks/multi_turn`). Both end at 1,024 tokens.
+
+    Args:
+        vocabulary: token ids of the questions.
+    """
+    random = np.random.default_rng(seed)
+    sigma = np.sqrt(-2 * np.log(_QUESTION_MEDIAN))
+
+    def length(drawn: float) -> int:
+        return int(np.clip(round(drawn), 1, _MOST_TOKENS))
+
+    def turn(session: int) -> Turn:
+        size = length(random.lognormal(np.log(_QUESTION_MEDIAN * QUESTION_TOKENS), sigma))
+        question = random.integers(vocabulary.start, vocabulary.stop, size).tolist()
+        return Turn(session, question, length(random.exponential(ANSWER_TOKENS)))
+
+    return [
+        turn(session) for _ in range(turns) for session in random.permutation(sessions).tolist()
+    ]

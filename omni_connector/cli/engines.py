@@ -41,9 +41,15 @@ class Router:
         """The router's command line."""
         return [
             *(sys.executable, "-m", "vllm_router.launch_router"),
-            *("--vllm-pd-disaggregation", "--kv-connector", "nixl"),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
+            *self.routes(),
+        ]
+
+    def routes(self) -> list[str]:
+        """The part of the command line that says which engine gets which requests."""
+        return [
+            *("--vllm-pd-disaggregation", "--kv-connector", "nixl"),
             *("--prefill", f"http://127.0.0.1:{self.prefill_port}"),
             *("--decode", f"http://127.0.0.1:{self.decode_port}"),
         ]
@@ -144,7 +150,12 @@ def make_engines(
 
 @contextlib.contextmanager
 def running(
-    prefill: Engine, decode: Engine, logs: Path, *, meanwhile: Callable[[], None] | None = None
+    prefill: Engine,
+    decode: Engine,
+    logs: Path,
+    *,
+    meanwhile: Callable[[], None] | None = None,
+    router_class: type[Router] | None = None,
 ) -> Iterator[Deployment]:
     """Start both engines and the router, and stop them at the end of the context.
 
@@ -155,11 +166,12 @@ def running(
         decode: not started.
         logs: folder for the router's log.
         meanwhile: called while the engines start, which takes them some 20 seconds.
+        router_class: a `Router` whose `routes` are others.
 
     Raises:
         EngineError: one of them did not start.
     """
-    router = Router(prefill.port, decode.port, logs / "router.log")
+    router = (router_class or Router)(prefill.port, decode.port, logs / "router.log")
     with terminable():
         try:
             prefill.start()

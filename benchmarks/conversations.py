@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replay of conversations on two engines whose KV caches do not hold them.
+
+All conversations begin with the same long prompt, and each turn sends all that was said before;
+`traces.dialogues` says how long the turns are, and after which published statistics. The turns
+arrive in the same order in each configuration, some of them at a time:
+
+- two engines without a connector behind a round-robin router;
+- two `kv_both` engines of OmniKVConnector behind the same router;
+- a prefill and a decode engine of OmniKVConnector;
+- vLLM's OffloadingConnector on each of two engines, which runs on GPUs only;
+- LMCache's multi-process mode under two engines, where lmcache is installed.
+
+The answers of the engines without a connector are what all others must answer, and what the next
+turns go on with.
+
+    python benchmarks/conversations.py [--sessions 20] [--turns 10] [--shared-tokens 8192] [--quick]
+
+writes results/conversations.md and results/conversations.png beside this file. The exit status is 1
+if an answer was wrong.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lmcache_server
+import matplotlib as mpl
+import numpy as np
+from serving import NONE, RESULTS, Place, cores, machine
+from traces import Turn, dialogues
+
+from omni_connector.cli.engines import Router, running
+from omni_connector.testing.engines import Client, Engine, EngineError, completion
+from omni_connector.testing.models import VOCAB_SIZE
+from omni_connector.testing.reference import LOGPROBS, ROUNDING, Answer
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+SHARE, PD, OFFLOADING, LMCACHE = "kv_both, share", "P/D, share", "OffloadingConnector", "LMCache"
+OURS = "OmniKVConnector"
+FAMILY, TOKEN_BYTES = "llama", 4096  # 4 layers x 2 heads x 64 x (K, V) x 4 bytes
+BLOCK = 128
+VOCABULARY = range(3, VOCAB_SIZE)
+CONCURRENT = 4
+# Memory for what the KV caches do not hold, of two engines together.
+HOST_GIB = 2
+ANSWER_S = 600.0
+WARM_UP_TOKENS = 16
+# An exception at the start of a line, or behind the prefix of a log.
+_RAISED = re.compile(r"(?:^|\] )(\w*(?:Error|Exception): .+)$", re.MULTILINE)
+
+
+class RoundRobin(Router):
+    """`vllm-router` that gives each of two engines every other request."""
+
+    def routes(self) -> list[str]:
+        ports = (self.prefill_port, self.decode_port)
+        urls = (f"http://127.0.0.1:{port}" for port in ports)
+        return ["--policy", "round_robin", "--worker-urls", *urls]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came of a turn."""
+
+    first_token_s: float
+    answer: Answer
+
+
+@dataclass(slots=True)
+class Replay:
+    """What came of all turns in one configuration.
+
+    Attributes:
+        replies: in the order of the turns.
+        tokens: of the prompts, by where their KV came from, at the engines that compute prompts.
+        wrong: what was wrong with answers that were.
+    """
+
+    replies: list[Reply]
+    tokens: Mapping[str, float]
+    wrong: list[str] = field(default_factory=list)
+
+    def percentile(self, rank: float) -> float:
+        """Milliseconds to the first token."""
+        return 1e3 * float(np.percentile([reply.first_token_s for reply in self.replies], rank))
+
+    def part(self, source: str) -> float:
+        """Percent of the prompts' tokens that had this source."""
+        return 100 * self.tokens[source] / self.tokens["all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The turns, and how they are sent."""
+
+    shared: list[int]
+    turns: list[Turn]
+    concurrent: int
+
+    def distinct(self) -> int:
+        """Tokens of which an engine would have to keep the KV to compute none twice."""
+        return len(self.shared) + sum(len(turn.question) + turn.answer for turn in self.turns)
+
+    def longest(self) -> int:
+        """Tokens of the longest conversation."""
+        said: dict[int, int] = {}
+        for turn in self.turns:
+            said[turn.session] = said.get(turn.session, 0) + len(turn.question) + turn.answer
+        return len(self.shared) + max(said.values())
+
+    def cache_tokens(self) -> int:
+        """Tokens of the KV cache of one engine: two together do not hold the conversations, but
+        each holds those that are answered at a time, if there are many others."""
+        return max(self.distinct() // 3, self.longest() + 4 * BLOCK)
+
+
+def streamed(port: int, prompt: Sequence[int], tokens: int) -> Reply:
+    """One answer, and when its first token came."""
+    found: dict[str, list[Any]] = {"ids": [], "logprobs": [], "likeliest": []}
+    first = float("nan")
+    start = time.perf_counter()
+    with Client(port, timeout=ANSWER_S) as client:
+        body = completion(prompt, max_tokens=tokens, **LOGPROBS)
+        for event in client.stream("/v1/completions", body):
+            for choice in json.loads(event)["choices"]:
+                if not choice.get("token_ids"):
+                    continue
+                if not found["ids"]:
+                    first = time.perf_counter() - start
+                found["ids"] += choice["token_ids"]
+                found["logprobs"] += choice["logprobs"]["token_logprobs"]
+                found["likeliest"] += choice["logprobs"]["top_logprobs"]
+    logprobs = {"token_logprobs": found["logprobs"], "top_logprobs": found["likeliest"]}
+    answer = Answer.of({"choices": [{"token_ids": found["ids"], "logprobs": logprobs}]})
+    return Reply(first, answer)
+
+
+def replay(
+    port: int, workload: Workload, expected: Sequence[Answer] | None
+) -> tuple[list[Reply], list[str]]:
+    """Send all turns; a session's next one waits for the answer of the one before.
+
+    Args:
+        expected: the answers, with which the conversations go on; None takes those that come.
+
+    Returns:
+        The replies in the order of the turns, and what was wrong with them.
+    """
+    said = {turn.session: list(workload.shared) for turn in workload.turns}
+    last: dict[int, Future[Reply]] = {}
+    wrong: list[str] = []
+
+    def send(number: int, turn: Turn, before: Future[Reply] | None) -> Reply:
+        if before is not None:
+            before.result()
+        prompt = said[turn.session] + turn.question
+        reply = streamed(port, prompt, turn.answer)
+        answer = reply.answer
+        if expected is not None:
+            answer = expected[number]
+            try:
+                reply.answer.require_same(answer, tolerance=ROUNDING)
+            except AssertionError as error:
+                wrong.append(f"turn {number}, session {turn.session}: {error}")
+        said[turn.session] = [*prompt, *answer.tokens]
+        return reply
+
+    futures: list[Future[Reply]] = []
+    with ThreadPoolExecutor(workload.concurrent) as pool:
+        # Turns are begun in their order, so that those that are waited for have been.
+        for number, turn in enumerate(workload.turns):
+            future = pool.submit(send, number, turn, last.get(turn.session))
+            last[turn.session] = future
+            futures.append(future)
+    return [future.result() for future in futures], wrong
+
+
+def sources(engines: Sequence[Engine]) -> dict[str, float]:
+    """Tokens of all prompts so far, by where their KV came from."""
+
+    def total(name: str, **labels: str) -> float:
+        return sum(engine.metric(f"vllm:{name}_total", **labels) for engine in engines)
+
+    by_source = "prompt_tokens_by_source"
+    return {
+        "all": total(by_source),
+        "computed": total(by_source, source="local_compute"),
+        "KV cache": total(by_source, source="local_cache_hit"),
+        "connector": total(by_source, source="external_kv_transfer"),
+        "another engine": total("omni_connector_tokens_from_host"),
+    }
+
+
+def measure(
+    place: Place,
+    name: str,
+    config: Mapping[str, Any] | None,
+    workload: Workload,
+    expected: Sequence[Answer] | None,
+) -> Replay:
+    """One configuration.
+
+    Raises:
+        EngineError: an engine did not start.
+    """
+    apart = name == PD
+    roles = ("kv_producer", "kv_consumer") if apart else ("kv_both", "kv_both")
+    pair = [
+        place.engine(f"{number}", None if config is None else {**config, "kv_role": role}, core)
+        for number, (role, core) in enumerate(zip(roles, cores(), strict=True))
+    ]
+    router = None if apart else RoundRobin
+    with running(pair[0], pair[1], place.folder, router_class=router) as deployment:
+        # The shared prompt has been met before, by each engine.
+        for port in [deployment.router.port] if apart else [engine.port for engine in pair]:
+            streamed(port, [*workload.shared, VOCABULARY.start], WARM_UP_TOKENS)
+        asked = pair[:1] if apart else pair
+        before = sources(asked)
+        replies, wrong = replay(deployment.router.port, workload, expected)
+        after = sources(asked)
+    return Replay(replies, {source: after[source] - before[source] for source in after}, wrong)
+
+
+@contextlib.contextmanager
+def configuration(name: str, folder: Path) -> Iterator[Mapping[str, Any] | None]:
+    """The `--kv-transfer-config` of the engines; what else they need runs meanwhile."""
+    each = HOST_GIB / 2
+    if name == LMCACHE:
+        with lmcache_server.server(folder, HOST_GIB) as config:
+            yield config
+        return
+    ours = {
+        "kv_connector": OURS,
+        "kv_connector_extra_config": {"arena_gib": each, "share": True},
+    }
+    offloading = {
+        "kv_connector": OFFLOADING,
+        "kv_connector_extra_config": {"cpu_bytes_to_use": int(each * 2**30)},
+    }
+    yield {NONE: None, SHARE: ours, PD: ours, OFFLOADING: offloading}.get(name)
+
+
+def reason(log: Path) -> str:
+    """Why an engine did not start: the last exception in its log that names no other."""
+    raised = _RAISED.findall(log.read_text(errors="replace"))
+    told = [line for line in raised if "root cause" not in line]
+    return told[-1].strip() if told else "no reason is told"
+
+
+def row(name: str, each: Replay, plain: Replay) -> str:
+    hits = [each.part(source) for source in ("KV cache", "connector", "another engine", "computed")]
+    # Others do not tell which engine has computed what they load.
+    parts = [f"{hit:.1f}" for hit in hits]
+    if name not in (SHARE, PD):
+        parts[2] = "-"
+    times = [
+        f"{each.percentile(rank):.0f} | {each.percentile(rank) / plain.percentile(rank):.2f}"
+        for rank in (50, 99)
+    ]
+    cells = [name, str(len(each.replies)), *parts, *times, str(len(each.wrong))]
+    return f"| {' | '.join(cells)} |"
+
+
+def markdown(
+    results: Mapping[str, Replay], absent: Mapping[str, str], workload: Workload, about: str
+) -> str:
+    sessions = len({turn.session for turn in workload.turns})
+    distinct, cache = workload.distinct(), workload.cache_tokens()
+    lines = [
+        "# Conversations",
+        "",
+        about,
+        "",
+        f"{sessions} conversations of {len(workload.turns) // sessions} turns after a shared "
+        f"prompt of {len(workload.shared):,} tokens, {workload.concurrent} turns at a time: "
+        f"{distinct:,} tokens, {distinct * TOKEN_BYTES >> 20} MiB of KV. The KV cache of each of "
+        f"two engines holds {cache:,} tokens, {cache * TOKEN_BYTES >> 20} MiB; a connector has "
+        f"{HOST_GIB} GiB of memory for both. Lengths of questions and answers: "
+        "`traces.dialogues`. Each engine computes on one core.",
+        "",
+        "Of the tokens of all prompts, in percent: those whose KV was in the engine's own KV "
+        "*cache*, those that came through the *connector* (of which *another engine* had computed "
+        "some), and those that were *computed*. With P/D: at the prefill engine, while the decode "
+        "engine gets all others from it. *p50*, *p99*: milliseconds to the first token at a client "
+        "of the router; *ratio*: beside no connector. *wrong*: answers that differ from those "
+        "without a connector.",
+        "",
+        "| configuration | requests | cache | connector | another engine | computed "
+        "| p50 | p50 ratio | p99 | p99 ratio | wrong |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        *(row(name, each, results[NONE]) for name, each in results.items()),
+    ]
+    if absent:
+        lines += ["", *(f"- {name} does not run here: {why}" for name, why in absent.items())]
+    wrong = [f"- {name}: {each}" for name, found in results.items() for each in found.wrong]
+    if wrong:
+        lines += ["", "## Wrong", "", *wrong[:50]]
+    return "\n".join([*lines, ""])
+
+
+def plot(results: Mapping[str, Replay], sessions: int, path: Path) -> None:
+    """Times to the first token: how many are below, and the median by turn."""
+    figure, (shares, turns) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    for name, each in results.items():
+        times = np.array([1e3 * reply.first_token_s for reply in each.replies])
+        shares.plot(np.sort(times), 100 * np.arange(1, len(times) + 1) / len(times), label=name)
+        medians = np.median(times.reshape(-1, sessions), axis=1)
+        turns.plot(range(1, len(medians) + 1), medians, "o-", label=name)
+    shares.set(xlabel="time to first token (ms)", ylabel="requests (%)", xscale="log")
+    turns.set(xlabel="turn", ylabel="median time to first token (ms)", yscale="log")
+    turns.xaxis.get_major_locator().set_params(integer=True)
+    for axes in (shares, turns):
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def compare(
+    place: Place, workload: Workload, names: Sequence[str]
+) -> Iterator[tuple[dict[str, Replay], dict[str, str]]]:
+    """The results so far, and why others have none, after each configuration."""
+    results: dict[str, Replay] = {}
+    absent: dict[str, str] = {}
+    for name in names:
+        expected = [reply.answer for reply in results[NONE].replies] if results else None
+        start = time.monotonic()
+        with configuration(name, place.folder) as config:
+            try:
+                results[name] = measure(place, name, config, workload, expected)
+            except EngineError:
+                absent[name] = reason(place.folder / "0.log")
+                if name != OFFLOADING:
+                    print(f"{name}: {absent[name]}", file=sys.stderr)
+                    raise
+        told = absent.get(name) or row(name, results[name], results[NONE])
+        print(f"{name}, {time.monotonic() - start:.0f} s: {told}", flush=True)
+        yield results, absent
+
+
+def main() -> int:
+    """Replay, and write the table and the plot."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--sessions", type=int, default=20)
+    parser.add_argument("--turns", type=int, default=10, help="of each session")
+    parser.add_argument("--shared-tokens", type=int, default=8192, help="with which all begin")
+    parser.add_argument("--quick", action="store_true", help="4 short sessions, only ours")
+    parser.add_argument("--seed", type=int, default=0, help="of the conversations")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument(
+        "--configuration", action="append", choices=(SHARE, PD, OFFLOADING, LMCACHE)
+    )
+    arguments = parser.parse_args()
+    quick, output = arguments.quick, arguments.output
+    sessions, count, shared = (
+        (4, 3, 1024) if quick else (arguments.sessions, arguments.turns, arguments.shared_tokens)
+    )
+    draw = np.random.default_rng(arguments.seed)
+    workload = Workload(
+        draw.integers(VOCABULARY.start, VOCABULARY.stop, shared).tolist(),
+        dialogues(sessions, count, VOCABULARY, arguments.seed + 1),
+        CONCURRENT,
+    )
+    names = [NONE, *(arguments.configuration or (SHARE, PD))]
+    if not quick and not arguments.configuration:
+        names += [OFFLOADING, *([LMCACHE] if lmcache_server.installed() else [])]
+    # What counts the ranks of log-probabilities is compiled for half a minute otherwise.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # Asked to end, stop the engines on the way out.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    output.mkdir(parents=True, exist_ok=True)
+    about = machine(
+        " ".join(["python benchmarks/conversations.py", *sys.argv[1:]]), os.getloadavg()[0]
+    )
+    cache_bytes = workload.cache_tokens() * TOKEN_BYTES
+    # Short, because the paths of Unix sockets are.
+    with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
+        place = Place(Path(folder), FAMILY, workload.longest() + BLOCK, cache_bytes)
+        with place.logs_on_failure():
+            # Written after each configuration, so that a run cut short leaves what it measured.
+            for results, absent in compare(place, workload, names):
+                text = markdown(results, absent, workload, about)
+                (output / "conversations.md").write_text(text)
+                plot(results, sessions, output / "conversations.png")
+    print(text)
+    return int(any(each.wrong for each in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
