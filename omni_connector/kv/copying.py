@@ -26,7 +26,7 @@ _Item = TypeVar("_Item")
 
 
 class Sharing(Protocol):
-    """Threads that share work; see `omni_connector.memory.buffers.Helpers`."""
+    """Threads that share work; see `omni_connector.shared_work.Helpers`."""
 
     threads: int
 

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for objects that are received, and threads that copy them."""
+"""Memory for objects that are received."""
 
 import collections
 import contextlib
 import mmap
-import os
-import threading
-import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Generic, TypeVar
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.errors import TransportError
-from omni_connector.turns import WOKEN, Turns, TurnThread
 
 # Buffers of this size and more lie on pages of their own; numpy makes the smaller ones.
 LARGE_BYTES: Final = 1 << 20
@@ -23,18 +18,6 @@ LARGE_BYTES: Final = 1 << 20
 ALIGNMENT: Final = 64
 
 _MADV_FREE: Final = 8
-_MAX_THREADS: Final = 4
-
-LEND_S: Final = 0.01
-"""An engine that has nothing to compute helps with copies for so many seconds, and then looks
-whether it has."""
-
-# Who lends itself and is not called for so many seconds goes.
-_NO_CALL_S: Final = 0.002
-_BYTES_PER_THREAD: Final = 16 << 20
-_THREAD_NAME: Final = "omni-connector-copy"
-
-_Item = TypeVar("_Item")
 
 
 class Buffers:
@@ -106,212 +89,3 @@ def _advise(pages: mmap.mmap, advice: int) -> None:
     # Kernels without huge pages, and some sandboxes, refuse this, which does no harm.
     with contextlib.suppress(OSError):
         pages.madvise(advice)
-
-
-class _Call(Generic[_Item]):
-    """Work on several items that any number of threads take part in; each takes the next item."""
-
-    def __init__(self, work: Callable[[_Item], None], items: Iterable[_Item]) -> None:
-        self._work = work
-        # The threads share a list's iterator, so that the quicker ones take more items.
-        self._left = iter(list(items))
-        self.errors: list[BaseException] = []
-        self.helping = 0
-
-    def take_part(self) -> None:
-        """Work until no item is left, or until one of the threads has failed."""
-        try:
-            for item in self._left:
-                self._work(item)
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-            self.fail(error)
-
-    def fail(self, error: BaseException) -> None:
-        """Leave out the items that are not begun."""
-        self.errors.append(error)
-        collections.deque(self._left, maxlen=0)
-
-
-def share_out(work: Callable[[_Item], None], items: Iterable[_Item], nbytes: int) -> None:
-    """Call `work` with each item, on several threads where that is worth it.
-
-    Args:
-        work: should spend its time without the GIL.
-        items: what it is called with.
-        nbytes: bytes that are copied in all.
-
-    Raises:
-        The first error that `work` raises. Items that are not begun by then are left out.
-    """
-    threads = min(_MAX_THREADS, nbytes // _BYTES_PER_THREAD)
-    if threads > 1:
-        threads = min(threads, len(os.sched_getaffinity(0)))
-    call = _Call(work, items)
-    # These threads make no turns, as they live within this one call, which waits for their end.
-    others = [
-        threading.Thread(target=call.take_part, name=_THREAD_NAME, daemon=True)
-        for _ in range(threads - 1)
-    ]
-    with contextlib.suppress(RuntimeError):  # the system has no more threads: fewer do the work
-        for thread in others:
-            thread.start()
-    call.take_part()
-    # Even if something is raised here, no thread may go on: its memory could be used again.
-    while working := [each for each in others if each.is_alive()]:
-        try:
-            for thread in working:
-                thread.join()
-        except BaseException as error:  # noqa: BLE001 - raised below, as what a signal handler raises
-            call.fail(error)
-    if call.errors:
-        raise call.errors[0]
-
-
-class Helpers:
-    """Threads that wait for work to take part in, as `share_out` has it, for calls that are too
-    short to start threads. They start with the first call. Any thread may call.
-
-    Args:
-        cores: CPU cores that the helpers may run on; None for those of the creating thread.
-
-    Attributes:
-        threads: that work on one call at the most: its caller, one that lends itself, and helpers.
-            To be set before the first call.
-    """
-
-    def __init__(self, cores: frozenset[int] | None = None) -> None:
-        self.threads = 1
-        self._cores = cores
-        self._lends = False
-        self._callers: set[int] = set()
-        self._callers_run_on = cores
-        self._changed = threading.Condition()
-        self._helpers: list[Turns] = []
-        # One entry for each helper that is still wanted.
-        self._wanted: collections.deque[_Call[Any]] = collections.deque()
-        self._closed = False
-
-    def share(self, work: Callable[[_Item], None], items: Sequence[_Item]) -> None:
-        """Call `work` with each item; returns once no thread works on any of them.
-
-        Raises:
-            The first error that `work` raises. Items that are not begun by then are left out.
-        """
-        call = _Call(work, items)
-        wanted = min(self.threads, len(items)) - 1
-        if wanted > 0:
-            with self._changed:
-                if (caller := threading.get_native_id()) not in self._callers:
-                    self._callers.add(caller)
-                    self._run_callers(self._callers_run_on)
-                self._start()
-                self._wanted.extend([call] * wanted)
-                self._changed.notify_all()
-            for helper in self._helpers:
-                helper.wake()
-        call.take_part()
-        if wanted > 0:
-            self._end(call)
-        if call.errors:
-            raise call.errors[0]
-
-    def _end(self, call: _Call[Any]) -> None:
-        while True:
-            try:
-                with self._changed:
-                    self._wanted = collections.deque(c for c in self._wanted if c is not call)
-                    while call.helping:
-                        self._changed.wait()
-                return
-            except BaseException as error:  # noqa: BLE001 - raised when no helper works any more
-                call.fail(error)
-
-    def lend(self, needed: Callable[[], bool], seconds: float = LEND_S) -> None:
-        """Have the calling thread take part in the calls of others, as long as they come. One
-        thread may lend itself at a time.
-
-        Those who call leave it the cores to which it is pinned: the kernel would take a few
-        milliseconds to see that they are in its way, as long as a call lasts.
-
-        Args:
-            needed: whether calls may still come. Whoever changes that calls `tell_lender`.
-            seconds: after which it begins nothing new.
-        """
-        if not needed():
-            return
-        now = time.monotonic()
-        end, until = now + seconds, now + _NO_CALL_S
-        with self._changed:
-            self._lends = True
-            if self._cores is not None:
-                self._run_callers(self._cores - os.sched_getaffinity(0) or self._cores)
-            try:
-                while needed() and (left := min(end, until) - time.monotonic()) > 0:
-                    if not self._wanted:
-                        self._changed.wait(left)
-                        continue
-                    call = self._begin()
-                    self._changed.release()
-                    try:
-                        call.take_part()
-                    finally:
-                        self._changed.acquire()
-                        self._finish(call)
-                    until = time.monotonic() + _NO_CALL_S
-            finally:
-                self._lends = False
-                self._run_callers(self._cores)
-
-    def tell_lender(self) -> None:
-        """Have the thread that lends itself look whether it is still needed."""
-        if self._lends:
-            with self._changed:
-                self._changed.notify_all()
-
-    def close(self, timeout: float) -> None:
-        """End the threads, within so many seconds. Later calls are worked on by their callers."""
-        with self._changed:
-            self._closed = True
-            helpers, self._helpers = self._helpers, []
-        for helper in helpers:
-            helper.wake()
-        deadline = time.monotonic() + timeout
-        for helper in helpers:
-            helper.join(max(0.0, deadline - time.monotonic()))
-
-    def _start(self) -> None:
-        if self._helpers or self._closed:
-            return
-        with contextlib.suppress(RuntimeError):  # the system has no more threads: fewer help
-            for _ in range(self.threads - 2):
-                self._helpers.append(TurnThread(_THREAD_NAME, self._turn, cores=self._cores))
-
-    def _turn(self) -> float | None:
-        with self._changed:
-            if self._closed:
-                return None
-            if not self._wanted:
-                return WOKEN
-            call = self._begin()
-        call.take_part()
-        with self._changed:
-            self._finish(call)
-        return 0.0
-
-    # All of these are called with the lock held.
-
-    def _run_callers(self, cores: frozenset[int] | None) -> None:
-        self._callers_run_on = cores
-        if cores is not None:
-            for thread in self._callers:
-                with contextlib.suppress(OSError):  # it has ended, or the cpuset has shrunk
-                    os.sched_setaffinity(thread, cores)
-
-    def _begin(self) -> _Call[Any]:
-        call = self._wanted.popleft()
-        call.helping += 1
-        return call
-
-    def _finish(self, call: _Call[Any]) -> None:
-        call.helping -= 1
-        self._changed.notify_all()

@@ -25,10 +25,11 @@ from omni_connector.errors import (
     TransportError,
 )
 from omni_connector.memory.arena import Arena
-from omni_connector.memory.buffers import Buffers, share_out
+from omni_connector.memory.buffers import Buffers
 from omni_connector.net.unix import Refusal, require_protocol
 from omni_connector.objects import codec
 from omni_connector.objects.object_store import StoredObject
+from omni_connector.shared_work import share_out
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
 
 PROTOCOL: Final = 2

@@ -21,8 +21,8 @@ from omni_connector.kv.copying import BlockCopier, Sharing, make_copier
 from omni_connector.net.links import Sockets, ZmqSockets
 from omni_connector.net.status import StatusFile
 from omni_connector.prefix.neighbours import HostNeighbours, Household, Neighbours
-from omni_connector.stores.block_store import BlockStore, MooncakeBlockStore
-from omni_connector.stores.file_store import FileBlockStore
+from omni_connector.stores.block_store import BlockStore
+from omni_connector.stores.opening import open_block_store
 from omni_connector.transports.choice import Transports, make_transports
 from omni_connector.turns import StartTurns, TurnThread
 
@@ -31,18 +31,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.omni_connector.worker")
-
-
-def open_block_store(settings: StoreSettings | FileStoreSettings, lends: int) -> BlockStore:
-    """A client of the store that the settings name; Mooncake's lends so many bytes to it.
-
-    Raises:
-        ConfigError: the folder of a store of files cannot be used.
-        MissingDependencyError: Mooncake is needed and not installed.
-    """
-    if isinstance(settings, FileStoreSettings):
-        return FileBlockStore(settings)
-    return MooncakeBlockStore(settings, lends)
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from omni_connector.kv.copying import BlockCopier
 from omni_connector.kv.layered import Forward, Stretches, TracedCopier
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import TransferSpec
-from omni_connector.memory.buffers import Helpers
 from omni_connector.memory.nodes import near_cores, process_cores
 from omni_connector.prefix.jobs import HostLoadSpec, KeepSpec, StoreLoadSpec, StoreSaveSpec
 from omni_connector.prefix.store_jobs import StoreJobs
+from omni_connector.shared_work import Helpers
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.trace import Trace
 from omni_connector.transports import Arena, Endpoint

@@ -4,7 +4,7 @@
 import pytest
 
 from omni_connector.handoff import receiver
-from omni_connector.memory.buffers import Helpers
+from omni_connector.shared_work import Helpers
 from omni_connector.testing.toy import BLOCK
 
 from .harness import DEADLINE, HANDOFF, assert_clean, prompt, run, slots, wait
