@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from vllm.logger import init_logger
-
 from omni_connector.config import FileStoreSettings, OmniConfig, StoreSettings
 from omni_connector.copies.sizing import ArenaSizing
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
@@ -29,8 +27,6 @@ from omni_connector.turns import StartTurns, TurnThread
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-logger = init_logger("vllm.omni_connector.worker")
 
 
 @dataclass(frozen=True)
