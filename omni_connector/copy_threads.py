@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copy jobs on threads of their own: saves in one, loads in another.
 
-The engine's thread submits a job and later asks what has ended; it waits for nothing.
+The engine's thread submits a job and later asks what has ended. Where it has nothing
+to compute it helps with the copies (`shared_work.Helpers.lend`); else it waits for nothing.
 """
 
 import logging
@@ -149,8 +150,13 @@ class CopyThread:
 
     @property
     def works(self) -> bool:
-        """Whether jobs are under way, and none has ended that nobody has taken."""
-        return not self._ended and bool(self._queue or self._running is not None)
+        """Whether jobs are under way."""
+        return bool(self._queue) or self._running is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a job has ended whose outcome nobody has taken."""
+        return bool(self._ended)
 
     def take_ended(self) -> list[Outcome]:
         """Outcomes since the last call, each once. Without its thread all jobs have failed."""
@@ -257,6 +263,11 @@ class CopyThread:
         pause = min(waits, default=WOKEN)
         self._slept = pause > 0
         return pause
+
+
+def none_ended(threads: Iterable[CopyThread]) -> bool:
+    """Whether jobs are under way, and none has ended whose outcome nobody has taken."""
+    return any(each.works for each in threads) and not any(each.has_ended for each in threads)
 
 
 def _failed(job: _Job, kind: str) -> Outcome:

@@ -35,13 +35,16 @@ class _Call(Generic[_Item]):
         self.errors: list[BaseException] = []
         self.helping = 0
 
-    def take_part(self) -> None:
-        """Work until no item is left, or until one of the threads has failed."""
+    def take_part(self) -> BaseException | None:
+        """Work until no item is left, or until one of the threads has failed; returns what was
+        raised here, which the caller's thread raises."""
         try:
             for item in self._left:
                 self._work(item)
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
             self.fail(error)
+            return error
+        return None
 
     def fail(self, error: BaseException) -> None:
         """Leave out the items that are not begun."""
@@ -153,29 +156,37 @@ class Helpers:
         Args:
             needed: whether calls may still come. Whoever changes that calls `tell_lender`.
             seconds: after which it begins nothing new.
+
+        Raises:
+            BaseException: what a signal handler raises here.
         """
         if not needed():
             return
         now = time.monotonic()
         end, until = now + seconds, now + _NO_CALL_S
-        with self._changed:
-            self._lends = True
-            if self._cores is not None:
-                self._run_callers(self._cores - os.sched_getaffinity(0) or self._cores)
-            try:
-                while needed() and (left := min(end, until) - time.monotonic()) > 0:
+        try:
+            with self._changed:
+                self._lends = True
+                if self._cores is not None:
+                    self._run_callers(self._cores - os.sched_getaffinity(0) or self._cores)
+            while (left := min(end, until) - time.monotonic()) > 0:
+                with self._changed:
+                    if not needed():
+                        return
                     if not self._wanted:
                         self._changed.wait(left)
                         continue
                     call = self._begin()
-                    self._changed.release()
-                    try:
-                        call.take_part()
-                    finally:
-                        self._changed.acquire()
+                try:
+                    raised = call.take_part()
+                finally:
+                    with self._changed:
                         self._finish(call)
-                    until = time.monotonic() + _NO_CALL_S
-            finally:
+                if raised is not None and not isinstance(raised, Exception):
+                    raise raised
+                until = time.monotonic() + _NO_CALL_S
+        finally:
+            with self._changed:
                 self._lends = False
                 self._run_callers(self._cores)
 

@@ -196,7 +196,7 @@ class Caller(threading.Thread):
     def run(self) -> None:
         try:
             self.helpers.share(self.work, range(self.items))
-        except TransportError as error:
+        except (TransportError, SystemExit) as error:
             self.raised = error
         self.needs_help = False
         self.helpers.tell_lender()
@@ -234,6 +234,22 @@ def test_what_a_lent_thread_raises_is_raised_at_the_caller(pair: Helpers) -> Non
     caller = Caller(pair, work, 2)
     pair.lend(lambda: caller.needs_help, seconds=60)
     assert str(caller.raised) == "lent"
+
+
+def test_what_a_signal_raises_in_a_lent_thread_is_raised_there(pair: Helpers) -> None:
+    """And the caller learns that its work is not done."""
+    together = threading.Barrier(2, timeout=10)
+
+    def work(item: int) -> None:
+        together.wait()
+        if threading.current_thread() is not caller:
+            raise SystemExit
+
+    caller = Caller(pair, work, 2)
+    with pytest.raises(SystemExit):
+        pair.lend(lambda: caller.needs_help, seconds=60)
+    caller.join(10)
+    assert isinstance(caller.raised, SystemExit)
 
 
 def test_who_lends_itself_and_is_not_called_goes(helpers: Helpers) -> None:

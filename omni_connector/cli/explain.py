@@ -37,15 +37,23 @@ class Asking:
         text: of the prompt; None where its tokens are given.
         tokens: of the prompt; None where its text is given.
         salt: cache salt of the request; None has none.
+        trusts_code: whether a tokenizer may run code of its own.
     """
 
     text: str | None
     tokens: list[int] | None
     salt: str | None
+    trusts_code: bool = False
 
     @classmethod
     def of(
-        cls, prompt: str | None, file: Path | None, tokens: str | None, salt: str | None
+        cls,
+        prompt: str | None,
+        file: Path | None,
+        tokens: str | None,
+        salt: str | None,
+        *,
+        trusts_code: bool = False,
     ) -> Self:
         """From the command line; `-` reads what it stands for from standard input.
 
@@ -55,11 +63,11 @@ class Asking:
         if sum(each is not None for each in (prompt, file, tokens)) != 1:
             raise ConfigError("give either a PROMPT, or --file, or --tokens")
         try:
+            (salt or "").encode()
             if tokens is not None:
                 return cls(None, _token_ids(sys.stdin.read() if tokens == "-" else tokens), salt)
-            if file is not None:
-                return cls(file.read_text("utf-8"), None, salt)
-            return cls(sys.stdin.read() if prompt == "-" else prompt, None, salt)
+            text = file.read_text("utf-8") if file is not None else prompt
+            return cls(sys.stdin.read() if prompt == "-" else text, None, salt, trusts_code)
         except (OSError, UnicodeError) as error:
             raise ConfigError(f"the prompt cannot be read: {error}") from error
 
@@ -73,11 +81,11 @@ class Asking:
             ids = self.tokens
         else:
             try:
-                ids = list(_tokenizer(tokenizer)(self.text).input_ids)
+                ids = list(_tokenizer(tokenizer, self.trusts_code)(self.text).input_ids)
             except Exception as error:  # a tokenizer raises anything
                 raise ConfigError(
-                    f"the tokenizer {tokenizer.name} cannot be used: {plain(str(error))[:300]}; "
-                    "give the prompt as --tokens"
+                    f"the tokenizer {plain(tokenizer.name)} cannot be used: "
+                    f"{plain(str(error))[:300]}; give the prompt as --tokens"
                 ) from error
         if not 1 <= len(ids) <= MAX_TOKENS:
             raise ConfigError(f"a prompt has from 1 to {MAX_TOKENS} tokens, not {len(ids)}")
@@ -98,7 +106,12 @@ def _token_ids(text: str) -> list[int]:
 
 
 @cache
-def _tokenizer(which: Tokenizer) -> Callable[..., Any]:
+def _tokenizer(which: Tokenizer, trusts_code: bool) -> Callable[..., Any]:
+    # What an engine says is not trusted: not to run code, and not to mean a folder that is here.
+    if which.trust_remote_code and not trusts_code:
+        raise ConfigError("it runs code of its own, which takes --trust-remote-code")
+    if not os.path.isabs(which.name) and os.path.exists(which.name):
+        raise ConfigError("a folder here has its name")
     from transformers import AutoTokenizer
 
     loaded: Callable[..., Any] = AutoTokenizer.from_pretrained(
@@ -148,13 +161,17 @@ def ask(asking: Asking, namespace: str, engine: str) -> Answer:
                 "must be here as they are there"
             )
         found: list[Explanation] = []
+        refused: list[ConfigError] = []
         for each in chosen:
-            tokens = asking.ids(each.engine.tokenizer)
             others = [other for other in asked if other is not each]
             try:
+                tokens = asking.ids(each.engine.tokenizer)
                 found.append(explained(each, others, tokens, asking.salt))
             except OmniError as error:
                 remarks.append(plain(f"{each.name}: {error}"))
+                refused += [error] if isinstance(error, ConfigError) else []
+        if refused and not found:
+            raise refused[0]
     finally:
         for each in asked:
             each.close()

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import numpy as np
 
-from omni_connector.errors import ProtocolError
+from omni_connector.errors import OmniError, ProtocolError
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import BlockSpans
 from omni_connector.net.status import plain
@@ -295,7 +295,7 @@ def explained(
             }
             for shape, of_group in zip(shapes, labels, strict=True)
         ],
-        missing=_missing(asked, others, tokens, of_groups, (end, last), late),
+        missing=_missing(asked, others, tokens, of_groups, (end, last), late, remarks),
         shares_with=[
             names.get(name, plain(name)) for name in engine.neighbours if not engine.alone
         ],
@@ -370,6 +370,7 @@ def _missing(
     hashes: list[list[bytes]],
     ends: tuple[int, int],
     late: bool,
+    remarks: list[str],
 ) -> Miss | None:
     """What is missing after the first of `ends`, of what a cache might have up to the second."""
     end, last = ends
@@ -383,13 +384,14 @@ def _missing(
     block = end // size
     question = block, hashes[group][block], tokens[:size], hashes[group][0]
     cause = "too_late" if late else asked.cause(*question)
-    had = [
-        other.name
-        for other in others
-        if other.engine.socket in asked.engine.neighbours
-        and not (asked.engine.alone or other.engine.alone)
-        and other.cause(*question) == "evicted"
-    ]
+    had = []
+    for other in others if not asked.engine.alone else ():
+        if other.engine.socket in asked.engine.neighbours and not other.engine.alone:
+            try:
+                if other.cause(*question) == "evicted":
+                    had.append(other.name)
+            except OmniError as error:
+                remarks.append(plain(f"{other.name} does not say whether it had more: {error}"))
     return Miss(block, end, last - end, cause, had)
 
 

@@ -145,6 +145,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="of the engines (default: that of the environment, else default)",
     )
+    why.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="let the tokenizer that an engine names run code of its own",
+    )
     why.add_argument("--json", action="store_true", help="print a JSON document")
     return top
 
@@ -173,7 +178,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "explain":
             from omni_connector.cli.explain import Asking, explain
 
-            asking = Asking.of(options.prompt, options.file, options.tokens, options.salt)
+            asking = Asking.of(
+                options.prompt,
+                options.file,
+                options.tokens,
+                options.salt,
+                trusts_code=options.trust_remote_code,
+            )
             return explain(asking, options.namespace, options.engine, as_json=options.json)
         require_supported_vllm()  # vLLM also brings `rich`, with which the demo prints
         from omni_connector.cli.demo import LENGTHS, demo

@@ -35,6 +35,10 @@ class SaveSpec(TransferSpec):
         keys: of each of them.
     """
 
+    span: ClassVar[str] = "save"
+    timed_as: ClassVar[str] = "save"
+    counted_as: ClassVar[str] = "saved"
+
     slots: NDArray[np.int64]
     generations: NDArray[np.int64]
     keys: list[bytes]
@@ -61,6 +65,9 @@ class LoadSpec(TransferSpec):
     """
 
     fills_blocks: ClassVar[bool] = True
+    span: ClassVar[str] = "load"
+    timed_as: ClassVar[str] = "load"
+    counted_as: ClassVar[str] = "loaded"
 
     slots: BlockSpans
     generations: NDArray[np.int64]

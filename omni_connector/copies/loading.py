@@ -144,8 +144,8 @@ class Loader:
     ) -> None:
         self._clock = clock
         sizes = batch_blocks(layout)
-        # Of fetched and of mapped slots: those have parts for each thread.
-        self._batches = sizes, [-(-size // (2 * threads)) * 2 * threads for size in sizes]
+        # Of fetched and of mapped slots: those have a part for each thread.
+        self._batches = sizes, [-(-size // threads) * threads for size in sizes]
         self._threads = PeerThreads(start, notify)
         self._arenas = PeerArenas(transports, self._threads, clock, start=start)
         self._copier = copier

@@ -107,6 +107,7 @@ class SlotDirectory:
         # Until when, the earliest first: each finished hand-off; each lease, by its token and name.
         self._ends: OrderedDict[bytes, float] = OrderedDict()
         self._leases: OrderedDict[tuple[bytes, Hashable], float] = OrderedDict()
+        self.pool.on_lost = self._close_holders
         self._void: list[Ints] = []  # slots whose readers have not been told that they are void
 
     def open(
@@ -178,11 +179,12 @@ class SlotDirectory:
         """The copies were cancelled or have failed: close every hand-off that holds one of these
         slots, so that nobody reads them."""
         with self._lock:
-            numbers = handoff.slots_of(blocks)
-            if self.pool.unfilled(numbers):
-                for each in list(self._handoffs.values()):
-                    if np.isin(each.held, numbers).any():
-                        self._close(each)
+            self.pool.unfilled(handoff.slots_of(blocks))
+
+    def _close_holders(self, numbers: Ints) -> None:
+        for each in list(self._handoffs.values()):
+            if np.isin(each.held, numbers).any():
+                self._close(each)
 
     def wanted(self, handoff: Handoff, blocks: Sequence[Block]) -> bool:
         """Whether another hand-off holds slots of these blocks of a closed one."""

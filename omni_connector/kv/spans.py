@@ -68,11 +68,17 @@ class TransferSpec:
 
     Attributes:
         fills_blocks: whether the blocks are written, not read.
+        span: the name of its spans in a trace.
+        timed_as, counted_as: what its seconds, and its bytes and blocks, are counted as; empty
+            where they are not.
         blocks: the KV blocks; a null block stands for one that is not copied.
         request_id: the request that waits for it; empty where none does.
     """
 
     fills_blocks: ClassVar[bool] = False
+    span: ClassVar[str]
+    timed_as: ClassVar[str] = ""
+    counted_as: ClassVar[str] = ""
 
     blocks: BlockSpans
     request_id: str = ""

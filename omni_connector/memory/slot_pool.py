@@ -14,7 +14,7 @@ A prompt may have tens of thousands of blocks, so arrays hold what is known of t
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -148,6 +148,7 @@ class SlotPool:
         releases: changes when a slot becomes free or cached.
         num_cached: slots that are cached, pinned ones included.
         quota: slots that may belong to one tenant; None bounds nobody.
+        on_lost: is told the slots of copies that have failed, where somebody holds one of them.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -157,6 +158,7 @@ class SlotPool:
         self.releases = 0
         self.num_cached = 0
         self.quota: int | None = None
+        self.on_lost: Callable[[Ints], None] = lambda numbers: None
         self._users = np.zeros(num_slots, np.int32)
         self._busy = np.zeros(num_slots, bool)
         self._ready = np.zeros(num_slots, bool)
@@ -313,12 +315,13 @@ class SlotPool:
         self._tenant[owned] = 0
 
     def favour(self, numbers: Ints) -> None:
-        """Slots that were found are evicted later than others, until they hold other blocks."""
-        self._order.favour(numbers)
+        """Slots that were found, in the order of their prompt, are evicted later than others, until
+        they hold other blocks."""
+        self._order.favour(numbers[::-1])
 
     def pin(self, numbers: Ints, tenant: int, until: float) -> int:
-        """Pin slots that were found, for a tenant; returns how many its quota allows. A pin that
-        ends later stays as it is.
+        """Pin slots that were found, in the order of their prompt, for a tenant; returns how many
+        its quota allows. A pin that ends later stays as it is.
 
         A pin ends with `end_pins`, and with its block: when the slots are forgotten, or a copy has
         failed.
@@ -335,7 +338,7 @@ class SlotPool:
         former = self._pinned_until[numbers] * self.pinned(numbers)
         self._pinned_until[numbers] = np.maximum(former, until)
         self._next_end = min(self._next_end, until)
-        self._order.pin(numbers, pinned=True)
+        self._order.pin(numbers[::-1], pinned=True)
 
     def pinned(self, numbers: Ints) -> NDArray[np.bool_]:
         """Which of these slots are pinned."""
@@ -356,7 +359,8 @@ class SlotPool:
         due = numbers[ends <= now]
         self._next_end = float(ends[ends > now].min(initial=np.inf))
         if len(due):
-            self._order.pin(due, pinned=False)
+            # Most prompts have got their slots in ascending order.
+            self._order.pin(due[::-1], pinned=False)
             self.releases += 1
 
     def hold(self, numbers: Ints) -> None:
@@ -406,14 +410,15 @@ class SlotPool:
             self.listing.show(shown, self.generation[shown])
         self._settle(numbers[self._users[numbers] == 0])
 
-    def unfilled(self, numbers: Ints) -> bool:
-        """Copies were cancelled or have failed; returns whether somebody holds one of the slots."""
+    def unfilled(self, numbers: Ints) -> None:
+        """Copies were cancelled or have failed."""
         self._busy[numbers] = self._keyed[numbers] = False
         # A rank may have committed the slot nevertheless; the next copy must be another one.
         self.generation[numbers] += 1
         unheld = numbers[self._users[numbers] == 0]
         self._settle(unheld)
-        return len(unheld) < len(numbers)
+        if len(unheld) < len(numbers):
+            self.on_lost(numbers)
 
     def _settle(self, unheld: Ints) -> None:
         """Cache or free slots that nobody holds."""

@@ -319,7 +319,7 @@ class Explainer:
         return ThisEngine(
             engine_id=engine.engine_id[:1024],
             tokenizer=Tokenizer(
-                os.path.abspath(name) if os.path.isdir(name) else name,
+                _encodable(os.path.abspath(name) if os.path.isdir(name) else name),
                 model.tokenizer_revision,
                 bool(model.trust_remote_code),
             ),
@@ -336,6 +336,8 @@ class Explainer:
         )
 
     def _hash(self, question: AskHashes) -> Hashes:
+        if len(question.tokens) > max(TOKENS_AT_ONCE, self._engine.hash_block_size):
+            raise ProtocolError(f"{len(question.tokens)} tokens are asked for at once")
         hashes = self._engine.hash_tokens(question.tokens, question.salt, question.after)
         return Hashes(tuple(map(bytes, hashes)))
 
@@ -349,13 +351,19 @@ class Explainer:
     def _look(self, question: AskPlaces) -> Places:
         hashes, group = self._of_group(question), question.group
         in_group = [self._engine.group_ids[group]]
-        cached = tuple(self._engine.cached(each, in_group) is not None for each in hashes[group])
+        cached = tuple(self._has(each, in_group) for each in hashes[group])
         if self._host is None:
             return Places(cached, (-1,) * len(cached), ())
         found = self._host.find(hashes)
         owners = found.groups[group].owners.tolist()
         owners += [-1] * (len(cached) - len(owners))
         return Places(cached, tuple(owners), tuple(each.name for each in found.engines))
+
+    def _has(self, block_hash: bytes, groups: list[int]) -> bool:
+        try:
+            return self._engine.cached(block_hash, groups) is not None
+        except RuntimeError:  # the engine's thread has changed the entry meanwhile
+            return self._engine.cached(block_hash, groups) is not None
 
     def _ask_store(self, question: AskStored) -> Stored:
         hashes = self._of_group(question)
@@ -372,14 +380,20 @@ class Explainer:
             return Stored(None, late=True)
         self._tickets[question.ticket] = lookup
         if len(self._tickets) > _MAX_TICKETS:
-            self._tickets.popitem(last=False)
+            _, given_up = self._tickets.popitem(last=False)
+            given_up.deadline = self._clock()  # the store need not be asked any more
         return Stored(None)
+
+
+def _encodable(text: str) -> str:
+    """A text that a message can have: paths may contain bytes that are not UTF-8."""
+    return text.encode("utf-8", "replace").decode()[:1024]
 
 
 def _traits(engine: ExplainedEngine) -> dict[str, str]:
     """See `ThisEngine.traits`: those of `readers_id`."""
     traits = {
-        name: str(value)[:1024]
+        name: _encodable(str(value))
         for name, value in msgspec.structs.asdict(engine.compatibility).items()
         if name != "groups"
     }

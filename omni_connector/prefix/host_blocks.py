@@ -241,6 +241,8 @@ class HostBlocks:
         )
 
     def _hit(self, engine: Neighbour, slots: Ints, generations: Ints) -> None:
+        # The beginning of a prompt goes last.
+        slots, generations = slots[::-1], generations[::-1]
         if engine.own:
             touch(self._pool, slots, generations)
         else:
@@ -261,10 +263,11 @@ class HostBlocks:
         keys: list[bytes] = []
         dropped = 0
         most = max(0, min(most, self._max_busy - self._busy))
-        for g in range(len(self._whole)):
-            candidates = [each for each in filled if each.group == g]
+        of_groups = [[c for c in filled if c.group == g] for g in range(len(self._whole))]
+        lacking = [self._lacking(g, each) for g, each in enumerate(of_groups)]
+        for g, candidates in enumerate(of_groups):
             kept: list[Candidate] = []
-            for tenant, run in groupby(self._lacking(g, candidates), key=attrgetter("tenant")):
+            for tenant, run in groupby(lacking[g], key=attrgetter("tenant")):
                 theirs = list(run)
                 with self._pool.lock:
                     given = self._pool.keep(g, _hashes(theirs), most, tenant)
@@ -288,12 +291,18 @@ class HostBlocks:
         return KeepSpec(blocks=blocks, slots=numbers, generations=generations, keys=keys), dropped
 
     def _lacking(self, group: int, filled: list[Candidate]) -> list[Candidate]:
-        """Those of these blocks that no engine's index has; some must be in the own one."""
+        """Those of these blocks that no engine's index has, by tenant; some must be in the own one.
+
+        What is in the own one counts as used, so that it does not go for what continues it.
+        """
         if not filled:
             return []
+        filled = sorted(filled, key=attrgetter("tenant"))
         tags = tags_of(self._key_prefix, group, _hashes(filled))
         here = np.array([each.hints.keeps_here for each in filled])
-        lacks = self._own.index.find(tags)[0] < 0
+        slots, generations = self._own.index.find(tags)
+        lacks = slots < 0
+        self._hit(self._own, slots[~lacks], generations[~lacks])
         for engine in self._neighbours.present():
             lacks &= here | (engine.index.find(tags)[0] < 0)
         return [each for each, lacking in zip(filled, lacks.tolist(), strict=True) if lacking]

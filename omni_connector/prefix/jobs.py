@@ -12,10 +12,15 @@ from omni_connector.kv.spans import TransferSpec
 class KeepSpec(SaveSpec):
     """Copy blocks to this engine's own slots, of any requests, after the forward pass."""
 
+    span: ClassVar[str] = "keep"
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class HostLoadSpec(LoadSpec):
     """Fill blocks from the arena of an engine of this host, which gave no lease."""
+
+    span: ClassVar[str] = "share"
+    timed_as: ClassVar[str] = "share"
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -26,6 +31,8 @@ class StoreSaveSpec(TransferSpec):
         prefix: of the keys; see `key_prefix`.
         hashes: that name each of the `block_ids` in the store.
     """
+
+    span: ClassVar[str] = "store"
 
     prefix: str
     hashes: list[bytes]
@@ -40,5 +47,7 @@ class StoreLoadSpec(StoreSaveSpec):
     """
 
     fills_blocks: ClassVar[bool] = True
+    span: ClassVar[str] = "fetch"
+    timed_as: ClassVar[str] = "fetch"
 
     timeout: float

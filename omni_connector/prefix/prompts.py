@@ -60,7 +60,7 @@ class SharedPrompt:
         if not self.adapter:
             return list(hashes)
         whose = self.adapter.encode()[: blake2b.MAX_KEY_SIZE]
-        return [blake2b(each, digest_size=32, key=whose).digest() for each in hashes]
+        return [blake2b(each, digest_size=len(each), key=whose).digest() for each in hashes]
 
     def held(self) -> list[Held]:
         """What is held of it, in arenas of this host or in the store, one entry a group."""

@@ -2,6 +2,7 @@
 """`OmniKVConnector`: what vLLM loads. It forwards to the half that its role asks for."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from omni_connector.plugin import require_supported_vllm
@@ -88,7 +89,9 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def _surroundings(self) -> Surroundings:
-        return SURROUNDINGS
+        # Data-parallel ranks wait for each other, for those with nothing to compute as well.
+        parallel = self._vllm_config.parallel_config
+        return replace(SURROUNDINGS, lingers=parallel.data_parallel_size == 1)
 
     @property
     def _scheduler(self) -> OmniScheduler:

@@ -90,10 +90,11 @@ def take_hints(request: "Request", shared: SharedPrefix | None, stats: Stats) ->
     if not isinstance(params, Mapping) or KEY not in params:
         return
     hints, bad = read_hints(params)
-    bad += hints.asks_arena if shared is None else shared.hint(request.request_id, hints)
-    stats.count("bad_hints", bad)
+    ignored = hints.asks_arena if shared is None else shared.hint(request.request_id, hints)
+    if bad + ignored:
+        stats.count("bad_hints", bad + ignored)
     request.kv_transfer_params = {key: params[key] for key in params if key != KEY} or None
-    if hints.prefetch and request.kv_transfer_params is None:
+    if hints.prefetch and not ignored and request.kv_transfer_params is None:
         answer_one_token(request)
 
 

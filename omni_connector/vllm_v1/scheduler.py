@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler half of an engine: the one that decides about slots, hand-offs and loads.
 
-It decides, and the workers copy. Nothing here waits: lease requests are answered on the control
-channel's thread, and the workers report copies with each step.
+It decides, and the workers copy. Nothing here waits while the engine computes: lease requests are
+answered on the control channel's thread, and the workers report copies with each step.
 """
 
 from collections import Counter
@@ -260,7 +260,7 @@ class OmniScheduler:
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed: int
     ) -> tuple[int | None, bool]:
-        """How many tokens beyond these can be loaded; see `KVConnectorBase_V1`. Never waits."""
+        """How many tokens beyond these can be loaded; see `KVConnectorBase_V1`."""
         if request.request_id in self._waiting and not self._control_ended:
             return _ASK_AGAIN  # in each step, for each of them, so it is all that is looked at
         self._follow_weights()

@@ -12,7 +12,15 @@ from omni_connector.config import OmniConfig
 from omni_connector.copies.jobs import LoadSpec, Saver, SaveSpec
 from omni_connector.copies.loading import Loader
 from omni_connector.copies.sizing import ArenaSizing, copy_threads
-from omni_connector.copy_threads import CLOSE_S, NO_JOB_ID, CopyThread, Outcome, Work, traced
+from omni_connector.copy_threads import (
+    CLOSE_S,
+    NO_JOB_ID,
+    CopyThread,
+    Outcome,
+    Work,
+    none_ended,
+    traced,
+)
 from omni_connector.kv.canonical import (
     CanonicalKVCaches,
     SlotLayout,
@@ -49,16 +57,6 @@ logger = init_logger("vllm.omni_connector.worker")
 
 # As it was before the engine pinned anything: this module is imported while it starts.
 _PROCESS_CORES: Final = process_cores()
-
-# Of each kind of job: the name of its spans, what is timed, and what its bytes are counted as.
-_COUNTED: Final[Mapping[type[TransferSpec], tuple[str, str, str]]] = {
-    SaveSpec: ("save", "save", "saved"),
-    KeepSpec: ("keep", "save", "saved"),
-    LoadSpec: ("load", "load", "loaded"),
-    HostLoadSpec: ("share", "share", "loaded"),
-    StoreSaveSpec: ("store", "", ""),
-    StoreLoadSpec: ("fetch", "fetch", ""),
-}
 
 
 class OmniWorker:
@@ -193,6 +191,7 @@ class OmniWorker:
                 affinity=self._cores,
                 clock=self._surroundings.clock,
                 start=self._surroundings.start,
+                on_end=self._helpers.tell_lender,
             )
             self._threads.append(self._store_jobs.loads)
             self._bodies[StoreSaveSpec] = self._saves, self._store_jobs.save_work
@@ -205,7 +204,7 @@ class OmniWorker:
             rank=self._rank,
             ranks=self._ranks,
             checksum=self._checksum,
-            threads=self._helpers.threads,
+            threads=self._helpers.threads if canonical.device.type == "cpu" else 1,
             clock=self._surroundings.clock,
             start=self._surroundings.start,
             notify=self._loads.notify,
@@ -272,7 +271,7 @@ class OmniWorker:
             return
         self._loads_started = True
         if metadata.loads:
-            self._start(metadata.loads, None if self._copier is None else self._copier.fence())
+            self._start(metadata.loads)
 
     def layer_computed(self, layer: str) -> None:
         """The forward pass has computed the KV of a layer; returns at once.
@@ -308,13 +307,12 @@ class OmniWorker:
             self._start_void(metadata)
         if not metadata.saves:
             return
-        fence = None if self._copier is None else self._copier.fence()
         if following:
             assert forward is not None
-            forward.end(fence)
+            forward.end(self._copier.fence() if self._copier is not None else None)
             self._saves.notify()
         saves = metadata.saves.items()
-        self._start({job_id: spec for job_id, spec in saves if job_id not in following}, fence)
+        self._start({job_id: spec for job_id, spec in saves if job_id not in following})
 
     def _start_void(self, metadata: OmniConnectorMetadata) -> None:
         if metadata.void[0]:
@@ -353,16 +351,16 @@ class OmniWorker:
         thread, body = self._bodies[type(spec)]
         work = body(job_id, spec, self._copier.fence() if fence is None else fence)
         if self._trace is not None:
-            work = traced(self._trace, _COUNTED[type(spec)][0], job_id, work, spec.request_id)
+            work = traced(self._trace, spec.span, job_id, work, spec.request_id)
         self._under_way[job_id] = spec
         thread.submit(job_id, work, spec.blocks.held if spec.request_id else ())
         return True
 
     def collect(self) -> None:
         """Look at what has ended; help with what has not if this step computes nothing."""
-        idle = self._metadata is not None and self._metadata.idle
-        if idle and self._surroundings.lingers:
-            self._helpers.lend(lambda: self._saves.works or self._loads.works)
+        metadata = self._metadata
+        if metadata and metadata.idle and not metadata.cancel and self._surroundings.lingers:
+            self._helpers.lend(lambda: none_ended(self._threads))
         for thread in self._threads:
             for outcome in thread.take_ended():
                 self._end(self._under_way.pop(outcome.job_id), outcome)
@@ -376,11 +374,10 @@ class OmniWorker:
             if self._loads_left[spec.request_id] <= 0:
                 del self._loads_left[spec.request_id]
                 self._finished_loads.add(spec.request_id)
-        _, kind, done = _COUNTED.get(type(spec), ("", "", ""))
-        if not kind:  # a save to the store fails at nothing
+        if not spec.timed_as:  # a save to the store fails at nothing
             return
         if outcome.failure is None:
-            self._count(kind, done, outcome)
+            self._count(spec, outcome)
             return
         self._report.failed[outcome.job_id] = outcome.failure
         if type(spec) is LoadSpec:
@@ -389,9 +386,9 @@ class OmniWorker:
             else:
                 self._failed_loads.add(spec.request_id)
 
-    def _count(self, kind: str, done: str, outcome: Outcome) -> None:
-        self._stats.time(kind, outcome.seconds)
-        if done:
+    def _count(self, spec: TransferSpec, outcome: Outcome) -> None:
+        self._stats.time(spec.timed_as, outcome.seconds)
+        if done := spec.counted_as:
             self._stats.count(f"bytes_{done}", outcome.size)
             self._stats.count(f"blocks_{done}", outcome.blocks)
         if outcome.early:

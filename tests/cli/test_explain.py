@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`omni-connector explain`, asking an engine that hashes by itself and caches some blocks."""
 
+import contextlib
+import dataclasses
 import io
 import json
 import random
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,7 +138,7 @@ def test_texts_become_tokens_by_the_tokenizer_of_the_engine(
 ) -> None:
     seen: list[tuple[Tokenizer, str]] = []
 
-    def tokenizer(which: Tokenizer) -> Any:
+    def tokenizer(which: Tokenizer, trusts_code: bool) -> Any:
         def tokens(text: str) -> Any:
             seen.append((which, text))
             return SimpleNamespace(input_ids=[5] * len(text))
@@ -190,12 +193,65 @@ def test_what_makes_no_sense_ends_with_status_2(
 def test_a_tokenizer_that_cannot_be_loaded_is_said(
     engine: Explainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(which: Tokenizer) -> Any:
+    def fails(which: Tokenizer, trusts_code: bool) -> Any:
         raise OSError("it is not here")
 
     monkeypatch.setattr(module, "_tokenizer", fails)
     with pytest.raises(ConfigError, match="give the prompt as --tokens"):
         Asking("text", None, None).ids(Tokenizer("t"))
+
+
+@pytest.mark.parametrize(
+    ("which", "why"),
+    [
+        (Tokenizer("/t", trust_remote_code=True), "--trust-remote-code"),
+        (Tokenizer("here"), "a folder here has its name"),
+        (Tokenizer("/\x1b]0;t\x07", trust_remote_code=True), "the tokenizer /[^\x1b\x07]* cannot"),
+    ],
+)
+def test_a_socket_does_not_say_which_code_runs(
+    which: Tokenizer, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=why):
+        Asking("text", None, None).ids(which)
+
+
+def test_an_engine_whose_tokenizer_is_not_here_is_a_remark(
+    engine: Explainer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = Asking.ids
+    calls: list[Tokenizer] = []
+
+    def once(asking: Asking, tokenizer: Tokenizer) -> list[int]:
+        calls.append(tokenizer)
+        if len(calls) == 1:
+            raise ConfigError("it is not here")
+        return ids(asking, tokenizer)
+
+    monkeypatch.setattr(Asking, "ids", once)
+    other = dataclasses.replace(engine._engine, engine_id="another")
+    with contextlib.closing(
+        Explainer(
+            other,
+            host=None,
+            lookups=None,
+            misses=engine._misses,
+            prefix=str,
+            alone=lambda: False,
+            clock=time.monotonic,
+        )
+    ):
+        document = told(capsys, "--tokens", "1,2,3")
+    assert len(document["engines"]) == 1
+    assert "it is not here" in " ".join(document["remarks"])
+
+
+def test_a_salt_that_no_request_can_have_ends_with_status_2(
+    engine: Explainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "--tokens", "1", "--salt", "\udcff"]) == 2
 
 
 def test_an_engine_that_has_gone_is_a_remark(

@@ -213,6 +213,20 @@ def test_a_copy_that_fails_closes_all_that_wait_for_it(directory: SlotDirectory)
     assert all(new > old for new, old in zip(again.generations[0], granted, strict=True))
 
 
+def test_a_copy_of_others_that_fails_closes_all_that_wait_for_it(directory: SlotDirectory) -> None:
+    """As that of a prefix that is shared, whose slots a hand-off has taken meanwhile."""
+    pool = directory.pool
+    with pool.lock:
+        slots = pool.keep(0, [key(1)], 1).slots
+    waiting, other = opened(directory, [key(1), None]), opened(directory, [key(5)])
+    assert waiting.slots[0][0] == slots[0]
+    with pool.lock:
+        pool.unfilled(slots)
+        pool.let_go(slots)
+    assert waiting.closed
+    assert not other.closed
+
+
 def test_copies_are_wanted_while_somebody_holds_their_slots(directory: SlotDirectory) -> None:
     asked = prompt(1, 2, 3)
     first, second = (opened(directory, [None], asked=asked) for _ in range(2))

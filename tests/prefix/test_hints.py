@@ -264,3 +264,25 @@ def test_pinned_slots_of_a_hand_off_are_within_the_quota_of_their_tenant() -> No
     assert pool._kept_of[1] == 4
     assert pool.pinned(taken[0][0]).tolist() == [True, True, True, False]
     assert not len(pool.find(0, [b"a", b"b"]))
+
+
+def full(pool: SlotPool, *prompts: list[bytes]) -> None:
+    """Keep these prompts, one after the other."""
+    for keys in prompts:
+        slots = pool.keep(0, keys, len(keys)).slots
+        pool.filled(slots)
+        pool.let_go(slots[::-1])
+
+
+@pytest.mark.parametrize("asked", [Hints("high"), Hints(pin_s=5), NO_HINTS])
+def test_the_end_of_a_prompt_goes_first_whatever_is_asked_for_it(asked: Hints) -> None:
+    clock, pool = FakeClock(), SlotPool(12)
+    keys = [b"%d" % number for number in range(6)]
+    full(pool, keys)
+    Favours(pool, clock, 1.0, 1.0, Counts()).grant(asked, 1, 0, keys)
+    clock.advance(10)
+    pool.end_pins(clock())
+    others = iter(range(100))
+    while len(there := pool.find(0, keys)) == 6:
+        full(pool, [b"other %d" % next(others)])
+    assert there.tolist() == pool.find(0, keys[: len(there)]).tolist()
