@@ -11,7 +11,7 @@ HINTS: Final = (
         "slots whose pins are past their time stay pinned",
         (
             "omni_connector.memory.slot_pool",
-            "        due = numbers[self._pinned_until[numbers] <= now]\n",
+            "        due = numbers[ends <= now]\n",
             "        due = numbers[:0]\n",
         ),
     ),
@@ -182,7 +182,7 @@ HINTS: Final = (
         "a request that only brings blocks computes its whole answer",
         (
             "omni_connector.vllm_v1.requests",
-            "    if hints.prefetch and request.kv_transfer_params is None:\n",
+            "    if hints.prefetch and not ignored and request.kv_transfer_params is None:\n",
             "    if False:\n",
         ),
     ),
