@@ -140,7 +140,7 @@ def test_a_failed_load_ends_no_engine_and_serves_no_wrong_token(engine, family, 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_blocks_of_a_failed_load_hold_nothing_of_it(engine, family):
+def test_blocks_of_a_failed_load_hold_nothing_of_it(engine, family, monkeypatch):
     prefill, decode = engine("kv_producer", family=family), engine("kv_consumer", family=family)
     answer = prefill.generate(prompt(7 * BLOCK), params=HANDOFF).params
     handoff = prefill.handoffs[0]
@@ -148,9 +148,14 @@ def test_blocks_of_a_failed_load_hold_nothing_of_it(engine, family):
         for slot in slots:
             prefill.arena().slots[slot][3] ^= 1
     zeroed = []
-    loader = decode.worker_half._loader
-    zero = loader._zero
-    loader._zero = lambda group, ids, fence: (zeroed.extend(ids), zero(group, ids, fence))
+    copier = decode.worker_half._copier
+    zero = copier.zero
+
+    def zero_too(group, ids, *, fence):
+        zeroed.extend(ids)
+        zero(group, ids, fence=fence)
+
+    monkeypatch.setattr(copier, "zero", zero_too)
     decode.generate(prompt(7 * BLOCK), 6, params=answer)
     assert len(zeroed) == sum(len(slots) for slots in handoff.slots)
 
