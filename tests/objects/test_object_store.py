@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from omni_connector import shared_work
 from omni_connector.errors import (
     ArenaFullError,
     ChecksumError,
@@ -20,7 +21,7 @@ from omni_connector.errors import (
     StaleSlotError,
     TransportError,
 )
-from omni_connector.memory import arena, buffers
+from omni_connector.memory import arena
 from omni_connector.memory.arena import Arena
 from omni_connector.memory.arena_format import SlotState
 from omni_connector.memory.buffers import Buffers
@@ -376,7 +377,7 @@ def test_object_dropped_while_it_is_copied_is_refused(store: ObjectStore, reuse:
 def test_reader_of_an_object_that_is_replaced_never_gets_a_mixture(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffers, "_BYTES_PER_THREAD", SLOT_BYTES)
+    monkeypatch.setattr(shared_work, "_BYTES_PER_THREAD", SLOT_BYTES)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)))
     stop = threading.Event()
     put(store, "k", bytes(3 * SLOT_BYTES))

@@ -107,7 +107,7 @@ def test_engines_of_a_host_find_blocks_in_each_other_s_arenas_and_in_their_own(c
     run_those(lambda plan: plan.engines[0].hosts and not has_states(plan.engines[0].family))
     assert counted["tokens_from_host"] > 500
     assert counted["tokens_kept"] > 100
-    assert counted["failure:stale_slot"] > 10
+    assert counted["failure:stale_slot"] > 2
     for refused in ("bad_hints", "pins_refused", "blocks_over_quota"):
         assert counted[refused] > 10, refused
 
@@ -115,7 +115,7 @@ def test_engines_of_a_host_find_blocks_in_each_other_s_arenas_and_in_their_own(c
 def test_engines_of_a_host_find_states_in_each_other_s_arenas_and_in_their_own(counted):
     run_those(lambda plan: plan.engines[0].hosts and has_states(plan.engines[0].family))
     assert counted["tokens_from_host"] > 100
-    assert counted["tokens_kept"] > 20
+    assert counted["tokens_kept"] > 10
 
 
 def test_engines_of_different_block_sizes_hand_off(counted):

@@ -164,7 +164,9 @@ class Clients(Deployment):
             self.lingers = self.lingers or bool(params)
             return
         sent.tokens += len(tokens)
-        if sent.wish.prefetch and sent.plain and sent.tokens > 1:
+        shape = sent.engine.shape
+        fetches = sent.wish.prefetch and sent.plain and shape.role and shape.hosts
+        if fetches and sent.tokens > 1:
             raise Violation("hint_ignored", f"{request_id} only fetches, and answers on")
         if reason is None:
             return
