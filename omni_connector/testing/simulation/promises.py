@@ -120,6 +120,7 @@ class Promises:
         if beginnings != self._beginnings:
             self._beginnings = beginnings
             self._went_on |= self._engine.scheduler.requests.keys()
+            self._filled.clear()  # they may be filled anew, for other weights
             self._asked.clear()
             self._pins.clear()
             self._pinned.clear()
