@@ -103,6 +103,7 @@ class Helpers:
         self.threads = 1
         self._cores = cores
         self._lends = False
+        # Threads that are in a call, and the cores that they may run on meanwhile.
         self._callers: set[int] = set()
         self._callers_run_on = cores
         self._changed = threading.Condition()
@@ -121,8 +122,8 @@ class Helpers:
         wanted = min(self.threads, len(items)) - 1
         if wanted > 0:
             with self._changed:
-                if (caller := threading.get_native_id()) not in self._callers:
-                    self._callers.add(caller)
+                self._callers.add(threading.get_native_id())
+                if self._lends:
                     self._run_callers(self._callers_run_on)
                 self._start()
                 self._wanted.extend([call] * wanted)
@@ -142,6 +143,9 @@ class Helpers:
                     self._wanted = collections.deque(c for c in self._wanted if c is not call)
                     while call.helping:
                         self._changed.wait()
+                    self._callers.discard(caller := threading.get_native_id())
+                    if self._lends:
+                        _run_on(caller, self._cores)
                 return
             except BaseException as error:  # noqa: BLE001 - raised when no helper works any more
                 call.fail(error)
@@ -230,10 +234,8 @@ class Helpers:
 
     def _run_callers(self, cores: frozenset[int] | None) -> None:
         self._callers_run_on = cores
-        if cores is not None:
-            for thread in self._callers:
-                with contextlib.suppress(OSError):  # it has ended, or the cpuset has shrunk
-                    os.sched_setaffinity(thread, cores)
+        for thread in self._callers:
+            _run_on(thread, cores)
 
     def _begin(self) -> _Call[Any]:
         call = self._wanted.popleft()
@@ -243,3 +245,9 @@ class Helpers:
     def _finish(self, call: _Call[Any]) -> None:
         call.helping -= 1
         self._changed.notify_all()
+
+
+def _run_on(thread: int, cores: frozenset[int] | None) -> None:
+    if cores is not None:
+        with contextlib.suppress(OSError):  # the cpuset has shrunk: it runs where it may
+            os.sched_setaffinity(thread, cores)

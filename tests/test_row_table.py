@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omni_connector import row_table as table_module
 from omni_connector.row_table import ROW_BYTES, DictTable, NativeTable, native_calls, row_table
 
 ROWS = [bytes([i]) * ROW_BYTES for i in range(9)] + [
@@ -36,6 +37,23 @@ def test_machine_code_finds_what_a_dict_finds(
             table._alive[dead] = False
         assert native._alive.tolist() == plain._alive.tolist()
         assert native.find(b"".join(ROWS)).tolist() == plain.find(b"".join(ROWS)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("icmp ne i8 %life, 0", "icmp uge i8 %life, 0"),  # what is dead is found
+        ("icmp eq i288 %there, %wanted", "icmp uge i288 %there, %wanted"),  # and what is another's
+    ],
+)
+def test_machine_code_that_finds_others_is_not_used(
+    right: str, wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("llvmlite")
+    assert right in table_module._CODE
+    monkeypatch.setattr(table_module, "_CODE", table_module._CODE.replace(right, wrong))
+    assert native_calls.__wrapped__() is None
+    assert "the native table finds others" in caplog.text
 
 
 def test_entries_that_do_not_exist_are_refused() -> None:

@@ -43,6 +43,7 @@ from omni_connector.prefix.lookups import Held
 from omni_connector.prefix.prompts import reach, shares
 
 _ANSWER_S: Final = 5.0
+_IN_ALL_S: Final = 60.0  # for all answers of one engine
 _POLL_S: Final = 0.01
 
 OWN, ARENA, HOST, STORE, MISSING = "own", "arena", "host", "store", "missing"
@@ -128,6 +129,7 @@ class AskedEngine:
     """
 
     def __init__(self, path: Path) -> None:
+        self._until = time.monotonic() + _IN_ALL_S
         self._connection = Connection(path, time.monotonic() + _ANSWER_S)
         try:
             self.engine: Final = self._ask(AskEngine(), ThisEngine)
@@ -141,7 +143,8 @@ class AskedEngine:
         self._connection.close()
 
     def _ask(self, question: msgspec.Struct, kind: type[_Answer]) -> _Answer:
-        answer, _ = self._connection.ask(question, ANSWERS, time.monotonic() + _ANSWER_S)
+        deadline = min(time.monotonic() + _ANSWER_S, self._until)
+        answer, _ = self._connection.ask(question, ANSWERS, deadline)
         if not isinstance(answer, kind):
             raise ProtocolError(f"the engine answers with {type(answer).__name__}")
         return answer

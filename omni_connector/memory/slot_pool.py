@@ -289,8 +289,8 @@ class SlotPool:
         """How many of so many more slots may belong to a tenant, after its own have made room."""
         if not tenant or self.quota is None:
             return count
-        over = self._kept_of[tenant] + count - self.quota
-        if over > 0:
+        if (over := self._kept_of[tenant] + count - self.quota) > 0:
+            over = max(over, self.quota // 64)  # all slots are looked at for that
             gone = self._order.evict_of(np.flatnonzero(self._tenant == tenant), over)
             self.num_cached -= len(gone)
             self._keyed[gone] = False

@@ -302,7 +302,8 @@ class HostBlocks:
         here = np.array([each.hints.keeps_here for each in filled])
         slots, generations = self._own.index.find(tags)
         lacks = slots < 0
-        self._hit(self._own, slots[~lacks], generations[~lacks])
+        if not lacks.all():
+            self._hit(self._own, slots[~lacks], generations[~lacks])
         for engine in self._neighbours.present():
             lacks &= here | (engine.index.find(tags)[0] < 0)
         return [each for each, lacking in zip(filled, lacks.tolist(), strict=True) if lacking]

@@ -19,13 +19,14 @@ from rich.console import Console
 
 from omni_connector.cli import explain as module
 from omni_connector.cli import explain_view
+from omni_connector.cli import explained as explained_module
 from omni_connector.cli.explain import Asking
 from omni_connector.cli.explained import AskedEngine, Explanation, Miss, explained
 from omni_connector.cli.main import main
 from omni_connector.errors import ConfigError, OmniError
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
 from omni_connector.net.unix import read_answer
-from omni_connector.prefix.explain import AskEngine, Explainer, ThisEngine, Tokenizer
+from omni_connector.prefix.explain import Explainer, Tokenizer
 from omni_connector.testing.hostile import explain as hostile
 from omni_connector.testing.hostile.mutation import distort_msgpack
 
@@ -105,7 +106,9 @@ def test_a_prompt_of_any_length(asked: AskedEngine, length: int) -> None:
         assert found.missing.first_token + found.missing.tokens < length
 
 
-def test_an_engine_that_answers_nonsense_is_an_error_of_ours(engine: Explainer) -> None:
+def test_an_engine_that_answers_nonsense_is_an_error_of_ours(
+    engine: Explainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(5)
     ends: set[str] = set()
 
@@ -116,13 +119,13 @@ def test_an_engine_that_answers_nonsense_is_an_error_of_ours(engine: Explainer) 
                 packet = distort_msgpack(packet, rng)
             return read_answer(packet, [], answers)[0], None
 
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(explained_module, "Connection", lambda path, deadline: Liar())
     for _ in range(400):
-        asked = AskedEngine.__new__(AskedEngine)
-        asked._connection = Liar()  # type: ignore[assignment]
         try:
-            asked.engine = asked._ask(AskEngine(), ThisEngine)  # type: ignore[misc]
-            asked.name = "liar"  # type: ignore[misc]
-            found = explained(asked, [], TOKENS, None)
+            found = explained(AskedEngine(Path("liar")), [], TOKENS, None)
         except OmniError as error:
             ends.add(type(error).__name__)
         else:
