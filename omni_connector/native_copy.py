@@ -159,16 +159,9 @@ class Rows:
     num_blocks: int
 
     @classmethod
-    def of(cls, parts: Sequence[NDArray[np.uint8]]) -> "Rows":
-        """Those of parts `(num_blocks, *counts, row_bytes)`, whose memory the caller keeps."""
-        rows: list[tuple[int, int, int]] = []
-        for part in parts:
-            stride, *steps, _ = part.strides
-            for index in np.ndindex(part.shape[1:-1]):
-                at = sum(n * step for n, step in zip(index, steps, strict=True))
-                rows.append((part.ctypes.data + at, stride, part.shape[-1]))
+    def of(cls, rows: Sequence[tuple[int, int, int]], num_blocks: int) -> "Rows":
+        """Rows of (start, stride, length), in slot order, whose memory the caller keeps."""
         starts, strides, lengths = np.array(rows, np.int64).reshape(-1, 3).T.copy()
-        num_blocks = min((len(part) for part in parts), default=0)
         return cls(starts, strides, np.cumsum(lengths) - lengths, lengths, num_blocks)
 
     def blocks(self, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -177,7 +170,7 @@ class Rows:
         Raises:
             IndexError: a block that does not exist.
         """
-        _require(block_ids, self.num_blocks if self.lengths.size else None)
+        _require(block_ids, self.num_blocks)
         return self.starts + block_ids[:, None] * self.strides
 
     def slots(self, slots: NDArray[np.uint8], slot_ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -190,9 +183,9 @@ class Rows:
         return self.offsets + (slots.ctypes.data + slot_ids[:, None] * slots.strides[0])
 
 
-def _require(ids: NDArray[np.int64], limit: int | None) -> None:
+def _require(ids: NDArray[np.int64], limit: int) -> None:
     # Outside of numpy, an id that does not exist is another's memory.
-    if limit is not None and ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < limit:
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < limit:
         raise IndexError(f"ids from {ids.min()} to {ids.max()}, of {limit}")
 
 

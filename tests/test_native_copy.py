@@ -8,7 +8,7 @@ import pytest
 import xxhash
 
 from omni_connector import native_copy as native
-from omni_connector.native_copy import ALIGNMENT, native_copy
+from omni_connector.native_copy import ALIGNMENT, Rows, native_copy
 
 
 def copied(lengths, slots, checksum=True):
@@ -60,6 +60,15 @@ def test_rows_that_do_not_agree_are_refused():
     two = np.zeros((1, 2), np.int64)
     with pytest.raises(ValueError, match="lengths"):
         native_copy()(two, two, np.zeros(1, np.int64), True)
+
+
+@pytest.mark.parametrize("ids", [[-1], [0, 3]])
+def test_ids_that_do_not_exist_have_no_address(ids):
+    rows = Rows.of([(4096, 64, 8)], num_blocks=3)
+    with pytest.raises(IndexError, match="of 3"):
+        rows.blocks(np.array(ids))
+    with pytest.raises(IndexError, match="of 3"):
+        rows.slots(np.zeros((3, 8), np.uint8), np.array(ids))
 
 
 def test_numpy_copies_where_the_compiler_is_missing(monkeypatch):

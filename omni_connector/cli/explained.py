@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
-import numpy as np
 
 from omni_connector.errors import OmniError, ProtocolError
 from omni_connector.kv.shapes import GroupShape
@@ -354,7 +353,7 @@ def _sources(
     spans = [
         BlockSpans.of(
             [
-                (part.start, np.array([each == load for each in of], int).tolist())
+                (part.start, [each == load for each in of])
                 for of, part in zip(wanted, read, strict=True)
             ]
         )

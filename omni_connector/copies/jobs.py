@@ -97,15 +97,16 @@ class Saver:
         """The body of a save; see `Work`. Slots that it did not commit are void when it ends.
         `fence` is that of the copier, or the forward pass that the save follows."""
         forward = Forward.of(fence)
-        copied = spec.blocks.block_ids != NULL_BLOCK_ID
 
         def work(cancelled: Callable[[], bool]) -> Generator[bool | float, None, Outcome]:
+            copied = spec.blocks.block_ids != NULL_BLOCK_ID
+            slots, generations = spec.slots[copied].tolist(), spec.generations[copied].tolist()
             outcome = Outcome(job_id)
             complete = False
             try:
                 copies = self._copies(forward, spec.blocks, self._arena.slots, spec.slots)
                 if not forward.ended:
-                    self._begin_write(spec.slots[copied], spec.generations[copied])
+                    self._begin_write(slots, generations)
                     yield True
                     outcome.early = yield from copies.follow(cancelled)
                 for group, places in spec.blocks.batches(batch_blocks(self._layout)):
@@ -124,7 +125,7 @@ class Saver:
                 if not complete and not self._arena.closed:
                     # Readers that wait for these slots learn that they will not come with this
                     # generation. Who still reads a closed arena sees its owner go.
-                    self._begin_write(spec.slots[copied], spec.generations[copied] + 1)
+                    self._begin_write(slots, [each + 1 for each in generations])
             return outcome
 
         return work
@@ -133,7 +134,7 @@ class Saver:
         """Has readers of these slots learn that they do not hold any more what they did."""
 
         def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
-            self._begin_write(np.array(slots, np.int64), np.array(generations, np.int64))
+            self._begin_write(slots, generations)
             yield True
             return Outcome(NO_JOB_ID)
 
@@ -147,7 +148,7 @@ class Saver:
         copies: LayeredSave,
         cancelled: Callable[[], bool],
     ) -> Generator[bool, None, bool]:
-        slots, generations = spec.slots[places], spec.generations[places]
+        slots, generations = spec.slots[places].tolist(), spec.generations[places].tolist()
         self._begin_write(slots, generations)  # once more, where it followed the forward pass
         yield True
         checksums = copies.finish(group, places, cancelled)
@@ -155,15 +156,15 @@ class Saver:
             return False
         yield True
         for place, slot, generation, checksum in zip(
-            places.tolist(), slots.tolist(), generations.tolist(), checksums.tolist(), strict=True
+            places.tolist(), slots, generations, checksums.tolist(), strict=True
         ):
             size = self._layout.group_bytes[group]
             self._arena.publish(slot, generation, spec.keys[place], size, checksum)
         yield True
         return True
 
-    def _begin_write(self, slots: NDArray[np.int64], generations: NDArray[np.int64]) -> None:
-        for slot, generation in zip(slots.tolist(), generations.tolist(), strict=True):
+    def _begin_write(self, slots: list[int], generations: list[int]) -> None:
+        for slot, generation in zip(slots, generations, strict=True):
             self._arena.begin_write(slot, generation)
 
 

@@ -303,7 +303,7 @@ class Loader:
         sources = [remotes[each] for each in _endpoints(job, step.plan)]
         if not arenas.mapped:
             return ahead.take(steps)
-        slots, generations = step.slots.tolist(), step.generations.tolist()
+        slots, generations = step.slots, step.generations
         try:
             return [MappedSlots(each, slots, generations, step.plan.length) for each in sources]
         except SlotPendingError as pending:
@@ -317,7 +317,7 @@ class Loader:
         self, job: LoadSpec, step: _Step, remotes: _Remotes, deadline: float
     ) -> list[FetchedSlots]:
         """The same, fetched; on another thread."""
-        slots, generations = step.slots.tolist(), step.generations.tolist()
+        slots, generations = step.slots, step.generations
         fetched: list[FetchedSlots] = []
         try:
             for each in _endpoints(job, step.plan):

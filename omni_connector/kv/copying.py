@@ -91,7 +91,6 @@ class BlockCopier(ABC):
             when any of the slots may have been written.
 
         Raises:
-            IndexError: a group that does not exist; nothing was copied.
             ValueError: arrays of other shapes; nothing was copied.
         """
         self._check(copy)
@@ -109,7 +108,7 @@ class BlockCopier(ABC):
             slot that changed while it was read never has the checksum of its old bytes.
 
         Raises:
-            IndexError, ValueError: as `save`; nothing was copied.
+            ValueError: as `save`; nothing was copied.
         """
         self._check(copy)
         sums = self._copy(copy, False, None)
@@ -145,8 +144,6 @@ class BlockCopier(ABC):
         """What `save` and `load` do, with arrays that fit."""
 
     def _check(self, copy: BlockCopy) -> None:
-        if not 0 <= copy.group < len(self._layout.group_bytes):
-            raise IndexError(f"group {copy.group} of {len(self._layout.group_bytes)}")
         slots, size = copy.slots, self._layout.group_bytes[copy.group]
         if slots.ndim != 2 or slots.shape[1] < size:  # a peer's may be larger than ours
             raise ValueError(f"expected slots (n, {size} bytes or more), found {slots.shape}")
@@ -234,10 +231,14 @@ class _GroupParts:
         pages = canonical.pages[group]
         content = content_of(pages)
         cut = [part for segment in content for part in split(segment, _HASHED_BYTES)]
-        whole = [_Part.of(canonical, segment) for segment in content]
+        rows = [
+            (segment.storage + start, segment.block_stride, segment.row_bytes)
+            for segment in content
+            for start in segment.row_starts
+        ]
         return cls(
-            Rows.of([part.blocks for part in whole]),
-            whole,
+            Rows.of(rows, canonical.num_blocks),
+            [_Part.of(canonical, segment) for segment in content],
             [_Part.of(canonical, segment) for segment in cut],
             [_Part.of(canonical, segment).blocks for segment in padding_of(pages)],
             [_Part.of(canonical, segment).blocks for segment in reserved_of(pages)],

@@ -27,11 +27,12 @@ class BlockSpans:
     block_indices: tuple[int, ...]
 
     @classmethod
-    def of(cls, groups: Sequence[tuple[int, Sequence[int]]]) -> Self:
+    def of(cls, groups: Sequence[tuple[int, Sequence[int] | NDArray[np.int64]]]) -> Self:
         """Spans of so many groups: the index of the first block, and the block ids, of each."""
+        ids = [np.asarray(block_ids, np.int64) for _, block_ids in groups]
         return cls(
-            np.array([block_id for _, block_ids in groups for block_id in block_ids], np.int64),
-            tuple(len(block_ids) for _, block_ids in groups),
+            np.concatenate([np.empty(0, np.int64), *ids]),
+            tuple(map(len, ids)),
             tuple(index for index, _ in groups),
         )
 

@@ -234,9 +234,9 @@ class HostBlocks:
         )
         return HostLoadSpec(
             request_id=request_id,
-            blocks=BlockSpans.of([(part.first, part.block_ids.tolist()) for part in parts]),
+            blocks=BlockSpans.of([(part.first, part.block_ids) for part in parts]),
             slots=BlockSpans.of(
-                [(part.read.start, of.tolist()) for part, of in zip(parts, slots, strict=True)]
+                [(part.read.start, of) for part, of in zip(parts, slots, strict=True)]
             ),
             generations=np.concatenate(generations),
             keys=np.array(keys, dtype=object),

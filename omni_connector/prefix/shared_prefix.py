@@ -261,7 +261,7 @@ class SharedPrefix:
             names = [(g, key) for g, each in enumerate(wanted) for key in each.hashes]
             store_load = StoreLoadSpec(
                 request_id=request_id,
-                blocks=BlockSpans.of([(each.first, each.block_ids.tolist()) for each in wanted]),
+                blocks=BlockSpans.of([(each.first, each.block_ids) for each in wanted]),
                 prefix=prompt.key_prefix(self._prefix),
                 hashes=[key for each in wanted for key in [b""] * each.begin + each.hashes],
                 timeout=self._load_timeout,

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.errors import PeerRefusedError, SlotPendingError
-from omni_connector.kv.spans import check_ids
 from omni_connector.transports import RemoteArena, SlotHeader
 from omni_connector.turns import WOKEN, StartTurns, Turns, TurnThread
 
@@ -35,6 +34,7 @@ _FETCH_AGAIN_S: Final = 0.002
 _CLOSE_S: Final = 1.0
 
 _Step = TypeVar("_Step")
+_Ids = NDArray[np.int64]
 
 
 class MappedSlots:
@@ -49,21 +49,18 @@ class MappedSlots:
     Raises:
         SlotPendingError, StaleSlotError, PeerRefusedError: a slot is not published, or not with
             `length` bytes.
-        IndexError: the peer has no such slot.
+        ProtocolError: the peer has no such slot.
     """
 
     in_place: Final = True
 
-    def __init__(
-        self, remote: RemoteArena, slots: Sequence[int], generations: Sequence[int], length: int
-    ) -> None:
+    def __init__(self, remote: RemoteArena, slots: _Ids, generations: _Ids, length: int) -> None:
         self._remote = remote
-        self._refs = list(zip(slots, generations, strict=True))
+        self._refs = list(zip(slots.tolist(), generations.tolist(), strict=True))
         self._length = length
         self.headers()
         self.rows: NDArray[np.uint8] = remote.slots
-        self.index: NDArray[np.int64] = np.asarray(slots, dtype=np.int64)
-        check_ids(self.index, len(self.rows), "slot", written=False)
+        self.index = slots
 
     def headers(self) -> list[SlotHeader]:
         """The headers of the slots. Read after the copy, they show that no slot has changed.
@@ -86,19 +83,13 @@ class FetchedSlots:
     in_place: Final = False
 
     def __init__(
-        self,
-        remote: RemoteArena,
-        slots: Sequence[int],
-        generations: Sequence[int],
-        length: int,
-        *,
-        timeout: float,
+        self, remote: RemoteArena, slots: _Ids, generations: _Ids, length: int, *, timeout: float
     ) -> None:
-        self._fetched = remote.fetch(slots, generations, length, timeout=timeout)
-        self._slots = list(slots)
+        self._fetched = remote.fetch(slots.tolist(), generations.tolist(), length, timeout=timeout)
+        self._slots = slots
         self._length = length
         self.rows: NDArray[np.uint8] = self._fetched.rows
-        self.index: NDArray[np.int64] = np.arange(len(self._slots), dtype=np.int64)
+        self.index: _Ids = np.arange(len(slots), dtype=np.int64)
 
     def headers(self) -> list[SlotHeader]:
         """The headers of the slots."""
