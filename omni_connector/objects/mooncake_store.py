@@ -16,6 +16,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Final, Literal
 
 import msgspec
@@ -23,7 +24,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.bounded import Call
 from omni_connector.errors import (
     ArenaFullError,
     ChecksumError,
@@ -243,7 +243,7 @@ class MooncakeStoreConnector(OmniConnector):
         names = version.fragment_names(self._prefix)
         sizes = version.fragments
         checksums = np.zeros(len(sizes), np.uint64)
-        before: tuple[str, Call[list[int]]] | None = None
+        before: tuple[str, Future[list[int]]] | None = None
         cuts = codec.cut(parts, version.fragment_bytes)
         for index, (name, size, segments) in enumerate(zip(names, sizes, cuts, strict=True)):
             memory = self._staging.take(FRAGMENT_BYTES)
@@ -267,7 +267,7 @@ class MooncakeStoreConnector(OmniConnector):
 
     def _start_manifest(
         self, version: Version, parts: Sequence[memoryview], deadline: float
-    ) -> tuple[Version, NDArray[np.uint8], Call[list[int]]]:
+    ) -> tuple[Version, NDArray[np.uint8], "Future[list[int]]"]:
         memory = self._staging.take(MANIFEST_BYTES)
         end = CONTENT_AT
         if version.inline:
@@ -322,7 +322,7 @@ class MooncakeStoreConnector(OmniConnector):
             range(start, min(start + _GROUP_FRAGMENTS, len(sizes)))
             for start in range(0, len(sizes), _GROUP_FRAGMENTS)
         ]
-        started: list[Call[list[int]]] = []
+        started: list[Future[list[int]]] = []
 
         def start(group: range) -> None:
             asked, wanted = [names[i] for i in group], [sizes[i] for i in group]
@@ -351,7 +351,7 @@ class MooncakeStoreConnector(OmniConnector):
         finally:
             self._staging.retire(content, started)
 
-    def _start(self, memory: NDArray[np.uint8], call: Any) -> Call[list[int]]:
+    def _start(self, memory: NDArray[np.uint8], call: Any) -> "Future[list[int]]":
         started = self._staging.start(memory, call)
         self._staging.settle(memory, started)
         return started

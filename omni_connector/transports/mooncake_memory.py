@@ -4,9 +4,9 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Final
 
-from omni_connector.bounded import Call
 from omni_connector.errors import OmniError, TransportError
 from omni_connector.memory.pool import Memory, Pool
 from omni_connector.transports.mooncake_client import TRANSFER_FAILED, StoreClient
@@ -52,7 +52,7 @@ class Staging(Pool):
                 "Mooncake is not used until that is over"
             )
 
-    def start(self, memory: Memory, call: Callable[[Any], list[int]]) -> Call[list[int]]:
+    def start(self, memory: Memory, call: Callable[[Any], list[int]]) -> "Future[list[int]]":
         """`StoreClient.start` of a call that uses this memory, which is given back if that fails.
 
         Raises:
@@ -64,7 +64,7 @@ class Staging(Pool):
             self.give_back(memory)
             raise
 
-    def settle(self, memory: Memory, started: Call[list[int]]) -> None:
+    def settle(self, memory: Memory, started: "Future[list[int]]") -> None:
         """Give memory back once this call has ended, whether or not anybody waits for that."""
 
         def end(_: object) -> None:
@@ -75,7 +75,7 @@ class Staging(Pool):
 
         started.add_done_callback(end)
 
-    def retire(self, memory: Memory, calls: Sequence[Call[list[int]]]) -> None:
+    def retire(self, memory: Memory, calls: Sequence["Future[list[int]]"]) -> None:
         """Unregister memory once these calls have ended, later if one does not end well."""
         lock, left = threading.Lock(), len(calls)
 
@@ -95,7 +95,7 @@ class Staging(Pool):
             self._client.unregister(memory)
 
 
-def _ended_well(started: Call[list[int]]) -> bool:
+def _ended_well(started: "Future[list[int]]") -> bool:
     return started.exception() is None and TRANSFER_FAILED not in started.result()
 
 
