@@ -58,8 +58,13 @@ class KVProbe:
         # several types may share these bytes.
         noise = torch.empty(NOISE, dtype=torch.bfloat16).normal_(0.0, SPOILED, generator=draw)
         drawn = 0
+        spoiled = set()
         for layers in self._probe_layers().values():
             for tensor in layers:
+                view = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+                if view in spoiled:  # it is that of a layer of another group too
+                    continue
+                spoiled.add(view)
                 *rows, width = tensor.shape
                 shape = (*rows, width * tensor.itemsize // 2)
                 count = math.prod(shape)
