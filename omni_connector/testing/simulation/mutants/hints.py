@@ -146,7 +146,7 @@ HINTS: Final = (
         "slots that other blocks get still count as those of their tenant",
         (
             "omni_connector.memory.slot_pool",
-            "        self._disown(numbers)\n",
+            "            self._disown(evicted)\n",
             "",
         ),
     ),
@@ -193,6 +193,16 @@ HINTS: Final = (
             "omni_connector.prefix.hints",
             "            except (msgspec.ValidationError, UnicodeError, RecursionError):\n",
             "            except (UnicodeError, RecursionError):\n",
+        ),
+    ),
+    mutant(
+        "new blocks that are asked for are passed over",
+        "where new blocks are kept at second sight only, so are those that a request asks to keep",
+        (
+            "omni_connector.prefix.host_blocks",
+            "        admitted = np.array([each.hints.asks_arena for each in new], bool)\n"
+            "        others = _hashes(each for each in new if not each.hints.asks_arena)\n",
+            "        admitted = np.zeros(len(new), bool)\n        others = _hashes(new)\n",
         ),
     ),
 )
