@@ -22,6 +22,7 @@ SEEDS = 250
 STORIES = 12
 _COMMAND = "from omni_connector.testing.simulation.command import main; raise SystemExit(main())"
 _LOWEST_PRIORITY = 19
+_LONGEST_S = 3600.0  # of a run that stands still
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Run:
 
     def finish(self) -> str:
         """Wait for its end; what it has printed. AssertionError unless all held."""
-        status = self.process.wait()
+        status = self.process.wait(_LONGEST_S)
         printed = self.output.read_text()
         logged = self.errors.read_text()
         assert status == 0, f"seeds {self.seeds}\n{printed[-30000:]}\n{logged[-4000:]}"
