@@ -274,6 +274,15 @@ MENDED: Final = (
         ),
     ),
     mutant(
+        "waiters: the next is not tried",
+        "the first that waits is aborted, and the next waits for slots to be released",
+        (
+            "omni_connector.handoff.sender",
+            "            self._tried = None\n        handoff = send.handoff\n",
+            "            pass\n        handoff = send.handoff\n",
+        ),
+    ),
+    mutant(
         "windows in part are found",
         "a block of a window whose first tokens were not loaded has a hash, and vLLM finds it",
         (
