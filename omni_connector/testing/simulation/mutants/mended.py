@@ -275,11 +275,11 @@ MENDED: Final = (
     ),
     mutant(
         "waiters: the next is not tried",
-        "the first that waits is aborted, and the next waits for slots to be released",
+        "room for two was released, and the second waits until slots are released again",
         (
             "omni_connector.handoff.sender",
-            "            self._tried = None\n        handoff = send.handoff\n",
-            "            pass\n        handoff = send.handoff\n",
+            "            del self.waiting[request_id]\n            self._tried = None\n",
+            "            del self.waiting[request_id]\n",
         ),
     ),
     mutant(
