@@ -17,12 +17,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import matplotlib
 import numpy as np
 from policies import ARC, LRU, S3FIFO, SecondSight, belady, hits_of
-from traces import Trace, agents, conversations, of_file
+from traces import Trace, agents, conversations, of_file, questions
 
+from omni_connector.config import Admission
 from omni_connector.memory.slot_index import SlotKey
 from omni_connector.memory.slot_pool import SlotPool
 
@@ -59,6 +61,25 @@ def slot_pool(size: int, trace: Trace) -> int:
     )
 
 
+def admitting(size: int, trace: Trace, admission: Admission) -> tuple[int, int]:
+    """The hits of an engine that shares its prefixes, and the blocks that it copies."""
+    pool = SlotPool(size)
+    hits = copies = 0
+    for prompt in trace:
+        keys = [b"%032d" % block for block in prompt]
+        has = np.array([len(pool.find(0, [key])) > 0 for key in keys])
+        hits += len(has) if has.all() else int(has.argmin())
+        found = pool.find(0, keys)[::-1]
+        pool.touch(found, pool.generation[found])
+        new = [key for key, there in zip(keys, has.tolist(), strict=True) if not there]
+        admitted = pool.admits(0, new, admission).tolist()
+        kept = pool.keep(0, [key for key, yes in zip(new, admitted, strict=True) if yes], size)
+        pool.filled(kept.slots)
+        pool.let_go(kept.slots[::-1])
+        copies += len(kept.slots)
+    return hits, copies
+
+
 POLICIES: dict[str, Callable[[int, Trace], int]] = {
     "LRU": lambda size, trace: hits_of(LRU(size), trace),
     "LRU, second sight": lambda size, trace: hits_of(SecondSight(size), trace),
@@ -77,6 +98,20 @@ def replay(trace: Trace) -> dict[str, list[float]]:
         name: [100 * hits(int(share * distinct), trace) / total for share in SHARES]
         for name, hits in POLICIES.items()
     }
+
+
+def admissions(traces: dict[str, Trace]) -> list[str]:
+    """The rows of the table of admission."""
+    rows = []
+    for name, trace in traces.items():
+        distinct, total = len(set().union(*trace)), sum(map(len, trace))
+        for admission in get_args(Admission):
+            cells = []
+            for share in SHARES:
+                found = admitting(int(share * distinct), trace, admission)
+                cells += [f"{100 * each / total:.1f}" for each in found]
+            rows.append(f"| {name} | `{admission}` | " + " | ".join(cells) + " |")
+    return rows
 
 
 def us(work: Callable[[], object]) -> float:
@@ -114,6 +149,7 @@ def markdown(
     traces: dict[str, Trace],
     hits: dict[str, dict[str, list[float]]],
     costs: dict[int, tuple[float, float, float]],
+    admission: Sequence[str],
     command: str,
 ) -> str:
     lines = [
@@ -142,6 +178,16 @@ def markdown(
         for policy, rates in hits[name].items():
             lines.append(f"| {policy} | " + " | ".join(f"{rate:.1f}" for rate in rates) + " |")
     lines += [
+        "",
+        "## Admission",
+        "",
+        "Hits, and blocks copied into the arena, both in percent of all blocks of the prompts, by "
+        "which new blocks an engine that shares keeps. *questions*: 6,000 prompts that nobody "
+        "continues, all with the same first 8 blocks.",
+        "",
+        "| trace | admission | " + " | ".join(f"{s:.0%} hits | copies" for s in SHARES) + " |",
+        "|---|---|" + "---:|---:|" * len(SHARES),
+        *admission,
         "",
         "## Cost",
         "",
@@ -197,7 +243,8 @@ def main() -> None:
     command = "python benchmarks/eviction.py"
     command += " --quick" if arguments.quick else ""
     command += f" --trace {arguments.trace.name}" if arguments.trace else ""
-    text = markdown(traces, hits, costs, command)
+    admission = admissions({**traces, "questions": questions()})
+    text = markdown(traces, hits, costs, admission, command)
     (arguments.output / "eviction.md").write_text(text)
     plot(hits, arguments.output / "eviction.png")
     print(text)

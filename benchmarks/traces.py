@@ -110,6 +110,14 @@ def agents(seed: int = 0, seconds: float = 3600.0) -> Trace:
     return _in_time(session(start) for start in starts.tolist())
 
 
+def questions(seed: int = 0, count: int = 6000) -> Trace:
+    """Prompts that nobody continues, each a system prompt and then text that is new."""
+    random = np.random.default_rng(seed)
+    fresh = _numbers()
+    system = fresh(8)
+    return [system + fresh(1 + int(random.lognormal(2.5, 0.8))) for _ in range(count)]
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One turn of a conversation.

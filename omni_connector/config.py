@@ -30,6 +30,11 @@ MAX_COPY_THREADS = 64
 _GIB = 1 << 30
 _SHOWN_CHARS = 200
 
+Admission = Literal["auto", "all", "second_sight"]
+"""Which new blocks an arena keeps: `all`; at `second_sight`, those that were there or were passed
+over not long ago; `auto`, all of them until the arena is full, and then as long as at least one
+in 32 of them is used again, else at second sight."""
+
 _Settings = TypeVar("_Settings", bound=msgspec.Struct)
 
 
@@ -154,6 +159,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         mooncake: how Mooncake is started; see `MooncakeSettings`.
         share: whether this engine keeps full blocks in its arena, and shares them with the engines
             of its user and namespace on this host.
+        admission: which new blocks it keeps.
         tenant_quota: part of the arena that kept blocks of one cache salt may take, and part of the
             pinned blocks that may be its own.
         pin_part: part of the arena that requests may pin.
@@ -179,7 +185,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     key_file: str | None = None
     peers: tuple[str, ...] = ()
     mooncake: MooncakeSettings = MooncakeSettings()
-    share: bool = False
+    share: bool = True
+    admission: Admission = "auto"
     tenant_quota: float = 1.0
     pin_part: float = 0.25
     store: StoreSettings | FileStoreSettings | None = None

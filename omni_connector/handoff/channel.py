@@ -13,13 +13,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import zmq
 
+from omni_connector.bounded import Call
 from omni_connector.errors import ConfigError, OmniError, PeerUnreachableError, ProtocolError
 from omni_connector.handoff.client import Lease, PeerSession, PendingLease
 from omni_connector.handoff.messages import Release, Reply, Request, encode
@@ -334,7 +334,7 @@ class ControlChannel:
             lambda found: post(lambda: self._resolved(peer, found))
         )
 
-    def _resolved(self, peer: _Peer, found: "Future[HostPort]") -> None:
+    def _resolved(self, peer: _Peer, found: Call[HostPort]) -> None:
         session = peer.session
         if self._closing or session.failure or self._peers.get(session.address) is not peer:
             return  # nobody waits for this peer

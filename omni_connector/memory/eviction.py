@@ -10,6 +10,9 @@ Each use of a block is a use of all blocks before it; hence the end of a prefix 
 beginning, which with ARC or S3-FIFO it does not always. `benchmarks/results/eviction.md` compares
 them.
 
+Where prompts hardly ever come again, copying them is of no use. So new blocks that would take the
+slots of others may be passed over: they get slots when they are seen for the second time.
+
 Slots come and go by the prompt, so they are kept in batches of slots that were used together.
 """
 
@@ -20,12 +23,18 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_connector.config import Admission
+
 Ints = NDArray[np.int64]
 
 _SMALL: Final = 64
 """A batch of no more slots is joined by the next ones, as a batch of its own takes memory."""
 
 _LOWER_HALF: Final = (1 << 32) - 1
+
+# Admission is `auto`: where fewer than one in so many new blocks are used again, they are admitted
+# only at second sight.
+_WORTH: Final = 32
 
 # Slots are used once, used again, favoured or pinned. Those of one kind stay for so many times as
 # many evictions as there are slots.
@@ -79,6 +88,9 @@ class EvictionOrder:
         # the hash, and the lower half of the number of evictions then. A later one replaces an
         # earlier one.
         self._past: Ints = np.zeros(2 * num_slots, np.int64)
+        # How much content was new, and how much was used again. Both are halved when as much was
+        # new as there are slots.
+        self._new = self._used_again = 0
 
     def here(self, numbers: Ints) -> NDArray[np.bool_]:
         """Which of these slots are in the order."""
@@ -97,6 +109,7 @@ class EvictionOrder:
 
     def used_again(self, numbers: Ints) -> None:
         """Somebody else uses the content of these slots, too."""
+        self._used_again += int(np.count_nonzero(~self._again[numbers]))
         self._again[numbers] = True
 
     def favour(self, numbers: Ints) -> None:
@@ -120,9 +133,34 @@ class EvictionOrder:
         They come as in the prompt: if one was used before, so were those that come first.
         """
         self._hash[numbers] = hashes
+        known = self._known(hashes)
+        self._again[numbers] |= known
+        self._count(int(np.count_nonzero(~known)), int(np.count_nonzero(known)))
+
+    def admits(self, hashes: Ints, admission: Admission) -> NDArray[np.bool_]:
+        """Which contents of these hashes, which come as for `fill`, are worth a slot. Those that
+        are not are remembered as if they had been evicted."""
+        rarely_again = self._used_again * _WORTH < self._new
+        if admission == "all" or (admission == "auto" and not rarely_again):
+            return np.ones(len(hashes), bool)
+        known = self._known(hashes)
+        self._remember(hashes[~known])
+        self._count(int(np.count_nonzero(~known)), 0)
+        return known
+
+    def _count(self, new: int, again: int) -> None:
+        self._new += new
+        self._used_again += again
+        if self._new > self._num_slots:
+            self._new //= 2
+            self._used_again //= 2
+
+    def _known(self, hashes: Ints) -> NDArray[np.bool_]:
+        """Which of these, which come as in the prompt, were there before."""
         known = self.evicted_lately(hashes)
         # Without a block whose entry was overwritten, those after it would be of no use.
-        self._again[numbers] |= np.logical_or.accumulate(known[::-1])[::-1]
+        known[:] = np.logical_or.accumulate(known[::-1])[::-1]
+        return known
 
     def evicted_lately(self, hashes: Ints) -> NDArray[np.bool_]:
         """Whether content of these hashes was among the last that were evicted, as many as there
@@ -219,8 +257,10 @@ class EvictionOrder:
         """These slots were evicted; returns them."""
         self._stamp[numbers] = 0
         self._again[numbers] = self._favoured[numbers] = False
-        hashes = self._hash[numbers]
+        self._remember(self._hash[numbers])
+        return numbers
+
+    def _remember(self, hashes: Ints) -> None:
         self._past[hashes % len(self._past)] = (hashes & ~_LOWER_HALF) | (
             self._evicted & _LOWER_HALF
         )
-        return numbers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which slot holds the block of a key.
+"""Which slot holds the block of a key, and which slots hold other blocks than before.
 
 A prompt may have tens of thousands of blocks, and to look up each would take longer than a step of
 the engine may. But a key names all blocks before its own too, as vLLM's hashes do: two prompts with
@@ -124,3 +124,41 @@ class SlotIndex:
         """Forget all keys."""
         self._runs.clear()
         self.keyed[:] = False
+
+
+class SlotChanges:
+    """In which slots peers find other blocks than when one asked last. The caller holds the lock of
+    the pool.
+
+    Only the latest state of a slot is kept, so whoever asks seldom learns less, but nothing wrong.
+
+    Args:
+        num_slots: of the arena.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._names: list[tuple[int, SlotKey] | None] = [None] * num_slots
+        self._shown: dict[int, bool] = {}  # of the slots that have changed
+        self._cleared = False
+
+    def name(self, group: int, keys: Sequence[SlotKey | None], slots: Ints) -> None:
+        """These slots will hold these blocks."""
+        for slot, key in zip(slots.tolist(), keys, strict=True):
+            self._names[slot] = None if key is None else (group, key)
+
+    def show(self, slots: Ints, shown: bool) -> None:
+        """Peers find these slots from now on, or find them no more."""
+        self._shown.update(dict.fromkeys(slots.tolist(), shown))
+
+    def clear(self) -> None:
+        """Peers find nothing any more."""
+        self._shown.clear()
+        self._cleared = True
+
+    def take(self) -> tuple[bool, dict[int, tuple[int, SlotKey] | None]]:
+        """Whether nothing was found any more at some time since the last call; and, since that time
+        or the last call, the slots that have changed, with group and key of the block that peers
+        find in each now, or None."""
+        cleared, self._cleared = self._cleared, False
+        changed, self._shown = self._shown, {}
+        return cleared, {s: self._names[s] if shown else None for s, shown in changed.items()}

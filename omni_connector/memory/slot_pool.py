@@ -21,51 +21,16 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_connector.config import Admission
 from omni_connector.memory.arena_format import header_keys
 from omni_connector.memory.block_index import BlockIndex, Tags, tags_of
 from omni_connector.memory.eviction import EvictionOrder
-from omni_connector.memory.slot_index import Ints, SlotIndex, SlotKey
+from omni_connector.memory.slot_index import Ints, SlotChanges, SlotIndex, SlotKey
+
+Bools = NDArray[np.bool_]
 
 NONE: Final[Ints] = np.empty(0, np.int64)
 """No slots."""
-
-
-class SlotChanges:
-    """In which slots peers find other blocks than when one asked last. The caller holds the lock of
-    the pool.
-
-    Only the latest state of a slot is kept, so whoever asks seldom learns less, but nothing wrong.
-
-    Args:
-        num_slots: of the arena.
-    """
-
-    def __init__(self, num_slots: int) -> None:
-        self._names: list[tuple[int, SlotKey] | None] = [None] * num_slots
-        self._shown: dict[int, bool] = {}  # of the slots that have changed
-        self._cleared = False
-
-    def name(self, group: int, keys: Sequence[SlotKey | None], slots: Ints) -> None:
-        """These slots will hold these blocks."""
-        for slot, key in zip(slots.tolist(), keys, strict=True):
-            self._names[slot] = None if key is None else (group, key)
-
-    def show(self, slots: Ints, shown: bool) -> None:
-        """Peers find these slots from now on, or find them no more."""
-        self._shown.update(dict.fromkeys(slots.tolist(), shown))
-
-    def clear(self) -> None:
-        """Peers find nothing any more."""
-        self._shown.clear()
-        self._cleared = True
-
-    def take(self) -> tuple[bool, dict[int, tuple[int, SlotKey] | None]]:
-        """Whether nothing was found any more at some time since the last call; and, since that time
-        or the last call, the slots that have changed, with group and key of the block that peers
-        find in each now, or None."""
-        cleared, self._cleared = self._cleared, False
-        changed, self._shown = self._shown, {}
-        return cleared, {s: self._names[s] if shown else None for s, shown in changed.items()}
 
 
 class SlotListing:
@@ -228,18 +193,15 @@ class SlotPool:
         numbers: Ints = self._free[left : self._num_free][::-1].astype(np.int64)
         self._num_free = left
         if len(numbers) < count:
-            numbers = np.concatenate([numbers, self._evict(count - len(numbers))])
+            evicted = self._order.evict(count - len(numbers))
+            self.num_cached -= len(evicted)
+            self._disown(evicted)
+            numbers = np.concatenate([numbers, evicted])
         if self.listing is not None:
             self.listing.hide(numbers)
         self.generation[numbers] += 1
         self._ready[numbers] = self._keyed[numbers] = False
         self._users[numbers] = 1
-        return numbers
-
-    def _evict(self, count: int) -> Ints:
-        self.num_cached -= count
-        numbers = self._order.evict(count)
-        self._disown(numbers)
         return numbers
 
     def touch(self, numbers: Ints, generations: Ints) -> None:
@@ -261,8 +223,7 @@ class SlotPool:
     def find(self, group: int, keys: Sequence[SlotKey]) -> Ints:
         """The slots that have, or will have, these blocks of a group; none for those without."""
         found = self._index.find(group, keys, 1)
-        slots: Ints = found[found >= 0]
-        return slots
+        return found[found >= 0]
 
     def keep(self, group: int, keys: Sequence[SlotKey], most: int, tenant: int = 0) -> Kept:
         """Hold a slot, to be filled, for each block that has none, as far as there is room.
@@ -283,6 +244,12 @@ class SlotPool:
         self.fill(group, [keys[i] for i in chosen.tolist()], slots)
         over_quota = len(wanted) - within
         return Kept(chosen, slots, over_quota, len(lacking) - over_quota - len(chosen))
+
+    def admits(self, group: int, keys: Sequence[SlotKey], admission: Admission) -> Bools:
+        """Which blocks of a group, in the order of their prompt, are worth a slot."""
+        if admission != "second_sight" and len(keys) <= self._num_free:
+            return np.ones(len(keys), bool)
+        return self._order.admits(_content_hashes(group, keys), admission)
 
     def _room(self, tenant: int, count: int) -> int:
         """How many of so many more slots may belong to a tenant, after its own have made room."""
@@ -339,10 +306,9 @@ class SlotPool:
         self._next_end = min(self._next_end, until)
         self._order.pin(numbers[::-1], pinned=True)
 
-    def pinned(self, numbers: Ints) -> NDArray[np.bool_]:
+    def pinned(self, numbers: Ints) -> Bools:
         """Which of these slots are pinned."""
-        pinned: NDArray[np.bool_] = self._order.pinned[numbers]
-        return pinned
+        return self._order.pinned[numbers]
 
     def pins(self, tenant: int) -> tuple[int, int]:
         """How many slots are pinned in all, and how many of them belong to a tenant."""
@@ -387,9 +353,9 @@ class SlotPool:
         slots."""
         return bool(self._order.evicted_lately(_content_hashes(group, [key]))[0])
 
-    def lacks(self, numbers: Ints) -> NDArray[np.bool_]:
+    def lacks(self, numbers: Ints) -> Bools:
         """Which of these slots have no content, and get none from a copy under way."""
-        lacks: NDArray[np.bool_] = ~(self._busy[numbers] | self._ready[numbers])
+        lacks: Bools = ~(self._busy[numbers] | self._ready[numbers])
         return lacks
 
     def fill(self, group: int, keys: Sequence[SlotKey | None], numbers: Ints) -> None:

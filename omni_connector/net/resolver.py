@@ -5,10 +5,9 @@ Both sides of a connection choose alike: the first IPv4 address of a name, else 
 """
 
 import socket
-from concurrent.futures import Future
 from typing import Final
 
-from omni_connector.bounded import CallThreads
+from omni_connector.bounded import Call, CallThreads
 from omni_connector.errors import PeerUnreachableError, TransportError
 from omni_connector.net.peers import HostPort, parse_host
 
@@ -37,15 +36,15 @@ class Resolver:
     def __init__(self) -> None:
         self._calls = CallThreads("omni-resolve", MAX_LOOKUPS)
 
-    def look_up(self, address: HostPort) -> "Future[HostPort]":
+    def look_up(self, address: HostPort) -> Call[HostPort]:
         """What `resolve` returns or raises, later.
 
-        If too many lookups are under way, or no thread can be started, the future fails at once.
+        If too many lookups are under way, or no thread can be started, the call fails at once.
         """
         try:
             return self._calls.start(lambda: resolve(address))
         except TransportError as error:
-            failed: Future[HostPort] = Future()
+            failed: Call[HostPort] = Call()
             failed.set_exception(PeerUnreachableError(f"cannot look up {address.host!r}: {error}"))
             return failed
 

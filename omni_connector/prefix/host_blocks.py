@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_connector.config import Admission
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.memory.arena_format import header_keys
@@ -119,7 +120,8 @@ class HostBlocks:
         key_prefix: what the keys of this engine's blocks have in common.
         load_timeout: seconds for the bytes.
         favours: follows hints in the own arena.
-        stats: counts blocks beyond the quota of their tenant.
+        admission: which new blocks are kept.
+        stats: counts blocks that are not kept.
     """
 
     def __init__(
@@ -133,10 +135,12 @@ class HostBlocks:
         key_prefix: bytes,
         load_timeout: float,
         favours: Favours,
+        admission: Admission,
         stats: Stats,
     ) -> None:
         self._pool = pool
         self._favours = favours
+        self._admission: Final = admission
         self._stats = stats
         self._own = Neighbour(index, arenas, own=True)
         self._neighbours = neighbours
@@ -306,7 +310,17 @@ class HostBlocks:
             self._hit(self._own, slots[~lacks], generations[~lacks])
         for engine in self._neighbours.present():
             lacks &= here | (engine.index.find(tags)[0] < 0)
+        lacks[lacks] = self._admits(group, [c for c, new in zip(filled, lacks, strict=True) if new])
         return [each for each, lacking in zip(filled, lacks.tolist(), strict=True) if lacking]
+
+    def _admits(self, group: int, new: list[Candidate]) -> NDArray[np.bool_]:
+        """Which of these blocks, which no engine has, are worth a slot, or are asked for."""
+        admitted = np.array([each.hints.asks_arena for each in new], bool)
+        others = _hashes(each for each in new if not each.hints.asks_arena)
+        with self._pool.lock:
+            admitted[~admitted] = self._pool.admits(group, others, self._admission)
+        self._stats.count("blocks_passed_over", int(np.count_nonzero(~admitted)))
+        return admitted
 
     def kept(self, spec: KeepSpec, failure: str | None) -> None:
         """The job has ended, in whatever way."""

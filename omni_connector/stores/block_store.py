@@ -210,11 +210,11 @@ class MooncakeBlockStore(BlockStore):
         memory = self._staging.take(self._buffer_for(total))
         places = addresses(memory, offsets)
         # They arrive in a staging buffer, to which a call that was given up may still write.
-        future = self._staging.start(
+        started = self._staging.start(
             memory, lambda store: store.batch_get_into(keys, places, sizes)
         )
         try:
-            codes = self._client.codes(future, deadline)
+            codes = self._client.codes(started, deadline)
             for row, code, offset, size in zip(rows, codes, offsets, sizes, strict=True):
                 if code == size:
                     np.copyto(row[:size], memory[offset : offset + size])
@@ -222,7 +222,7 @@ class MooncakeBlockStore(BlockStore):
                     self._count(name_of(code) if code < 0 else "other length", 1)
             return [code == size for code, size in zip(codes, sizes, strict=True)]
         finally:
-            self._staging.settle(memory, future)
+            self._staging.settle(memory, started)
 
     def _buffer_for(self, nbytes: int) -> int:
         # Buffers of one size serve all calls. A row that is larger makes them larger for good.

@@ -14,13 +14,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from functools import partial
 from typing import Final
 
 import numpy as np
 
-from omni_connector.bounded import CallThreads
+from omni_connector.bounded import Call, CallThreads
 from omni_connector.config import FileStoreSettings
 from omni_connector.errors import ConfigError, TransportError
 from omni_connector.memory.pool import pages
@@ -137,14 +136,13 @@ class FileBlockStore(BlockStore):
         self._prepared = False
         self._sweeping: Turns | None = None
         self._pieces: Generator[None, None, None] | None = None
-        self._step: Future[bool] | None = None
+        self._step: Call[bool] | None = None
         self._lookups, self._puts, self._gets = (
             _BackOff(f"The store of files at {settings.path} fails to {verb} blocks", clock)
             for verb in ("look up", "store", "load")
         )
         opening = self._calls.start(self._prepare)
-        wait([opening], _OPEN_S)
-        if opening.done() and isinstance(error := opening.exception(), ConfigError):
+        if opening.wait(_OPEN_S) and isinstance(error := opening.exception(), ConfigError):
             self._calls.close()
             raise error
 
@@ -204,20 +202,20 @@ class FileBlockStore(BlockStore):
             self._count("backed off", count)
             return call.answers
         try:
-            future = self._calls.start(lambda: self._answer_all(call, questions))
+            started = self._calls.start(lambda: self._answer_all(call, questions))
         except TransportError:  # so many calls hang
             self._count("busy", count)
             return call.answers
-        wait([future], timeout)
+        started.wait(timeout)
         with call.lock:
             call.given_up = True
             answers, answered = list(call.answers), call.answered
-        if not future.done():
+        if not started.done():
             self._count("timeout", count - answered)
             if not answered and timeout >= _HANGS_S:
                 back_off.failed(f"it did not answer in {timeout:g} s")
             return answers
-        error = future.exception()
+        error = started.exception()
         if error is None:
             back_off.worked()
             return answers
@@ -318,8 +316,7 @@ class FileBlockStore(BlockStore):
             except TransportError:  # so many calls hang
                 return _STEP_S
         began = self._clock()
-        wait([self._step], _STEP_S)
-        if not self._step.done():
+        if not self._step.wait(_STEP_S):
             return _STEP_S
         step, self._step = self._step, None
         error = step.exception()

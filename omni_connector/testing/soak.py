@@ -34,7 +34,6 @@ SLOT_BYTES: Final = BLOCK * 4096  # of the model `llama`
 KV_CACHE_BYTES: Final = 24 * SLOT_BYTES
 """Size of the KV cache with which requests are preempted."""
 SETTINGS: Final = {
-    "share": True,
     "arena_gib": 40 * SLOT_BYTES / 2**30,
     "handoff_ttl_s": 5.0,
     "arena_wait_s": 2.0,

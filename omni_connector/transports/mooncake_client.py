@@ -14,14 +14,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, ClassVar, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.bounded import CallThreads
+from omni_connector.bounded import Call, CallThreads
 from omni_connector.errors import OmniError, PeerUnreachableError, TransportError
 from omni_connector.memory.nodes import copy_cores, threads_on
 from omni_connector.transports.mooncake_lib import store_module
@@ -175,7 +174,7 @@ class StoreClient:
             self._ask_master()
         raise PeerUnreachableError(message)
 
-    def start(self, call: Callable[[Any], list[int]]) -> "Future[list[int]]":
+    def start(self, call: Callable[[Any], list[int]]) -> Call[list[int]]:
         """Start a call of Mooncake on a thread; `codes` waits for its end.
 
         Args:
@@ -185,18 +184,17 @@ class StoreClient:
             PeerUnreachableError, TransportError: as `check`; or too many calls are under way.
         """
         self.check()
-        with self._lock:
-            store = self._store
+        store = self._store
         return self._threads.start(lambda: call(store))
 
-    def codes(self, future: "Future[list[int]]", deadline: float) -> list[int]:
+    def codes(self, started: Call[list[int]], deadline: float) -> list[int]:
         """The codes that a call has returned.
 
         Raises:
             PeerUnreachableError: it did not end before the deadline, by the client's clock.
         """
         try:
-            codes = future.result(max(0.0, deadline - self._clock()))
+            codes = started.result(deadline - self._clock())
         except TimeoutError:
             self._back_off("a call did not end in time")
             raise PeerUnreachableError(

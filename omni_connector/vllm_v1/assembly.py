@@ -27,7 +27,8 @@ from omni_connector.handoff.weights import WeightsEpoch
 from omni_connector.kv.ledger import CopyLedger
 from omni_connector.memory.arena_format import EPOCH_BYTES
 from omni_connector.memory.block_index import BlockIndex
-from omni_connector.memory.slot_pool import SlotChanges, SlotListing
+from omni_connector.memory.slot_index import SlotChanges
+from omni_connector.memory.slot_pool import SlotListing
 from omni_connector.net.keys import load_key
 from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import loopback_key, runtime_dir, socket_path, tidy
@@ -294,19 +295,16 @@ class _Assembly:
         config, surroundings = self._config, self._surroundings
         if config.store is None and not config.share:
             return None
-        refusal = _sharing_refusal(self._vllm_config, self._kv_cache_config)
-        if refusal is not None:
-            logger.warning("No prefix is shared: %s", refusal)
+        if refusal := _sharing_refusal(self._vllm_config, self._kv_cache_config):
+            log = logger.info if config.store is None else logger.warning
+            log("No prefix is shared: %s", refusal)
             return None
         prefix = key_prefix(config.namespace, self._ours, self._hash_id)
         lookups = None
         if config.store is not None:
+            store = surroundings.block_store(config.store, 0)
             lookups = StoreLookups(
-                surroundings.block_store(config.store, 0),
-                self._ours.groups,
-                self._ours.ranks,
-                self._clock,
-                surroundings.start,
+                store, self._ours.groups, self._ours.ranks, self._clock, surroundings.start
             )
         shared = SharedPrefix(
             host=self._host_blocks(prefix),
@@ -317,6 +315,7 @@ class _Assembly:
             group_ids=self._group_ids,
             hash_block_size=self._hash_block_size,
             num_blocks=self._kv_cache_config.num_blocks,
+            tokens_a_step=1 + self._vllm_config.num_speculative_tokens,
             hash_of=self._hash_of,
             weights_fixed=config.weights == "fixed",
             lookup_timeout=0.0 if config.store is None else config.store.lookup_timeout_s,
@@ -356,9 +355,8 @@ class _Assembly:
         if not config.share or self._directory is None:
             return None
         pool = self._directory.pool
-        index = BlockIndex.create(
-            self._directory.num_slots, self._surroundings.randbytes(EPOCH_BYTES)
-        )
+        epoch = self._surroundings.randbytes(EPOCH_BYTES)
+        index = BlockIndex.create(self._directory.num_slots, epoch)
         try:
             neighbours = self._surroundings.neighbours(
                 Household(
@@ -386,6 +384,7 @@ class _Assembly:
             key_prefix=prefix.encode(),
             load_timeout=config.load_timeout_s,
             favours=Favours(pool, self._clock, config.pin_part, config.tenant_quota, self._stats),
+            admission=config.admission,
             stats=self._stats,
         )
 

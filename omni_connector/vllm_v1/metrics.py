@@ -31,6 +31,7 @@ COUNTERS: Final = {
     "tokens_shared": "Prompt tokens whose KV came from the shared store.",
     "blocks_stored": "KV blocks that the shared store took, or had already.",
     "blocks_dropped": "KV blocks not stored, as too many were on their way.",
+    "blocks_passed_over": "KV blocks not kept, being new where hardly any are used again.",
     "blocks_over_quota": "KV blocks not kept, as their tenant had its part of the arena in use.",
     "pins_refused": "KV blocks that were not pinned: beyond what may be, or not in the arena.",
     "bad_hints": "Hints of requests that were unknown, wrong, or cannot be followed here.",

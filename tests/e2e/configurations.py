@@ -51,7 +51,7 @@ class Configuration:
 def ours(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
     """The `--kv-transfer-config` of an engine under test, that computes what cannot be loaded."""
     # Longer than a slow machine takes for all that a test does at once.
-    settings = {"arena_gib": 0.25, "handoff_ttl_s": 120.0, "load_timeout_s": 30.0}
+    settings = {"arena_gib": 0.25, "handoff_ttl_s": 120.0, "load_timeout_s": 30.0, "share": False}
     return {
         "kv_connector": "OmniKVConnector",
         "kv_role": role,

@@ -1,15 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots that were used again stay longer, the end of a prefix goes first, and nothing grows."""
 
+from hashlib import blake2b
+
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from omni_connector.config import Admission
+from omni_connector.memory import slot_pool
 from omni_connector.memory.eviction import EvictionOrder
 from omni_connector.memory.slot_pool import SlotPool
 
 GROUPS = 2
+
+
+@pytest.fixture(autouse=True)
+def hashed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python hashes bytes differently in each process; what is remembered of them may collide."""
+
+    def hashed(key: bytes | None) -> int:
+        return int.from_bytes(blake2b(key or b"", digest_size=8).digest(), "little", signed=True)
+
+    monkeypatch.setattr(slot_pool, "hash", hashed, raising=False)
 
 
 def keys(*words: str) -> list[bytes | None]:
@@ -130,6 +145,60 @@ class _Prompt:
     def __init__(self, words: tuple[str, ...], group: int, slots: list[int]) -> None:
         self.words, self.group, self.slots = words, group, slots
         self.filling: list[int] = []
+
+
+def admitted(pool: SlotPool, word: str, admission: Admission) -> bool:
+    """Keep a block, if it is admitted."""
+    asked = [word.encode()]
+    if not pool.admits(0, asked, admission).all():
+        return False
+    kept = pool.keep(0, asked, 1)
+    pool.filled(kept.slots)
+    pool.let_go(kept.slots)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("admission", "expected"),
+    [("all", [1, 1, 1, 1]), ("auto", [1, 0, 0, 1]), ("second_sight", [0, 0, 0, 1])],
+)
+def test_where_nothing_comes_again_new_blocks_are_passed_over(
+    admission: Admission, expected: list[int]
+) -> None:
+    pool = SlotPool(64)
+    first = [admitted(pool, f"first {i}", admission) for i in range(64)]
+    full = [admitted(pool, f"full {i}", admission) for i in range(200)]
+    late = [admitted(pool, f"late {i}", admission) for i in range(8)]
+    again = [admitted(pool, f"late {i}", admission) for i in range(8)]
+    assert [sum(each) for each in (first, full, late, again)] == [
+        each * count for each, count in zip(expected, (64, 200, 8, 8), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("every", [8, 500])
+def test_new_blocks_are_kept_as_long_as_enough_of_them_come_again(every: int) -> None:
+    pool = SlotPool(64)
+    for number in range(1, 2000):
+        new = admitted(pool, str(number), "auto")
+        if number % every == 0:
+            pool.touch(*(np.array([each]) for each in _found(pool, str(number))))
+    assert new == (every == 8)
+
+
+def _found(pool: SlotPool, word: str) -> tuple[int, int]:
+    """Slot and generation of a block; -1 where there is none."""
+    slots = pool.find(0, [word.encode()])
+    return (int(slots[0]), int(pool.generation[slots[0]])) if len(slots) else (-1, -1)
+
+
+def test_prompts_that_begin_to_come_again_are_noticed() -> None:
+    pool = SlotPool(64)
+    for number in range(500):
+        admitted(pool, f"once {number}", "auto")
+    for number in range(20):
+        for _ in range(2):
+            admitted(pool, f"twice {number}", "auto")
+    assert admitted(pool, "new", "auto")
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who may have memory when; the client only notes what is registered with it."""
 
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
 
+from omni_connector.bounded import Call
 from omni_connector.errors import TransportError
 from omni_connector.memory.pool import QUARANTINE_S, pages
 from omni_connector.testing import FakeClock
@@ -45,26 +45,26 @@ def staging(client: Client, clock: FakeClock) -> Staging:
     return Staging(client, 2 * SIZE, clock)
 
 
-def ended(code: int) -> "Future[list[int]]":
-    future: Future[list[int]] = Future()
-    future.set_result([OK, code])
-    return future
+def ended(code: int) -> Call[list[int]]:
+    call: Call[list[int]] = Call()
+    call.set_result([OK, code])
+    return call
 
 
-def failed() -> "Future[list[int]]":
-    future: Future[list[int]] = Future()
-    future.set_exception(RuntimeError("Mooncake failed"))
-    return future
+def failed() -> Call[list[int]]:
+    call: Call[list[int]] = Call()
+    call.set_exception(RuntimeError("Mooncake failed"))
+    return call
 
 
 def test_a_buffer_is_used_again_once_its_call_has_ended(staging: Staging) -> None:
     first = staging.take(SIZE)
     assert (first.dtype, first.shape) == (np.uint8, (SIZE,))
-    future: Future[list[int]] = Future()
-    staging.settle(first, future)
+    call: Call[list[int]] = Call()
+    staging.settle(first, call)
     second = staging.take(SIZE)
     assert second.ctypes.data != first.ctypes.data
-    future.set_result([OK])
+    call.set_result([OK])
     assert staging.take(SIZE).ctypes.data == first.ctypes.data
 
 
@@ -76,12 +76,12 @@ def test_no_more_is_kept_than_was_asked_for(staging: Staging, client: Client) ->
     assert client.registered == set()
 
 
-@pytest.mark.parametrize("future", [ended(TRANSFER_FAILED), failed()], ids=["failed", "raised"])
+@pytest.mark.parametrize("call", [ended(TRANSFER_FAILED), failed()], ids=["failed", "raised"])
 def test_memory_of_a_failed_call_is_nobodys_for_a_while(
-    staging: Staging, client: Client, clock: FakeClock, future: "Future[list[int]]"
+    staging: Staging, client: Client, clock: FakeClock, call: Call[list[int]]
 ) -> None:
     memory = staging.take(SIZE)
-    staging.settle(memory, future)
+    staging.settle(memory, call)
     clock.advance(QUARANTINE_S - 1)
     assert staging.take(SIZE).ctypes.data != memory.ctypes.data
     assert memory.ctypes.data in client.registered
@@ -104,7 +104,7 @@ def test_retired_memory_goes_when_all_of_its_calls_have_ended(
     staging: Staging, client: Client
 ) -> None:
     memory = staging.take(SIZE)
-    calls: list[Future[list[int]]] = [Future(), Future()]
+    calls: list[Call[list[int]]] = [Call(), Call()]
     staging.retire(memory, calls)
     calls[1].set_result([OK])
     assert memory.ctypes.data in client.registered

@@ -69,6 +69,7 @@ from .held import Exchangeable, HeldCopier
 GIB = 1 << 30
 DEADLINE = 6.0  # stops a hang, and is waited for by no test that passes
 
+ALONE = {"arena_gib": 0.004, "share": False}
 HANDOFF = {"do_remote_decode": True, "do_remote_prefill": False}
 _numbers = itertools.count()
 
@@ -110,7 +111,7 @@ class InProcessEngine:
         role: `kv_role`; None makes an engine without connector, the reference.
         engine_id: name that peers find it by.
         connector: `OmniKVConnector` or `NoOpConnector`.
-        extra: `kv_connector_extra_config`.
+        extra: `kv_connector_extra_config`; by default hand-offs alone, in a small arena.
         before, after: other children of `MultiConnector`, as its configuration names them.
         policy: `kv_load_failure_policy`.
         usable_blocks: KV blocks that requests can have.
@@ -156,7 +157,7 @@ class InProcessEngine:
         transfer = None
         if role is not None:
             moves_nothing = connector == "NoOpConnector"
-            settings = {} if moves_nothing else {"arena_gib": 0.004, **(extra or {})}
+            settings = {} if moves_nothing else {**ALONE, **(extra or {})}
             if connector == "MultiConnector":
                 child = {"kv_connector": CONNECTOR_NAME, "kv_role": role}
                 child = {**child, "kv_connector_extra_config": settings}

@@ -19,7 +19,7 @@ from .stores import MASTER, PREFIX, QUESTION, landed
 pytestmark = pytest.mark.vllm
 
 FAMILIES = ["full", "window", "window and full", "latent", "state and full", "all three"]
-SHARE = {"share": True}
+SHARE = {"share": True, "admission": "all"}
 
 
 @pytest.fixture
@@ -112,6 +112,32 @@ def test_of_a_prompt_that_is_there_the_last_token_is_computed(sharer, tokens, le
     publish(first)
     assert second.generate(PREFIX[:length], 4).tokens == tokens(PREFIX[:length], 4)
     assert second.count("tokens_from_host") == shared * BLOCK
+
+
+def test_new_blocks_are_kept_only_where_some_are_used_again(sharer, tokens):
+    first, second = sharer(extra={**slots(16), "admission": "auto"}), sharer()
+    for seed in range(1, 8):
+        publish(first, prompt(4 * BLOCK, seed=seed))
+    assert first.count("blocks_passed_over") == 3 * 4
+    assert second.generate([*prompt(4 * BLOCK, seed=6), 5], 4).tokens == tokens(
+        [*prompt(4 * BLOCK, seed=6), 5], 4
+    )
+    assert not second.count("tokens_from_host")
+    publish(first, prompt(4 * BLOCK, seed=7))
+    assert second.generate([*prompt(4 * BLOCK, seed=7), 5], 4).tokens == tokens(
+        [*prompt(4 * BLOCK, seed=7), 5], 4
+    )
+    assert second.count("tokens_from_host") == 4 * BLOCK
+    assert_clean(first, second)
+
+
+@pytest.mark.parametrize("hint", [{"pin_s": 5}, {"prefetch": True}, {"cache": "high"}])
+def test_new_blocks_that_are_asked_for_are_kept(sharer, hint):
+    alone = sharer(extra={**slots(16), "admission": "second_sight"})
+    publish(alone, prompt(4 * BLOCK, seed=1))
+    assert kept(alone) == 0
+    publish(alone, prompt(4 * BLOCK, seed=2), params={"omni": hint})
+    assert kept(alone) == 4
 
 
 def test_an_engine_gets_back_what_its_own_cache_has_evicted(sharer, tokens):

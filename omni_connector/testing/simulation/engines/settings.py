@@ -87,6 +87,7 @@ ARENA_WAIT_S: Final = 2.0
 LOAD_TIMEOUT_S: Final = 3.0
 HANDOFF_TTL_S: Final = 12.0
 LOOKUP_TIMEOUT_S: Final = 0.25
+ADMISSIONS: Final = ("all", "auto", "all", "second_sight")
 
 
 def extra_config(shape: EngineShape, slot_bytes: int) -> dict[str, Any]:
@@ -98,13 +99,11 @@ def extra_config(shape: EngineShape, slot_bytes: int) -> dict[str, Any]:
         "load_timeout_s": LOAD_TIMEOUT_S,
         "handoff_ttl_s": HANDOFF_TTL_S,
         "integrity": shape.integrity,
+        "share": shape.hosts,
+        "admission": ADMISSIONS[shape.slots % len(ADMISSIONS)],
+        "pin_part": shape.pin_part,
+        "tenant_quota": shape.tenant_quota,
     }
-    if shape.hosts:
-        extra |= {
-            "share": True,
-            "pin_part": shape.pin_part,
-            "tenant_quota": shape.tenant_quota,
-        }
     if shape.shares:
         extra["store"] = {"master": "127.0.0.1:1", "lookup_timeout_s": LOOKUP_TIMEOUT_S}
     return extra

@@ -146,7 +146,7 @@ HINTS: Final = (
         "slots that other blocks get still count as those of their tenant",
         (
             "omni_connector.memory.slot_pool",
-            "        self._disown(numbers)\n",
+            "            self._disown(evicted)\n",
             "",
         ),
     ),
@@ -164,8 +164,8 @@ HINTS: Final = (
         "`cache: no` changes nothing",
         (
             "omni_connector.prefix.saves",
-            '            if prompt is None or prompt.hints.cache == "no":\n',
-            "            if prompt is None:\n",
+            '        if prompt.hints.cache != "no":\n',
+            "        if True:\n",
         ),
     ),
     mutant(
@@ -193,6 +193,25 @@ HINTS: Final = (
             "omni_connector.prefix.hints",
             "            except (msgspec.ValidationError, UnicodeError, RecursionError):\n",
             "            except (UnicodeError, RecursionError):\n",
+        ),
+    ),
+    mutant(
+        "new blocks that are asked for are passed over",
+        "where new blocks are kept at second sight only, so are those that a request asks to keep",
+        (
+            "omni_connector.prefix.host_blocks",
+            "        admitted = np.array([each.hints.asks_arena for each in new], bool)\n"
+            "        others = _hashes(each for each in new if not each.hints.asks_arena)\n",
+            "        admitted = np.zeros(len(new), bool)\n        others = _hashes(new)\n",
+        ),
+    ),
+    mutant(
+        "what is being loaded is saved",
+        "blocks of a request that vLLM does not schedule yet are saved, too",
+        (
+            "omni_connector.prefix.saves",
+            "            if tokens := scheduled.get(request.request_id):\n",
+            "            if (tokens := scheduled.get(request.request_id, 0)) >= 0:\n",
         ),
     ),
 )
