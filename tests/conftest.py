@@ -2,7 +2,7 @@
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from omni_connector.transports.mooncake_engine import TransferEngine
 
-from . import machine, support_table
+from . import early, machine, simulations, support_table
 from .masters import Master
 from .peer_processes import Peer, starting
 
@@ -39,6 +39,26 @@ def pytest_collection_finish() -> None:
     """
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def campaigns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, simulations.Run]]:
+    """500 schedules of the simulation, which are on their way."""
+    with simulations.campaigns(tmp_path_factory.mktemp("campaigns")) as runs:
+        yield runs
+
+
+@pytest.fixture(scope="session")
+def stories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[simulations.Run]]:
+    """Schedules of the simulation that are told twice, which are on their way."""
+    with simulations.stories(tmp_path_factory.mktemp("stories")) as runs:
+        yield runs
+
+
+@pytest.fixture(scope="session", autouse=True)
+def begun_early(request: pytest.FixtureRequest) -> None:
+    """What takes nothing but time, which it has from here on."""
+    early.begin(request, "campaigns", "stories")
 
 
 @pytest.fixture(scope="module")

@@ -333,7 +333,15 @@ class SlotDirectory:
     def usage(self) -> tuple[int, int, int]:
         """(slots held, slots cached, leases)."""
         with self._lock:
-            return self.pool.num_held, self.pool.num_cached, len(self._leases)
+            free, cached, _ = self.pool.counts()
+            return self.num_slots - free - cached, cached, len(self._leases)
+
+    def counts(self) -> tuple[tuple[int, int, int], int]:
+        """(what the pool counts, leases), for each step: cheap, as it takes no lock.
+
+        While another thread changes them, the numbers may not fit together.
+        """
+        return self.pool.counts(), len(self._leases)
 
     def status(self) -> Usage:
         """The same, and how many slots and open hand-offs there are."""

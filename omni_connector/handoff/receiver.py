@@ -333,10 +333,11 @@ class HandoffReceiver:
             computes: whether the step computes anything.
         """
         self._lingers_until = None
-        if computes:
+        if computes and self._idle_since is not None:
             self._idle, self._idle_since = self._idle_time(), None
-        meta.loads |= self._queued
-        self._queued.clear()
+        if self._queued:
+            meta.loads |= self._queued
+            self._queued.clear()
 
     def step_ended(self) -> None:
         """The engine has ended a step, and computes nothing until the next."""

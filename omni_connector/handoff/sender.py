@@ -88,6 +88,7 @@ class HandoffSender:
         on_complete: Callable[[], None],
     ) -> None:
         self._directory = directory
+        self._pool = directory.pool
         self._ledger = ledger
         self._groups = compatibility.groups
         self._ranks = compatibility.ranks
@@ -102,7 +103,9 @@ class HandoffSender:
         self._sends: dict[str, _Send] = {}
         self._admitted: dict[str, _Send] = {}  # those with slots
         self.waiting: OrderedDict[str, _Send] = OrderedDict()
-        self._tried: tuple[_Send, int] | None = None  # no room for it at this count of releases
+        # There was no room for the first of them at this count of releases, and it waits so long.
+        self._tried: int | None = None
+        self._wait_until = 0.0
 
     def add(self, request: EngineRequest, prompt: Prompt, refusal: str | None = None) -> None:
         """A request that asks for a hand-off has arrived.
@@ -131,10 +134,12 @@ class HandoffSender:
     def admit(self) -> None:
         """Give room to the waiting requests in their order, so that smaller ones cannot overtake a
         large one for ever. Only the first is tried, and only when slots were released."""
+        if self._pool.releases == self._tried and self._clock() < self._wait_until:
+            return
         while self.waiting:
             request_id, send = next(iter(self.waiting.items()))
-            if self._tried != (send, self._directory.pool.releases):
-                self._tried = send, self._directory.pool.releases
+            if self._tried != self._pool.releases:
+                self._tried = self._pool.releases
                 try:
                     send.handoff = self._directory.open(send.prompt, send.keys, send.first_blocks)
                 except ArenaFullError as error:
@@ -142,12 +147,13 @@ class HandoffSender:
             if send.handoff is not None:
                 self._admitted[request_id] = send
             elif send.refusal is None:
-                if self._clock() < (send.wait_until or 0.0):
+                self._wait_until = send.wait_until or 0.0
+                if self._clock() < self._wait_until:
                     return
                 text = f"no room in the arena for {self._arena_wait:g} s"
                 self._refuse(send, "arena_full", text)
             del self.waiting[request_id]
-        self._tried = None
+            self._tried = None
 
     def _refuse(self, send: _Send, reason: str, text: str) -> None:
         send.refusal = reason

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from omni_connector.errors import TransportError
 
 # Buffers of this size and more lie on pages of their own; numpy makes the smaller ones.
-LARGE_BYTES: Final = 1 << 20
+LARGE_BYTES: Final = 2 << 20
 
 ALIGNMENT: Final = 64
 

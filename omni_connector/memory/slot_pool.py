@@ -140,10 +140,9 @@ class SlotPool:
         self._tenant: Ints = np.zeros(num_slots, np.int64)
         self._kept_of: Counter[int] = Counter()
 
-    @property
-    def num_held(self) -> int:
-        """Slots that are neither free nor cached."""
-        return len(self.generation) - self._num_free - self.num_cached
+    def counts(self) -> tuple[int, int, int]:
+        """(free slots, cached slots, pinned ones of these)."""
+        return self._num_free, self.num_cached, self._order.num_pinned
 
     @property
     def num_pinned(self) -> int:

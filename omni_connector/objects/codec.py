@@ -14,6 +14,7 @@ Nothing is unpickled, dtypes are from a fixed list, and every size is checked ag
 are there before it is used. torch is imported only where an object contains a tensor of it.
 """
 
+import functools
 import math
 import struct
 import sys
@@ -279,11 +280,16 @@ class _Encoding:
             raise TypeError("the object was changed while it was sent") from None
 
 
+@functools.cache
+def _name_of(dtype: "np.dtype[Any]") -> str:
+    return dtype.name  # numpy puts it together anew each time
+
+
 def _of_array(array: NDArray[Any]) -> tuple[_Leaf, memoryview]:
     if array.dtype.kind not in "biufc":
         raise TypeError(f"a numpy array of {array.dtype}")
     native = np.asarray(array, array.dtype.newbyteorder("="), order="C")
-    leaf = _Leaf(False, native.dtype.name, array.shape)
+    leaf = _Leaf(False, _name_of(native.dtype), array.shape)
     return leaf, native.reshape(-1).view(np.uint8).data
 
 

@@ -8,9 +8,9 @@ A short content follows the manifest, a longer one lies in fragments.
 
 import os
 import struct
-from dataclasses import dataclass
 from typing import Final, Self
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -28,8 +28,7 @@ CONTENT_AT: Final = 128
 INLINE_BYTES: Final = MANIFEST_BYTES - CONTENT_AT
 
 
-@dataclass(frozen=True, slots=True)
-class Version:
+class Version(msgspec.Struct, frozen=True):
     """One version of an object.
 
     Attributes:
@@ -105,6 +104,8 @@ class Version:
 
     def fragment_names(self, prefix: str) -> list[str]:
         """The names that the fragments are stored under."""
+        if self.inline:
+            return []
         base = f"{manifest_name(prefix, self.digest)}/{self.version.hex()}"
         return [f"{base}/{index}" for index in range(len(self.fragments))]
 

@@ -10,17 +10,16 @@ Mooncake never overwrites an entry that is put, but replaces one that is "upsert
 are.
 """
 
-import dataclasses
 import logging
 import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from typing import Any, Final, Literal
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -38,7 +37,6 @@ from omni_connector.objects.base import ObjectKey, OmniConnector
 from omni_connector.objects.manifest import (
     CONTENT_AT,
     FRAGMENT_BYTES,
-    INLINE_BYTES,
     MANIFEST_BYTES,
     Version,
     manifest_name,
@@ -141,18 +139,23 @@ class MooncakeStoreConnector(OmniConnector):
         digest = key.digest
         version = Version.new(digest, length)
         self._client.turns.take(digest, deadline)
-        with ExitStack() as undo, ExitStack() as turn:
-            turn.callback(self._client.turns.end, digest)
-            undo.callback(self._remove, version.fragment_names(self._prefix))
+        manifest = None
+        try:
             if not version.inline:
                 checksum = self._store_fragments(version, parts, deadline)
-                version = dataclasses.replace(version, checksum=checksum)
-            version, manifest = self._start_manifest(version, parts, deadline)
-            # A manifest that comes late must not replace that of a later put.
-            manifest.add_done_callback(lambda _: self._client.turns.end(digest))
-            turn.pop_all()
+                version = msgspec.structs.replace(version, checksum=checksum)
+            version, memory, manifest = self._start_manifest(version, parts, deadline)
             self._check(self._client.codes(manifest, deadline), [key])
-            undo.pop_all()
+        except BaseException:
+            self._remove(version.fragment_names(self._prefix))
+            raise
+        finally:
+            if manifest is None:
+                self._client.turns.end(digest)
+            else:
+                # A manifest that comes late must not replace that of a later put.
+                manifest.add_done_callback(lambda _: self._client.turns.end(digest))
+                self._staging.settle(memory, manifest)
         self._remember(key, version)
         return {"transport": self.transport, "length": length}
 
@@ -264,15 +267,14 @@ class MooncakeStoreConnector(OmniConnector):
 
     def _start_manifest(
         self, version: Version, parts: Sequence[memoryview], deadline: float
-    ) -> "tuple[Version, Future[list[int]]]":
+    ) -> tuple[Version, NDArray[np.uint8], "Future[list[int]]"]:
         memory = self._staging.take(MANIFEST_BYTES)
         end = CONTENT_AT
         if version.inline:
             end += version.length
-            [content] = codec.cut(parts, INLINE_BYTES)
-            checksum = _fill(memory[CONTENT_AT:end], content)
-            version = dataclasses.replace(version, checksum=checksum)
-        memory[:CONTENT_AT] = np.frombuffer(version.encode(), np.uint8)
+            checksum = _fill(memory[CONTENT_AT:end], parts)
+            version = msgspec.structs.replace(version, checksum=checksum)
+        memory.data[:CONTENT_AT] = version.encode()
         name, size = [manifest_name(self._prefix, version.digest)], [end]
         place = addresses(memory, [0])
 
@@ -281,7 +283,7 @@ class MooncakeStoreConnector(OmniConnector):
                 deadline, lambda: store.batch_upsert_from(name, place, size, self._pinned)
             )
 
-        return version, self._start(memory, call)
+        return version, memory, self._staging.start(memory, call)
 
     def _load_manifest(
         self, digest: bytes, deadline: float
@@ -293,9 +295,9 @@ class MooncakeStoreConnector(OmniConnector):
         def call(store: Any) -> list[int]:
             return _until(ready, lambda: store.batch_get_into(name, place, [MANIFEST_BYTES]))
 
-        future = self._staging.start(memory, call)
+        started = self._staging.start(memory, call)
         try:
-            (size,) = self._client.codes(future, deadline)
+            (size,) = self._client.codes(started, deadline)
             if size == MISSING or size in PASSING:
                 return None
             if size < 0:
@@ -304,12 +306,11 @@ class MooncakeStoreConnector(OmniConnector):
             if not version.inline:
                 return version, None
             content = self._buffers.take(version.length)
-            np.copyto(content, memory[CONTENT_AT:size])
-            if xxhash.xxh3_64_intdigest(content.data) != version.checksum:
+            if _fill(content, [memory[CONTENT_AT:size].data]) != version.checksum:
                 raise ChecksumError("an object has other bytes than were put")
             return version, content
         finally:
-            self._staging.settle(memory, future)
+            self._staging.settle(memory, started)
 
     def _load_fragments(self, version: Version, deadline: float) -> NDArray[np.uint8] | None:
         names, sizes = version.fragment_names(self._prefix), version.fragments
@@ -351,9 +352,9 @@ class MooncakeStoreConnector(OmniConnector):
             self._staging.retire(content, started)
 
     def _start(self, memory: NDArray[np.uint8], call: Any) -> "Future[list[int]]":
-        future = self._staging.start(memory, call)
-        self._staging.settle(memory, future)
-        return future
+        started = self._staging.start(memory, call)
+        self._staging.settle(memory, started)
+        return started
 
     def _check(self, codes: list[int], names: Sequence[object]) -> None:
         for code, name in zip(codes, names, strict=True):
@@ -378,9 +379,9 @@ class MooncakeStoreConnector(OmniConnector):
         if not names:
             return
         try:
-            future = self._client.start(lambda store: store.batch_remove(names, True))
+            started = self._client.start(lambda store: store.batch_remove(names, True))
             if deadline is not None:
-                codes = self._client.codes(future, deadline)
+                codes = self._client.codes(started, deadline)
                 left = [name_of(code) for code in codes if code not in (OK, MISSING)]
                 if left:
                     logger.warning("Mooncake does not remove %d entries: %s", len(left), left[0])
@@ -399,15 +400,16 @@ def _until(deadline: float, call: Callable[[], list[int]]) -> list[int]:
     return codes
 
 
-def _fill(room: NDArray[np.uint8], segments: Sequence[NDArray[np.uint8]]) -> int:
+def _fill(room: NDArray[np.uint8], segments: Iterable[memoryview | NDArray[np.uint8]]) -> int:
     """Copy segments, one after the other; returns their checksum."""
-    checksum, at = xxhash.xxh3_64(), 0
+    checksum, target, at = xxhash.xxh3_64(), room.data, 0
     for segment in segments:
-        for start in range(0, segment.size, _CACHED_BYTES):
+        for start in range(0, segment.nbytes, _CACHED_BYTES):
             part = segment[start : start + _CACHED_BYTES]
-            np.copyto(room[at : at + part.size], part)
-            checksum.update(room[at : at + part.size].data)
-            at += part.size
+            end = at + part.nbytes
+            target[at:end] = part  # type: ignore[assignment]
+            checksum.update(target[at:end])
+            at = end
     return checksum.intdigest()
 
 

@@ -37,6 +37,7 @@ class PrefixSaves:
 
     Args:
         prompts: by request; others share nothing.
+        tokens_a_step: by so many at most an answer grows in a step.
         prefix: of the store's keys.
         host: the arenas of this host; None keeps nothing there.
         stores: whether there is a store.
@@ -47,6 +48,7 @@ class PrefixSaves:
         self,
         *,
         prompts: Mapping[str, SharedPrompt],
+        tokens_a_step: int,
         prefix: str,
         host: HostBlocks | None,
         stores: bool,
@@ -60,6 +62,10 @@ class PrefixSaves:
         changes: BlockChanges[Any] | None,
     ) -> None:
         self._prompts = prompts
+        self._tokens_a_step = tokens_a_step
+        self._step = 0
+        # The prompts to look at, by the number of the step. Most steps fill no block of an answer.
+        self._due: dict[int, dict[SharedPrompt, None]] = {}
         self._prefix = prefix
         self._host = host
         self._stores = stores
@@ -88,15 +94,32 @@ class PrefixSaves:
             tables_of: says which blocks a request has.
         """
         filled: dict[tuple[int, bytes], Candidate] = {}
-        for request_id, tokens in scheduled.items():
-            prompt = self._prompts.get(request_id)
-            if prompt is None or prompt.hints.cache == "no":
-                continue
-            end = prompt.request.num_computed_tokens + tokens
-            if end >= prompt.fills_at:
-                self._save(meta, prompt, end, tables_of, filled)
+        self._step += 1
+        for prompt in self._due.pop(self._step, ()):
+            request, lacks = prompt.request, 0
+            # Until it is scheduled, its blocks may be those of a load under way.
+            if tokens := scheduled.get(request.request_id):
+                end = request.num_computed_tokens + tokens
+                if end >= prompt.fills_at:
+                    self._save(meta, prompt, end, tables_of, filled)
+                lacks = prompt.fills_at - max(end, request.num_tokens)
+            self.look_at(prompt, max(1, -(-lacks // self._tokens_a_step)))
         if self._host is not None and filled:
             self._keep(meta, self._host, list(filled.values()))
+
+    def look_at(self, prompt: SharedPrompt, steps: int = 1) -> None:
+        """Look in so many steps whether blocks of a prompt that vLLM schedules have filled."""
+        self.forget(prompt)
+        if prompt.hints.cache != "no":
+            prompt.due = self._step + steps
+            self._due.setdefault(prompt.due, {})[prompt] = None
+
+    def forget(self, prompt: SharedPrompt) -> None:
+        """The prompt's request is over."""
+        if due := self._due.get(prompt.due):
+            due.pop(prompt, None)
+            if not due:
+                del self._due[prompt.due]
 
     def _keep(self, meta: CopyWork, host: HostBlocks, filled: list[Candidate]) -> None:
         spec, dropped = host.keep(filled, self._max_held - self.num_held)

@@ -53,6 +53,7 @@ class SharedPrefix:
         group_ids: index of each transferred group among vLLM's groups.
         hash_block_size: tokens of one of a request's hashes; divides every group's block size.
         num_blocks: KV blocks of this engine.
+        tokens_a_step: by so many at most an answer grows in a step.
         hash_of: says by which hash vLLM's own prefix cache finds a block; None where it does not.
         weights_fixed: a reset changes no weights, so that what is stored stays true.
         lookup_timeout: seconds a request waits for the store's answer.
@@ -77,6 +78,7 @@ class SharedPrefix:
         group_ids: tuple[int, ...],
         hash_block_size: int,
         num_blocks: int,
+        tokens_a_step: int,
         hash_of: Callable[[int], bytes | None],
         weights_fixed: bool,
         lookup_timeout: float,
@@ -112,6 +114,7 @@ class SharedPrefix:
         self._explainer: Explainer | None = None
         self.saves = PrefixSaves(
             prompts=self._prompts,
+            tokens_a_step=tokens_a_step,
             prefix=prefix,
             host=host,
             stores=lookups is not None,
@@ -223,6 +226,7 @@ class SharedPrefix:
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             return
+        self.saves.look_at(prompt)
         local, prompt.local, prompt.offered = prompt.local, None, 0
         prompt.sources.clear()
         if local is not None:
@@ -339,6 +343,7 @@ class SharedPrefix:
         prompt = self._prompts.pop(request_id, None)
         if prompt is None:
             return
+        self.saves.forget(prompt)
         self._ledger.revoke(prompt.jobs)
         if self._changes is not None and prompt.lookup is not None:
             for g, held in enumerate(prompt.lookup.held or ()):
@@ -379,6 +384,8 @@ class SharedPrefix:
             goes_on = prompt.request.num_computed_tokens and not prompt.jobs
             prompt.sent = [_NEVER if goes_on else 0] * len(self._groups)
             prompt.found, prompt.fills_at = None, 0
+            if prompt.due:
+                self.saves.look_at(prompt)
             if not prompt.jobs:
                 prompt.lookup, prompt.offered = None, 0
             else:

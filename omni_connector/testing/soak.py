@@ -49,11 +49,11 @@ _CLIENTS: Final = 8
 _SAMPLE_S: Final = 1.0
 _LIFE_S: Final = 6.0
 _GAUGES: Final = (
-    "num_requests_running",
-    "num_requests_waiting",
-    "kv_cache_usage_perc",
-    "omni_connector_slots_in_use",
-    "omni_connector_leases",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:omni_connector_slots_in_use",
+    "vllm:omni_connector_leases",
 )
 _GONE: Final = (OSError, http.client.HTTPException, EngineError)
 
@@ -254,8 +254,7 @@ class Soak:
 def held(engine: Engine) -> dict[str, float]:
     """What an engine without requests still holds, by metric."""
     engine.complete([5, 6, 7], max_tokens=1)  # an idle engine reports with its next step only
-    values = {gauge: engine.metric(f"vllm:{gauge}") for gauge in _GAUGES}
-    return {gauge: value for gauge, value in values.items() if value}
+    return {gauge: value for gauge, value in engine.metrics(*_GAUGES).items() if value}
 
 
 def unmapped(folder: Path = Path("/dev/shm")) -> set[Path]:

@@ -43,6 +43,8 @@ class Staging(Pool):
         Raises:
             TransportError: failed transfers may still write to too much.
         """
+        if not (self._returned or self._kept):
+            return
         self.tidy()
         if self.backed_off():
             raise TransportError(
@@ -62,40 +64,39 @@ class Staging(Pool):
             self.give_back(memory)
             raise
 
-    def settle(self, memory: Memory, future: "Future[list[int]]") -> None:
+    def settle(self, memory: Memory, started: "Future[list[int]]") -> None:
         """Give memory back once this call has ended, whether or not anybody waits for that."""
-        self._once_ended([future], memory, self.give_back)
 
-    def retire(self, memory: Memory, futures: Sequence["Future[list[int]]"]) -> None:
+        def end(_: object) -> None:
+            if _ended_well(started):
+                self.give_back(memory)
+            else:
+                self.quarantine(_STORE, memory, memory.nbytes)
+
+        started.add_done_callback(end)
+
+    def retire(self, memory: Memory, calls: Sequence["Future[list[int]]"]) -> None:
         """Unregister memory once these calls have ended, later if one does not end well."""
-        self._once_ended(futures, memory, self._client.unregister)
-
-    def _once_ended(
-        self,
-        futures: Sequence["Future[list[int]]"],
-        memory: Memory,
-        free: Callable[[Memory], None],
-    ) -> None:
-        lock, left = threading.Lock(), len(futures)
+        lock, left = threading.Lock(), len(calls)
 
         def end(_: object) -> None:
             nonlocal left
             with lock:
                 left -= 1
                 last = left == 0
-            if last and all(map(_ended_well, futures)):
-                free(memory)
+            if last and all(map(_ended_well, calls)):
+                self._client.unregister(memory)
             elif last:
                 self.quarantine(_STORE, memory, memory.nbytes)
 
-        for future in futures:
-            future.add_done_callback(end)
-        if not futures:
-            free(memory)
+        for started in calls:
+            started.add_done_callback(end)
+        if not calls:
+            self._client.unregister(memory)
 
 
-def _ended_well(future: "Future[list[int]]") -> bool:
-    return future.exception() is None and TRANSFER_FAILED not in future.result()
+def _ended_well(started: "Future[list[int]]") -> bool:
+    return started.exception() is None and TRANSFER_FAILED not in started.result()
 
 
 def addresses(memory: Memory, offsets: Sequence[int]) -> list[int]:

@@ -295,8 +295,7 @@ class _Assembly:
         config, surroundings = self._config, self._surroundings
         if config.store is None and not config.share:
             return None
-        refusal = _sharing_refusal(self._vllm_config, self._kv_cache_config)
-        if refusal is not None:
+        if refusal := _sharing_refusal(self._vllm_config, self._kv_cache_config):
             log = logger.info if config.store is None else logger.warning
             log("No prefix is shared: %s", refusal)
             return None
@@ -316,6 +315,7 @@ class _Assembly:
             group_ids=self._group_ids,
             hash_block_size=self._hash_block_size,
             num_blocks=self._kv_cache_config.num_blocks,
+            tokens_a_step=1 + self._vllm_config.num_speculative_tokens,
             hash_of=self._hash_of,
             weights_fixed=config.weights == "fixed",
             lookup_timeout=0.0 if config.store is None else config.store.lookup_timeout_s,

@@ -147,6 +147,9 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
             manager=self._manager,
             surroundings=self._surroundings(),
         )
+        # vLLM asks this in each step for each request that waits, so no call lies in between.
+        asked = self._scheduler_half.get_num_new_matched_tokens
+        self.get_num_new_matched_tokens = asked  # type: ignore[method-assign]
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
         return tuple(self._kv_cache_config.transfer_group_ids)
@@ -157,8 +160,7 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        assert self._scheduler_half is not None
-        return self._scheduler_half.get_num_new_matched_tokens(request, num_computed_tokens)
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int

@@ -116,7 +116,6 @@ class OmniScheduler:
         self._directory = directory
         self._sender = sender
         self._waiting: Collection[str] = sender.waiting if sender is not None else ()
-        self._control_ended = False
         self._receiver = receiver
         self._shared = shared
         self._events = events
@@ -128,7 +127,7 @@ class OmniScheduler:
         # Where a group keeps its last tokens only, a prefill must end where the decode begins.
         self._stops_early = not attends_to_all(kv_cache_config)
         self._void: tuple[list[int], list[int]] = [], []
-        self._gauges: tuple[int, ...] | None = None
+        self._counts: object = None  # those of the gauges
 
     def _take_events(self) -> None:
         for event, number in self._upkeep.take().items():
@@ -258,10 +257,10 @@ class OmniScheduler:
         sender.add(request, prompt, refusal)
 
     def get_num_new_matched_tokens(
-        self, request: "Request", num_computed: int
+        self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """How many tokens beyond these can be loaded; see `KVConnectorBase_V1`."""
-        if request.request_id in self._waiting and not self._control_ended:
+        if request.request_id in self._waiting:
             return _ASK_AGAIN  # in each step, for each of them, so it is all that is looked at
         self._follow_weights()
         if self._adapters.waits(request):
@@ -279,11 +278,11 @@ class OmniScheduler:
             ):
                 return _ASK_AGAIN
             if self._receiver is not None:
-                matched = self._receiver.matched_tokens(request_id, num_computed)
+                matched = self._receiver.matched_tokens(request_id, num_computed_tokens)
                 if self._trace is not None and matched is not None:
                     self._trace.begin(request_id, "room", after="lease")
         if matched == 0 and self._shared is not None:
-            matched = self._shared.matched_tokens(request, num_computed)
+            matched = self._shared.matched_tokens(request, num_computed_tokens)
         return matched, bool(matched)
 
     def update_state_after_alloc(
@@ -324,7 +323,8 @@ class OmniScheduler:
     def build_meta(self, scheduler_output: "SchedulerOutput") -> OmniConnectorMetadata:
         """This step's work for the workers."""
         meta = OmniConnectorMetadata(idle=not scheduler_output.total_num_scheduled_tokens)
-        self._control_ended = self._upkeep.ended()
+        if self._upkeep.ended():
+            self._waiting = ()  # nobody waits for room any more
         self._follow_weights()
         if self._void[0]:
             meta.void, self._void = self._void, ([], [])
@@ -337,7 +337,7 @@ class OmniScheduler:
             scheduled = scheduler_output.num_scheduled_tokens
             self._shared.build(meta)
             self._shared.saves.build(meta, scheduled, self._manager.get_block_ids)
-        meta.cancel.extend(self._ledger.take_revoked())
+        meta.cancel = self._ledger.take_revoked()
         for request in scheduler_output.scheduled_new_reqs:
             self._status.prompt(len(request.prompt_token_ids or ()), request.num_computed_tokens)
         if self._trace is not None:
@@ -423,14 +423,12 @@ class OmniScheduler:
             self._take_events()
         if self._shared is not None:
             self._shared.count_failures()
-        if self._directory is not None:
+        if self._directory is not None and (counts := self._directory.counts()) != self._counts:
+            self._counts = counts
             held, cached, leases = self._directory.usage()
-            num_pinned = self._directory.pool.num_pinned
-            gauges = held, cached, num_pinned, self._directory.num_slots, leases
-            if gauges != self._gauges:
-                self._gauges = gauges
-                for name, value in zip(GAUGES, gauges, strict=True):
-                    stats.gauge(name, value)
+            pinned, total = self._directory.pool.num_pinned, self._directory.num_slots
+            for name, value in zip(GAUGES, (held, cached, pinned, total, leases), strict=True):
+                stats.gauge(name, value)
         if stats.is_empty():
             return None
         taken = OmniStats()

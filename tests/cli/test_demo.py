@@ -147,34 +147,3 @@ def test_of_a_broken_start_the_first_error_is_shown(
     assert "engine died while starting" in out
     assert "decode: ValueError: no room" in out
     assert "OSError" not in out
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.mark.e2e
-def test_the_demo_moves_the_kv_and_gets_the_same_tokens(
-    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status = demo(lengths=(100, 513), cache=cache, logs=tmp_path)
-    out = capsys.readouterr().out
-    assert status == 0, out
-    assert out.count("yes") == 2
-
-
-@pytest.mark.e2e
-def test_the_demo_fails_a_connector_that_moves_nothing(
-    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    no_op = {
-        "kv_connector": "NoOpConnector",
-        "kv_connector_module_path": "omni_connector.testing.no_op",
-        "kv_role": "kv_both",
-    }
-    status = demo(lengths=(513,), cache=cache, logs=tmp_path, kv_transfer_config=no_op)
-    out = capsys.readouterr().out
-    assert status == 1
-    assert "KV of 0 tokens" in out
-    assert "the answer differs from the reference" in out

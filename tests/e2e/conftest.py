@@ -5,20 +5,73 @@ Prompts are kept apart by `cache_salt`, which makes the same prompt unknown to a
 again.
 """
 
-import tempfile
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from .. import early
+from . import programs
+from .configurations import ours
 from .harness import PROMPTS, Case, Pair, References
-from .pool import Pool
+from .pool import Pool, engine_environment
+
+FOLDER = Path(__file__).parent
+EXAMPLE = FOLDER.parents[1] / "examples" / "ar_to_diffusion.py"
 
 
 @pytest.fixture(scope="session")
 def engine_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     with Pool(tmp_path_factory.mktemp("engines")).engines() as pool:
         yield pool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_begun_early(request: pytest.FixtureRequest) -> None:
+    """Those that are not forked take half a minute to start, and here they have it."""
+    early.begin(request, "unlike", "in_process", "example")
+
+
+@pytest.fixture(scope="session")
+def unlike(engine_pool: Pool) -> None:
+    """For tests that take this engine of the pool: it is on its way."""
+    engine_pool.begin(("unlike", "llama", ""))
+
+
+@pytest.fixture(scope="session")
+def in_process(
+    engine_pool: Pool, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[programs.Program]:
+    """A program that decodes with an engine of its own, once it is told what."""
+    settings = {
+        "model": str(engine_pool.model("llama")),
+        "dtype": "float32",
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 512,
+        "kv_cache_memory_bytes": 64 << 20,
+    }
+    setting = {"settings": settings, "kv_transfer_config": ours("kv_consumer")}
+    with programs.running(
+        tmp_path_factory.mktemp("in-process") / "log",
+        engine_environment(engine_pool.runtime),
+        *(str(FOLDER / "in_process.py"), json.dumps(setting)),
+    ) as program:
+        yield program
+
+
+@pytest.fixture(scope="session")
+def example(
+    engine_pool: Pool, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[programs.Program]:
+    """The example of KV that goes from an engine to another stage, which asks for nothing."""
+    folder = tmp_path_factory.mktemp("example")
+    with programs.running(
+        folder / "log",
+        engine_environment(folder),
+        *(str(EXAMPLE), "--model", str(engine_pool.model("llama"))),
+    ) as program:
+        yield program
 
 
 @pytest.fixture
@@ -50,10 +103,3 @@ def case(request: pytest.FixtureRequest, references: References) -> Case:
 def cases(references: References) -> dict[str, Case]:
     """All prompts."""
     return {name: Case(name, prompt, references) for name, prompt in PROMPTS.items()}
-
-
-@pytest.fixture
-def temporary() -> Iterator[Path]:
-    """A temporary folder for engines of users' own programs, whose sockets vLLM leaves there."""
-    with tempfile.TemporaryDirectory(prefix="omni-") as folder:
-        yield Path(folder)

@@ -4,7 +4,8 @@
 A vLLM server imports vLLM three times, one process after the other (server, engine core, worker),
 which is most of the time that it takes to start. Here a process that has imported it forks the
 server, and vLLM's own processes are forked too in place of spawned. From there on all is vLLM's
-own. Engines of users are spawned; those that the demo and the other ways in start are as well.
+own. Engines of users are spawned; those of the demo (but for its negative control) and of the other
+ways in are as well.
 """
 
 import contextlib

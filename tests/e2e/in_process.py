@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode in this process with `LLM(..., kv_transfer_config=...)`: JSON in, JSON out."""
+"""Decode in this process with `LLM(..., kv_transfer_config=...)`.
+
+How the engine is made is the argument. What it decodes is read when it is there. All is JSON.
+"""
 
 import json
 import sys
@@ -9,13 +12,14 @@ from vllm.config import KVTransferConfig
 
 
 def main() -> None:
-    task = json.load(sys.stdin)
+    setting = json.loads(sys.argv[1])
     llm = LLM(
-        **task["settings"],
+        **setting["settings"],
         enforce_eager=True,
         disable_log_stats=False,
-        kv_transfer_config=KVTransferConfig(**task["kv_transfer_config"]),
+        kv_transfer_config=KVTransferConfig(**setting["kv_transfer_config"]),
     )
+    task = json.load(sys.stdin)
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=task["max_tokens"],

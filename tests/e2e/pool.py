@@ -83,11 +83,11 @@ class Member:
     def require_quiet(self) -> None:
         """Raise AssertionError unless it runs, and has no request."""
         assert self.engine.alive, f"an engine has died:\n{self.engine.log_tail()}"
-        for gauge in ("num_requests_running", "num_requests_waiting"):
-            deadline = time.monotonic() + 30.0
-            while left := self.engine.metric(f"vllm:{gauge}"):
-                assert time.monotonic() < deadline, f"{gauge} of an engine is still {left}"
-                time.sleep(0.1)
+        gauges = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        deadline = time.monotonic() + 30.0
+        while any((left := self.engine.metrics(*gauges)).values()):
+            assert time.monotonic() < deadline, f"an engine still has requests: {left}"
+            time.sleep(0.1)
 
 
 class Pool:
@@ -104,6 +104,7 @@ class Pool:
         self.runtime = Path(self._short.name) / "run"
         self.runtime.mkdir(mode=0o700)
         self._members: dict[tuple[str, str, str], Member] = {}
+        self._begun: dict[tuple[str, str, str], Engine] = {}
         self._fork_server: ForkServer | None = None
         self._count = 0
         self.started: set[tuple[str, str]] = set()
@@ -161,11 +162,12 @@ class Pool:
                 **(environment or {}),
             },
             kv_cache_bytes=settings.pop("kv_cache_bytes", chosen.kv_cache_bytes),
-            fork_server=self._forks() if chosen.forked else None,
+            fork_server=self.fork_server() if chosen.forked else None,
             **settings,
         )
 
-    def _forks(self) -> ForkServer:
+    def fork_server(self) -> ForkServer:
+        """Starts engines; started at the first use."""
         if self._fork_server is None:
             # Read when torch is loaded, so that vLLM cannot set it for each engine: more threads
             # than the one core that a rank is bound to would wait for each other.
@@ -190,17 +192,8 @@ class Pool:
 
         They are started together where they are not running yet.
         """
-        starting = {}
-        for key in wanted:
-            member = self._members.get(key)
-            if member is not None and member.engine.alive:
-                self._members[key] = self._members.pop(key)  # the latest used are kept
-                continue
-            self._members.pop(key, None)
-            self._make_room(len(wanted), keep=wanted)
-            configuration, recipe, _ = key
-            starting[key] = self.new(configuration, recipe, **settings)
-            starting[key].start()
+        self.begin(*wanted, **settings)
+        starting = {key: self._begun.pop(key) for key in wanted if key in self._begun}
         try:
             for key, engine in starting.items():
                 self._members[key] = self.adopt(engine)
@@ -210,9 +203,25 @@ class Pool:
             raise
         return [self._members[key] for key in wanted]
 
+    def begin(self, *wanted: tuple[str, str, str], **settings: Any) -> None:
+        """Start engines that a later test takes, without waiting for them."""
+        for key in wanted:
+            member = self._members.get(key)
+            if member is not None and member.engine.alive:
+                self._members[key] = self._members.pop(key)  # the latest used are kept
+                continue
+            self._members.pop(key, None)
+            if key not in self._begun:
+                self._make_room(len(wanted), keep=wanted)
+                configuration, recipe, _ = key
+                self._begun[key] = self.new(configuration, recipe, **settings)
+                self._begun[key].start()
+
     def _make_room(self, count: int, keep: Sequence[tuple[str, str, str]]) -> None:
         while len(self._members) > MOST_ENGINES - count:
-            oldest = next((key for key in self._members if key not in keep), None)
+            others = (key for key in self._members if key not in keep)
+            # One that is not forked takes half a minute to start anew.
+            oldest = next((key for key in others if CONFIGURATIONS[key[0]].forked), None)
             if oldest is None:
                 return
             self._leave(oldest)
@@ -245,6 +254,8 @@ class Pool:
         finally:
             for member in self._members.values():
                 member.engine.stop()
+            for engine in self._begun.values():
+                engine.kill()  # one that is still starting does not end when it is asked to
             if self._fork_server is not None:
                 self._fork_server.close()
             self._short.cleanup()
@@ -270,4 +281,4 @@ def require_idle(engine: Engine, timeout: float = 60.0) -> None:
     while left := held(engine):
         if time.monotonic() > deadline:
             raise AssertionError(f"still held after {timeout:.0f} s: {left}")
-        time.sleep(0.3)
+        time.sleep(0.1)

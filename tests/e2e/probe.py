@@ -5,6 +5,7 @@ What a request's blocks hold is read through the views that vLLM's own layers us
 wrong idea of the layout in the connector cannot hide in the test.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 
 EXTENSION = "tests.e2e.probe.KVProbe"
 SPOILED = 3.0
+NOISE = 1_000_003
+"""How many numbers are drawn; a prime, so that repeated they are others in every block."""
 KEPT = 16
 
 
@@ -51,14 +54,23 @@ class KVProbe:
     def probe_spoil(self) -> None:
         """Fill the whole KV cache with numbers that belong to nobody."""
         draw = torch.Generator().manual_seed(self.rank)
+        # Halves of float32 are finite in bfloat16 only if they were drawn as such, and groups of
+        # several types may share these bytes.
+        noise = torch.empty(NOISE, dtype=torch.bfloat16).normal_(0.0, SPOILED, generator=draw)
+        drawn = 0
+        spoiled = set()
         for layers in self._probe_layers().values():
             for tensor in layers:
-                # Halves of float32 are finite in bfloat16 only if they were drawn as such, and
-                # groups of several types may share these bytes.
+                view = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+                if view in spoiled:  # it is that of a layer of another group too
+                    continue
+                spoiled.add(view)
                 *rows, width = tensor.shape
-                noise = torch.empty((*rows, width * tensor.itemsize // 2), dtype=torch.bfloat16)
-                noise.normal_(0.0, SPOILED, generator=draw)
-                tensor.copy_(noise.view(tensor.dtype))
+                shape = (*rows, width * tensor.itemsize // 2)
+                count = math.prod(shape)
+                more = noise.roll(-drawn).repeat(-(-count // NOISE))[:count]
+                tensor.copy_(more.view(shape).view(tensor.dtype))
+                drawn = (drawn + count) % NOISE
 
     def probe_save(self, folder: str) -> None:
         """Write what was kept of the latest requests."""

@@ -59,10 +59,29 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 @pytest.fixture
-def setting(family: Family, pool: Pool, references: References) -> Setting:
-    """The engines of a family."""
-    members = pool.take(("both", family.recipe, "a"), ("both", family.recipe, "b"))
-    return Setting(family, references, Pair.of(*members), members[0].block)
+def setting(
+    request: pytest.FixtureRequest, family: Family, pool: Pool, references: References
+) -> Setting:
+    """The engines of a family. Those of the next one start meanwhile."""
+    prefill, decode, _ = pool.take(*engines_of(family))
+    following = family_after(request.node, family)
+    if following is not None:
+        pool.begin(*engines_of(following))
+    return Setting(family, references, Pair.of(prefill, decode), prefill.block)
+
+
+def engines_of(family: Family) -> list[tuple[str, str, str]]:
+    """A pair, and the one that answers what is right."""
+    names = (("both", "a"), ("both", "b"), ("reference", ""))
+    return [(configuration, family.recipe, name) for configuration, name in names]
+
+
+def family_after(test: pytest.Item, family: Family) -> Family | None:
+    """That of the tests of this file that come after those of this family."""
+    items = test.session.items
+    later = (item for item in items[items.index(test) :] if item.path == test.path)
+    others = (item.callspec.params["family"] for item in later)  # type: ignore[attr-defined]
+    return next((other for other in others if other is not family), None)
 
 
 @pytest.mark.supports("negative control fails")

@@ -17,7 +17,7 @@ from .pool import Member, Pool
 from .prompts import new_salt
 from .prompts import random_prompt as prompt_of
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("unlike")]
 
 PROMPTS = [prompt_of(300 + length, length) for length in (2, 57, 128, 129, 300, 1200)]
 

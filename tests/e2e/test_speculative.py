@@ -13,7 +13,7 @@ from .harness import Pair
 from .pool import Pool
 from .prompts import new_salt, random_prompt
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("unlike")]
 
 
 @pytest.mark.supports("speculative decoding by n-grams", "Llama")

@@ -2,37 +2,17 @@
 """Stage to stage: the KV of a real engine, attended to in another process."""
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from .pool import Pool, engine_environment
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "ar_to_diffusion.py"
+from .conftest import EXAMPLE
+from .programs import Program
 
 
 @pytest.mark.e2e
-def test_ar_to_diffusion_transfer(engine_pool: Pool, tmp_path: Path, temporary: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--model", str(engine_pool.model("llama"))],
-        env={
-            **os.environ,
-            **engine_environment(tmp_path),
-            "TMPDIR": str(temporary),
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "0",
-        },
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "300 tokens of KV received" in done.stdout
+def test_ar_to_diffusion_transfer(example: Program) -> None:
+    assert "300 tokens of KV received" in example.finish(timeout=250)
 
 
 def test_the_example_would_notice_one_wrong_token() -> None:

@@ -220,7 +220,7 @@ class PoolMachine(RuleBasedStateMachine):
     def take(self, words: tuple[str, ...], group: int) -> None:
         asked: list[list[bytes | None]] = [[] for _ in range(GROUPS)]
         asked[group] = keys(*words)
-        free_and_cached = self.SLOTS - self.pool.num_held
+        free_and_cached = sum(self.pool.counts()[:2])
         taken = self.pool.take(asked, [0] * GROUPS)
         in_use = {slot for each in self.prompts for slot in (*each.slots, *each.filling)}
         if taken is None:
@@ -287,11 +287,7 @@ class PoolMachine(RuleBasedStateMachine):
         free = set(pool._free[: pool._num_free].tolist())
         assert not held & (cached | free)
         assert not cached & free
-        assert (len(held), len(cached), len(free)) == (
-            pool.num_held,
-            pool.num_cached,
-            pool._num_free,
-        )
+        assert (len(free), len(cached)) == pool.counts()[:2]
         assert held | cached | free == set(range(self.SLOTS))
 
     @invariant()

@@ -170,7 +170,8 @@ class FavourMachine(RuleBasedStateMachine):
         cached = order.here(np.arange(self.SLOTS))
         assert pool.num_cached == np.count_nonzero(cached)
         assert pool.num_pinned == np.count_nonzero(cached & order.pinned)
-        assert pool.num_held == np.count_nonzero(pool._users)
+        assert pool.counts() == (pool._num_free, pool.num_cached, pool.num_pinned)
+        assert self.SLOTS - sum(pool.counts()[:2]) == np.count_nonzero(pool._users)
         owners = Counter(tenant for tenant in pool._tenant.tolist() if tenant)
         assert owners == pool._kept_of
         free = pool._free[: pool._num_free]
@@ -192,7 +193,8 @@ class FavourMachine(RuleBasedStateMachine):
         for slots in (*self.saves, *self.handoffs):
             self.pool.let_go(slots[::-1])
         self.pool.end_pins(float("inf"))
-        assert (self.pool.num_held, self.pool.num_pinned) == (0, 0)
+        free, cached, pinned = self.pool.counts()
+        assert (free + cached, pinned) == (self.SLOTS, 0)
         self.pool.forget()
         assert not self.pool._kept_of
         assert self.pool._num_free == self.SLOTS

@@ -3,7 +3,6 @@
 
 import importlib.util
 import os
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -21,9 +20,9 @@ from omni_connector.testing.simulation.plan import has_states
 from omni_connector.testing.simulation.run import laboratory, run
 from omni_connector.vllm_v1.metrics import OmniStats
 
-pytestmark = pytest.mark.vllm
+from ..simulations import STORIES
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.vllm
 
 
 def test_a_seed_is_the_same_schedule_each_time():
@@ -33,24 +32,12 @@ def test_a_seed_is_the_same_schedule_each_time():
 
 
 @pytest.mark.timeout(900)
-def test_a_seed_is_the_same_schedule_however_strings_are_hashed():
+def test_a_seed_is_the_same_schedule_however_strings_are_hashed(stories):
     """Of other processes too, where objects lie elsewhere and vLLM draws what its hashes begin
     with."""
-    code = "from omni_connector.testing.simulation.command import main; main()"
-    stories = []
-    for hashes in ("random", "1"):
-        done = subprocess.run(
-            [sys.executable, "-c", code, "--seeds", "0:12", "--story"],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), HASHES_VARIABLE: hashes},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        stories.append(done.stdout)
-    assert stories[0].count("the end, after") == 12
-    assert stories[0] == stories[1]
+    first, other = (run.finish() for run in stories)
+    assert first.count("the end, after") == STORIES
+    assert first == other
 
 
 def test_the_command_starts_anew_with_fixed_hashes(monkeypatch):

@@ -42,6 +42,21 @@ def test_others_overtake_a_handoff_that_waits(engine, tokens):
     prefill.settle()
 
 
+def test_the_next_is_tried_when_the_first_that_waits_is_aborted(engine):
+    prefill = engine("kv_producer", extra={**slots(6), "arena_wait_s": 600.0})
+    prefill.generate(prompt(LENGTH), params=HANDOFF)
+    large = prefill.submit(prompt(LENGTH, seed=1), params=HANDOFF)
+    small = prefill.submit(prompt(2 * BLOCK - 3, seed=2), params=HANDOFF)
+    for _ in range(3):
+        prefill.step()
+    assert not prefill.done(large)
+    assert not prefill.done(small)
+    prefill.abort(large)  # which releases no slot
+    prefill.run(lambda: prefill.done(small))
+    assert "omni_token" in prefill.answers[small].params
+    prefill.settle()
+
+
 def test_after_its_time_a_waiting_handoff_is_given_up(engine, tokens, log):
     prefill = engine("kv_producer", extra={**slots(4), "arena_wait_s": 0.1})
     decode = engine("kv_consumer")

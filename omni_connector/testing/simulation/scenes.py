@@ -278,6 +278,21 @@ def _parts(plan: Plan, draw: random.Random) -> Plan:
     return replace(plan, engines=engines, events=_events(happens), pace=0.0002, trouble={})
 
 
+def _resets(plan: Plan, draw: random.Random) -> Plan:
+    """Caches are reset while blocks are being copied into the arenas."""
+    happens: _Happens = []
+    for _ in range(4):
+        engine = draw.choice(plan.engines).name
+        prompt = draw.randrange(3), draw.choice((20, 33, 37))
+        happens += [
+            (draw.choice((30, 300)), "serve", _serve(engine, prompt, 20)),
+            (draw.choice((10, 30, 60)), "reset", {"engine": engine, "connector": True}),
+        ]
+    engines = tuple(replace(engine, step_s=0.0) for engine in plan.engines)
+    trouble = {"slow_copies": draw.choice((SLOW_S, 0.1))}
+    return replace(plan, engines=engines, events=_events(happens), pace=0.0002, trouble=trouble)
+
+
 _HOST_SCENES_OFTEN: Final = 0.3
 _HOST_SCENES: Final[tuple[Callable[[Plan, random.Random], Plan], ...]] = (
     _evictions,
@@ -285,6 +300,7 @@ _HOST_SCENES: Final[tuple[Callable[[Plan, random.Random], Plan], ...]] = (
     _liars,
     _parts,
     _slow_copies,
+    _resets,
 )
 
 

@@ -164,8 +164,8 @@ HINTS: Final = (
         "`cache: no` changes nothing",
         (
             "omni_connector.prefix.saves",
-            '            if prompt is None or prompt.hints.cache == "no":\n',
-            "            if prompt is None:\n",
+            '        if prompt.hints.cache != "no":\n',
+            "        if True:\n",
         ),
     ),
     mutant(
@@ -203,6 +203,15 @@ HINTS: Final = (
             "        admitted = np.array([each.hints.asks_arena for each in new], bool)\n"
             "        others = _hashes(each for each in new if not each.hints.asks_arena)\n",
             "        admitted = np.zeros(len(new), bool)\n        others = _hashes(new)\n",
+        ),
+    ),
+    mutant(
+        "what is being loaded is saved",
+        "blocks of a request that vLLM does not schedule yet are saved, too",
+        (
+            "omni_connector.prefix.saves",
+            "            if tokens := scheduled.get(request.request_id):\n",
+            "            if (tokens := scheduled.get(request.request_id, 0)) >= 0:\n",
         ),
     ),
 )

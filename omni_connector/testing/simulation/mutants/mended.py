@@ -274,6 +274,15 @@ MENDED: Final = (
         ),
     ),
     mutant(
+        "waiters: the next is not tried",
+        "room for two was released, and the second waits until slots are released again",
+        (
+            "omni_connector.handoff.sender",
+            "            del self.waiting[request_id]\n            self._tried = None\n",
+            "            del self.waiting[request_id]\n",
+        ),
+    ),
+    mutant(
         "windows in part are found",
         "a block of a window whose first tokens were not loaded has a hash, and vLLM finds it",
         (

@@ -14,6 +14,11 @@ SHARING: Final = (
             "            self._directory.void()\n",
             "            pass\n",
         ),
+        (
+            "omni_connector.prefix.host_blocks",
+            "            self._pool.forget()  # where nothing is handed off, nobody else does\n",
+            "",
+        ),
     ),
     mutant(
         "what an index lists is waited for",
