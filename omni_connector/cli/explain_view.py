@@ -21,7 +21,7 @@ _PLACES: Final = {
 }
 _CAUSES: Final = {
     "never_seen": "never seen by this engine",
-    "evicted": "evicted from its arena, or not kept there when it was new",
+    "evicted": "evicted from its arena, or passed over",
     "other_salt": "last seen with another cache salt, LoRA adapter or image",
     "too_late": "the store did not answer in time",
 }

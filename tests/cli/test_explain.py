@@ -290,7 +290,7 @@ def test_the_table_has_a_row_for_each_engine() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for part in (
         *("0-15 own KV cache", "0-15 arena of b", "16 other arenas", "68 of 100", "window:"),
-        *("token 32: evicted from its arena; evicted from the arena of b", "odd"),
+        *("token 32: evicted from its arena, or passed over", "the arena of b", "odd"),
         *("a: shares with b", "a: does not share with c: another model"),
     ):
         assert part in text, part

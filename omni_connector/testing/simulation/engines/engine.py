@@ -238,8 +238,8 @@ class SimulatedEngine(Actor):
         if between and self._inputs:
             self._inputs.popleft()()
             return True
-        if self._aborts and (between or self._executed):
-            aborted, self._aborts = self._aborts, []
+        if (between or self._executed) and (aborted := self._to_abort()):
+            self._aborts = [each for each in self._aborts if each not in aborted]
             self.scheduler.finish_requests(aborted, RequestStatus.FINISHED_ABORTED)
             return True
         in_flight = len(self._scheduled) + len(self._executed)
@@ -257,6 +257,13 @@ class SimulatedEngine(Actor):
         if self._executed:
             return self._update(*self._executed.popleft())
         return None
+
+    def _to_abort(self) -> list[str]:
+        """In the middle of a step not those that are still to be added. vLLM tells of an abort a
+        second time, behind the request."""
+        if not self._inputs:
+            return self._aborts
+        return [each for each in self._aborts if each in self.scheduler.requests]
 
     def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         # Layers tell nothing where a graph of the whole model is replayed; in a batch that is
