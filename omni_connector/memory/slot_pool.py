@@ -387,8 +387,10 @@ class SlotPool:
 
     def _settle(self, unheld: Ints) -> None:
         """Cache or free slots that nobody holds."""
-        # A copy under way may be cancelled now, so no other user may find its slot.
-        self._keyed[unheld[~self._ready[unheld]]] = False
+        # A copy under way may be cancelled now, so no other user may find its slot, pinned or not.
+        lost = unheld[~self._ready[unheld]]
+        self._keyed[lost] = False
+        self._order.unused(lost)
         idle = unheld[~self._busy[unheld]]
         keep = self._ready[idle] & self._keyed[idle]
         kept, gone = idle[keep], idle[~keep]

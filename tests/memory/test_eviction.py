@@ -201,6 +201,18 @@ def test_prompts_that_begin_to_come_again_are_noticed() -> None:
     assert admitted(pool, "new", "auto")
 
 
+def test_the_pins_of_a_copy_end_when_nobody_can_find_it_any_more() -> None:
+    pool = SlotPool(8)
+    asked = keys("a", "b")
+    slots = pool.take([asked], [0])[0][0]  # type: ignore[index]
+    pool.fill(0, asked, slots)
+    assert pool.pin(slots, 1, until=10.0) == 2
+    pool.let_go(slots)
+    assert pool.pins(1)[0] == 0
+    pool.filled(slots)
+    assert pool.counts() == (8, 0, 0)
+
+
 class PoolMachine(RuleBasedStateMachine):
     """The pool against a dictionary that says what is in each slot."""
 

@@ -160,6 +160,15 @@ HINTS: Final = (
         ),
     ),
     mutant(
+        "defect: what nobody finds any more stays pinned",
+        "the slots of a copy whose request has gone take room for pins until the copy has ended",
+        (
+            "omni_connector.memory.slot_pool",
+            "        self._order.unused(lost)\n",
+            "",
+        ),
+    ),
+    mutant(
         "what shall not be kept is kept",
         "`cache: no` changes nothing",
         (
