@@ -3,7 +3,8 @@
 
 vLLM's real scheduler runs in this process with 1, 64 and 256 decoding requests; the model is
 left out (every request gets a token at once). With 256, another run has 32 requests beside them
-that wait for room in a full arena. Each method of the connector that vLLM calls is
+that wait for room in a full arena, and another has blocks of 16 tokens, of which answers fill
+some in each step. Each method of the connector that vLLM calls is
 timed, and the times of a step are added up, for the scheduler half and for the worker half.
 Beside OmniKVConnector stands a connector whose methods do nothing.
 
@@ -64,7 +65,8 @@ RESULTS = Path(__file__).parent / "results"
 RUNNING = (1, 64, 256)
 WAITING = 32
 TARGET_US = 20.0
-BLOCK, LAYERS, HEADS, HEAD_SIZE = 128, 4, 1, 8
+LAYERS, HEADS, HEAD_SIZE = 4, 1, 8
+LARGE, SMALL = 128, 16  # tokens of a block
 PROMPT = 200
 # Prompts that are handed off take two slots of 32 KiB each; this many fill the small arena.
 FULL_GIB, FULL = 0.001, 16
@@ -120,6 +122,19 @@ class Stopwatch:
         return taken
 
 
+@dataclass(frozen=True)
+class Scene:
+    """How many requests decode, how many wait for room, and the tokens of a block."""
+
+    running: int
+    waiting: int = 0
+    block: int = LARGE
+
+    def __str__(self) -> str:
+        waiting = f" + {self.waiting}" if self.waiting else ""
+        return f"{self.running}{waiting}" + (", filling" if self.block == SMALL else "")
+
+
 @dataclass
 class Times:
     """Microseconds: of the connector's halves in each step, and of the scheduler's whole step."""
@@ -133,23 +148,26 @@ class Times:
 class Engine:
     """vLLM's scheduler and both halves of a connector, without a model."""
 
-    def __init__(self, model: Path, connector: str, running: int, steps: int, waiting: int) -> None:
-        blocks = 1 + (running + waiting + FULL) * (-(-(PROMPT + steps + SPARE) // BLOCK) + 1)
-        self.config = vllm_config(model, connector, running + waiting, blocks, full=waiting > 0)
-        cache = kv_cache_config(blocks)
+    def __init__(self, model: Path, connector: str, scene: Scene, steps: int) -> None:
+        requests = scene.running + scene.waiting
+        longest = PROMPT + scene.block + steps + SPARE
+        blocks = 1 + (requests + FULL) * (-(-longest // scene.block) + 1)
+        self._block = scene.block
+        self.config = vllm_config(model, connector, scene, blocks)
+        cache = kv_cache_config(blocks, scene.block)
         device = torch.device("cpu")
         self.worker: Any = KVConnectorFactory.create_connector(
             config=self.config, role=KVConnectorRole.WORKER, kv_cache_config=cache
         )
         self.worker.register_kv_caches(
-            allocate_kv_cache(cache, device, KVCacheLayout.LBHNC, [BLOCK])
+            allocate_kv_cache(cache, device, KVCacheLayout.LBHNC, [scene.block])
         )
         self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
             vllm_config=self.config,
             kv_cache_config=cache,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
+            block_size=scene.block,
+            hash_block_size=scene.block,
             log_stats=True,
         )
         handshake = self.worker.get_handshake_metadata()
@@ -157,7 +175,7 @@ class Engine:
             self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
         hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
-        self._hasher = get_request_block_hasher(BLOCK, hash_fn)
+        self._hasher = get_request_block_hasher(scene.block, hash_fn)
         self.stopwatch = Stopwatch()
         self.stopwatch.watch(self.scheduler.connector, SCHEDULER_METHODS)
 
@@ -166,7 +184,9 @@ class Engine:
         sampling = SamplingParams(
             max_tokens=max_tokens, temperature=0.0, ignore_eos=True, extra_args=extra
         )
-        prompt = [(number * 7 + i * 3) % 500 for i in range(PROMPT)]
+        # Where blocks shall fill in each step, each begins its answer at another place in one.
+        length = PROMPT + (number % SMALL if self._block == SMALL else 0)
+        prompt = [(number * 7 + i * 3) % 500 for i in range(length)]
         kind = "handed" if handed_off else "decodes"
         request = Request(f"{kind}-{number}", prompt, sampling, None, block_hasher=self._hasher)
         self.scheduler.add_request(request)
@@ -209,20 +229,18 @@ class Engine:
         self.worker.shutdown()
 
 
-def vllm_config(
-    model: Path, connector: str, running: int, blocks: int, *, full: bool
-) -> VllmConfig:
+def vllm_config(model: Path, connector: str, scene: Scene, blocks: int) -> VllmConfig:
     settings = dict(CONNECTORS[connector])
-    if full:
+    if scene.waiting:
         settings["kv_connector_extra_config"] = {"arena_gib": FULL_GIB, "arena_wait_s": 1e6}
     transfer = KVTransferConfig(kv_connector=connector, kv_role="kv_both", **settings)
     config = VllmConfig(
         model_config=ModelConfig(model=str(model), dtype="float32", max_model_len=8192),
-        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+        cache_config=CacheConfig(block_size=scene.block, enable_prefix_caching=True),
         scheduler_config=SchedulerConfig(
             max_model_len=8192,
             is_encoder_decoder=False,
-            max_num_seqs=running,
+            max_num_seqs=scene.running + scene.waiting,
             max_num_batched_tokens=8192,
             enable_chunked_prefill=True,
         ),
@@ -236,11 +254,11 @@ def vllm_config(
     return config
 
 
-def kv_cache_config(blocks: int) -> KVCacheConfig:
+def kv_cache_config(blocks: int, block: int) -> KVCacheConfig:
     """One group of full attention; its pages are small, as nothing is put in them."""
     layers = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
     spec = FullAttentionSpec(
-        block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32
+        block_size=block, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32
     )
     page = spec.page_size_bytes
     tensor = KVCacheTensor(
@@ -254,24 +272,24 @@ def kv_cache_config(blocks: int) -> KVCacheConfig:
         kv_cache_tensors=[tensor],
         kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
         kv_cache_layout="LBHNC",
-        hash_block_size=BLOCK,
+        hash_block_size=block,
     )
 
 
 @contextlib.contextmanager
-def engine(model: Path, connector: str, running: int, steps: int, waiting: int) -> Iterator[Engine]:
-    made = Engine(model, connector, running, steps, waiting)
+def engine(model: Path, connector: str, scene: Scene, steps: int) -> Iterator[Engine]:
+    made = Engine(model, connector, scene, steps)
     try:
         yield made
     finally:
         made.close()
 
 
-def measure(model: Path, connector: str, running: int, steps: int, waiting: int = 0) -> Times:
-    """Times of `steps` steps in which `running` requests decode, others wait, and nothing else
-    happens."""
+def measure(model: Path, connector: str, scene: Scene, steps: int) -> Times:
+    """Times of `steps` steps in which requests decode, others wait, and nothing else happens."""
     times = Times()
-    with engine(model, connector, running, steps, waiting) as made:
+    running, waiting = scene.running, scene.waiting
+    with engine(model, connector, scene, steps) as made:
         for number in range(FULL if waiting else 0):
             made.add(10_000 + number, 1, handed_off=True)
         while made.scheduler.requests:
@@ -309,16 +327,17 @@ def p99(values: list[float]) -> float:
     return statistics.quantiles(values, n=100)[98]
 
 
-def row(connector: str, running: int, waiting: int, times: Times) -> str:
+def row(connector: str, scene: Scene, times: Times) -> str:
     half, worker, step = (statistics.median(v) for v in (times.half, times.worker, times.step))
-    requests = f"{running} + {waiting}" if waiting else f"{running}"
+    mean = statistics.mean(times.half)
     return (
-        f"| {connector} | {requests} | {half:.1f} | {p99(times.half):.1f} | {worker:.1f} "
-        f"| {step:.0f} | {100 * half / step:.1f} | {times.admission:.1f} |"
+        f"| {connector} | {scene} | {half:.1f} | {mean:.1f} | {p99(times.half):.1f} "
+        f"| {worker:.1f} | {step:.0f} | {100 * mean / statistics.mean(times.step):.1f} "
+        f"| {times.admission:.1f} |"
     )
 
 
-def markdown(results: dict[tuple[str, int, int], Times], command: str, steps: int) -> str:
+def markdown(results: dict[tuple[str, Scene], Times], command: str, steps: int) -> str:
     lines = [
         "# The connector's part of a step with nothing to move",
         "",
@@ -327,27 +346,30 @@ def markdown(results: dict[tuple[str, int, int], Times], command: str, steps: in
         "",
         f"Microseconds, medians of {steps} steps of vLLM's scheduler with requests that decode. "
         "*scheduler half*: inside the connector's methods; *step*: scheduling and updating, the "
-        "connector included; *worker half*: all its methods in one step; *admission*: scheduler "
-        "half for one new request, from its arrival to the end of its prefill.",
+        "connector included; *% of step*: of the means; *worker half*: all its methods in one "
+        "step; *admission*: scheduler half for one new request, from its arrival to the end of its "
+        "prefill.",
         "",
         f"*256 + {WAITING}*: beside them {WAITING} requests wait for room in a full arena. "
-        f"Target: {TARGET_US:.0f} µs for the scheduler half in each row.",
+        f"Target: {TARGET_US:.0f} µs for the scheduler half in each row. *filling*: there is "
+        f"something to move: blocks of {SMALL} tokens instead of {LARGE}, of which the answers "
+        "fill 16 a step, and which are kept; the threads that copy them run beside it.",
         "",
-        "| connector | running | scheduler half | 99 % | worker half | step | % of step "
+        "| connector | running | scheduler half | its mean | 99 % | worker half | step | % of step "
         "| admission |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     lines += [row(*key, times) for key, times in results.items()]
     return "\n".join([*lines, ""])
 
 
-def plot(results: dict[tuple[str, int, int], Times], path: Path) -> None:
+def plot(results: dict[tuple[str, Scene], Times], path: Path) -> None:
     """Both halves by number of running requests."""
     figure, axes = plt.subplots(figsize=(6.5, 4.5), layout="constrained")
     for connector, colour in zip(CONNECTORS, ("tab:blue", "tab:gray"), strict=True):
         for part, style in (("half", "o-"), ("worker", "s:")):
             values = [
-                statistics.median(getattr(results[connector, running, 0], part))
+                statistics.median(getattr(results[connector, Scene(running)], part))
                 for running in RUNNING
             ]
             label = f"{connector}, {'scheduler' if part == 'half' else 'worker'} half"
@@ -375,14 +397,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
         os.environ["OMNI_CONNECTOR_RUNTIME_DIR"] = str(Path(folder) / "run")
         model = make_model("llama", Path(folder) / "model")
-        for running in RUNNING:
+        most = max(RUNNING)
+        scenes = [*map(Scene, RUNNING), Scene(most, WAITING), Scene(most, block=SMALL)]
+        for scene in scenes:
             for connector in CONNECTORS:
-                for waiting in (0, WAITING):
-                    if waiting and (running < max(RUNNING) or connector == "NoOpConnector"):
-                        continue
-                    times = measure(model, connector, running, steps, waiting)
-                    results[connector, running, waiting] = times
-                    print(row(connector, running, waiting, times), flush=True)
+                if scene.waiting and connector == "NoOpConnector":
+                    continue
+                times = results[connector, scene] = measure(model, connector, scene, steps)
+                print(row(connector, scene, times), flush=True)
     arguments.output.mkdir(parents=True, exist_ok=True)
     command = "python benchmarks/scheduler_step.py" + (" --quick" if arguments.quick else "")
     (arguments.output / "scheduler_step.md").write_text(markdown(results, command, steps))

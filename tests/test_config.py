@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OmniConfig`: where values come from, and what is refused in which words."""
 
+import json
 import math
 import os
 import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from omni_connector.config import (
@@ -18,6 +20,7 @@ from omni_connector.config import (
 from omni_connector.errors import ConfigError
 
 GIB = 1 << 30
+ROOT = Path(__file__).parents[1]
 
 
 def load(extra: dict[str, Any] | None = None, **environ: str) -> OmniConfig:
@@ -32,6 +35,17 @@ def test_without_configuration_the_documented_defaults_hold(extra: dict[str, Any
     assert (config.handoff_ttl_s, config.load_timeout_s) == (120.0, 30.0)
     assert config.arena_gib is None
     assert config.model_id is None
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/configuration.md"])
+def test_pages_give_the_defaults_that_hold(page: str) -> None:
+    declared = {field.encode_name: field.default for field in msgspec.structs.fields(OmniConfig)}
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", (ROOT / page).read_text(), re.MULTILINE)
+    given = {key: default.strip("` ") for key, default in rows if key in declared}
+    assert {"share", "admission", "integrity", "handoff_ttl_s"} <= given.keys()
+    for key, default in given.items():
+        if isinstance(declared[key], bool | float | str):
+            assert default == json.dumps(declared[key]).strip('"').removesuffix(".0"), key
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,15 @@ Blocks beyond that are not copied.
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork
+from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, RequestBlocks
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.prefix.block_changes import BlockChanges
-from omni_connector.prefix.hints import NO_HINTS
 from omni_connector.prefix.host_blocks import Candidate, HostBlocks
 from omni_connector.prefix.jobs import StoreSaveSpec
 from omni_connector.prefix.lookups import Recently
 from omni_connector.prefix.prompts import SharedPrompt, whole_blocks
 from omni_connector.stats import Stats
-
-BlockTables = tuple[list[int], ...]
-"""The block ids of one request, for each of vLLM's groups."""
 
 # Copies under way hold at most one in so many KV blocks.
 _HELD_PART: Final = 4
@@ -30,6 +26,10 @@ _RECENT_S: Final = 30.0
 
 # A copy that began more seconds ago than this waits for the store.
 _COPY_S: Final = 0.1
+
+# What answers fill is looked at once in so many steps, as a copy of a few blocks costs the
+# scheduler hardly more than that of one. Of an answer that ends before, its last block is not kept.
+_TOGETHER: Final = 4
 
 
 class PrefixSaves:
@@ -66,6 +66,13 @@ class PrefixSaves:
         self._step = 0
         # The prompts to look at, by the number of the step. Most steps fill no block of an answer.
         self._due: dict[int, dict[SharedPrompt, None]] = {}
+        # Other blocks may be gone, or hold another state, a few steps after they have filled.
+        lasting = all(
+            shape.attention_type == "all"
+            or (shape.attention_type == "window" and shape.window > _TOGETHER * tokens_a_step)
+            for shape in groups
+        )
+        self._together = _TOGETHER if lasting else 1
         self._prefix = prefix
         self._host = host
         self._stores = stores
@@ -85,25 +92,29 @@ class PrefixSaves:
         self,
         meta: CopyWork,
         scheduled: Mapping[str, int],
-        tables_of: Callable[[str], BlockTables],
+        blocks_of: Callable[[str], RequestBlocks],
     ) -> None:
         """Add this step's saves to `meta`.
 
         Args:
             scheduled: tokens that this step computes, by request.
-            tables_of: says which blocks a request has.
+            blocks_of: says which blocks a request has.
         """
         filled: dict[tuple[int, bytes], Candidate] = {}
         self._step += 1
         for prompt in self._due.pop(self._step, ()):
-            request, lacks = prompt.request, 0
+            request, steps = prompt.request, 1
             # Until it is scheduled, its blocks may be those of a load under way.
             if tokens := scheduled.get(request.request_id):
                 end = request.num_computed_tokens + tokens
                 if end >= prompt.fills_at:
-                    self._save(meta, prompt, end, tables_of, filled)
+                    self._save(meta, prompt, end, blocks_of, filled)
                 lacks = prompt.fills_at - max(end, request.num_tokens)
-            self.look_at(prompt, max(1, -(-lacks // self._tokens_a_step)))
+                if lacks > 0:  # it writes an answer
+                    steps = -(-lacks // self._tokens_a_step)
+                    if not prompt.hints.asks_arena:
+                        steps += -(self._step + steps) % self._together
+            self.look_at(prompt, steps)
         if self._host is not None and filled:
             self._keep(meta, self._host, list(filled.values()))
 
@@ -146,29 +157,31 @@ class PrefixSaves:
         meta: CopyWork,
         prompt: SharedPrompt,
         computed: int,
-        tables_of: Callable[[str], BlockTables],
+        blocks_of: Callable[[str], RequestBlocks],
         kept: dict[tuple[int, bytes], Candidate],
     ) -> None:
         groups: list[tuple[int, list[int]]] = []
         hashes: list[bytes] = []
         number = 0
-        tables = None
+        blocks = None
         for g, shape in enumerate(self._groups):
             first, end = prompt.sent[g], computed // shape.block_size
             filled = prompt.full_hashes(g, first, end) if end > first else []
             block_ids: list[int] = []
             if filled:
                 prompt.sent[g] = first + len(filled)
-                if tables is None:
-                    tables = tables_of(prompt.request.request_id)
-                part = tables[self._group_ids[g]][first : first + len(filled)]
+                if blocks is None:
+                    blocks = blocks_of(prompt.request.request_id).blocks
+                table = blocks[self._group_ids[g]][first : first + len(filled)]
+                part = [each.block_id for each in table]
                 part = whole_blocks(shape, part, filled, self._hash_of)
                 if self._host is not None:
                     named = zip(prompt.keys(filled), part, strict=True)
                     for i, (key, block_id) in enumerate(named):
                         if block_id != NULL_BLOCK_ID:
-                            other = kept.get((g, key))
-                            hints = prompt.hints.joined(other.hints if other else NO_HINTS)
+                            hints = prompt.hints
+                            if (other := kept.get((g, key))) is not None:
+                                hints = hints.joined(other.hints)
                             kept[g, key] = Candidate(g, key, block_id, prompt.tenant, hints)
                             if self._changes is not None:
                                 self._changes.filled(prompt.request, g, first + i, key, filled[i])

@@ -14,7 +14,7 @@ Blocks are copied when they have filled, and held until the copy has ended (see 
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -32,11 +32,14 @@ from omni_connector.prefix.jobs import StoreLoadSpec
 from omni_connector.prefix.lookups import BlockName, Lookup, StoreLookups
 from omni_connector.prefix.misses import Misses
 from omni_connector.prefix.prompts import SharedPrompt, shares
-from omni_connector.prefix.saves import BlockTables, PrefixSaves
+from omni_connector.prefix.saves import PrefixSaves
 from omni_connector.prefix.shared_blocks import CORRUPT
 from omni_connector.stats import Stats
 
 logger = logging.getLogger("vllm.omni_connector.shared_prefix")
+
+BlockTables = Sequence[Sequence[int]]
+"""The block ids of one request, for each of vLLM's groups."""
 
 _NEVER: Final = 1 << 62
 
@@ -216,7 +219,10 @@ class SharedPrefix:
         return prompt is not None and prompt.offered > 0
 
     def allocated(
-        self, request: EngineRequest, tables: Callable[[], BlockTables], num_external: int
+        self,
+        request: EngineRequest,
+        tables: Callable[[], Sequence[Sequence[int]]],
+        num_external: int,
     ) -> None:
         """vLLM has allocated blocks for `num_external` tokens of ours, or for none.
 

@@ -336,7 +336,7 @@ class OmniScheduler:
         if self._shared is not None:
             scheduled = scheduler_output.num_scheduled_tokens
             self._shared.build(meta)
-            self._shared.saves.build(meta, scheduled, self._manager.get_block_ids)
+            self._shared.saves.build(meta, scheduled, self._manager.get_blocks)
         meta.cancel = self._ledger.take_revoked()
         for request in scheduler_output.scheduled_new_reqs:
             self._status.prompt(len(request.prompt_token_ids or ()), request.num_computed_tokens)

@@ -19,7 +19,7 @@ import torch
 
 from omni_connector.copies import jobs
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
-from omni_connector.prefix import store_jobs
+from omni_connector.prefix import saves, store_jobs
 from omni_connector.testing.simulation import HASHES_VARIABLE
 from omni_connector.testing.simulation.check import held_by, leftovers, sizes
 from omni_connector.testing.simulation.cluster import Cluster
@@ -306,6 +306,7 @@ def laboratory() -> Iterator[None]:
         (jobs, "BATCH_BYTES", 1),
         (store_jobs, "_MAX_ROWS", 2),
         (store_jobs, "_STAGING_BUFFERS", 2),
+        (saves, "_TOGETHER", 2),  # answers are short
         (time, "sleep", _no_sleep),
     ]
     unraisable = sys.unraisablehook
