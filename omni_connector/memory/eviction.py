@@ -127,23 +127,29 @@ class EvictionOrder:
         self.remove(here)
         self.add(here)
 
-    def fill(self, numbers: Ints, hashes: Ints) -> None:
+    def fill(self, numbers: Ints, hashes: Ints, prompts: Ints | None = None) -> None:
         """These slots, which are not in the order, get the content of these hashes, of 64 bits.
 
-        They come as in the prompt: if one was used before, so were those that come first.
+        They come as in their prompts: if one was used before, so were those of its prompt that come
+        first.
+
+        Args:
+            prompts: a small number for the prompt of each; None where all are of one.
         """
         self._hash[numbers] = hashes
-        known = self._known(hashes)
+        known = self._known(hashes, prompts)
         self._again[numbers] |= known
         self._count(int(np.count_nonzero(~known)), int(np.count_nonzero(known)))
 
-    def admits(self, hashes: Ints, admission: Admission) -> NDArray[np.bool_]:
+    def admits(
+        self, hashes: Ints, admission: Admission, prompts: Ints | None = None
+    ) -> NDArray[np.bool_]:
         """Which contents of these hashes, which come as for `fill`, are worth a slot. Those that
         are not are remembered as if they had been evicted."""
         rarely_again = self._used_again * _WORTH < self._new
         if admission == "all" or (admission == "auto" and not rarely_again):
             return np.ones(len(hashes), bool)
-        known = self._known(hashes)
+        known = self._known(hashes, prompts)
         self._remember(hashes[~known])
         self._count(int(np.count_nonzero(~known)), 0)
         return known
@@ -155,11 +161,17 @@ class EvictionOrder:
             self._new //= 2
             self._used_again //= 2
 
-    def _known(self, hashes: Ints) -> NDArray[np.bool_]:
-        """Which of these, which come as in the prompt, were there before."""
+    def _known(self, hashes: Ints, prompts: Ints | None) -> NDArray[np.bool_]:
+        """Which of these, which come as for `fill`, were there before."""
         known = self.evicted_lately(hashes)
         # Without a block whose entry was overwritten, those after it would be of no use.
-        known[:] = np.logical_or.accumulate(known[::-1])[::-1]
+        places = np.flatnonzero(known)
+        if prompts is None:
+            known[: places.max(initial=0)] = True
+        elif len(places):
+            last = np.full(prompts.max() + 1, -1)
+            np.maximum.at(last, prompts[places], places)
+            known = np.arange(len(known)) <= last[prompts]
         return known
 
     def evicted_lately(self, hashes: Ints) -> NDArray[np.bool_]:

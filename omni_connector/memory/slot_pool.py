@@ -225,7 +225,14 @@ class SlotPool:
         found = self._index.find(group, keys, 1)
         return found[found >= 0]
 
-    def keep(self, group: int, keys: Sequence[SlotKey], most: int, tenant: int = 0) -> Kept:
+    def keep(
+        self,
+        group: int,
+        keys: Sequence[SlotKey],
+        most: int,
+        tenant: int = 0,
+        prompts: Ints | None = None,
+    ) -> Kept:
         """Hold a slot, to be filled, for each block that has none, as far as there is room.
 
         Beyond the quota of a tenant, slots of its own make room, those whose turn it is.
@@ -234,6 +241,7 @@ class SlotPool:
             keys: of blocks of the group, in any order, each different.
             most: slots that may be taken.
             tenant: to whom the slots will belong; 0 for nobody.
+            prompts: as for `EvictionOrder.fill`.
         """
         lacking = np.flatnonzero(self._index.find(group, keys, 1) < 0)
         wanted = lacking[:most]
@@ -241,15 +249,22 @@ class SlotPool:
         chosen = wanted[: min(within, self._num_available)]
         slots = self._new(len(chosen)) if len(chosen) else NONE
         self._own(slots, tenant)
-        self.fill(group, [keys[i] for i in chosen.tolist()], slots)
+        whose = None if prompts is None else prompts[chosen]
+        self.fill(group, [keys[i] for i in chosen.tolist()], slots, whose)
         over_quota = len(wanted) - within
         return Kept(chosen, slots, over_quota, len(lacking) - over_quota - len(chosen))
 
-    def admits(self, group: int, keys: Sequence[SlotKey], admission: Admission) -> Bools:
-        """Which blocks of a group, in the order of their prompt, are worth a slot."""
+    def admits(
+        self,
+        group: int,
+        keys: Sequence[SlotKey],
+        admission: Admission,
+        prompts: Ints | None = None,
+    ) -> Bools:
+        """Which blocks of a group are worth a slot; see `EvictionOrder.admits`."""
         if admission != "second_sight" and len(keys) <= self._num_free:
             return np.ones(len(keys), bool)
-        return self._order.admits(_content_hashes(group, keys), admission)
+        return self._order.admits(_content_hashes(group, keys), admission, prompts)
 
     def _room(self, tenant: int, count: int) -> int:
         """How many of so many more slots may belong to a tenant, after its own have made room."""
@@ -358,13 +373,19 @@ class SlotPool:
         lacks: Bools = ~(self._busy[numbers] | self._ready[numbers])
         return lacks
 
-    def fill(self, group: int, keys: Sequence[SlotKey | None], numbers: Ints) -> None:
+    def fill(
+        self,
+        group: int,
+        keys: Sequence[SlotKey | None],
+        numbers: Ints,
+        prompts: Ints | None = None,
+    ) -> None:
         """Copies into these slots begin; from now on they are found by their keys."""
         self._busy[numbers] = True
         self._index.name(group, keys, numbers)
         if self.listing is not None:
             self.listing.name(group, keys, numbers)
-        self._order.fill(numbers, _content_hashes(group, keys))
+        self._order.fill(numbers, _content_hashes(group, keys), prompts)
 
     def filled(self, numbers: Ints) -> None:
         """Every rank has committed these slots."""

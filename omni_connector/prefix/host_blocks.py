@@ -99,11 +99,16 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A block that has filled: its group, hash and number, its tenant, and what is asked for it."""
+    """A block that has filled: its group, hash and number, its tenant, and what is asked for it.
+
+    Attributes:
+        prompt: a small number for the request that has filled it.
+    """
 
     group: int
     block_hash: bytes
     block_id: int
+    prompt: int = 0
     tenant: int = 0
     hints: Hints = NO_HINTS
 
@@ -274,7 +279,7 @@ class HostBlocks:
             for tenant, run in groupby(lacking[g], key=attrgetter("tenant")):
                 theirs = list(run)
                 with self._pool.lock:
-                    given = self._pool.keep(g, _hashes(theirs), most, tenant)
+                    given = self._pool.keep(g, _hashes(theirs), most, tenant, _prompts(theirs))
                 if given.over_quota:
                     self._stats.count("blocks_over_quota", given.over_quota)
                 dropped += given.dropped
@@ -316,9 +321,11 @@ class HostBlocks:
     def _admits(self, group: int, new: list[Candidate]) -> NDArray[np.bool_]:
         """Which of these blocks, which no engine has, are worth a slot, or are asked for."""
         admitted = np.array([each.hints.asks_arena for each in new], bool)
-        others = _hashes(each for each in new if not each.hints.asks_arena)
+        others = [each for each in new if not each.hints.asks_arena]
         with self._pool.lock:
-            admitted[~admitted] = self._pool.admits(group, others, self._admission)
+            admitted[~admitted] = self._pool.admits(
+                group, _hashes(others), self._admission, _prompts(others)
+            )
         self._stats.count("blocks_passed_over", int(np.count_nonzero(~admitted)))
         return admitted
 
@@ -353,6 +360,10 @@ class HostBlocks:
 
 def _hashes(candidates: Iterable[Candidate]) -> list[bytes]:
     return [each.block_hash for each in candidates]
+
+
+def _prompts(candidates: Iterable[Candidate]) -> Ints:
+    return np.array([each.prompt for each in candidates], np.int64)
 
 
 def _padded(found: Ints, wanted: Wanted, value: int) -> Ints:

@@ -102,13 +102,13 @@ class PrefixSaves:
         """
         filled: dict[tuple[int, bytes], Candidate] = {}
         self._step += 1
-        for prompt in self._due.pop(self._step, ()):
+        for place, prompt in enumerate(self._due.pop(self._step, ())):
             request, steps = prompt.request, 1
             # Until it is scheduled, its blocks may be those of a load under way.
             if tokens := scheduled.get(request.request_id):
                 end = request.num_computed_tokens + tokens
                 if end >= prompt.fills_at:
-                    self._save(meta, prompt, end, blocks_of, filled)
+                    self._save(meta, place, prompt, end, blocks_of, filled)
                 lacks = prompt.fills_at - max(end, request.num_tokens)
                 if lacks > 0:  # it writes an answer
                     steps = -(-lacks // self._tokens_a_step)
@@ -155,6 +155,7 @@ class PrefixSaves:
     def _save(
         self,
         meta: CopyWork,
+        place: int,
         prompt: SharedPrompt,
         computed: int,
         blocks_of: Callable[[str], RequestBlocks],
@@ -179,10 +180,10 @@ class PrefixSaves:
                     named = zip(prompt.keys(filled), part, strict=True)
                     for i, (key, block_id) in enumerate(named):
                         if block_id != NULL_BLOCK_ID:
-                            hints = prompt.hints
+                            whose, hints = place, prompt.hints
                             if (other := kept.get((g, key))) is not None:
-                                hints = hints.joined(other.hints)
-                            kept[g, key] = Candidate(g, key, block_id, prompt.tenant, hints)
+                                whose, hints = other.prompt, hints.joined(other.hints)
+                            kept[g, key] = Candidate(g, key, block_id, whose, prompt.tenant, hints)
                             if self._changes is not None:
                                 self._changes.filled(prompt.request, g, first + i, key, filled[i])
                 if self._stores:

@@ -5,7 +5,7 @@ from hashlib import blake2b
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -189,6 +189,18 @@ def _found(pool: SlotPool, word: str) -> tuple[int, int]:
     """Slot and generation of a block; -1 where there is none."""
     slots = pool.find(0, [word.encode()])
     return (int(slots[0]), int(pool.generation[slots[0]])) if len(slots) else (-1, -1)
+
+
+@given(seen=st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5))
+def test_what_was_there_of_one_prompt_says_nothing_of_others(seen: list[list[bool]]) -> None:
+    pool = SlotPool(1 << 14)
+    asked = [[f"{p}/{i}".encode() for i in range(len(blocks))] for p, blocks in enumerate(seen)]
+    for prompt, blocks in zip(asked, seen, strict=True):
+        for key, before in zip(prompt, blocks, strict=True):
+            assert not before or not pool.admits(0, [key], "second_sight").any()
+    prompts = np.repeat(np.arange(len(seen)), [len(blocks) for blocks in seen])
+    together = pool.admits(0, [key for prompt in asked for key in prompt], "second_sight", prompts)
+    assert together.tolist() == [any(of[i:]) for of in seen for i in range(len(of))]
 
 
 def test_prompts_that_begin_to_come_again_are_noticed() -> None:
