@@ -24,10 +24,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from omni_connector.stats import COUNTERS
 from omni_connector.testing import soak
 from omni_connector.testing.engines import Engine
 from omni_connector.testing.models import make_model
-from omni_connector.vllm_v1.metrics import COUNTERS
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))

@@ -40,7 +40,9 @@ from omni_connector.stats import Stats
 logger = logging.getLogger("vllm.omni_connector.sender")
 
 # Names of vLLM's `RequestStatus`.
-_FINISHED_WELL: Final = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
+_FINISHED_WELL: Final = frozenset(
+    {"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED", "FINISHED_REPETITION"}
+)
 
 
 @dataclass(slots=True, eq=False)

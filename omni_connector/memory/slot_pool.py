@@ -230,7 +230,7 @@ class SlotPool:
         group: int,
         keys: Sequence[SlotKey],
         most: int,
-        tenant: int = 0,
+        tenant: Ints | int = 0,
         prompts: Ints | None = None,
     ) -> Kept:
         """Hold a slot, to be filled, for each block that has none, as far as there is room.
@@ -240,15 +240,16 @@ class SlotPool:
         Args:
             keys: of blocks of the group, in any order, each different.
             most: slots that may be taken.
-            tenant: to whom the slots will belong; 0 for nobody.
+            tenant: to whom the slots will belong, 0 for nobody; without a quota, to whom each will.
             prompts: as for `EvictionOrder.fill`.
         """
         lacking = np.flatnonzero(self._index.find(group, keys, 1) < 0)
         wanted = lacking[:most]
-        within = self._room(tenant, len(wanted))
+        tenants = np.broadcast_to(tenant, len(keys))[wanted]
+        within = self._room(int(tenants.max(initial=0)), len(wanted))
         chosen = wanted[: min(within, self._num_available)]
         slots = self._new(len(chosen)) if len(chosen) else NONE
-        self._own(slots, tenant)
+        self._own(slots, tenants[: len(slots)])
         whose = None if prompts is None else prompts[chosen]
         self.fill(group, [keys[i] for i in chosen.tolist()], slots, whose)
         over_quota = len(wanted) - within
@@ -280,20 +281,22 @@ class SlotPool:
             self._settle(gone)
         return max(0, min(count, self.quota - self._kept_of[tenant]))
 
-    def _own(self, numbers: Ints, tenant: int) -> None:
-        """These slots, which belong to nobody, belong to a tenant now."""
-        if tenant and len(numbers):
-            self._tenant[numbers] = tenant
-            self._kept_of[tenant] += len(numbers)
+    def _own(self, numbers: Ints, tenants: Ints | int) -> None:
+        """These slots, which belong to nobody, belong to tenants now; to nobody where 0 is one."""
+        self._tenant[numbers] = tenants
+        self._count_owned(numbers, 1)
 
     def _disown(self, numbers: Ints) -> None:
-        owned = numbers[self._tenant[numbers] != 0]
-        tenants, counts = np.unique(self._tenant[owned], return_counts=True)
+        self._count_owned(numbers, -1)
+        self._tenant[numbers] = 0
+
+    def _count_owned(self, numbers: Ints, each: int) -> None:
+        owners = self._tenant[numbers]
+        tenants, counts = np.unique(owners[owners != 0], return_counts=True)
         for tenant, count in zip(tenants.tolist(), counts.tolist(), strict=True):
-            self._kept_of[tenant] -= count
+            self._kept_of[tenant] += each * count
             if not self._kept_of[tenant]:
                 del self._kept_of[tenant]
-        self._tenant[owned] = 0
 
     def favour(self, numbers: Ints) -> None:
         """Slots that were found, in the order of their prompt, are evicted later than others, until

@@ -20,7 +20,7 @@ from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.memory.arena_format import header_keys
 from omni_connector.memory.block_index import BlockIndex, find_prefix, tags_of
 from omni_connector.memory.slot_index import Ints
-from omni_connector.memory.slot_pool import NONE, SlotPool
+from omni_connector.memory.slot_pool import NONE, Bools, SlotPool
 from omni_connector.prefix.hints import NO_HINTS, Favours, Hints
 from omni_connector.prefix.jobs import HostLoadSpec, KeepSpec
 from omni_connector.prefix.neighbours import Arenas, Neighbour, Neighbours
@@ -276,10 +276,13 @@ class HostBlocks:
         lacking = [self._lacking(g, each) for g, each in enumerate(of_groups)]
         for g, candidates in enumerate(of_groups):
             kept: list[Candidate] = []
-            for tenant, run in groupby(lacking[g], key=attrgetter("tenant")):
-                theirs = list(run)
+            for theirs in self._by_quota(lacking[g]):
+                tenants, prompts = (
+                    np.array([getattr(each, name) for each in theirs], np.int64)
+                    for name in ("tenant", "prompt")
+                )
                 with self._pool.lock:
-                    given = self._pool.keep(g, _hashes(theirs), most, tenant, _prompts(theirs))
+                    given = self._pool.keep(g, _hashes(theirs), most, tenants, prompts)
                 if given.over_quota:
                     self._stats.count("blocks_over_quota", given.over_quota)
                 dropped += given.dropped
@@ -299,32 +302,48 @@ class HostBlocks:
         blocks = BlockSpans.of(groups)
         return KeepSpec(blocks=blocks, slots=numbers, generations=generations, keys=keys), dropped
 
-    def _lacking(self, group: int, filled: list[Candidate]) -> list[Candidate]:
-        """Those of these blocks that no engine's index has, by tenant; some must be in the own one.
+    def _by_quota(self, candidates: list[Candidate]) -> list[list[Candidate]]:
+        """In parts that are kept as a whole: one for each tenant where tenants have quotas."""
+        if self._pool.quota is None:
+            return [candidates] if candidates else []
+        return [list(run) for _, run in groupby(candidates, key=attrgetter("tenant"))]
 
-        What is in the own one counts as used, so that it does not go for what continues it.
+    def lacks(self, group: int, hashes: list[bytes], *, here: Bools | bool) -> Bools:
+        """Which of these blocks no engine's index has. Those that one has count as used, so that
+        they do not go for what continues them.
+
+        Args:
+            here: which must be in the own index.
         """
+        tags = tags_of(self._key_prefix, group, hashes)
+        lacks = np.ones(len(tags), bool)
+        for engine in (self._own, *self._neighbours.present()):
+            slots, generations = engine.index.find(tags)
+            found = slots >= 0
+            if found.any():
+                self._hit(engine, slots[found], generations[found])
+            lacks &= ~found if engine.own else ~found | here
+        return lacks
+
+    def _lacking(self, group: int, filled: list[Candidate]) -> list[Candidate]:
+        """Those of these blocks that no engine has and that are worth a slot, by tenant; some must
+        be in the own arena."""
         if not filled:
             return []
         filled = sorted(filled, key=attrgetter("tenant"))
-        tags = tags_of(self._key_prefix, group, _hashes(filled))
         here = np.array([each.hints.keeps_here for each in filled])
-        slots, generations = self._own.index.find(tags)
-        lacks = slots < 0
-        if not lacks.all():
-            self._hit(self._own, slots[~lacks], generations[~lacks])
-        for engine in self._neighbours.present():
-            lacks &= here | (engine.index.find(tags)[0] < 0)
+        lacks = self.lacks(group, _hashes(filled), here=here)
         lacks[lacks] = self._admits(group, [c for c, new in zip(filled, lacks, strict=True) if new])
         return [each for each, lacking in zip(filled, lacks.tolist(), strict=True) if lacking]
 
-    def _admits(self, group: int, new: list[Candidate]) -> NDArray[np.bool_]:
+    def _admits(self, group: int, new: list[Candidate]) -> Bools:
         """Which of these blocks, which no engine has, are worth a slot, or are asked for."""
         admitted = np.array([each.hints.asks_arena for each in new], bool)
         others = [each for each in new if not each.hints.asks_arena]
         with self._pool.lock:
+            prompts = np.array([each.prompt for each in others], np.int64)
             admitted[~admitted] = self._pool.admits(
-                group, _hashes(others), self._admission, _prompts(others)
+                group, _hashes(others), self._admission, prompts
             )
         self._stats.count("blocks_passed_over", int(np.count_nonzero(~admitted)))
         return admitted
@@ -360,10 +379,6 @@ class HostBlocks:
 
 def _hashes(candidates: Iterable[Candidate]) -> list[bytes]:
     return [each.block_hash for each in candidates]
-
-
-def _prompts(candidates: Iterable[Candidate]) -> Ints:
-    return np.array([each.prompt for each in candidates], np.int64)
 
 
 def _padded(found: Ints, wanted: Wanted, value: int) -> Ints:

@@ -249,12 +249,12 @@ class HostNeighbours:
         deadline = now + _ANSWER_S
         try:
             connection = Connection(self._household.folder / name, deadline)
-        except OmniError as error:
+        except (OmniError, OSError) as error:  # of descriptors there may be no more
             logger.debug("%s is not met: %s", name, error)
             return
         try:
             neighbour = self._ask(connection, deadline)
-        except OmniError as error:
+        except (OmniError, OSError) as error:
             connection.close()
             # Engines of other models are no fault, and are met again and again.
             if self._why_not.get(name) != str(error):

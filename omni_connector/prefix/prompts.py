@@ -34,7 +34,9 @@ class SharedPrompt:
     found: Found | None = None
     lookup: Lookup | None = None
     waits: bool = False  # for the store's answer, as the arenas have not all of it
+    looked_at: float = 0.0  # when `found` was looked for
     local: int | None = None  # tokens that vLLM has itself; None until it asks
+    had: int | None = None  # with those that we load for it; None once it was scheduled
     offered: int = 0  # tokens beyond them that can be loaded
     missed: bool = False
     late: bool = False  # the store has not answered in time

@@ -8,6 +8,8 @@ Blocks beyond that are not copied.
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import numpy as np
+
 from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, RequestBlocks
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
@@ -26,6 +28,14 @@ _RECENT_S: Final = 30.0
 
 # A copy that began more seconds ago than this waits for the store.
 _COPY_S: Final = 0.1
+
+# Of more blocks at once, those that some arena has are told first: of a long prompt that vLLM's own
+# cache had, most are.
+_MANY: Final = 64
+
+# So many steps after another connector was to load blocks within a step, vLLM has heard whether it
+# did, and else computes them anew.
+_LOADED: Final = 3
 
 # What answers fill is looked at once in so many steps, as a copy of a few blocks costs the
 # scheduler hardly more than that of one. Of an answer that ends before, its last block is not kept.
@@ -106,6 +116,10 @@ class PrefixSaves:
             request, steps = prompt.request, 1
             # Until it is scheduled, its blocks may be those of a load under way.
             if tokens := scheduled.get(request.request_id):
+                had, prompt.had = prompt.had, None
+                if had is not None and request.num_computed_tokens > had:
+                    self.look_at(prompt, _LOADED)
+                    continue
                 end = request.num_computed_tokens + tokens
                 if end >= prompt.fills_at:
                     self._save(meta, place, prompt, end, blocks_of, filled)
@@ -177,8 +191,11 @@ class PrefixSaves:
                 part = [each.block_id for each in table]
                 part = whole_blocks(shape, part, filled, self._hash_of)
                 if self._host is not None:
-                    named = zip(prompt.keys(filled), part, strict=True)
-                    for i, (key, block_id) in enumerate(named):
+                    keys, lacking = prompt.keys(filled), range(len(filled))
+                    if len(filled) > _MANY and not prompt.hints.asks_arena:
+                        lacking = np.flatnonzero(self._host.lacks(g, keys, here=False)).tolist()
+                    for i in lacking:
+                        key, block_id = keys[i], part[i]
                         if block_id != NULL_BLOCK_ID:
                             whose, hints = place, prompt.hints
                             if (other := kept.get((g, key))) is not None:
@@ -187,7 +204,8 @@ class PrefixSaves:
                             if self._changes is not None:
                                 self._changes.filled(prompt.request, g, first + i, key, filled[i])
                 if self._stores:
-                    block_ids, stored = self._stored(prompt, g, first, filled, part)
+                    most = self._max_held - self.num_held - number
+                    block_ids, stored = self._stored(prompt, g, first, filled, part, most)
                     number += stored
             groups.append((first, block_ids))
             hashes += filled
@@ -203,7 +221,13 @@ class PrefixSaves:
         meta.saves[job_id] = spec
 
     def _stored(
-        self, prompt: SharedPrompt, group: int, first: int, hashes: list[bytes], filled: list[int]
+        self,
+        prompt: SharedPrompt,
+        group: int,
+        first: int,
+        hashes: list[bytes],
+        filled: list[int],
+        most: int,
     ) -> tuple[list[int], int]:
         """Blocks with null blocks for those that are not to be stored; how many are."""
         lookup = prompt.lookup
@@ -214,7 +238,7 @@ class PrefixSaves:
             name = (group, block_hash)
             if (i < len(held) and held[i]) or name in self._sent:
                 block_id = NULL_BLOCK_ID
-            if block_id != NULL_BLOCK_ID and self.num_held + stored >= self._max_held:
+            if block_id != NULL_BLOCK_ID and stored >= most:
                 self._stats.count("blocks_dropped")
                 block_id = NULL_BLOCK_ID
             if block_id != NULL_BLOCK_ID:

@@ -33,13 +33,16 @@ from omni_connector.prefix.lookups import BlockName, Lookup, StoreLookups
 from omni_connector.prefix.misses import Misses
 from omni_connector.prefix.prompts import SharedPrompt, shares
 from omni_connector.prefix.saves import PrefixSaves
-from omni_connector.prefix.shared_blocks import CORRUPT
 from omni_connector.stats import Stats
+from omni_connector.stores.shared_blocks import CORRUPT
 
 logger = logging.getLogger("vllm.omni_connector.shared_prefix")
 
 BlockTables = Sequence[Sequence[int]]
 """The block ids of one request, for each of vLLM's groups."""
+
+# Blocks that were found so many seconds ago, while their request waited for room, may have gone.
+_FRESH_S: Final = 1.0
 
 _NEVER: Final = 1 << 62
 
@@ -190,20 +193,24 @@ class SharedPrefix:
             return 0
         if prompt.admitted:  # and preempted since then
             self._look_up(prompt)
+        now = self._clock()
         if prompt.local == num_computed:  # vLLM asks again because it had no room
-            return prompt.offered
+            if now < prompt.looked_at + _FRESH_S:
+                return prompt.offered
+            prompt.found = None
         # The last token is computed here, for its logits.
         last = (request.num_tokens - 1) // self._unit * self._unit
         asked = prompt.lookup
         if asked is not None and asked.held is not None:
             asked = None
-        if asked is not None and prompt.waits and self._clock() < asked.deadline:
+        if asked is not None and prompt.waits and now < asked.deadline:
             return None
+        prompt.looked_at = now
         if self._host is not None and prompt.found is None:
             prompt.found = self._host.find([prompt.keys(each) for each in prompt.hashes])
         reach = prompt.reach(self._groups, self._unit, num_computed, last)
         if asked is not None and reach < last:
-            prompt.waits = self._clock() < asked.deadline
+            prompt.waits = now < asked.deadline
             if prompt.waits:
                 return None
             self._stats.fail("store_lookup_timeout")
@@ -236,14 +243,16 @@ class SharedPrefix:
         local, prompt.local, prompt.offered = prompt.local, None, 0
         prompt.sources.clear()
         if local is not None:
+            prompt.had = local + num_external
             self._misses.admitted(prompt, local, local + num_external)
         if num_external <= 0:
             prompt.admitted = True
             self._stats.count("store_misses", prompt.missed)
-            prompt.missed = False
+            prompt.missed, prompt.found = False, None
             return
         assert local is not None, "tokens are matched only by a lookup"
         self._load(prompt, tables(), local, local + num_external)
+        prompt.found = None
 
     def _load(self, prompt: SharedPrompt, tables: BlockTables, start: int, end: int) -> None:
         request_id = prompt.request.request_id

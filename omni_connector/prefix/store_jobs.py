@@ -22,7 +22,9 @@ from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.copying import BlockCopier, BlockCopy
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
-from omni_connector.prefix.shared_blocks import (
+from omni_connector.stats import Stats
+from omni_connector.stores.block_store import BlockStore
+from omni_connector.stores.shared_blocks import (
     CORRUPT,
     TRAILER_BYTES,
     FailuresOf,
@@ -31,8 +33,6 @@ from omni_connector.prefix.shared_blocks import (
     owning_rank,
     verify,
 )
-from omni_connector.stats import Stats
-from omni_connector.stores.block_store import BlockStore
 from omni_connector.turns import WOKEN, StartTurns
 
 logger = logging.getLogger("vllm.omni_connector.store")

@@ -39,15 +39,16 @@ from omni_connector.prefix.hints import Favours
 from omni_connector.prefix.host_blocks import HostBlocks, touch
 from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.neighbours import Household
-from omni_connector.prefix.shared_blocks import key_prefix, readers_id
 from omni_connector.prefix.shared_prefix import SharedPrefix
+from omni_connector.stats import COUNTERS
 from omni_connector.stores.block_store import BlockStore
+from omni_connector.stores.shared_blocks import key_prefix, readers_id
 from omni_connector.trace import Trace
 from omni_connector.vllm_v1.compat import hash_block_size
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.identity import compatibility, hash_id
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
-from omni_connector.vllm_v1.metrics import COUNTERS, OmniStats
+from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.requests import token_hasher
 from omni_connector.vllm_v1.scheduler import OmniScheduler
 from omni_connector.vllm_v1.specs import group_specs, state_refusal, transferred_groups

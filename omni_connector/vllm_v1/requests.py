@@ -71,7 +71,8 @@ def truncate(request: "Request", params: Mapping[str, Any]) -> None:
     the last token of the prompt, so it needs them as they are before that token.
     """
     assert request.prompt_token_ids is not None
-    del request.prompt_token_ids[-1:]
+    # In an engine of one process the list is the caller's, and serves each of n answers.
+    request.prompt_token_ids = request.prompt_token_ids[:-1]
     del request._all_token_ids[-1:]
     request.num_prompt_tokens -= 1
     answer_one_token(request)

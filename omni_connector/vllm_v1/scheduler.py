@@ -29,6 +29,7 @@ from omni_connector.handoff.weights import WeightsEpoch
 from omni_connector.kv.ledger import CopyLedger
 from omni_connector.net.status import StatusReport
 from omni_connector.prefix.shared_prefix import SharedPrefix
+from omni_connector.stats import COUNTERS, GAUGES
 from omni_connector.trace import Trace, now
 from omni_connector.vllm_v1.compat import (
     cache_hit_source,
@@ -38,7 +39,7 @@ from omni_connector.vllm_v1.compat import (
 )
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.metadata import OmniConnectorMetadata, OmniWorkerMetadata
-from omni_connector.vllm_v1.metrics import COUNTERS, GAUGES, OmniStats
+from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.requests import (
     TRUNCATED,
     prompt_of,
@@ -230,7 +231,8 @@ class OmniScheduler:
     def _offer(
         self, sender: HandoffSender, request: "Request", params: Mapping[str, Any], adapter: str
     ) -> None:
-        truncated = params.get(TRUNCATED) is True  # by another connector beside this one
+        # By another connector beside this one, which then has it end with one token.
+        truncated = params.get(TRUNCATED) is True and request.max_tokens == 1
         num_tokens = request.num_prompt_tokens - (not truncated)
         prompt = prompt_of(request, num_tokens, self._hash_block_size, adapter)
         if prompt is None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix import lookups
 from omni_connector.prefix.lookups import Held, Lookup, Recently, StoreLookups
-from omni_connector.prefix.shared_blocks import block_key
+from omni_connector.stores.shared_blocks import block_key
 from omni_connector.testing.clock import FakeClock
 
 from .harness import wait

@@ -7,8 +7,8 @@ import pytest
 
 from omni_connector.net import status
 from omni_connector.net.status import EngineStatus
+from omni_connector.stats import COUNTERS
 from omni_connector.testing.toy import BLOCK, LAYERS, PAGE
-from omni_connector.vllm_v1.metrics import COUNTERS
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt, slots, wait
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from omni_connector.errors import ChecksumError
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.prefix.shared_blocks import (
+from omni_connector.stores.shared_blocks import (
     TRAILER_BYTES,
     add_trailer,
     block_key,
