@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from omni_connector.stats import Stats
 from omni_connector.trace import Trace, now
 from omni_connector.turns import COPIES, WOKEN, StartTurns, TurnThread
 
@@ -47,6 +48,15 @@ class Outcome:
     early: int = 0
     seconds: float = 0.0
     bad_block_ids: frozenset[int] = frozenset()
+
+    def count_into(self, stats: Stats, timed_as: str, counted_as: str) -> None:
+        """Count a job that went well, by these names; "" counts no bytes and blocks."""
+        stats.time(timed_as, self.seconds)
+        if counted_as:
+            stats.count(f"bytes_{counted_as}", self.size)
+            stats.count(f"blocks_{counted_as}", self.blocks)
+        if self.early:
+            stats.count("bytes_saved_early", self.early)
 
 
 UNTIL_NOTIFIED: Final = WOKEN

@@ -128,7 +128,7 @@ class AskedEngine:
     """
 
     def __init__(self, path: Path) -> None:
-        self._until = time.monotonic() + _IN_ALL_S
+        self.begin()
         self._connection = Connection(path, time.monotonic() + _ANSWER_S)
         try:
             self.engine: Final = self._ask(AskEngine(), ThisEngine)
@@ -136,6 +136,10 @@ class AskedEngine:
             self._connection.close()
             raise
         self.name: Final = plain(self.engine.engine_id)
+
+    def begin(self) -> None:
+        """What is asked from now on has all of its time."""
+        self._until = time.monotonic() + _IN_ALL_S
 
     def close(self) -> None:
         """Ask no more. Idempotent."""
@@ -249,6 +253,7 @@ def explained(
     Raises:
         OmniError: the engine does not answer, or makes no sense.
     """
+    asked.begin()
     engine, remarks = asked.engine, []
     shapes, unit = engine.groups, lcm(*(shape.block_size for shape in engine.groups))
     last = (len(tokens) - 1) // unit * unit  # the last token is computed, for its logits

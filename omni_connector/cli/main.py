@@ -42,10 +42,14 @@ def _cache_dir() -> Path:
     return root / "omni-connector"
 
 
+# For a longer prompt and its answer the engines of the demo are not started.
+_LONGEST = 4080
+
+
 def _length(text: str) -> int:
     number = int(text)
-    if not 2 <= number <= 8000:
-        raise argparse.ArgumentTypeError(f"must be 2 to 8000 tokens, not {number}")
+    if not 2 <= number <= _LONGEST:
+        raise argparse.ArgumentTypeError(f"must be 2 to {_LONGEST} tokens, not {number}")
     return number
 
 

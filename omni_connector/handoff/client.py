@@ -31,6 +31,7 @@ from omni_connector.handoff.messages import (
 )
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.net.status import plain
 
 INTRODUCTION_S: Final = 15.0
 """Seconds in which a peer must answer the handshake."""
@@ -40,7 +41,7 @@ class LeaseDeniedError(OmniError):
     """The peer refused a lease; `reason` is its word for why."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"the peer refused a lease: {reason}")
+        super().__init__(f"the peer refused a lease: {plain(reason)}")
         self.reason = reason
 
 
@@ -180,7 +181,7 @@ class PeerSession:
             case HandshakeReply():
                 return self._welcomed(message)
             case Refused():
-                self.fail(IncompatiblePeerError(message.field, message.theirs, message.ours))
+                self.fail(IncompatiblePeerError(plain(message.field), message.theirs, message.ours))
                 return []
             case LeaseGranted():
                 return self._lease_granted(message)

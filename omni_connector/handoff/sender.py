@@ -253,6 +253,19 @@ class HandoffSender:
         self._on_complete()
         return voided
 
+    def loads_failed(self) -> None:
+        """vLLM computes tokens anew that another connector beside this one should have loaded: what
+        was copied of them is of no use."""
+        for send in self._admitted.values():
+            computed = send.request.num_computed_tokens
+            ends = zip(send.copied, send.first_blocks, self._groups, strict=True)
+            if send.refusal is None and any(
+                copied > max(first, -(-computed // shape.block_size))
+                for copied, first, shape in ends
+            ):
+                self._ledger.revoke(send.jobs)
+                self._refuse(send, "load_failed", "a load of another connector has failed")
+
     def _abandon(self, send: _Send) -> None:
         if send.handoff is not None:
             self._directory.close(send.handoff.token)

@@ -13,6 +13,7 @@ full blocks alone are shared.
 import enum
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -24,6 +25,13 @@ Block = tuple[int, int]
 
 CANCELLED: Final = "cancelled"
 """How a job ends that was told to stop."""
+
+Ended = tuple[Mapping[int, int], Mapping[int, str]]
+"""What `CopyLedger.report` takes."""
+
+# So long jobs are waited for that hold up vLLM, and so often it is looked whether they have ended.
+_SETTLE_S: Final = 0.5
+_LOOK_S: Final = 0.001
 
 End = Callable[[str | None], None]
 """Called once with the kind of failure, `CANCELLED`, or None when all ranks have copied."""
@@ -168,6 +176,18 @@ class CopyLedger:
                 # In this order, so that vLLM evicts the end of a prefix before its beginning.
                 self._pool.free_blocks([self._pool.blocks[i] for i in reversed(job.block_ids)])
                 job.end(job.failure)
+
+    def settle(self, look: Callable[[], Ended | None]) -> None:
+        """Wait half a second at most until all jobs have ended.
+
+        Args:
+            look: tells of those that have ended since; None if there is nothing to wait for.
+        """
+        deadline = self._clock() + _SETTLE_S
+        while self._jobs and self._clock() < deadline and (ended := look()) is not None:
+            self.report(*ended)
+            if not ended[0]:
+                time.sleep(_LOOK_S)
 
     def frees_soon(self) -> bool:
         """Whether blocks that nothing but a copy holds come free sooner than a preemption pays."""

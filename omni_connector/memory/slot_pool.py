@@ -246,7 +246,7 @@ class SlotPool:
         lacking = np.flatnonzero(self._index.find(group, keys, 1) < 0)
         wanted = lacking[:most]
         tenants = np.broadcast_to(tenant, len(keys))[wanted]
-        within = self._room(int(tenants.max(initial=0)), len(wanted))
+        within = self._room(int(tenants[0]) if len(tenants) else 0, len(wanted))
         chosen = wanted[: min(within, self._num_available)]
         slots = self._new(len(chosen)) if len(chosen) else NONE
         self._own(slots, tenants[: len(slots)])

@@ -32,7 +32,7 @@ LOCK_TIMEOUT_S: Final = 5.0
 
 _FOLDER: Final = "omni-connector"
 _KEY: Final = ".loopback.key"  # no namespace begins with a dot
-_SUN_PATH_BYTES: Final = 108
+SUN_PATH_BYTES: Final = 108
 _PLAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _POLL_S: Final = 0.005
 
@@ -127,9 +127,9 @@ def socket_path(folder: Path, name: str, *, kind: str = "") -> Path:
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:24]
     path = folder / f"{kind}{digest}.sock"
     length = len(os.fsencode(path))
-    if length >= _SUN_PATH_BYTES:
+    if length >= SUN_PATH_BYTES:
         raise ConfigError(
-            f"the socket path {path} has {length} bytes, Linux allows {_SUN_PATH_BYTES - 1}; "
+            f"the socket path {path} has {length} bytes, Linux allows {SUN_PATH_BYTES - 1}; "
             f"set {RUNTIME_DIR_VARIABLE} to a shorter folder"
         )
     return path

@@ -93,7 +93,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
         pid: of the process of its scheduler half, as that process sees it.
         vllm, omni_connector: their versions.
         ranks: its tensor-parallel size.
-        arena_bytes: of the arenas of all ranks; 0 where it hands nothing off.
+        arena_bytes: of the arenas of all ranks; 0 where it has none.
         started, written: seconds of Unix time.
         usage: as it is now.
         prompt_tokens: of all prompts that it has begun to compute.

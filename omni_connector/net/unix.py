@@ -36,6 +36,7 @@ from omni_connector.errors import (
 )
 from omni_connector.net import runtime
 from omni_connector.net.forks import forget_in_child
+from omni_connector.net.status import plain
 from omni_connector.turns import WOKEN, TurnThread
 
 logger = logging.getLogger(__name__)
@@ -178,7 +179,8 @@ class Connection:
 
 def _check_address(path: Path) -> None:
     # A peer names this address: it must not make us connect to other sockets of this host.
-    if not (path.is_absolute() and _ADDRESS.fullmatch(path.name) and str(path).isprintable()):
+    known = path.is_absolute() and _ADDRESS.fullmatch(path.name) and str(path).isprintable()
+    if not known or len(os.fsencode(path)) >= runtime.SUN_PATH_BYTES:
         raise PeerRefusedError(f"{str(path)!r} is not the address of an engine's socket")
     if not os.path.lexists(path.parent):
         raise PeerUnreachableError(f"there is no folder {path.parent} on this host")
@@ -225,7 +227,7 @@ def read_answer(
         if isinstance(answer, Refusal):
             if answer.protocol != PROTOCOL:
                 raise IncompatiblePeerError("transport protocol", PROTOCOL, answer.protocol)
-            raise PeerRefusedError(f"the peer refuses: {answer.reason[:200]}")
+            raise PeerRefusedError(f"the peer refuses: {plain(answer.reason[:200])}")
         if len(descriptors) != int(with_fd):
             raise ProtocolError(f"{type(answer).__name__} came with {len(descriptors)} descriptors")
     except BaseException:

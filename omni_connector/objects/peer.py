@@ -162,6 +162,8 @@ class Peer:
         now = time.monotonic()
         if now < self._silent_until:
             return None
+        if deadline <= now:
+            raise PeerUnreachableError(f"no time is left to ask {self.address}")
         deadline = min(deadline, now + self._timeout)
         if not self._turn.acquire(timeout=max(0.0, deadline - now)):
             raise PeerUnreachableError(f"{self.address} is being asked by another thread")
@@ -175,7 +177,7 @@ class Peer:
                 raise ProtocolError(f"{self.address} answers another question")
         except BaseException:
             self._hang_up()
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= now + self._timeout:  # it had all of its time
                 self._silent_until = time.monotonic() + 10 * self._timeout
             raise
         finally:

@@ -284,7 +284,7 @@ def _find_sender(info: object, stage: str) -> tuple[str, int | None] | None:
     host, port = info.get("host"), info.get("zmq_port")
     try:
         port = None if port is None else int(port)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     if not isinstance(host, str) or not host or (port is not None and not 0 < port < 1 << 16):
         return None

@@ -97,8 +97,8 @@ class Sweeper:
                 self._learn(total)
             if total is None or total > _HIGH * self._limit:
                 with self._lock:
-                    self._written, self._full = 0, False
-                total = yield from self._scan_and_remove()
+                    full, self._written, self._full = self._full, 0, False
+                total = yield from self._scan_and_remove(full)
                 with contextlib.suppress(OSError):  # on a full disk: the next one scans again
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, b"%d\n" % total, 0)
@@ -128,7 +128,7 @@ class Sweeper:
             self._total = total
             self._limit = min(room, room // _PART if self._size is None else self._size)
 
-    def _scan_and_remove(self) -> Generator[None, None, int]:
+    def _scan_and_remove(self, full: bool) -> Generator[None, None, int]:
         sizes, times = array("q"), array("q")
         left_over = (self._wall() - _LEFT_OVER_S) * 1e9
         for file in self._folder.files():
@@ -141,6 +141,8 @@ class Sweeper:
                 self._folder.remove(file.path)
         total = sum(sizes)
         self._learn(total)
+        if full:  # which the free bytes do not show where a quota or the inodes are used up
+            self._limit = min(self._limit, total)
         if total <= _HIGH * self._limit:
             return total
         excess = total - int(_LOW * self._limit)

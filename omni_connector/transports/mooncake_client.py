@@ -217,7 +217,12 @@ class StoreClient:
             self._registered[int(memory.ctypes.data)] = memory
             store = self._store
         if store is not None:
-            _register(store, memory)
+            try:
+                _register(store, memory)
+            except BaseException:
+                with self._lock:
+                    self._registered.pop(int(memory.ctypes.data), None)
+                raise
 
     def unregister(self, memory: NDArray[np.uint8]) -> None:
         """Undo `register`. Idempotent."""

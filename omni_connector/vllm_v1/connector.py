@@ -129,6 +129,17 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._manager = kv_cache_manager
+        reset = kv_cache_manager.reset_prefix_cache
+
+        def settled_reset() -> bool:
+            # It does nothing while copies hold blocks, and an engine in its caller's process makes
+            # no step any more in which the scheduler half would hear of their end.
+            worker = get_kv_transfer_group() if has_kv_transfer_group() else None
+            if self._scheduler_half is not None and isinstance(worker, OmniKVConnector):
+                self._scheduler_half.settle(worker._worker.saves_ended)
+            return reset()
+
+        kv_cache_manager.reset_prefix_cache = settled_reset  # type: ignore[method-assign]
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

@@ -4,11 +4,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request, RequestStatus
 
+from omni_connector.handoff.params import is_usable
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.prefix.hints import KEY, read_hints
 from omni_connector.prefix.shared_prefix import SharedPrefix
@@ -17,6 +19,8 @@ from omni_connector.stats import Stats
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+logger = init_logger("vllm.omni_connector.scheduler")
 
 TRUNCATED: Final = "_p_side_truncated"
 """NixlConnector's mark of a prompt that it has shortened: of two connectors only one may do so."""
@@ -78,6 +82,20 @@ def truncate(request: "Request", params: Mapping[str, Any]) -> None:
     answer_one_token(request)
     # A dict of its own, because the caller's may serve more than one request.
     request.kv_transfer_params = {**params, TRUNCATED: True}
+
+
+def drop_unusable(request: "Request", stats: Stats) -> None:
+    """Take from a new request params that neither this connector nor vLLM can read."""
+    params = request.kv_transfer_params
+    if params is not None and not is_usable(params):
+        stats.fail("malformed_params")
+        logger.warning(
+            "Request %s is served without hand-off: its kv_transfer_params are no object, or "
+            "their do_remote_decode is no boolean (malformed_params)",
+            request.request_id,
+        )
+        # vLLM itself takes them for an object, and would stop at anything else.
+        request.kv_transfer_params = None
 
 
 def take_hints(request: "Request", shared: SharedPrefix | None, stats: Stats) -> None:

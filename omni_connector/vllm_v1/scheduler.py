@@ -5,8 +5,8 @@ It decides, and the workers copy. Nothing here waits while the engine computes: 
 answered on the control channel's thread, and the workers report copies with each step.
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
@@ -16,7 +16,6 @@ from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
 from omni_connector.handoff.params import (
     BadParamsError,
-    is_usable,
     parse_remote_prefill,
     wants_handoff,
     wants_remote_kv,
@@ -26,7 +25,7 @@ from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.upkeep import Upkeep
 from omni_connector.handoff.weights import WeightsEpoch
-from omni_connector.kv.ledger import CopyLedger
+from omni_connector.kv.ledger import CopyLedger, Ended
 from omni_connector.net.status import StatusReport
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.stats import COUNTERS, GAUGES
@@ -42,6 +41,7 @@ from omni_connector.vllm_v1.metadata import OmniConnectorMetadata, OmniWorkerMet
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.requests import (
     TRUNCATED,
+    drop_unusable,
     prompt_of,
     recompute,
     take_hints,
@@ -128,6 +128,8 @@ class OmniScheduler:
         # Where a group keeps its last tokens only, a prefill must end where the decode begins.
         self._stops_early = not attends_to_all(kv_cache_config)
         self._void: tuple[list[int], list[int]] = [], []
+        # Of the steps that have not ended, whether they compute anything.
+        self._computing: deque[bool] = deque(maxlen=8)
         self._counts: object = None  # those of the gauges
 
     def _take_events(self) -> None:
@@ -158,7 +160,8 @@ class OmniScheduler:
     def on_new_request(self, request: "Request") -> None:
         """A request has arrived: ask for its KV elsewhere, or prepare to hand it off."""
         self._follow_weights()
-        self._check_params(request)
+        take_hints(request, self._shared, self._stats)
+        drop_unusable(request, self._stats)
         if not (request.kv_transfer_params or self._shared is not None):
             return
         if not self._adapters.arrives(request):
@@ -174,19 +177,6 @@ class OmniScheduler:
         if self._shared is not None and not request.resumable:  # a session's tokens may change
             truncated = self._stops_early and wants_handoff(request.kv_transfer_params or {})
             self._shared.add(request, stops_early=truncated, adapter=adapter)
-
-    def _check_params(self, request: "Request") -> None:
-        take_hints(request, self._shared, self._stats)
-        params = request.kv_transfer_params
-        if params is not None and not is_usable(params):
-            self._stats.fail("malformed_params")
-            logger.warning(
-                "Request %s is served without hand-off: its kv_transfer_params are no object, or "
-                "their do_remote_decode is no boolean (malformed_params)",
-                request.request_id,
-            )
-            # vLLM itself takes them for an object, and would stop at anything else.
-            request.kv_transfer_params = None
 
     def _follow_params(self, request: "Request", adapter: str) -> None:
         params = request.kv_transfer_params
@@ -324,7 +314,10 @@ class OmniScheduler:
 
     def build_meta(self, scheduler_output: "SchedulerOutput") -> OmniConnectorMetadata:
         """This step's work for the workers."""
-        meta = OmniConnectorMetadata(idle=not scheduler_output.total_num_scheduled_tokens)
+        computes = scheduler_output.total_num_scheduled_tokens > 0
+        # Nor may what an earlier step has computed wait for this one.
+        meta = OmniConnectorMetadata(idle=not computes and True not in self._computing)
+        self._computing.append(computes)
         if self._upkeep.ended():
             self._waiting = ()  # nobody waits for room any more
         self._follow_weights()
@@ -355,6 +348,8 @@ class OmniScheduler:
                 self._trace.begin(request_id, "scheduling", after="load")
         if (counted := worker_stats(output)) is not None:
             self._status.add(counted.data)
+        if output.invalid_block_ids and self._sender is not None:
+            self._sender.loads_failed()
         report = output.kv_connector_worker_meta
         if not isinstance(report, OmniWorkerMetadata):
             return
@@ -383,6 +378,8 @@ class OmniScheduler:
 
     def step_ended(self) -> "Iterable[KVCacheEvent]":
         """vLLM has taken over what a step has computed; returns the KV events since the last."""
+        if self._computing:
+            self._computing.popleft()
         if self._receiver is not None:
             self._receiver.step_ended()
         if self._waiting and self._sender is not None:
@@ -408,6 +405,10 @@ class OmniScheduler:
     def copying(self) -> bool:
         """Whether copies hold blocks, so that a later step has to free them."""
         return bool(self._ledger)
+
+    def settle(self, look: Callable[[], Ended | None]) -> None:
+        """See `CopyLedger.settle`."""
+        self._ledger.settle(look)
 
     def frees_soon(self) -> bool:
         """Whether blocks come free so soon that no request should be preempted for some."""

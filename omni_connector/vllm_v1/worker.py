@@ -29,6 +29,7 @@ from omni_connector.kv.canonical import (
 )
 from omni_connector.kv.copying import BlockCopier
 from omni_connector.kv.layered import Forward, Stretches, TracedCopier
+from omni_connector.kv.ledger import Ended
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import TransferSpec
 from omni_connector.memory.nodes import near_cores, process_cores
@@ -377,7 +378,7 @@ class OmniWorker:
         if not spec.timed_as:  # a save to the store fails at nothing
             return
         if outcome.failure is None:
-            self._count(spec, outcome)
+            outcome.count_into(self._stats, spec.timed_as, spec.counted_as)
             return
         self._report.failed[outcome.job_id] = outcome.failure
         if type(spec) is LoadSpec:
@@ -386,13 +387,13 @@ class OmniWorker:
             else:
                 self._failed_loads.add(spec.request_id)
 
-    def _count(self, spec: TransferSpec, outcome: Outcome) -> None:
-        self._stats.time(spec.timed_as, outcome.seconds)
-        if done := spec.counted_as:
-            self._stats.count(f"bytes_{done}", outcome.size)
-            self._stats.count(f"blocks_{done}", outcome.blocks)
-        if outcome.early:
-            self._stats.count("bytes_saved_early", outcome.early)
+    def saves_ended(self) -> Ended | None:
+        """The jobs that have ended; None while there are loads, whose ends go with a step."""
+        if self._loads_left or self._finished_loads:
+            return None
+        self.collect()
+        report = self.take_report()
+        return ({}, {}) if report is None else (report.done, report.failed)
 
     def take_finished_loads(self) -> tuple[set[str], set[str]]:
         """Requests whose loads ended, and those of them that failed as a whole."""

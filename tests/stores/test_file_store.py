@@ -612,6 +612,19 @@ def test_on_a_full_disk_old_blocks_make_room(
     assert sum(path_of(folder, key).exists() for key in KEYS) == 6
 
 
+def test_where_a_quota_is_used_up_old_blocks_make_room(
+    store: FileBlockStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(put(store))
+    monkeypatch.setattr(BlockFolder, "free_bytes", lambda self: 1 << 40)
+    sweeper = Sweeper(BlockFolder(str(folder)), 1 << 39)
+    sweep(sweeper)
+    assert sum(path_of(folder, key).exists() for key in KEYS) == 8
+    sweeper.no_room()
+    sweep(sweeper)
+    assert sum(path_of(folder, key).exists() for key in KEYS) == 7
+
+
 def test_who_puts_blocks_sweeps(connect: Open, folder: Path) -> None:
     settings = FileStoreSettings(path=str(folder), gib=64 * PAGE / (1 << 30))
     store = FileBlockStore(settings)

@@ -4,10 +4,12 @@
 import time
 
 import pytest
+from vllm.v1.outputs import KVConnectorOutput
 
 from omni_connector.handoff import receiver
 from omni_connector.testing import inspection
 from omni_connector.testing.toy import BLOCK
+from omni_connector.vllm_v1 import connector
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, leased, prompt, wait
 
@@ -219,3 +221,40 @@ def test_a_prefill_that_goes_on_upon_old_blocks_is_not_handed_off(engine):
     prefill.run(lambda: prefill.done(request_id))
     assert prefill.answers[request_id].params["omni_no_handoff"] == "weights_changed"
     assert_clean(prefill)
+
+
+@pytest.mark.parametrize("one_process", [True, False])
+def test_an_engine_in_its_callers_process_needs_no_step_for_a_reset(
+    engine, monkeypatch, one_process
+):
+    """vLLM's `LLM` without multiprocessing makes no step when all requests have ended."""
+    prefill = engine("kv_producer")
+    monkeypatch.setattr(connector, "has_kv_transfer_group", lambda: one_process)
+    monkeypatch.setattr(connector, "get_kv_transfer_group", lambda: prefill.worker)
+    request_id = prefill.submit(PROMPT, params=HANDOFF)
+    prefill.run(lambda: prefill.done(request_id))
+    assert prefill.half.copying()
+    assert prefill.scheduler.reset_prefix_cache() == one_process
+    assert prefill.half.copying() != one_process
+    prefill.settle()
+
+
+def test_what_another_connector_has_failed_to_load_is_not_handed_off(engine, after):
+    """vLLM computes it anew, when its blocks have been copied already."""
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    request_id = prefill.submit(PROMPT, max_tokens=3, params=HANDOFF)
+    held = prefill.hold(saves=True)
+    while not prefill.half.copying():
+        prefill.step()
+    request = prefill.scheduler.requests[request_id]
+    assert request.num_computed_tokens > BLOCK
+    computed, request.num_computed_tokens = request.num_computed_tokens, 0
+    prefill.half.update_output(KVConnectorOutput(invalid_block_ids={1}))
+    request.num_computed_tokens = computed
+    held.open()
+    prefill.settle()
+    answer = prefill.answers[request_id].params
+    assert prefill.failures() == {"load_failed": 1}
+    assert decode.generate(PROMPT, 6, params=answer).tokens
+    assert decode.count("handoffs_received") == 0
+    assert_clean(prefill, decode)

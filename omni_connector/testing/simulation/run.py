@@ -307,6 +307,7 @@ def laboratory() -> Iterator[None]:
         (store_jobs, "_MAX_ROWS", 2),
         (store_jobs, "_STAGING_BUFFERS", 2),
         (saves, "_TOGETHER", 2),  # answers are short
+        (saves, "_MANY", 2),  # and so are prompts
         (time, "sleep", _no_sleep),
     ]
     unraisable = sys.unraisablehook

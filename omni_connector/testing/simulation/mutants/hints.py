@@ -210,8 +210,8 @@ HINTS: Final = (
         (
             "omni_connector.prefix.host_blocks",
             "        admitted = np.array([each.hints.asks_arena for each in new], bool)\n"
-            "        others = _hashes(each for each in new if not each.hints.asks_arena)\n",
-            "        admitted = np.zeros(len(new), bool)\n        others = _hashes(new)\n",
+            "        others = [each for each in new if not each.hints.asks_arena]\n",
+            "        admitted = np.zeros(len(new), bool)\n        others = new\n",
         ),
     ),
     mutant(

@@ -334,7 +334,7 @@ OWN: Final = (
         "a request waits for the answer of a store that is gone",
         (
             "omni_connector.prefix.shared_prefix",
-            "            prompt.waits = self._clock() < asked.deadline\n",
+            "            prompt.waits = now < asked.deadline\n",
             "            prompt.waits = True\n",
         ),
     ),
