@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A CUDA stream beside the engine's own."""
 
+import contextlib
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -60,6 +61,10 @@ class CudaStream(Stream):
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             code = runtime.cudaHostRegister(address, slots.nbytes, 1)
         if int(code) != 0:
+            # The runtime remembers the refusal, and tells it to the next kernel of this thread:
+            # to this one, and not to one of the engine's.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._device)
             return False
         self._registered.append(address)
         return True

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copying a KV cache in a device's memory, through bounded staging buffers."""
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import gcd
+from typing import Final
 
 import numpy as np
 import torch
@@ -16,6 +18,11 @@ from numpy.typing import NDArray
 from omni_connector.kv.canonical import SLOT_ALIGNMENT, CanonicalKVCaches, SlotLayout
 from omni_connector.kv.copying import BlockCopier, BlockCopy, consecutive
 from omni_connector.kv.segments import Segment, content_of, padding_of, reserved_of
+
+logger = logging.getLogger("vllm.omni_connector.staging")
+
+# A closer waits so many seconds for a copy under way.
+_CLOSE_S: Final = 5.0
 
 _STAGING_BYTES = 32 * 1024 * 1024
 """Enough to keep a PCIe link busy; two of them, so that a device and its host work at once."""
@@ -228,13 +235,18 @@ class StagedCopier(BlockCopier):
                 self._stream.finish(None)
 
     def close(self) -> None:
-        with self._lock:
+        if not self._lock.acquire(timeout=_CLOSE_S):
+            logger.error("A copy does not end: the device may hang. Its memory is left to it")
+            return
+        try:
             self._stream.finish(None)
             self._stream.close()
             self._groups = []
             self._staged = []
             self._bounced = []
             self._pinned = []
+        finally:
+            self._lock.release()
 
     def _call(self, copy: BlockCopy) -> _Call:
         slots = copy.slots
