@@ -259,9 +259,14 @@ class HandoffSender:
         for send in self._admitted.values():
             computed = send.request.num_computed_tokens
             ends = zip(send.copied, send.first_blocks, self._groups, strict=True)
-            if send.refusal is None and any(
-                copied > max(first, -(-computed // shape.block_size))
-                for copied, first, shape in ends
+            runs = send.request.status.name == "RUNNING"  # others are computed anew as a whole
+            if (
+                runs
+                and send.refusal is None
+                and any(
+                    copied > max(first, -(-computed // shape.block_size))
+                    for copied, first, shape in ends
+                )
             ):
                 self._ledger.revoke(send.jobs)
                 self._refuse(send, "load_failed", "a load of another connector has failed")

@@ -317,12 +317,16 @@ class HostBlocks:
         """
         tags = tags_of(self._key_prefix, group, hashes)
         lacks = np.ones(len(tags), bool)
+        asked: Ints = np.arange(len(tags))
         for engine in (self._own, *self._neighbours.present()):
-            slots, generations = engine.index.find(tags)
+            slots, generations = engine.index.find(tags[asked])
             found = slots >= 0
             if found.any():
                 self._hit(engine, slots[found], generations[found])
-            lacks &= ~found if engine.own else ~found | here
+            lacks[asked[found]] = False
+            asked = np.flatnonzero(lacks & np.logical_not(here))
+            if not asked.size:
+                break
         return lacks
 
     def _lacking(self, group: int, filled: list[Candidate]) -> list[Candidate]:

@@ -228,7 +228,7 @@ class SharedPrefix:
     def allocated(
         self,
         request: EngineRequest,
-        tables: Callable[[], Sequence[Sequence[int]]],
+        tables: Callable[[], BlockTables],
         num_external: int,
     ) -> None:
         """vLLM has allocated blocks for `num_external` tokens of ours, or for none.
