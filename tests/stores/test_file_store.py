@@ -216,7 +216,7 @@ def test_two_processes_put_the_same_blocks_beside_a_sweeper(folder: Path) -> Non
         assert each.stdout.readline() == "ready\n"
     sweeper = Sweeper(BlockFolder(str(folder)), 1 << 30)
     while any(each.poll() is None for each in writers):
-        sweeper._full = True
+        sweeper.add(1 << 30)  # so that it scans
         sweep(sweeper)
         time.sleep(0.05)
     assert [each.communicate()[1] or each.returncode for each in writers] == [0, 0]
