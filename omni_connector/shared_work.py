@@ -3,6 +3,7 @@
 
 import collections
 import contextlib
+import math
 import os
 import threading
 import time
@@ -17,6 +18,13 @@ whether it has."""
 
 # Who lends itself and is not called for so many seconds goes.
 _NO_CALL_S: Final = 0.002
+
+# A thread is late that works so many seconds longer on its last item than who lends itself worked.
+_LATE_S: Final = 0.001
+
+# Where a thread was late, all stay out of the way of whoever was in theirs for so many seconds:
+# vLLM's processes spin for a second after their last message.
+_CROWDED_S: Final = 1.0
 
 _MAX_THREADS: Final = 4
 _BYTES_PER_THREAD: Final = 16 << 20
@@ -106,6 +114,9 @@ class Helpers:
         # Threads that are in a call, and the cores that they may run on meanwhile.
         self._callers: set[int] = set()
         self._callers_run_on = cores
+        # When they count as late, if nothing is left that another could do for them.
+        self._late_at = math.inf
+        self._crowded_until = -math.inf
         self._changed = threading.Condition()
         self._helpers: list[Turns] = []
         # One entry for each helper that is still wanted.
@@ -122,6 +133,8 @@ class Helpers:
         wanted = min(self.threads, len(items)) - 1
         if wanted > 0:
             with self._changed:
+                if not self._callers:
+                    self._late_at = math.inf
                 self._callers.add(threading.get_native_id())
                 if self._lends:
                     self._run_callers(self._callers_run_on)
@@ -155,7 +168,9 @@ class Helpers:
         thread may lend itself at a time.
 
         Those who call leave it the cores to which it is pinned: the kernel would take a few
-        milliseconds to see that they are in its way, as long as a call lasts.
+        milliseconds to see that they are in its way, as long as a call lasts. If one of them gets
+        no time where it is, it comes to these cores, and who lends itself waits for it: on some
+        kernels an engine that spins on a core keeps others off it (docs/troubleshooting.md).
 
         Args:
             needed: whether calls may still come. Whoever changes that calls `tell_lender`.
@@ -166,26 +181,35 @@ class Helpers:
         """
         if not needed():
             return
-        now = time.monotonic()
-        end, until = now + seconds, now + _NO_CALL_S
+        start = time.monotonic()
+        end, until = start + seconds, start + _NO_CALL_S
+        own = frozenset(os.sched_getaffinity(0))
         try:
             with self._changed:
                 self._lends = True
-                if self._cores is not None:
-                    self._run_callers(self._cores - os.sched_getaffinity(0) or self._cores)
+                self._place_callers(own)
             while (left := min(end, until) - time.monotonic()) > 0:
                 with self._changed:
                     if not needed():
                         return
                     if not self._wanted:
+                        if self._callers:
+                            until = end
+                            left = min(left, max(self._late_at - time.monotonic(), _LATE_S))
                         self._changed.wait(left)
+                        if self._callers and time.monotonic() >= self._late_at:
+                            self._crowded_until = time.monotonic() + _CROWDED_S
+                            self._place_callers(own)
                         continue
                     call = self._begin()
+                begun = time.monotonic()
                 try:
                     raised = call.take_part()
                 finally:
                     with self._changed:
                         self._finish(call)
+                        now = time.monotonic()
+                        self._late_at = now + max(now - begun, _LATE_S)
                 if raised is not None and not isinstance(raised, Exception):
                     raise raised
                 until = time.monotonic() + _NO_CALL_S
@@ -231,6 +255,11 @@ class Helpers:
         return 0.0
 
     # All of these are called with the lock held.
+
+    def _place_callers(self, lender: frozenset[int]) -> None:
+        if self._cores is not None:
+            crowded = time.monotonic() < self._crowded_until
+            self._run_callers(lender if crowded else self._cores - lender or self._cores)
 
     def _run_callers(self, cores: frozenset[int] | None) -> None:
         self._callers_run_on = cores

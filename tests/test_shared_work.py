@@ -282,3 +282,33 @@ def test_who_calls_leaves_its_core_to_who_lends_itself(pair: Helpers) -> None:
     caller = Caller(pair, lambda item: seen.append(os.sched_getaffinity(0)), 2)
     caller.join(10)
     assert seen == [cores - own, cores, cores]
+
+
+def test_who_gets_no_time_elsewhere_comes_to_the_core_of_who_lends_itself(pair: Helpers) -> None:
+    """Some kernels keep all others off a core where a process spins. For a while later calls run
+    beside who lends itself at once."""
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("there is one core")
+    own, seen = {min(cores)}, []
+    callers: list[Caller] = []
+    together = threading.Barrier(2, timeout=10)
+
+    def work(item: int) -> None:
+        together.wait()
+        if threading.current_thread() not in callers:
+            return
+        seen.append(os.sched_getaffinity(0))
+        deadline = time.monotonic() + 10
+        while os.sched_getaffinity(0) != own and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        seen.append(os.sched_getaffinity(0))
+
+    os.sched_setaffinity(0, own)
+    try:
+        for _ in range(2):
+            callers.append(caller := Caller(pair, work, 2))
+            pair.lend(lambda caller=caller: caller.needs_help, seconds=60)
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert seen == [cores - own, own, own, own]
