@@ -110,11 +110,16 @@ class Helpers:
     def __init__(self, cores: frozenset[int] | None = None) -> None:
         self.threads = 1
         self._cores = cores
-        self._lends = False
-        # Threads that are in a call, and the cores that they may run on meanwhile.
-        self._callers: set[int] = set()
-        self._callers_run_on = cores
-        # When they count as late, if nothing is left that another could do for them.
+        # The thread that lends itself.
+        self._lender: int | None = None
+        # Threads that have called, with their ids, and of those that do now, whether others are to
+        # take part.
+        self._known: dict[threading.Thread, int] = {}
+        self._calls: dict[int, bool] = {}
+        # While a thread lends itself: the cores of callers that others take part with, and those
+        # of all who have called.
+        self._cores_with_others = self._cores_alone = cores
+        # When callers count as late, if nothing is left that another could do for them.
         self._late_at = math.inf
         self._crowded_until = -math.inf
         self._changed = threading.Condition()
@@ -130,24 +135,30 @@ class Helpers:
             The first error that `work` raises. Items that are not begun by then are left out.
         """
         call = _Call(work, items)
-        wanted = min(self.threads, len(items)) - 1
-        if wanted > 0:
-            with self._changed:
-                if not self._callers:
-                    self._late_at = math.inf
-                self._callers.add(threading.get_native_id())
-                if self._lends:
-                    self._run_callers(self._callers_run_on)
-                self._start()
-                self._wanted.extend([call] * wanted)
-                self._changed.notify_all()
-            for helper in self._helpers:
-                helper.wake()
+        if self.threads > 1:
+            self._add(call, min(self.threads, len(items)) - 1)
         call.take_part()
-        if wanted > 0:
+        if self.threads > 1:
             self._end(call)
         if call.errors:
             raise call.errors[0]
+
+    def _add(self, call: _Call[Any], wanted: int) -> None:
+        caller = threading.get_native_id()
+        with self._changed:
+            if not self._calls:
+                self._late_at = math.inf
+            self._known[threading.current_thread()] = caller
+            self._calls[caller] = wanted > 0
+            if self._lender is not None:
+                self._place(caller)
+            if wanted > 0:
+                self._start()
+                self._wanted.extend([call] * wanted)
+            self._changed.notify_all()
+        if wanted > 0:
+            for helper in self._helpers:
+                helper.wake()
 
     def _end(self, call: _Call[Any]) -> None:
         while True:
@@ -156,9 +167,9 @@ class Helpers:
                     self._wanted = collections.deque(c for c in self._wanted if c is not call)
                     while call.helping:
                         self._changed.wait()
-                    self._callers.discard(caller := threading.get_native_id())
-                    if self._lends:
-                        _run_on(caller, self._cores)
+                    self._calls.pop(caller := threading.get_native_id(), None)
+                    if self._lender is not None:
+                        self._place(caller)
                 return
             except BaseException as error:  # noqa: BLE001 - raised when no helper works any more
                 call.fail(error)
@@ -168,9 +179,9 @@ class Helpers:
         thread may lend itself at a time.
 
         Those who call leave it the cores to which it is pinned: the kernel would take a few
-        milliseconds to see that they are in its way, as long as a call lasts. If one of them gets
-        no time where it is, it comes to these cores, and who lends itself waits for it: on some
-        kernels an engine that spins on a core keeps others off it (docs/troubleshooting.md).
+        milliseconds to see that they are in its way, as long as a call lasts. But where it has
+        nothing to take part in, and cores are few, they use its own. So does who is late: on some
+        kernels an engine that spins on a core keeps all others off it (docs/troubleshooting.md).
 
         Args:
             needed: whether calls may still come. Whoever changes that calls `tell_lender`.
@@ -186,20 +197,20 @@ class Helpers:
         own = frozenset(os.sched_getaffinity(0))
         try:
             with self._changed:
-                self._lends = True
-                self._place_callers(own)
+                self._lender = threading.get_native_id()
+                self._place_all(own)
             while (left := min(end, until) - time.monotonic()) > 0:
                 with self._changed:
                     if not needed():
                         return
                     if not self._wanted:
-                        if self._callers:
+                        if self._calls:
                             until = end
                             left = min(left, max(self._late_at - time.monotonic(), _LATE_S))
                         self._changed.wait(left)
-                        if self._callers and time.monotonic() >= self._late_at:
+                        if self._calls and time.monotonic() >= self._late_at:
                             self._crowded_until = time.monotonic() + _CROWDED_S
-                            self._place_callers(own)
+                            self._place_all(own)
                         continue
                     call = self._begin()
                 begun = time.monotonic()
@@ -215,12 +226,12 @@ class Helpers:
                 until = time.monotonic() + _NO_CALL_S
         finally:
             with self._changed:
-                self._lends = False
-                self._run_callers(self._cores)
+                self._place_all(None)
+                self._lender = None
 
     def tell_lender(self) -> None:
         """Have the thread that lends itself look whether it is still needed."""
-        if self._lends:
+        if self._lender is not None:
             with self._changed:
                 self._changed.notify_all()
 
@@ -256,15 +267,23 @@ class Helpers:
 
     # All of these are called with the lock held.
 
-    def _place_callers(self, lender: frozenset[int]) -> None:
-        if self._cores is not None:
+    def _place_all(self, lender: frozenset[int] | None) -> None:
+        self._cores_with_others = self._cores_alone = self._cores
+        if self._cores is not None and lender is not None:
+            elsewhere = self._cores - lender or self._cores
             crowded = time.monotonic() < self._crowded_until
-            self._run_callers(lender if crowded else self._cores - lender or self._cores)
+            self._cores_with_others = lender if crowded else elsewhere
+            if len(elsewhere) < self.threads:
+                self._cores_alone = lender
+        self._known = {thread: each for thread, each in self._known.items() if thread.is_alive()}
+        for caller in self._known.values():
+            self._place(caller)
 
-    def _run_callers(self, cores: frozenset[int] | None) -> None:
-        self._callers_run_on = cores
-        for thread in self._callers:
-            _run_on(thread, cores)
+    def _place(self, caller: int) -> None:
+        cores = self._cores_with_others if self._calls.get(caller) else self._cores_alone
+        if cores is not None and caller != self._lender:
+            with contextlib.suppress(OSError):  # the cpuset has shrunk: it runs where it may
+                os.sched_setaffinity(caller, cores)
 
     def _begin(self) -> _Call[Any]:
         call = self._wanted.popleft()
@@ -274,9 +293,3 @@ class Helpers:
     def _finish(self, call: _Call[Any]) -> None:
         call.helping -= 1
         self._changed.notify_all()
-
-
-def _run_on(thread: int, cores: frozenset[int] | None) -> None:
-    if cores is not None:
-        with contextlib.suppress(OSError):  # the cpuset has shrunk: it runs where it may
-            os.sched_setaffinity(thread, cores)

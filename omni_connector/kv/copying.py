@@ -288,8 +288,9 @@ class CpuCopier(BlockCopier):
         threads = 1 if self._helpers is None else self._helpers.threads
         # More parts than threads, as one may come late.
         parts = min(2 * threads, count, count * size // self.shared_bytes)
-        if self._helpers is None or parts <= 1:
+        if self._helpers is None:
             return self._copy_part(copy, saving, cancelled)
+        parts = max(1, parts)
         sums: dict[int, NDArray[np.uint64]] = {}
         given_up: list[int] = []
 
