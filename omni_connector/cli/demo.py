@@ -12,6 +12,7 @@ stand in for the bytes that should arrive.
 """
 
 import contextlib
+import http.client
 import logging
 import random
 import re
@@ -267,7 +268,8 @@ def demo(
     folder = logs or Path(tempfile.mkdtemp(prefix="omni-connector-demo-"))
     folder.mkdir(parents=True, exist_ok=True)
     keep = True
-    spans = None if trace is None else folder / "spans"
+    # Of its own: of an earlier demo with the same logs, the spans are not this one's.
+    spans = None if trace is None else Path(tempfile.mkdtemp(prefix="spans-", dir=folder))
     try:
         results = _measure_all(console, lengths, rounds, cache, folder, kv_transfer_config, spans)
         console.print(_table(results))
@@ -277,8 +279,9 @@ def demo(
             console.print(f"[bold red]Wrong:[/] {problem}")
         told = trace is None or spans is None or _write_trace(console, spans, trace)
         keep = bool(problems) or not told
-    except EngineError as error:
-        console.print(f"[bold red]Failed:[/] {escape(str(error).splitlines()[0])}")
+    except (EngineError, OSError, http.client.HTTPException) as error:
+        said = str(error).splitlines() or [type(error).__name__]
+        console.print(f"[bold red]Failed:[/] {escape(said[0])}")
         for name, line in _first_errors(folder):
             console.print(f"{name}: {escape(line)}")
     except (KeyboardInterrupt, SystemExit):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the demo accepts, and that it stops at nothing less than moved KV and equal tokens."""
 
+import http.client
 import json
 from pathlib import Path
 
@@ -147,3 +148,42 @@ def test_of_a_broken_start_the_first_error_is_shown(
     assert "engine died while starting" in out
     assert "decode: ValueError: no room" in out
     assert "OSError" not in out
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (http.client.RemoteDisconnected("closed without response"), "closed without response"),
+        (ConnectionRefusedError(), "ConnectionRefusedError"),
+    ],
+)
+def test_an_engine_that_dies_ends_the_demo_with_a_line(
+    error: Exception,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def die(*arguments: object) -> list[Result]:
+        raise error
+
+    monkeypatch.setattr(module, "find_spec", lambda name: object())
+    monkeypatch.setattr(module, "_measure_all", die)
+    assert demo(cache=tmp_path, logs=tmp_path) == 1
+    assert f"Failed: {said}" in capsys.readouterr().out
+
+
+def test_traces_of_two_demos_with_the_same_logs_are_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = []
+
+    def measure(*arguments: object) -> list[Result]:
+        folders.append(arguments[-1])
+        return []
+
+    monkeypatch.setattr(module, "find_spec", lambda name: object())
+    monkeypatch.setattr(module, "_measure_all", measure)
+    for _ in range(2):
+        assert demo(cache=tmp_path, logs=tmp_path, trace=tmp_path / "trace.json") == 0
+    assert folders[0] != folders[1]
