@@ -42,6 +42,8 @@ class _Call(Generic[_Item]):
         self._left = iter(list(items))
         self.errors: list[BaseException] = []
         self.helping = 0
+        # When who still works on it is late: once there was nothing left for who lends itself.
+        self.late_at = math.inf
 
     def take_part(self) -> BaseException | None:
         """Work until no item is left, or until one of the threads has failed; returns what was
@@ -112,15 +114,12 @@ class Helpers:
         self._cores = cores
         # The thread that lends itself.
         self._lender: int | None = None
-        # Threads that have called, with their ids, and of those that do now, whether others are to
-        # take part.
-        self._known: dict[threading.Thread, int] = {}
-        self._calls: dict[int, bool] = {}
-        # While a thread lends itself: the cores of callers that others take part with, and those
-        # of all who have called.
+        # Threads that have worked here, with their ids, and those that do now: on a call that
+        # others take part in, or on one alone (None).
+        self._threads: dict[threading.Thread, int] = {}
+        self._working: dict[int, _Call[Any] | None] = {}
+        # While a thread lends itself: the cores of those who work with others, and of the others.
         self._cores_with_others = self._cores_alone = cores
-        # When callers count as late, if nothing is left that another could do for them.
-        self._late_at = math.inf
         self._crowded_until = -math.inf
         self._changed = threading.Condition()
         self._helpers: list[Turns] = []
@@ -144,14 +143,8 @@ class Helpers:
             raise call.errors[0]
 
     def _add(self, call: _Call[Any], wanted: int) -> None:
-        caller = threading.get_native_id()
         with self._changed:
-            if not self._calls:
-                self._late_at = math.inf
-            self._known[threading.current_thread()] = caller
-            self._calls[caller] = wanted > 0
-            if self._lender is not None:
-                self._place(caller)
+            self._enter(call if wanted > 0 else None)
             if wanted > 0:
                 self._start()
                 self._wanted.extend([call] * wanted)
@@ -167,9 +160,7 @@ class Helpers:
                     self._wanted = collections.deque(c for c in self._wanted if c is not call)
                     while call.helping:
                         self._changed.wait()
-                    self._calls.pop(caller := threading.get_native_id(), None)
-                    if self._lender is not None:
-                        self._place(caller)
+                    self._leave()
                 return
             except BaseException as error:  # noqa: BLE001 - raised when no helper works any more
                 call.fail(error)
@@ -199,18 +190,20 @@ class Helpers:
             with self._changed:
                 self._lender = threading.get_native_id()
                 self._place_all(own)
-            while (left := min(end, until) - time.monotonic()) > 0:
+            while (left := min(end, until) - (now := time.monotonic())) > 0:
                 with self._changed:
                     if not needed():
                         return
                     if not self._wanted:
-                        if self._calls:
-                            until = end
-                            left = min(left, max(self._late_at - time.monotonic(), _LATE_S))
+                        if busy := bool(self._working):
+                            left = min(end, max(self._late_at(), now + _LATE_S)) - now
                         self._changed.wait(left)
-                        if self._calls and time.monotonic() >= self._late_at:
-                            self._crowded_until = time.monotonic() + _CROWDED_S
+                        now = time.monotonic()
+                        if now >= self._late_at():
+                            self._crowded_until = now + _CROWDED_S
                             self._place_all(own)
+                        if busy:
+                            until = end if self._working else now + _NO_CALL_S
                         continue
                     call = self._begin()
                 begun = time.monotonic()
@@ -220,7 +213,7 @@ class Helpers:
                     with self._changed:
                         self._finish(call)
                         now = time.monotonic()
-                        self._late_at = now + max(now - begun, _LATE_S)
+                        call.late_at = now + max(now - begun, _LATE_S)
                 if raised is not None and not isinstance(raised, Exception):
                     raise raised
                 until = time.monotonic() + _NO_CALL_S
@@ -260,8 +253,10 @@ class Helpers:
             if not self._wanted:
                 return WOKEN
             call = self._begin()
+            self._enter(call)
         call.take_part()
         with self._changed:
+            self._leave()
             self._finish(call)
         return 0.0
 
@@ -275,15 +270,32 @@ class Helpers:
             self._cores_with_others = lender if crowded else elsewhere
             if len(elsewhere) < self.threads:
                 self._cores_alone = lender
-        self._known = {thread: each for thread, each in self._known.items() if thread.is_alive()}
-        for caller in self._known.values():
-            self._place(caller)
+        self._threads = {each: tid for each, tid in self._threads.items() if each.is_alive()}
+        for thread in self._threads.values():
+            self._place(thread)
 
-    def _place(self, caller: int) -> None:
-        cores = self._cores_with_others if self._calls.get(caller) else self._cores_alone
-        if cores is not None and caller != self._lender:
+    def _place(self, thread: int) -> None:
+        cores = self._cores_with_others if self._working.get(thread) else self._cores_alone
+        if cores is not None and thread != self._lender:
             with contextlib.suppress(OSError):  # the cpuset has shrunk: it runs where it may
-                os.sched_setaffinity(caller, cores)
+                os.sched_setaffinity(thread, cores)
+
+    def _enter(self, call: _Call[Any] | None) -> None:
+        thread = threading.get_native_id()
+        self._threads[threading.current_thread()] = thread
+        self._working[thread] = call
+        if self._lender is not None:
+            self._place(thread)
+
+    def _leave(self) -> None:
+        thread = threading.get_native_id()
+        self._working.pop(thread, None)
+        if self._lender is not None:
+            self._place(thread)
+        self._changed.notify_all()
+
+    def _late_at(self) -> float:
+        return min((call.late_at for call in self._working.values() if call), default=math.inf)
 
     def _begin(self) -> _Call[Any]:
         call = self._wanted.popleft()

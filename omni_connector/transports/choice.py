@@ -220,12 +220,15 @@ class Transports:
         self._untold.append(Choice(endpoint.transport, endpoint.address, reason, why))
 
 
-def make_transports(config: OmniConfig) -> Transports:
+def make_transports(config: OmniConfig, offers: bool = True) -> Transports:
     """The transports that a configuration asks for.
 
     `auto` takes all transports with a `nearness`, the nearest first. Those that reach other hosts
     are taken only where the engine listens to other hosts or may connect to them. Mooncake does not
-    start before its first use.
+    start, nor open a port, before its first use.
+
+    Args:
+        offers: whether this engine offers hand-offs, to other hosts where it has a `listen`.
 
     Raises:
         ConfigError, MissingDependencyError: a transport is unknown, or lacks what it needs, or a
@@ -240,14 +243,27 @@ def make_transports(config: OmniConfig) -> Transports:
     else:
         classes = {config.transport: transport_class(config.transport)}
         given = {config.transport: config.transport_config}
-    transports = [_make(name, kind, given.get(name, {}), config) for name, kind in classes.items()]
+    transports = []
+    for name, kind in classes.items():
+        try:
+            transports.append(_make(name, kind, given.get(name, {}), config))
+        except MissingDependencyError as error:
+            # Another one may reach the same peers; the last one that might is needed.
+            if all(each.beyond_host != kind.beyond_host for each in _others(classes, name)):
+                raise
+            logger.warning("Transport %r is left out: %s", name, error)
     # Peers on other hosts ask for slots at the TCP port: without one nobody needs such an export.
+    listens = offers and config.listen is not None
     exporters = [
-        each
-        for each in transports
-        if each is transports[0] or config.listen or not each.beyond_host
+        each for each in transports if each is transports[0] or listens or not each.beyond_host
     ]
     return Transports(transports, exporters)
+
+
+def _others(
+    classes: Mapping[str, type[ArenaTransport]], name: str
+) -> list[type[ArenaTransport]]:
+    return [kind for other, kind in classes.items() if other != name]
 
 
 def _candidates(*, beyond_host: bool) -> dict[str, type[ArenaTransport]]:

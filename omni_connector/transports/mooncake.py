@@ -42,6 +42,7 @@ from omni_connector.transports.base import (
     check_destination,
 )
 from omni_connector.transports.mooncake_engine import MemoryRange, TransferEngine
+from omni_connector.transports.mooncake_lib import engine_module
 
 _ADDRESS: Final = re.compile(
     r"(?P<protocol>tcp|rdma)://(?P<engine>[][A-Za-z0-9.:_-]+)/(?P<base>[0-9a-f]{1,16})\Z"
@@ -81,6 +82,7 @@ class MooncakeTransport(ArenaTransport):
 
     @classmethod
     def create(cls, settings: MooncakeSettings, site: Site) -> "MooncakeTransport":
+        engine_module()  # an engine that lacks it should not start, rather than fail each hand-off
         return cls(settings=settings, host=site.host, allows=site.allows)
 
     def export(self, arena: Arena, name: str) -> Endpoint:

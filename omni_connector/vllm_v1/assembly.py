@@ -84,7 +84,7 @@ def make_worker(
         config=config,
         kv_cache_config=kv_cache_config,
         layers=vllm_config.compilation_config.static_forward_context,
-        transports=surroundings.transports(config),
+        transports=surroundings.transports(config, config.handoff and transfer.is_kv_producer),
         rank=rank,
         ranks=parallel.tensor_parallel_size,
         arena_name=f"arena:{transfer.engine_id}:{rank}",

@@ -38,7 +38,7 @@ class Surroundings:
         randbytes: makes so many bytes that nobody can guess.
         start: starts a thread.
         sockets: opens the sockets of the control channel.
-        transports: opens the transports that a configuration asks for.
+        transports: opens the transports that a configuration asks for; told whether it offers any.
         block_store: opens a client of the shared store that lends so many bytes of memory to it.
         neighbours: finds the engines of this host that share prefixes.
         copier: makes what copies between KV blocks and slots, with threads that share in it.
@@ -52,7 +52,7 @@ class Surroundings:
     randbytes: Callable[[int], bytes] = secrets.token_bytes
     start: StartTurns = TurnThread
     sockets: Callable[[], Sockets] = ZmqSockets
-    transports: Callable[[OmniConfig], Transports] = make_transports
+    transports: Callable[[OmniConfig, bool], Transports] = make_transports
     block_store: Callable[[StoreSettings | FileStoreSettings, int], BlockStore] = open_block_store
     neighbours: Callable[[Household, Callable[[], float], StartTurns], Neighbours] = HostNeighbours
     copier: Callable[[CanonicalKVCaches, SlotLayout, Sharing], BlockCopier] = make_copier

@@ -11,10 +11,16 @@ import msgspec
 import pytest
 
 from omni_connector.config import MooncakeSettings, OmniConfig
-from omni_connector.errors import ConfigError, PeerRefusedError, TransportError
+from omni_connector.errors import (
+    ConfigError,
+    MissingDependencyError,
+    PeerRefusedError,
+    TransportError,
+)
 from omni_connector.memory.arena import Arena
 from omni_connector.testing import inspection
 from omni_connector.transports import choice
+from omni_connector.transports import mooncake as mooncake_module
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.choice import Choice, Transports, make_transports
 from omni_connector.transports.mooncake import MooncakeTransport
@@ -140,6 +146,26 @@ def test_what_a_configuration_asks_for(settings, readers, exporters, place, monk
         assert [each.transport for each in inspection.exporters(transports)] == exporters
 
 
+def test_who_offers_nothing_is_not_read_from_other_hosts(place, monkeypatch) -> None:
+    monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(place))
+    config = OmniConfig.load({"listen": "127.0.0.1:0", "peers": ["127.0.0.1"]})
+    with closing(make_transports(config, offers=False)) as transports:
+        assert [each.transport for each in inspection.exporters(transports)] == ["shm"]
+
+
+@pytest.mark.parametrize("settings", [{"peers": ["10.0.0.1"]}, {"transport": "mooncake"}])
+def test_an_engine_that_needs_mooncake_does_not_start_without(settings, place, monkeypatch) -> None:
+    monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(place))
+    monkeypatch.setattr(mooncake_module, "engine_module", no_module)
+    with pytest.raises(MissingDependencyError, match="no wheel"):
+        make_transports(OmniConfig.load(settings))
+    make_transports(OmniConfig.load({})).close()
+
+
+def no_module() -> None:
+    raise MissingDependencyError("no wheel")
+
+
 def test_a_transport_that_is_not_there(place, monkeypatch) -> None:
     monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(place))
     with pytest.raises(ConfigError, match="did you mean"):
@@ -202,6 +228,15 @@ def test_a_transport_is_a_candidate_of_auto_by_what_it_says_of_itself(
     with closing(make_transports(OmniConfig.load(settings))) as transports:
         assert [each.transport for each in inspection.readers(transports)] == readers
         assert [each.transport for each in inspection.exporters(transports)] == exporters
+
+
+@pytest.mark.usefixtures("owls")
+def test_mooncake_is_not_needed_where_another_reaches_as_far(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(mooncake_module, "engine_module", no_module)
+    with closing(make_transports(OmniConfig.load({"peers": ["10.0.0.1"]}))) as transports:
+        names = [each.transport for each in inspection.readers(transports)]
+    assert names == ["shm", "owl", "far-owl"]
+    assert "'mooncake' is left out: no wheel" in caplog.text
 
 
 @pytest.mark.usefixtures("owls")

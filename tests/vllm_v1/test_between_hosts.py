@@ -125,6 +125,13 @@ def test_a_decode_engine_listens_nowhere(engine):
     assert inspection.channel(decode.half).tcp_address is None
 
 
+def test_what_a_decode_engine_shares_is_read_by_nobody_on_other_hosts(engine):
+    far = {"mooncake": {"host": "127.0.0.1"}, "listen": "127.0.0.1:0", "share": True}
+    for role, ways in {"kv_consumer": ["shm"], "kv_producer": ["shm", "mooncake"]}.items():
+        endpoints = engine(role, extra=far).worker_half.handshake.endpoints
+        assert [each.transport for each in endpoints] == ways
+
+
 def test_a_key_file_open_to_others_stops_the_engine(engine, key_file):
     os.chmod(key_file, 0o644)
     with pytest.raises(ConfigError, match="chmod it to 600"):

@@ -131,7 +131,7 @@ class Deployment:
         model = f"weights {self._weights}/"
         transport = functools.partial(SimulatedTransport, self.host, owner)
 
-        def transports(config: Any) -> Transports:
+        def transports(config: Any, offers: bool) -> Transports:
             each = transport()
             return Transports([each], [each])
 
