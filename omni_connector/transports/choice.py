@@ -260,9 +260,7 @@ def make_transports(config: OmniConfig, offers: bool = True) -> Transports:
     return Transports(transports, exporters)
 
 
-def _others(
-    classes: Mapping[str, type[ArenaTransport]], name: str
-) -> list[type[ArenaTransport]]:
+def _others(classes: Mapping[str, type[ArenaTransport]], name: str) -> list[type[ArenaTransport]]:
     return [kind for other, kind in classes.items() if other != name]
 
 
