@@ -97,15 +97,18 @@ class AdapterContents:
         """Whether a new request has to wait until its adapter is read. If so, ask `waits` later."""
         if request.lora_request is None or self._fresh(request.lora_request):
             return False
-        self._waiting[request.request_id] = self._clock() + WAIT_S
+        self._waiting[request.request_id] = self._clock()
         return True
 
     def waits(self, request: AdaptedRequest) -> bool:
         """Whether a request that had to wait still has to."""
-        until = self._waiting.get(request.request_id)
-        if until is None or request.lora_request is None:
+        since = self._waiting.get(request.request_id)
+        if since is None or request.lora_request is None:
             return False
-        return not self._fresh(request.lora_request) and self._clock() < until
+        seen = self._seen.get(_name(request.lora_request))
+        if seen is not None and seen.at >= since:
+            return False
+        return not self._fresh(request.lora_request) and self._clock() < since + WAIT_S
 
     def goes_on(self, request_id: str) -> bool:
         """End the wait of a request, if it waits; returns whether it did."""

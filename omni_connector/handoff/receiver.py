@@ -7,8 +7,9 @@ computes the prompt. If the load fails, the worker reports it, and vLLM recomput
 request as `kv_load_failure_policy` says.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,7 +20,12 @@ from omni_connector.copies.jobs import LoadSpec
 from omni_connector.errors import IncompatiblePeerError, PeerUnreachableError, ProtocolError
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.client import Lease, LeaseDeniedError, PendingLease
-from omni_connector.handoff.params import RemotePrefill
+from omni_connector.handoff.params import (
+    BadParamsError,
+    RemotePrefill,
+    parse_remote_prefill,
+    wants_remote_kv,
+)
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, EngineRequest, RequestBlocks
@@ -64,6 +70,7 @@ class _Load:
     remote: RemotePrefill
     address: str
     asked_at: float
+    idle_at_first: float  # what `_idle_time` was when it arrived
     answer_by: float = 0.0
     idle_before: float = 0.0  # what `_idle_time` was when the lease request was sent
     future: "Future[Lease] | None" = None
@@ -129,7 +136,8 @@ class HandoffReceiver:
 
     def add(self, request: EngineRequest, remote: RemotePrefill, prompt: Prompt) -> None:
         """A request has arrived whose prompt was prefilled elsewhere: ask for a lease on its KV."""
-        load = _Load(request, prompt, remote, self._address_of(remote), self._clock())
+        address, now = self._address_of(remote), self._clock()
+        load = _Load(request, prompt, remote, address, now, self._idle_time())
         self._ask(load)
         self._loads[request.request_id] = load
 
@@ -145,6 +153,12 @@ class HandoffReceiver:
     def reject(self, remote: RemotePrefill) -> None:
         """A request was refused before it reached this engine: nobody will ask for its hand-off."""
         self._channel.drop(self._address_of(remote), remote.token)
+
+    def decline(self, params: Mapping[str, Any]) -> None:
+        """A request's KV elsewhere, if its params name any, cannot be told from other KV here."""
+        if wants_remote_kv(params):
+            with contextlib.suppress(BadParamsError):  # then nobody knows of it
+                self.reject(parse_remote_prefill(params))
 
     def matched_tokens(self, request_id: str, num_computed: int) -> int | None:
         """Tokens that can be loaded beyond `num_computed`; None while a lease is asked for."""
@@ -178,7 +192,9 @@ class HandoffReceiver:
     def _ask_again(self, load: _Load, lease: Lease) -> int | None:
         slow = lease.received - load.asked_at > _FRESH_S
         load.slow_answers = load.slow_answers + 1 if slow else 0
-        if load.slow_answers >= _SLOW_ANSWERS:
+        # With data parallelism, other ranks may keep an engine from its next step again and again.
+        idle = self._idle_time() - load.idle_at_first
+        if load.slow_answers >= _SLOW_ANSWERS or idle > self._timeout:
             self._give_up(load, "peer_unreachable", "its answers come too late to be used")
             return 0
         load.former, load.lease = load.lease, None

@@ -48,11 +48,16 @@ def cache_hit_source(counter: str = "tokens_loaded") -> Any:
 
 
 def hash_block_size(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> int:
-    """Tokens that each of a request's block hashes stands for.
+    """Tokens that each of a request's block hashes stands for; 0 where a block's KV also depends on
+    tokens after it, so that no hash names it.
 
     From 0.32 on the configuration says so. 0.30 and 0.31 tell only the scheduler, which works it
     out as is done here.
     """
+    if any(
+        getattr(each.kv_cache_spec, "non_causal", False) for each in kv_cache_config.kv_cache_groups
+    ):
+        return 0
     resolved: int | None = getattr(kv_cache_config, "hash_block_size", None)
     if resolved is None:
         _, resolved = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)

@@ -2,7 +2,7 @@
 """What the scheduler half reads of vLLM's requests, and what it changes of them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
@@ -12,6 +12,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from omni_connector.handoff.params import is_usable
 from omni_connector.handoff.prompt import Prompt
+from omni_connector.handoff.truncation import answer_one_token
 from omni_connector.prefix.hints import KEY, read_hints
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.stats import Stats
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 logger = init_logger("vllm.omni_connector.scheduler")
-
-TRUNCATED: Final = "_p_side_truncated"
-"""NixlConnector's mark of a prompt that it has shortened: of two connectors only one may do so."""
 
 
 def prompt_of(
@@ -54,34 +52,6 @@ def prompt_of(
         extra=tuple(extra),
         by_tokens=bool(adapter),  # vLLM's hashes name an adapter by its path, not its content
     )
-
-
-def truncation_refusal(request: "Request", num_tokens: int) -> str | None:
-    """Why the last token of a prompt cannot be left to the decode engine; None if it can."""
-    if request.skip_reading_prefix_cache:  # prompt log-probabilities are wanted for all tokens
-        return "prompt_logprobs"
-    if any(
-        feature.mm_position.offset + feature.mm_position.length > num_tokens
-        for feature in request.mm_features
-    ):
-        return "multimodal_tail"
-    return None
-
-
-def truncate(request: "Request", params: Mapping[str, Any]) -> None:
-    """Leave the last token of the prompt to the decode engine, and end after the one before it.
-
-    A recurrent state, and the blocks of a window, belong to one token. The decode engine computes
-    the last token of the prompt, so it needs them as they are before that token.
-    """
-    assert request.prompt_token_ids is not None
-    # In an engine of one process the list is the caller's, and serves each of n answers.
-    request.prompt_token_ids = request.prompt_token_ids[:-1]
-    del request._all_token_ids[-1:]
-    request.num_prompt_tokens -= 1
-    answer_one_token(request)
-    # A dict of its own, because the caller's may serve more than one request.
-    request.kv_transfer_params = {**params, TRUNCATED: True}
 
 
 def drop_unusable(request: "Request", stats: Stats) -> None:
@@ -115,13 +85,6 @@ def take_hints(request: "Request", shared: SharedPrefix | None, stats: Stats) ->
     request.kv_transfer_params = {key: params[key] for key in params if key != KEY} or None
     if hints.prefetch and not ignored and request.kv_transfer_params is None:
         answer_one_token(request)
-
-
-def answer_one_token(request: "Request") -> None:
-    """Have a request end with the first token of its answer."""
-    request.max_tokens = 1
-    if request.sampling_params is not None:
-        request.sampling_params.min_tokens = 0  # else it would outlive its only token
 
 
 def recompute(request: "Request", manager: "KVCacheManager") -> None:

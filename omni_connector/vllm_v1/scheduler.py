@@ -23,6 +23,7 @@ from omni_connector.handoff.params import (
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
+from omni_connector.handoff.truncation import TRUNCATED, truncate, truncation_refusal
 from omni_connector.handoff.upkeep import Upkeep
 from omni_connector.handoff.weights import WeightsEpoch
 from omni_connector.kv.ledger import CopyLedger, Ended
@@ -39,15 +40,7 @@ from omni_connector.vllm_v1.compat import (
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.metadata import OmniConnectorMetadata, OmniWorkerMetadata
 from omni_connector.vllm_v1.metrics import OmniStats
-from omni_connector.vllm_v1.requests import (
-    TRUNCATED,
-    drop_unusable,
-    prompt_of,
-    recompute,
-    take_hints,
-    truncate,
-    truncation_refusal,
-)
+from omni_connector.vllm_v1.requests import drop_unusable, prompt_of, recompute, take_hints
 from omni_connector.vllm_v1.specs import attends_to_all, fails_by_block
 from omni_connector.vllm_v1.surroundings import Surroundings
 
@@ -170,6 +163,8 @@ class OmniScheduler:
     def _begin(self, request: "Request") -> None:
         adapter = self._adapters.content(request, self._weights.number, self._stats)
         if adapter is None:
+            if self._receiver is not None:
+                self._receiver.decline(request.kv_transfer_params or {})
             if wants_handoff(request.kv_transfer_params or {}) and self._sender is not None:
                 self._sender.add(request, Prompt(token_ids=(), num_tokens=0), "adapter_unknown")
             return

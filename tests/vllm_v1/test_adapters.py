@@ -90,6 +90,15 @@ def test_a_request_that_waits_for_its_adapter_can_be_aborted(engine, adapter, mo
     assert_clean(prefill)
 
 
+def test_a_hand_off_is_let_go_of_where_its_adapter_is_unknown(engine, tmp_path, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    answer = prefill.generate(TEXT, params=HANDOFF).params
+    lora = LoRARequest("style", 1, str(tmp_path))
+    assert decode.generate(TEXT, 6, params=answer, lora=lora).tokens == tokens(TEXT, 6)
+    wait(lambda: prefill.usage[0] == 0)
+    assert_clean(prefill, decode)
+
+
 class Asked:
     """A request, as far as its adapter goes."""
 
@@ -116,6 +125,19 @@ def content():
     ask.contents = contents
     yield ask
     contents.close()
+
+
+def test_what_was_read_since_a_request_came_is_new_enough_however_long_a_step_takes(adapter):
+    clock = FakeClock()
+    contents = AdapterContents(clock)
+    try:
+        asked = Asked(adapter(b"one"))
+        assert contents.arrives(asked)
+        wait(lambda: not contents.waits(asked))
+        clock.advance(1.1 * adapters.FRESH_S)
+        assert not contents.waits(asked)
+    finally:
+        contents.close()
 
 
 def test_a_content_is_read_once_for_each_version_of_the_files(content, adapter, monkeypatch):

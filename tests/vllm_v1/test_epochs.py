@@ -146,6 +146,23 @@ def test_an_engine_of_long_steps_does_not_ask_for_ever(engine, tokens, monkeypat
     assert not decode.failures()
 
 
+def test_an_engine_that_other_ranks_hold_up_does_not_ask_for_ever(engine, tokens, monkeypatch):
+    """A data-parallel rank without work of its own takes part in the steps of the others."""
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    held_up = 0.0
+    for part in (decode.half._receiver, inspection.channel(decode.half)):
+        monkeypatch.setattr(part, "_clock", lambda: time.monotonic() + held_up)
+    request_id = decode.submit(PROMPT, max_tokens=2, params=answer)
+    while not decode.done(request_id):
+        decode.step()
+        time.sleep(0.005)
+        held_up += 1.2 * receiver._FRESH_S
+        assert held_up < 60
+    assert decode.answers[request_id].tokens == tokens(PROMPT, 2)
+    assert decode.failures() == {"peer_unreachable": 1}
+
+
 def test_answers_that_always_come_too_late_are_asked_for_only_so_often(engine, tokens, monkeypatch):
     monkeypatch.setattr(receiver, "_FRESH_S", 0.0)  # as with a network that takes longer
     prefill, decode = engine("kv_producer"), engine("kv_consumer", policy="recompute")

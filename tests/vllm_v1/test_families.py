@@ -32,6 +32,28 @@ def test_tokens_are_those_of_a_single_engine(engine, family, chunk, caching):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("length", [4 * BLOCK + 1, 4 * BLOCK + 6, WINDOW + 2 * BLOCK])
+def test_what_is_passed_on_spoils_nothing(engine, family, length):
+    """A model whose prompt would be shortened passes no hand-off on: it would be loaded in whole,
+    and vLLM would write its last token twice."""
+    reference = engine(family=family)
+    first, second, third = (engine("kv_both", family=family) for _ in range(3))
+    asked = prompt(length)
+    answer = first.generate(asked, params=HANDOFF).params
+    passed = second.generate(asked, params={**answer, "do_remote_decode": True}).params
+    assert second.count("tokens_loaded") == length - 1
+    assert third.generate(asked, 6, params=passed).tokens == reference.generate(asked, 6).tokens
+    longer = asked[:-1] + prompt(20, seed=9)
+    assert second.generate(longer, 6).tokens == reference.generate(longer, 6).tokens
+    if family in {"full", "latent"}:
+        assert third.count("tokens_loaded") == length - 1
+    else:
+        assert passed["omni_no_handoff"] == "passed_on"
+        assert second.failures() == {"passed_on": 1}
+    assert_clean(first, second, third)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_connector_that_moves_nothing_is_found_out(engine, family):
     options = {"family": family, "connector": "NoOpConnector"}
     prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)

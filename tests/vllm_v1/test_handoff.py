@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A prompt prefilled on one engine is decoded on another as if it had been computed there."""
 
+import dataclasses
 import itertools
 
 import pytest
 
-from omni_connector.testing.toy import BLOCK, LAYERS, PAGE
+from omni_connector.testing.toy import BLOCK, LAYERS, PAGE, kv_cache_config
 
+from . import harness
 from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt, run, slots
 
 pytestmark = pytest.mark.vllm
@@ -124,6 +126,23 @@ def test_a_chain_of_engines_passes_the_same_prompt_on(engine, tokens):
     assert third.generate(prompt(70), 6, params=answer).tokens == tokens(prompt(70), 6)
     assert second.count("tokens_loaded") == third.count("tokens_loaded") == 69
     assert_clean(first, second, third)
+
+
+def test_blocks_that_depend_on_later_tokens_are_nobody_elses(engine, monkeypatch):
+    """As those of models that attend to all of a prompt: vLLM turns its prefix caching off."""
+
+    def non_causal(*args, **kwargs):
+        config = kv_cache_config(*args, **kwargs)
+        for group in config.kv_cache_groups:
+            group.kv_cache_spec = dataclasses.replace(group.kv_cache_spec, non_causal=True)
+        return config
+
+    monkeypatch.setattr(harness, "kv_cache_config", non_causal)
+    prefill = engine("kv_producer", prefix_caching=False)
+    for seed in range(2):
+        prefill.generate(prompt(64) + prompt(20, seed=seed), params=HANDOFF)
+    one, other = prefill.handoffs
+    assert not set(one.slots[0].tolist()) & set(other.slots[0].tolist())
 
 
 def test_without_prefix_caching_on_either_side(engine, tokens):

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts whose last token is left to the decode engine.
+
+A recurrent state, and the blocks of a window, belong to one token. The decode engine computes the
+last token of a prompt, so it needs them as they are before that token.
+
+Requests are those of vLLM.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from omni_connector.handoff.params import wants_remote_kv
+
+TRUNCATED: Final = "_p_side_truncated"
+"""NixlConnector's mark of a prompt that it has shortened: of two connectors only one may do so."""
+
+
+def truncation_refusal(request: Any, num_tokens: int) -> str | None:
+    """Why the last token of a prompt cannot be left to the decode engine; None if it can."""
+    if wants_remote_kv(request.kv_transfer_params or {}):
+        # All that is left would be loaded. vLLM then computes the last loaded token once more, for
+        # its logits, upon states that have it already, and windows that begin after its own.
+        return "passed_on"
+    if request.skip_reading_prefix_cache:  # prompt log-probabilities are wanted for all tokens
+        return "prompt_logprobs"
+    if any(
+        feature.mm_position.offset + feature.mm_position.length > num_tokens
+        for feature in request.mm_features
+    ):
+        return "multimodal_tail"
+    return None
+
+
+def truncate(request: Any, params: Mapping[str, Any]) -> None:
+    """Leave the last token of the prompt to the decode engine, and end after the one before it."""
+    assert request.prompt_token_ids is not None
+    # In an engine of one process the list is the caller's, and serves each of n answers.
+    request.prompt_token_ids = request.prompt_token_ids[:-1]
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
+    answer_one_token(request)
+    # A dict of its own, because the caller's may serve more than one request.
+    request.kv_transfer_params = {**params, TRUNCATED: True}
+
+
+def answer_one_token(request: Any) -> None:
+    """Have a request end with the first token of its answer."""
+    request.max_tokens = 1
+    if request.sampling_params is not None:
+        request.sampling_params.min_tokens = 0  # else it would outlive its only token
