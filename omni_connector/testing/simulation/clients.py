@@ -24,7 +24,8 @@ from omni_connector.testing.simulation.waiting import (
     leases_hold,
 )
 
-HANDOFF: Final = {"do_remote_decode": True, "do_remote_prefill": False}
+WANTED: Final = {"do_remote_decode": True}
+HANDOFF: Final = {**WANTED, "do_remote_prefill": False}
 
 TIMEOUT_S: Final = 90.0
 """Seconds in which a request must end: the connector's timeouts, and the time in a queue."""
@@ -227,6 +228,7 @@ class Clients(Deployment):
         mixed_up: bool,
         leaves: bool,
         rejected: bool,
+        passed_on: bool = False,
         wish: Wish = NO_WISH,
         salt: str | None = None,
     ) -> None:
@@ -241,6 +243,8 @@ class Clients(Deployment):
             leaves: whether the first client aborts its prefill while the KV is being copied.
             rejected: whether the decode engine's server refuses the last decode request. vLLM then
                 passes on a prompt of one token with its params, and aborts that at once.
+            passed_on: whether the first decode request is itself to be handed off, to the engine
+                that prefilled.
             wish, salt: of all these requests.
         """
         options: dict[str, Any] = {"wish": wish, "salt": salt, "priority": priority}
@@ -258,6 +262,13 @@ class Clients(Deployment):
                     **options,
                 )
 
+        def pass_on(params: Any) -> None:
+            def passed(params: Any, well: bool) -> None:
+                params = {"params": dict(params)} if well and params else {}
+                self._send(prefill, asked, tokens, **params, **options)
+
+            self._send(decode, asked, 1, passed, params={**params, **WANTED}, **options)
+
         def prefilled(params: Any, well: bool) -> None:
             self.intents += 1
 
@@ -269,7 +280,9 @@ class Clients(Deployment):
                 if not well or params is None:
                     self._send(decode, prompt, tokens, **options)
                     return
-                for number in range(times - rejected):
+                if passed_on:
+                    pass_on(params)
+                for number in range(passed_on, times - rejected):
                     decoded(1 + (again if number == 0 else 0), params)
                 if rejected:
                     self._reject(decode, params)

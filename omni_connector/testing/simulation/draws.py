@@ -156,6 +156,7 @@ def _events(
                 "priority": draw.randrange(3),
                 "mixed_up": draw.random() < 0.05,
                 "rejected": draw.random() < 0.05,
+                "passed_on": draw.random() < 0.05,
             }
             if draw.random() < 0.15:  # while others wait for what is copied, which takes a while
                 prompt = draw.randrange(3), draw.choice((33, 37))

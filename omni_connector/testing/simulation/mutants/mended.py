@@ -34,6 +34,15 @@ MENDED: Final = (
         ),
     ),
     mutant(
+        "what is loaded is passed on",
+        "a model with windows or states shortens a prompt to what it loads of it",
+        (
+            "omni_connector.handoff.truncation",
+            "    if wants_remote_kv(request.kv_transfer_params or {}):",
+            "    if False:",
+        ),
+    ),
+    mutant(
         "defect 2: a reset is not noticed",
         "a plain reset leaves hand-offs, leases and loads as they are",
         (
