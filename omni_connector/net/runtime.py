@@ -25,7 +25,7 @@ from typing import Final
 from omni_connector.errors import ConfigError, TransportError
 from omni_connector.net.keys import ClusterKey, own_key
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.omni_connector.net")
 
 RUNTIME_DIR_VARIABLE: Final = "OMNI_CONNECTOR_RUNTIME_DIR"
 LOCK_TIMEOUT_S: Final = 5.0
