@@ -109,7 +109,7 @@ def check_private(folder: Path) -> None:
     if status.st_mode & 0o077:
         raise ConfigError(
             f"the runtime folder {folder} is open to others (mode {status.st_mode & 0o777:o}); "
-            f"empty it and chmod it to 700, or set {RUNTIME_DIR_VARIABLE} to another one"
+            f"name a folder in it, which is made private: {RUNTIME_DIR_VARIABLE}={folder / 'omni'}"
         )
 
 
