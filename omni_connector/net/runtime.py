@@ -57,6 +57,15 @@ def runtime_root() -> Path:
     return Path(tempfile.gettempdir()) / f"{_FOLDER}-{os.geteuid()}"
 
 
+def namespace_dir(namespace: str) -> Path:
+    """The folder of a namespace in `runtime_root`; it may not exist yet.
+
+    Raises:
+        ConfigError: as `runtime_root`.
+    """
+    return runtime_root() / _short(namespace)
+
+
 def runtime_dir(namespace: str = "default") -> Path:
     """The folder of a namespace in `runtime_root`. It is made if need be, private to this user.
 
@@ -66,9 +75,8 @@ def runtime_dir(namespace: str = "default") -> Path:
     Raises:
         ConfigError: as `check_private`, or the folder cannot be made.
     """
-    base = runtime_root()
-    folder = base / _short(namespace)
-    for path in (base, folder):
+    folder = namespace_dir(namespace)
+    for path in (folder.parent, folder):
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o700)
