@@ -14,13 +14,17 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from omni_connector.errors import ConfigError, unknown
-from omni_connector.net.peers import Peers, is_loopback, parse_listen
+from omni_connector.net.peers import Peers, is_loopback, parse_host, parse_listen
 
 ENV_PREFIX = "OMNI_CONNECTOR_"
 
 # Environment variables of this prefix that are no configuration keys. Where the runtime folder lies
 # must be known before any configuration is read (see net/runtime.py).
 _NOT_KEYS = frozenset({ENV_PREFIX + "RUNTIME_DIR"})
+
+# Kubernetes tells a pod of the Service `x` in variables of this suffix and these middles: X_PORT.
+_SERVICE_HOST = "_SERVICE_HOST"
+_OF_SERVICE = ("_SERVICE_", "_PORT")
 
 # Keys that vLLM itself or MultiConnector puts into kv_connector_extra_config.
 _FOREIGN_KEYS = frozenset({"engine_id"})
@@ -53,6 +57,17 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""
     host: str | None = None
     timeout_s: float = 10.0
+
+    def check(self) -> None:
+        """Raise ConfigError for a value that is out of range."""
+        _check_positive("mooncake.timeout_s", self.timeout_s)
+        try:
+            parse_host(self.host or "localhost")
+        except ValueError as error:
+            raise ConfigError(
+                f"mooncake.host: peers do not reach {_shown(self.host)} ({error}); name the "
+                "address of this machine that they use"
+            ) from None
 
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +134,13 @@ class FileStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     def segment_bytes(self) -> int:
         """Bytes of memory lent to the store: none."""
         return 0
+
+
+# What a store must have, and says which one it is.
+_NEEDED: dict[type, str] = {
+    FileStoreSettings: "`path` (a folder)",
+    StoreSettings: "`master` (a Mooncake Store)",
+}
 
 
 class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -206,14 +228,16 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             ConfigError: a key is unknown, or its value is ill-typed or out of range.
         """
         environ = os.environ if environ is None else environ
-        known = get_type_hints(cls)
+        known, services = get_type_hints(cls), _of_services(environ)
         values: dict[str, Any] = {}
         for variable, text in environ.items():
             if not variable.startswith(ENV_PREFIX) or variable in _NOT_KEYS:
                 continue
             key = variable[len(ENV_PREFIX) :].lower()
+            if key not in known and variable.startswith(services):
+                continue
             if key not in known:
-                raise ConfigError(f"environment variable {variable}: {unknown('key', key, known)}")
+                raise ConfigError(f"environment variable {variable}: {_unknown_key(key, known)}")
             where = f"environment variable {variable}"
             value = _from_text(where, known[key], text)
             values[key] = _check(where, known[key], value, strict=False)
@@ -224,7 +248,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             if key in _FOREIGN_KEYS:
                 continue
             if key not in known:
-                raise ConfigError(f"kv_connector_extra_config: {unknown('key', key, known)}")
+                raise ConfigError(f"kv_connector_extra_config: {_unknown_key(key, known)}")
             values[key] = _check(f"kv_connector_extra_config: {key}", known[key], value)
         config = cls(**values)
         config._check_ranges()
@@ -246,7 +270,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ConfigError(
                 "huge_pages: 'hugetlb' needs arena_gib, at most what the reserved huge pages hold"
             )
-        _check_positive("mooncake.timeout_s", self.mooncake.timeout_s)
+        self.mooncake.check()
         if self.store is not None:
             self.store.check()
         if not self.namespace or not all(c.isalnum() or c in "-_." for c in self.namespace):
@@ -309,6 +333,28 @@ def _check_positive(key: str, value: float) -> None:
         raise ConfigError(f"{key} must be a positive number, not {value!r}")
 
 
+def _of_services(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """What variables begin with that Kubernetes has set for a Service `omni-connector...`."""
+    services = [
+        name.removesuffix(_SERVICE_HOST)
+        for name in environ
+        if name.startswith(ENV_PREFIX) and name.endswith(_SERVICE_HOST)
+    ]
+    return tuple(service + part for service in services for part in _OF_SERVICE)
+
+
+def _unknown_key(key: Any, known: Mapping[str, Any]) -> str:
+    """The message of an error about an unknown key, which may be one of an object's."""
+    homes = [
+        name
+        for name, kind in known.items()
+        if any(key in struct.__struct_fields__ for struct in _structs(kind))
+    ]
+    if not homes:
+        return unknown("key", key, known)
+    return f"unknown key {key!r}; it is a key of {' and '.join(f'`{name}`' for name in homes)}"
+
+
 def _shown(value: object) -> str:
     try:
         text = repr(value)
@@ -334,11 +380,13 @@ def _structs(kind: Any) -> list[type[msgspec.Struct]]:
     return [part for part in parts if isinstance(part, type) and issubclass(part, msgspec.Struct)]
 
 
-def _chosen(where: str, structs: list[type[msgspec.Struct]], keys: Iterable[Any]) -> type:
-    """The struct that has all of these keys."""
+def _chosen(
+    where: str, structs: list[type[msgspec.Struct]], keys: Iterable[Any]
+) -> list[type[msgspec.Struct]]:
+    """The structs that have all of these keys."""
     chosen = [each for each in structs if all(key in each.__struct_fields__ for key in keys)]
     if chosen:
-        return chosen[0]
+        return chosen
     known = {name for each in structs for name in each.__struct_fields__}
     for key in keys:
         if key not in known:
@@ -350,16 +398,17 @@ def _chosen(where: str, structs: list[type[msgspec.Struct]], keys: Iterable[Any]
 def _check(where: str, kind: Any, value: Any, *, strict: bool = True) -> Any:
     structs = _structs(kind)
     if structs and isinstance(value, Mapping):
-        struct = _chosen(where, structs, value)
-        known = get_type_hints(struct)
+        chosen = _chosen(where, structs, value)
+        known = get_type_hints(chosen[0])
         fields = {
             key: _check(f"{where}.{key}", known[key], part, strict=strict)
             for key, part in value.items()
         }
         try:
-            return struct(**fields)
-        except TypeError as error:  # a field without a default is missing
-            raise ConfigError(f"{where}: {error}") from None
+            return chosen[0](**fields)
+        except TypeError:  # a field without a default is missing
+            needed = " or ".join(text for kind, text in _NEEDED.items() if kind in chosen)
+            raise ConfigError(f"{where} needs {needed}") from None
     if len(structs) > 1:  # which msgspec has no word for
         kind = structs[0] | None
     try:
@@ -379,5 +428,11 @@ def _describe(kind: Any) -> str:
         return f"a list, each item {_describe(get_args(kind)[0])}"
     if get_args(kind):
         return " or ".join(_describe(part) for part in get_args(kind))
-    names = {float: "a number", int: "a whole number", str: "a string", type(None): "null"}
+    names: dict[Any, str] = {
+        bool: "true or false",
+        float: "a number",
+        int: "a whole number",
+        str: "a string",
+        type(None): "null",
+    }
     return names.get(kind, str(kind))

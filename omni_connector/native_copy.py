@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.omni_connector.native")
 
 ALIGNMENT: Final = 64
 """Addresses of targets are multiples of this."""
@@ -196,7 +196,7 @@ def native_copy() -> NativeCopy | None:
         copy = _compiled()
         _check(copy)
     except Exception as error:  # noqa: BLE001 - whatever it is, numpy does the work
-        logger.info("KV blocks are copied by numpy: there is no native copy (%s)", error)
+        logger.warning("KV blocks are copied by numpy: there is no native copy (%s)", error)
         return None
     return copy
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from omni_connector.native_copy import compiled
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.omni_connector.native")
 
 # An index is {fingerprints, cells, checks, generations, number of slots}, as memory/block_index.py
 # lays them out. Others write to them meanwhile: each word is read once, and then used.
@@ -147,7 +147,7 @@ def native_probe() -> NativeProbe | None:
             raise OSError("the lowest byte of a word is not its first")
         engine = compiled(_CODE)
     except Exception as error:  # noqa: BLE001 - whatever it is, numpy does the work
-        logger.info("blocks are looked up by numpy: there is no native look-up (%s)", error)
+        logger.warning("blocks are looked up by numpy: there is no native look-up (%s)", error)
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     run = ctypes.PYFUNCTYPE(

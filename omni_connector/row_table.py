@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from omni_connector.native_copy import compiled
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.omni_connector.native")
 
 ROW_BYTES: Final = 36
 
@@ -321,7 +321,7 @@ def native_calls() -> tuple[_Call, _Call] | None:
             raise OSError("the lowest byte of a word is not its first")
         engine = compiled(_CODE)
     except Exception as error:  # noqa: BLE001 - whatever it is, a dict does the work
-        logger.info("slots are looked up in a dict: there is no native table (%s)", error)
+        logger.warning("slots are looked up in a dict: there is no native table (%s)", error)
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     # They keep the GIL, as what they change is read without another lock.

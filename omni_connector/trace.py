@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -233,5 +233,18 @@ def merge(folder: Path) -> bytes:
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
+def main(arguments: Sequence[str]) -> int:
+    """Print the trace of the folder that is named; return the exit status."""
+    try:
+        if len(arguments) != 1 or not Path(arguments[0]).is_dir():
+            raise OSError("usage: python -m omni_connector.trace FOLDER > trace.json")
+        sys.stdout.buffer.write(merge(Path(arguments[0])))
+        sys.stdout.buffer.flush()
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    sys.stdout.buffer.write(merge(Path(sys.argv[1])))
+    sys.exit(main(sys.argv[1:]))

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, Protocol, Self
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.omni_connector.threads")
 
 Turn = Callable[[], float | None]
 """Does one piece of work. Returns the seconds until the next turn; `WOKEN` to wait until it is

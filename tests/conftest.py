@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import logging
 import shutil
 import sys
 import tempfile
@@ -59,6 +60,15 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[simul
 def begun_early(request: pytest.FixtureRequest) -> None:
     """What takes nothing but time, which it has from here on."""
     early.begin(request, "campaigns", "stories")
+
+
+@pytest.fixture
+def caplog(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
+    """With the records of loggers below vLLM's, which once vLLM is imported propagates none."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    return caplog
 
 
 @pytest.fixture(scope="module")

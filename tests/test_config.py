@@ -129,6 +129,19 @@ def test_variables_that_are_no_keys_are_left_alone() -> None:
     assert load(OMNI_CONNECTOR_RUNTIME_DIR="/x", PATH="/bin", OMNI_CONNECTORS="?") == OmniConfig()
 
 
+@pytest.mark.parametrize("name", ["", "PREFILL_"])
+def test_what_kubernetes_tells_of_a_service_is_left_alone(name: str) -> None:
+    """Of a Service `omni-connector`, or `omni-connector-prefill`."""
+    tcp = f"{name}PORT_5600_TCP"
+    keys = [f"{name}SERVICE_{each}" for each in ("HOST", "PORT", "PORT_HTTP")]
+    keys += [f"{name}PORT", tcp, *(f"{tcp}_{each}" for each in ("PROTO", "PORT", "ADDR"))]
+    environ = {f"OMNI_CONNECTOR_{key}": "tcp://10.0.0.1:5600" for key in keys}
+    assert load(OMNI_CONNECTOR_NAMESPACE="a", **environ) == load({"namespace": "a"})
+    del environ[f"OMNI_CONNECTOR_{name}SERVICE_HOST"]
+    with pytest.raises(ConfigError, match="unknown key"):
+        load(**environ)
+
+
 def test_keys_that_vllm_adds_are_left_alone() -> None:
     assert load({"engine_id": "abc"}) == OmniConfig()
 
@@ -153,6 +166,44 @@ def test_an_unknown_key_names_the_nearest_and_all_known_ones(unknown: str, neare
 def test_an_unknown_key_with_no_likeness_is_refused_too() -> None:
     with pytest.raises(ConfigError, match="unknown key '0'"):
         load({"0": 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "home"),
+    [
+        ("lookup_timeout_s", "`store`"),
+        ("timeout_s", "`mooncake`"),
+        ("protocol", "`mooncake` and `store`"),
+    ],
+)
+def test_a_key_of_an_object_that_stands_outside_is_told_where_it_belongs(
+    key: str, home: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"unknown key '{key}'; it is a key of {home}$"):
+        load({key: 1})
+    with pytest.raises(ConfigError, match=f"it is a key of {home}$"):
+        load(**{f"OMNI_CONNECTOR_{key.upper()}": "1"})
+
+
+@pytest.mark.parametrize(
+    ("store", "needed"),
+    [
+        ({}, "`path` (a folder) or `master` (a Mooncake Store)"),
+        ({"lookup_timeout_s": 1}, "`path` (a folder) or `master` (a Mooncake Store)"),
+        ({"gib": 5}, "`path` (a folder)"),
+        ({"segment_gib": 1}, "`master` (a Mooncake Store)"),
+    ],
+)
+def test_a_store_that_is_none_yet_is_told_what_it_needs(store: dict[str, Any], needed: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"store needs {needed}") + "$"):
+        load({"store": store})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "224.0.0.1", "a b"])
+def test_an_address_of_mooncake_that_peers_do_not_reach_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"mooncake\.host: peers do not reach"):
+        load({"mooncake": {"host": host}})
+    assert load({"mooncake": {"host": "10.0.0.1"}}).mooncake.host == "10.0.0.1"
 
 
 def test_reserved_huge_pages_need_the_size_of_the_arena() -> None:
@@ -183,6 +234,7 @@ def test_an_unknown_variable_is_refused_by_its_name() -> None:
         ("key_file", [], "a string or null"),
         ("peers", "10.0.0.1", "a list, each item a string"),
         ("peers", [1], "a list, each item a string"),
+        ("share", "true", "true or false"),
     ],
 )
 def test_an_ill_typed_value_names_key_and_accepted_values(
@@ -272,8 +324,6 @@ def test_a_store_is_mooncakes_or_a_folder_by_its_keys() -> None:
         ({"pth": "/kv"}, "store: unknown key 'pth'; did you mean 'path'"),
         ({"path": "/kv", "gb": 1}, "store: unknown key 'gb'; did you mean 'gib'"),
         ({"master": "a:1", "path": "/kv"}, "store: master, path do not go together"),
-        ({"gib": 1}, "store: Missing required argument 'path'"),
-        ({}, "store: Missing required argument 'master'"),
         ({"path": "kv"}, "store.path must be an absolute path, not 'kv'"),
         ({"path": "/kv\0"}, "store.path must be an absolute path"),
         ({"path": 3}, "store.path must be a string"),

@@ -110,5 +110,23 @@ def test_each_expression_is_of_the_engines_that_were_chosen(dashboard: Any) -> N
         for target in panel.get("targets", ()):
             expression = target["expr"]
             selectors = re.findall(r"vllm:\w+(\{[^}]*\})?", expression)
-            chosen = '{model_name=~"$model", engine=~"$engine"}'
+            chosen = '{model_name=~"$model", instance=~"$instance", engine=~"$engine"}'
             assert selectors == [chosen] * len(selectors), expression
+
+
+def test_engines_that_serve_one_model_are_told_apart(dashboard: Any) -> None:
+    """vLLM's `engine` is a data-parallel rank, 0 in each `vllm serve`; `instance` is the scraped
+    address, which Prometheus adds.
+    """
+    model, instance, engine = variables(dashboard, "query")
+    asked = "label_values(vllm:omni_connector_handoffs_offered_total"
+    of_model, of_both = '{model_name=~"$model"}', '{model_name=~"$model", instance=~"$instance"}'
+    assert model["query"]["query"] == f"{asked}, model_name)"
+    assert instance["query"]["query"] == f"{asked}{of_model}, instance)"
+    assert engine["query"]["query"] == f"{asked}{of_both}, engine)"
+    for panel in panels(dashboard):
+        for target in panel.get("targets", ()):
+            if "by (model_name" in target["expr"]:
+                parts = re.findall(r"by \((model_name[^)]*)\)", target["expr"])
+                assert set(parts) == {"model_name, instance, engine"}
+                assert target["legendFormat"] == "{{model_name}} {{instance}} {{engine}}"

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the package shows to its users: names, metadata, and what importing it costs."""
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import entry_points, metadata, requires, version
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +42,7 @@ NAMES = {
     "load_omni_transfer_config",
 }
 NEEDS_VLLM = {"OmniKVConnector"}
+NOT_IN_ENGINES = {"cli", "objects", "stage", "testing"}
 
 
 def _run(code: str) -> str:
@@ -131,3 +135,22 @@ def test_an_entry_point_leads_to_something(group: str, name: str, value: str) ->
     (found,) = entry_points(group=group, name=name)
     assert found.value == value
     assert callable(found.load())
+
+
+def _logger_names(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func).rpartition(".")[2]
+            if called in {"getLogger", "init_logger"}:
+                yield ast.unparse(node.args[0]) if node.args else ""
+
+
+def test_what_an_engine_logs_is_in_its_log() -> None:
+    """Of an engine's loggers, only those below vLLM's have a handler."""
+    root = Path(omni_connector.__file__).parent
+    files = [
+        path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in NOT_IN_ENGINES
+    ]
+    found = [(path.name, name) for path in files for name in _logger_names(path)]
+    assert len(found) > 20
+    assert not [each for each in found if not each[1].startswith("'vllm.omni_connector.")]

@@ -81,9 +81,13 @@ def test_buckets_are_even_whatever_the_rows_differ_in() -> None:
         assert table.find(b"".join(made)).tolist() == list(range(count))
 
 
-def test_without_a_compiler_a_dict_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_a_dict_does_the_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def missing(name: str) -> None:
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    assert native_calls.__wrapped__() is None
+    with caplog.at_level("WARNING", "vllm"):
+        assert native_calls.__wrapped__() is None
+    assert "there is no native table" in caplog.text

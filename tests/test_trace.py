@@ -236,3 +236,16 @@ def test_files_become_one_chrome_trace(tmp_path: Path) -> None:
 
 def test_an_empty_folder_is_an_empty_trace(tmp_path: Path) -> None:
     assert json.loads(merge(tmp_path))["traceEvents"] == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["nowhere"], ["a", "b"]])
+def test_without_a_folder_it_says_how_it_is_called(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert module.main(arguments) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err) == (
+        "",
+        "usage: python -m omni_connector.trace FOLDER > trace.json\n",
+    )

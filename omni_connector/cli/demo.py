@@ -32,6 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from omni_connector.cli.engines import Deployment, make_engines, running
+from omni_connector.errors import ConfigError
 from omni_connector.plugin import CONNECTOR_NAME
 from omni_connector.testing.engines import Client, Engine, EngineError, completion
 from omni_connector.trace import Trace, merge, now
@@ -260,13 +261,17 @@ def demo(
         logs: folder for logs; None for a temporary one, which is kept only if the demo fails.
         kv_transfer_config: the configuration of both engines.
         trace: file that takes a Chrome trace of what happened; None for no trace.
+
+    Raises:
+        ConfigError: a folder cannot be made.
     """
     console = Console()
     if find_spec("vllm_router") is None:
         console.print("The demo needs vllm-router: pip install 'omni-connector\\[demo]'")
         return 2
+    _make_folder("--cache", cache)
     folder = logs or Path(tempfile.mkdtemp(prefix="omni-connector-demo-"))
-    folder.mkdir(parents=True, exist_ok=True)
+    _make_folder("--logs", folder)
     keep = True
     # Of its own: of an earlier demo with the same logs, the spans are not this one's.
     spans = None if trace is None else Path(tempfile.mkdtemp(prefix="spans-", dir=folder))
@@ -294,6 +299,13 @@ def demo(
         console.print(f"What the engines and the router said is in {folder}")
         return 1
     return 0
+
+
+def _make_folder(option: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option}: the folder cannot be made: {error}") from error
 
 
 def _write_trace(console: Console, spans: Path, file: Path) -> bool:

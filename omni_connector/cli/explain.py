@@ -15,9 +15,10 @@ from typing import Any, Final, Self
 import msgspec
 
 from omni_connector.cli.explained import AskedEngine, Explanation, explained
+from omni_connector.cli.namespaces import existing_folder, nobody
 from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError, OmniError
-from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE, runtime_dir
+from omni_connector.net.runtime import namespace_dir
 from omni_connector.net.status import plain
 from omni_connector.prefix.explain import KIND, Tokenizer
 
@@ -145,21 +146,15 @@ def ask(asking: Asking, namespace: str, engine: str) -> Answer:
     """Ask the engines of a namespace whose ids begin with `engine`.
 
     Raises:
-        ConfigError: the runtime folder is unsafe; there is no such engine; or the prompt has no
-            tokens that can be asked for.
+        ConfigError: the runtime folder is unsafe, or the prompt has no tokens that can be asked
+            for.
     """
-    folder = runtime_dir(namespace)
-    asked, remarks = _engines(folder)
+    folder = existing_folder(namespace)
+    asked, remarks = ([], []) if folder is None else _engines(folder)
     try:
         chosen = [each for each in asked if each.engine.engine_id.startswith(engine)]
         if not chosen:
-            there = ", ".join(each.name for each in asked) or "none"
-            raise ConfigError(
-                f"no engine of namespace {plain(namespace)} that shares prefixes has an id "
-                f"beginning with {engine!r}; found in {folder}: {there}. {' '.join(remarks)}"
-                f"Give its namespace with --namespace; {RUNTIME_DIR_VARIABLE} and XDG_RUNTIME_DIR "
-                "must be here as they are there"
-            )
+            remarks.append(_nobody(asked, namespace, engine))
         found: list[Explanation] = []
         refused: list[ConfigError] = []
         for each in chosen:
@@ -175,7 +170,17 @@ def ask(asking: Asking, namespace: str, engine: str) -> Answer:
     finally:
         for each in asked:
             each.close()
-    return Answer(namespace, str(folder), time.time(), found, remarks)
+    return Answer(namespace, str(namespace_dir(namespace)), time.time(), found, remarks)
+
+
+def _nobody(asked: list[AskedEngine], namespace: str, engine: str) -> str:
+    if not asked:
+        who = "engine that shares prefixes"
+        return nobody(namespace, who, "OmniKVConnector, and `share` or a store")
+    return (
+        f"No engine of namespace {plain(namespace)} that shares prefixes has an id that begins "
+        f"with {plain(engine)}. There are {', '.join(each.name for each in asked)}."
+    )
 
 
 def _engines(folder: Path) -> tuple[list[AskedEngine], list[str]]:
@@ -186,7 +191,7 @@ def _engines(folder: Path) -> tuple[list[AskedEngine], list[str]]:
         try:
             asked.append(AskedEngine(folder / name))
         except OmniError as error:
-            remarks.append(plain(f"{name} was not asked: {error}. "))
+            remarks.append(plain(f"{name} was not asked: {error}"))
     asked.sort(key=lambda each: each.name)
     return asked, remarks
 

@@ -54,7 +54,8 @@ def screen(answer: Answer) -> RenderableType:
             Text("-", "dim") if each.missing is None else _why(each.missing),
         )
     notes = [Text(f"{each.engine_id}: {note}") for each in answer.engines for note in _notes(each)]
-    return Group(table, *notes, *(Text(remark, "yellow") for remark in answer.remarks))
+    told = (table, *notes) if answer.engines else ()
+    return Group(*told, *(Text(remark, "yellow") for remark in answer.remarks))
 
 
 def _where(explanation: Explanation) -> Text:

@@ -6,6 +6,7 @@
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -162,50 +163,71 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line given, `sys.argv` by default; return the exit status."""
     options = parser().parse_args(arguments)
     try:
-        if options.command == "doctor":
-            from omni_connector.cli.doctor import doctor
-
-            return doctor()
-        if options.command == "keygen":
-            from omni_connector.cli.keygen import keygen
-
-            return keygen(options.path)
-        if options.command == "top":
-            from omni_connector.cli.top import top
-
-            return top(
-                options.namespace,
-                once=options.once,
-                as_json=options.json,
-                interval=options.interval,
-            )
-        if options.command == "explain":
-            from omni_connector.cli.explain import Asking, explain
-
-            asking = Asking.of(
-                options.prompt,
-                options.file,
-                options.tokens,
-                options.salt,
-                trusts_code=options.trust_remote_code,
-            )
-            return explain(asking, options.namespace, options.engine, as_json=options.json)
-        require_supported_vllm()  # vLLM also brings `rich`, with which the demo prints
-        from omni_connector.cli.demo import LENGTHS, demo
-
-        return demo(
-            lengths=options.tokens or LENGTHS,
-            rounds=options.rounds,
-            cache=options.cache,
-            logs=options.logs,
-            trace=options.trace,
-        )
+        status = _run(options)
+        sys.stdout.flush()
+        return status
     except (ConfigError, UnsupportedVersionError) as error:
-        print(f"omni-connector: {error}", file=sys.stderr)
-        return 2
+        return _end(str(error), 2)
+    except BrokenPipeError:  # whoever reads has what it wanted
+        _drop_output()
+        return 0
+    except OSError as error:  # the output cannot be written, or a file not be read
+        _drop_output()
+        return _end(str(error), 2)
     except KeyboardInterrupt:
-        print("omni-connector: interrupted", file=sys.stderr)
-        return 130
+        return _end("interrupted", 130)
+
+
+def _end(why: str, status: int) -> int:
+    print(f"omni-connector: {why}", file=sys.stderr)
+    return status
+
+
+def _drop_output() -> None:
+    """What could not be written is not tried again as Python ends."""
+    with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.command == "doctor":
+        from omni_connector.cli.doctor import doctor
+
+        return doctor()
+    if options.command == "keygen":
+        from omni_connector.cli.keygen import keygen
+
+        return keygen(options.path)
+    if options.command == "top":
+        from omni_connector.cli.top import top
+
+        return top(
+            options.namespace,
+            once=options.once,
+            as_json=options.json,
+            interval=options.interval,
+        )
+    if options.command == "explain":
+        from omni_connector.cli.explain import Asking, explain
+
+        asking = Asking.of(
+            options.prompt,
+            options.file,
+            options.tokens,
+            options.salt,
+            trusts_code=options.trust_remote_code,
+        )
+        return explain(asking, options.namespace, options.engine, as_json=options.json)
+    require_supported_vllm()  # vLLM also brings `rich`, with which the demo prints
+    from omni_connector.cli.demo import LENGTHS, demo
+
+    return demo(
+        lengths=options.tokens or LENGTHS,
+        rounds=options.rounds,
+        cache=options.cache,
+        logs=options.logs,
+        trace=options.trace,
+    )
 
 
 if __name__ == "__main__":

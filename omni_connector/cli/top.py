@@ -6,8 +6,6 @@ and asks no engine anything. Rates come from two writings of the same engine.
 """
 
 import json
-import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -19,9 +17,10 @@ from typing import Any, Final, Self
 import msgspec
 
 from omni_connector.cli.engines import terminable
+from omni_connector.cli.namespaces import existing_folder
 from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError
-from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE, runtime_dir, runtime_root
+from omni_connector.net.runtime import namespace_dir
 from omni_connector.net.status import SIGN_OF_LIFE_S, EngineStatus, Usage, plain, read
 
 FORMAT: Final = 1
@@ -32,7 +31,6 @@ SILENT_S: Final = 3 * SIGN_OF_LIFE_S
 channel has ended."""
 
 _STILL_S: Final = 2.5  # an engine of which something changes has written by then
-_OTHERS: Final = 20
 
 _LOADED: Final = {
     "arena": "tokens_kept",
@@ -84,9 +82,11 @@ class Reading:
         """Read the files.
 
         Raises:
-            ConfigError: the runtime folder is unsafe, or cannot be made.
+            ConfigError: the runtime folder is unsafe.
         """
-        folder = runtime_dir(namespace)
+        folder = existing_folder(namespace)
+        if folder is None:
+            return cls(namespace, namespace_dir(namespace), time.time())
         try:
             engines, remarks = read(folder)
         except OSError as error:
@@ -199,26 +199,6 @@ def document(reading: Reading, history: History) -> dict[str, Any]:
     }
 
 
-def nobody(reading: Reading) -> str:
-    """What to do where no engine was found."""
-    others: list[str] = []
-    root = runtime_root()
-    for name in sorted(os.listdir(root)):
-        if (root / name).is_dir() and root / name != reading.folder and len(others) < _OTHERS:
-            try:
-                if read(root / name)[0]:
-                    others.append(plain(name))
-            except OSError:  # it is gone
-                continue
-    found = f" There are engines in {', '.join(others)}." if others else ""
-    return (
-        f"No engine of namespace {plain(reading.namespace)} shows itself in "
-        f"{plain(str(reading.folder))}.{found} An engine does once it has started with "
-        f"OmniKVConnector. Give its namespace with --namespace; {RUNTIME_DIR_VARIABLE} and "
-        "XDG_RUNTIME_DIR must be here as they are there."
-    )
-
-
 def top(namespace: str | None, *, once: bool, as_json: bool, interval: float) -> int:
     """Show the engines of a namespace until Ctrl-C; return the exit status.
 
@@ -251,8 +231,6 @@ def top(namespace: str | None, *, once: bool, as_json: bool, interval: float) ->
                 show(look, history, once, interval)
     except KeyboardInterrupt:  # how one leaves
         return 0
-    except BrokenPipeError:  # whoever reads has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -13,7 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from omni_connector.cli.top import History, Rates, Reading, hit_rates, nobody
+from omni_connector.cli.namespaces import nobody
+from omni_connector.cli.top import History, Rates, Reading, hit_rates
 from omni_connector.net.status import EngineStatus, Usage
 
 _BAR: Final = 12
@@ -46,7 +47,7 @@ def screen(reading: Reading, history: History, width: int) -> RenderableType:
             Columns([_failures(reading), _times(reading)], padding=(0, 4)),
         ]
     else:
-        parts.append(Text(nobody(reading)))
+        parts.append(Text(nobody(reading.namespace, "engine", "OmniKVConnector")))
     parts += [Text(remark, "yellow") for remark in reading.remarks[:_LINES]]
     return Group(*parts)
 

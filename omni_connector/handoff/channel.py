@@ -32,7 +32,7 @@ from omni_connector.net.peers import HostPort, parse_host, parse_host_port
 from omni_connector.net.resolver import Resolver
 from omni_connector.turns import StartTurns, TurnThread
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.omni_connector.handoff")
 
 TICK_S: Final = 0.5
 CLOSE_S: Final = 5.0

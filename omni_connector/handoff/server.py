@@ -27,7 +27,7 @@ from omni_connector.handoff.messages import (
 )
 from omni_connector.kv.compatibility import CompatibilityKey
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.omni_connector.handoff")
 
 MAX_SESSIONS: Final = 4096
 MAX_PENDING: Final = 1 << 16

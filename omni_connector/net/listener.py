@@ -30,7 +30,7 @@ from omni_connector.net.peers import HostPort, is_loopback
 from omni_connector.net.resolver import resolve
 from omni_connector.net.zeromq import Context, Socket, prepare, prepare_tcp
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.omni_connector.net")
 
 MAX_CONNECTIONS: Final = 1024
 MAX_REQUEST_BYTES: Final = 1 << 18  # handshakes are the longest: some 100 bytes a layer

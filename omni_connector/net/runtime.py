@@ -25,7 +25,7 @@ from typing import Final
 from omni_connector.errors import ConfigError, TransportError
 from omni_connector.net.keys import ClusterKey, own_key
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.omni_connector.net")
 
 RUNTIME_DIR_VARIABLE: Final = "OMNI_CONNECTOR_RUNTIME_DIR"
 LOCK_TIMEOUT_S: Final = 5.0
@@ -57,6 +57,15 @@ def runtime_root() -> Path:
     return Path(tempfile.gettempdir()) / f"{_FOLDER}-{os.geteuid()}"
 
 
+def namespace_dir(namespace: str) -> Path:
+    """The folder of a namespace in `runtime_root`; it may not exist yet.
+
+    Raises:
+        ConfigError: as `runtime_root`.
+    """
+    return runtime_root() / _short(namespace)
+
+
 def runtime_dir(namespace: str = "default") -> Path:
     """The folder of a namespace in `runtime_root`. It is made if need be, private to this user.
 
@@ -66,9 +75,8 @@ def runtime_dir(namespace: str = "default") -> Path:
     Raises:
         ConfigError: as `check_private`, or the folder cannot be made.
     """
-    base = runtime_root()
-    folder = base / _short(namespace)
-    for path in (base, folder):
+    folder = namespace_dir(namespace)
+    for path in (folder.parent, folder):
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o700)
@@ -109,7 +117,7 @@ def check_private(folder: Path) -> None:
     if status.st_mode & 0o077:
         raise ConfigError(
             f"the runtime folder {folder} is open to others (mode {status.st_mode & 0o777:o}); "
-            f"empty it and chmod it to 700, or set {RUNTIME_DIR_VARIABLE} to another one"
+            f"name a folder in it, which is made private: {RUNTIME_DIR_VARIABLE}={folder / 'omni'}"
         )
 
 

@@ -39,7 +39,7 @@ from omni_connector.net.forks import forget_in_child
 from omni_connector.net.status import plain
 from omni_connector.turns import WOKEN, TurnThread
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.omni_connector.net")
 
 PROTOCOL: Final = 1
 MAX_MESSAGE_BYTES: Final = 65536

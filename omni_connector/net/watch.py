@@ -8,7 +8,7 @@ from typing import Final
 
 from omni_connector.turns import StartTurns, Turns, TurnThread
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.omni_connector.net")
 
 WATCH_S: Final = 1.0
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request asks of the prefix cache: `omni: {...}` in its `kv_transfer_params`.
+"""What a request asks of the prefix cache: `omni: {...}` in its `kv_transfer_params`, or `omni_...`
+in its `vllm_xargs`, which routers pass on as they are.
 
 A hint that cannot be followed is counted, and fails no request. Hints move no block between
 tenants, as the cache salt is a part of what names a block.
@@ -18,6 +19,9 @@ from omni_connector.stats import Stats
 
 KEY: Final = "omni"
 """Where hints stand in `kv_transfer_params`."""
+
+XARGS_PREFIX: Final = "omni_"
+"""What the names of hints begin with in vLLM's `extra_args`, where `vllm_xargs` arrive."""
 
 MAX_PIN_S: Final = 86400.0
 """No block is pinned for longer."""
@@ -64,29 +68,51 @@ class Hints(msgspec.Struct, frozen=True):
 NO_HINTS: Final = Hints()
 
 
-def read_hints(params: Mapping[Any, Any]) -> tuple[Hints, int]:
+def read_hints(
+    params: Mapping[Any, Any], extra_args: Mapping[Any, Any] | None = None
+) -> tuple[Hints, int]:
     """The hints of a request, and how many more it has that are unknown, wrong, or contradict.
 
     Args:
-        params: `kv_transfer_params`, from outside.
+        params: `kv_transfer_params`, from outside. What they say wins.
+        extra_args: of the sampling parameters, from outside. vLLM makes numbers of `vllm_xargs`'
+            booleans, and users may write numbers as texts.
     """
-    given = params.get(KEY)
-    if given is None:
-        return NO_HINTS, 0
-    if not isinstance(given, Mapping) or len(given) > _MAX_HINTS:
-        return NO_HINTS, 1
     known: dict[str, Any] = {}
-    for key, value in given.items():
-        if key in Hints.__struct_fields__:
-            try:
-                known[key] = getattr(msgspec.convert({key: value}, Hints), key)
-            except (msgspec.ValidationError, UnicodeError, RecursionError):
-                continue
-    bad = len(given) - len(known)
+    bad = 0
+    for given, strict in ((_in_xargs(extra_args), False), (params.get(KEY), True)):
+        if given is None:
+            continue
+        if not isinstance(given, Mapping) or len(given) > _MAX_HINTS:
+            bad += 1
+            continue
+        fit = _fitting(given, strict=strict)
+        known.update(fit)
+        bad += len(given) - len(fit)
     hints = Hints(**known)
     if hints.cache == "no" and hints.keeps_here:
         return Hints("no"), bad + 1
     return hints, bad
+
+
+def _in_xargs(extra_args: Mapping[Any, Any] | None) -> dict[str, Any]:
+    return {
+        name.removeprefix(XARGS_PREFIX): value
+        for name, value in (extra_args or {}).items()
+        if isinstance(name, str) and name.startswith(XARGS_PREFIX)
+    }
+
+
+def _fitting(given: Mapping[Any, Any], *, strict: bool) -> dict[str, Any]:
+    """Those hints that are known, with values of their types."""
+    known: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in Hints.__struct_fields__:
+            try:
+                known[key] = getattr(msgspec.convert({key: value}, Hints, strict=strict), key)
+            except (msgspec.ValidationError, UnicodeError, RecursionError):
+                continue
+    return known
 
 
 def tenant_of(cache_salt: str | None) -> int:

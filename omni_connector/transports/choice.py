@@ -28,7 +28,7 @@ from omni_connector.net.peers import Peers, is_loopback, parse_listen
 from omni_connector.trace import Trace
 from omni_connector.transports.base import ArenaTransport, Endpoint, Site
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.omni_connector.transports")
 
 _MAX_CHOSEN: Final = 4096
 

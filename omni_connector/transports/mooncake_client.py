@@ -26,7 +26,7 @@ from omni_connector.errors import OmniError, PeerUnreachableError, TransportErro
 from omni_connector.memory.nodes import copy_cores, threads_on
 from omni_connector.transports.mooncake_lib import store_module
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.omni_connector.transports")
 
 OK: Final = 0
 NO_ROOM: Final = -200

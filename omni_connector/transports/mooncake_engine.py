@@ -28,7 +28,7 @@ from omni_connector.memory.pool import Pool
 from omni_connector.net.peers import HostPort, parse_host_port
 from omni_connector.transports.mooncake_lib import engine_module
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.omni_connector.transports")
 
 RANGE_BYTES: Final = 1 << 20
 """Larger reads are cut into ranges of this size, as several ranges use several connections."""

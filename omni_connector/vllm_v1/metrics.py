@@ -77,22 +77,15 @@ class OmniStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One line for vLLM's log: totals, mean milliseconds, failures by kind."""
+        """One line for vLLM's log: totals but zeros, mean milliseconds, failures by kind."""
         counts = self.data["counts"]
         out: dict[str, int | float] = {}
-        for direction in ("saved", "loaded"):
-            if size := counts.get(f"bytes_{direction}"):
-                out[f"MB {direction}"] = round(size / 1e6, 1)
-        for name in (
-            "handoffs_offered",
-            "handoffs_received",
-            "handoffs_expired",
-            "tokens_shared",
-            "blocks_stored",
-            "blocks_dropped",
-            "store_misses",
-        ):
-            if number := counts.get(name):
+        for name in COUNTERS:
+            if not (number := counts.get(name)):
+                continue
+            if name.startswith("bytes_"):
+                out["MB " + name.removeprefix("bytes_").replace("_", " ")] = round(number / 1e6, 1)
+            else:
                 out[name.replace("_", " ")] = number
         for name, values in self.data["seconds"].items():
             out[f"mean {name} ms"] = round(1e3 * sum(values) / len(values), 2)

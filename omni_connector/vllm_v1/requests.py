@@ -13,7 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 from omni_connector.handoff.params import is_usable
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.truncation import answer_one_token
-from omni_connector.prefix.hints import KEY, read_hints
+from omni_connector.prefix.hints import KEY, NO_HINTS, read_hints
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.stats import Stats
 
@@ -75,14 +75,16 @@ def take_hints(request: "Request", shared: SharedPrefix | None, stats: Stats) ->
         shared: is told of the hints; None where nothing is shared.
         stats: counts hints that are not followed.
     """
-    params = request.kv_transfer_params
-    if not isinstance(params, Mapping) or KEY not in params:
+    params, sampling = request.kv_transfer_params, request.sampling_params
+    known = params if isinstance(params, Mapping) else {}
+    hints, bad = read_hints(known, None if sampling is None else sampling.extra_args)
+    if hints == NO_HINTS and not bad and KEY not in known:
         return
-    hints, bad = read_hints(params)
     ignored = hints.asks_arena if shared is None else shared.hint(request.request_id, hints)
     if bad + ignored:
         stats.count("bad_hints", bad + ignored)
-    request.kv_transfer_params = {key: params[key] for key in params if key != KEY} or None
+    if KEY in known:
+        request.kv_transfer_params = {key: known[key] for key in known if key != KEY} or None
     if hints.prefetch and not ignored and request.kv_transfer_params is None:
         answer_one_token(request)
 

@@ -10,6 +10,7 @@ import pytest
 from omni_connector.cli import demo as module
 from omni_connector.cli.demo import Metrics, Result, demo, median
 from omni_connector.cli.engines import make_engines
+from omni_connector.cli.main import main
 from omni_connector.trace import Trace, now
 
 GOOD = Result(
@@ -187,3 +188,20 @@ def test_traces_of_two_demos_with_the_same_logs_are_apart(
     for _ in range(2):
         assert demo(cache=tmp_path, logs=tmp_path, trace=tmp_path / "trace.json") == 0
     assert folders[0] != folders[1]
+
+
+@pytest.mark.parametrize("option", ["--cache", "--logs"])
+def test_a_folder_that_cannot_be_made_is_an_error_of_one_line(
+    option: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("omni_connector.cli.main.require_supported_vllm", lambda: None)
+    monkeypatch.setattr(module, "find_spec", lambda name: True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["demo", option, str(file / "folder")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"omni-connector: {option}: the folder cannot be made:")

@@ -24,7 +24,8 @@ from omni_connector.cli.explain import Asking
 from omni_connector.cli.explained import AskedEngine, Explanation, Miss, explained
 from omni_connector.cli.main import main
 from omni_connector.errors import ConfigError, OmniError
-from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
+from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE, runtime_dir
+from omni_connector.net.status import EngineStatus, StatusFile
 from omni_connector.net.unix import read_answer
 from omni_connector.prefix.explain import Explainer, Tokenizer
 from omni_connector.testing.hostile import explain as hostile
@@ -38,7 +39,7 @@ TOKENS = list(range(100))
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Explainer]:
     with hostile.explainer("engine-\x1b[31m7") as engine:
         folder = engine._engine.folder
-        monkeypatch.setattr(module, "runtime_dir", lambda namespace: folder)
+        monkeypatch.setattr(module, "existing_folder", lambda namespace: folder)
         monkeypatch.setenv(RUNTIME_DIR_VARIABLE, str(folder))
         yield engine
 
@@ -183,7 +184,6 @@ def test_a_tokenizer_is_loaded_from_where_the_engine_has_it(tmp_path: Path) -> N
         ["--tokens", "1.5"],
         ["--tokens", ""],
         ["--file", "/nowhere/at/all"],
-        ["--tokens", "1", "--engine", "other"],
     ],
 )
 def test_what_makes_no_sense_ends_with_status_2(
@@ -263,8 +263,39 @@ def test_an_engine_that_has_gone_is_a_remark(
     (engine._engine.folder / "e-0123456789abcdef01234567.sock").touch()
     assert len(told(capsys, "--tokens", "1")["remarks"]) == 1
     engine.close()
-    assert main(["explain", "--tokens", "1"]) == 2
-    assert "share" in capsys.readouterr().err
+    assert main(["explain", "--tokens", "1"]) == 1
+    assert "No engine that shares prefixes of namespace default" in words(capsys)
+
+
+def words(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_an_id_that_no_engine_has_is_said(
+    engine: Explainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "--tokens", "1", "--engine", "other"]) == 1
+    said = words(capsys)
+    assert "that shares prefixes has an id that begins with other. There are engine-" in said
+    assert "first miss" not in said
+
+
+def test_where_there_is_no_engine_other_namespaces_are_named(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(RUNTIME_DIR_VARIABLE, str(place))
+    file = StatusFile(runtime_dir("team-a"))
+    file.write(msgspec.json.encode(EngineStatus(engine_id="a", role="kv_both", model="m")))
+    assert main(["explain", "--tokens", "1"]) == 1
+    said = words(capsys)
+    assert "No engine that shares prefixes of namespace default" in said
+    assert "There are engines in team-a" in said
+    assert main(["explain", "--tokens", "1", "--json", "--namespace", "tema-a"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["engines"] == []
+    assert "team-a" in document["remarks"][0]
+    assert [each.name for each in place.iterdir()] == ["team-a"]  # of those asked for none is made
+    file.close()
 
 
 def test_the_table_has_a_row_for_each_engine() -> None:

@@ -263,6 +263,27 @@ def test_without_rich_only_json_is_left(
     assert asked(capsys)["engines"]
 
 
+def test_no_folder_is_made_for_a_namespace_that_is_looked_at(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for root in (place, place / "missing"):
+        monkeypatch.setenv(RUNTIME_DIR_VARIABLE, str(root))
+        assert asked(capsys, "--namespace", "misspelt")["engines"] == []
+        assert main(["top", "--once", "--namespace", "misspelt"]) == 0
+        assert "No engine of namespace misspelt" in " ".join(capsys.readouterr().out.split())
+    assert not list(place.iterdir())
+
+
+def test_an_output_that_takes_nothing_is_an_error_of_one_line(place: Path) -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            _command("--json", "--once"), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert ended.returncode == 2
+    assert len(ended.stderr.splitlines()) == 1
+    assert "No space left on device" in ended.stderr
+
+
 def test_an_unsafe_folder_is_an_error(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place.chmod(0o755)
     assert main(["top", "--once", "--json"]) == 2

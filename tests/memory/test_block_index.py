@@ -205,12 +205,16 @@ def test_the_leading_blocks_are_found_wherever_they_are(count: int, turns: int) 
         index.close()
 
 
-def test_without_a_compiler_numpy_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_numpy_looks_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def missing(name: str) -> None:
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    assert native_probe.__wrapped__() is None
+    with caplog.at_level("WARNING", "vllm"):
+        assert native_probe.__wrapped__() is None
+    assert "there is no native look-up" in caplog.text
 
 
 @pytest.mark.usefixtures("native")

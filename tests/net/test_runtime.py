@@ -110,6 +110,20 @@ def test_unsafe_folders_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch
         check_private(place)
 
 
+def test_who_names_a_folder_that_is_open_to_others_is_told_of_one_that_works(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.chmod(0o777)
+    monkeypatch.setenv(RUNTIME_DIR_VARIABLE, str(place))
+    with pytest.raises(ConfigError, match="mode 777") as raised:
+        runtime_dir()
+    advised = str(raised.value).rpartition("=")[2]
+    assert advised == str(place / "omni")
+    monkeypatch.setenv(RUNTIME_DIR_VARIABLE, advised)
+    assert runtime_dir().is_dir()
+    assert stat.S_IMODE(place.stat().st_mode) == 0o777
+
+
 @pytest.mark.parametrize("name", ["", "/", "../x", "n" * 10_000, "é", "\udc80", "a\0b"])
 def test_any_name_is_a_socket(place: Path, name: str) -> None:
     path = socket_path(place, name, kind="a-")

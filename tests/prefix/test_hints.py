@@ -58,6 +58,30 @@ def test_of_hints_those_that_fit_are_followed(asked: object, hints: Hints, bad: 
     assert read_hints({"omni": asked}) == (hints, bad)
 
 
+@pytest.mark.parametrize(
+    ("xargs", "params", "hints", "bad"),
+    [
+        (None, {}, NO_HINTS, 0),
+        ({"session_id": 5, "kv_transfer_params": {}, 7: 8}, {}, NO_HINTS, 0),
+        (
+            {"omni_cache": "high", "omni_pin_s": 600, "omni_prefetch": 1},
+            {},
+            Hints("high", 600.0, True),
+            0,
+        ),
+        ({"omni_pin_s": "600", "omni_prefetch": "0"}, {}, Hints(pin_s=600.0), 0),
+        ({"omni_pin_s": [600], "omni_prefetch": 2, "omni_": 1}, {}, NO_HINTS, 3),
+        ({"omni_pin_s": 5, "omni_cache": "high"}, {"pin_s": 6}, Hints("high", 6.0), 0),
+        ({"omni_cache": "no"}, {"pin_s": 6}, Hints("no"), 1),
+        ({f"omni_{number}": number for number in range(1000)}, {"pin_s": 6}, Hints(pin_s=6.0), 1),
+    ],
+)
+def test_hints_in_xargs_count_where_the_params_say_nothing(
+    xargs: dict[object, object] | None, params: dict[str, object], hints: Hints, bad: int
+) -> None:
+    assert read_hints({"omni": params}, xargs) == (hints, bad)
+
+
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
     lambda part: st.lists(part, max_size=3) | st.dictionaries(st.text(), part, max_size=3),
@@ -66,11 +90,14 @@ ANYTHING = st.recursive(
 NAMES = st.sampled_from(["cache", "pin_s", "prefetch"]) | st.text(max_size=5) | st.integers()
 
 
-@given(st.dictionaries(NAMES, ANYTHING, max_size=20) | ANYTHING)
-def test_whatever_is_asked_is_read(asked: object) -> None:
-    hints, bad = read_hints({"omni": asked})
+ASKED = st.dictionaries(NAMES, ANYTHING, max_size=20)
+
+
+@given(ASKED | ANYTHING, ASKED)
+def test_whatever_is_asked_is_read(asked: object, xargs: dict[object, object]) -> None:
+    hints, bad = read_hints({"omni": asked}, {f"omni_{name}": xargs[name] for name in xargs})
     assert 0 <= hints.pin_s <= MAX_PIN_S
-    assert 0 <= bad <= 17
+    assert 0 <= bad <= 33
 
 
 def test_tenants_differ_by_their_salt() -> None:

@@ -282,15 +282,18 @@ class InProcessEngine:
         salt: str | None = None,
         prompt_logprobs: int | None = None,
         lora: LoRARequest | None = None,
+        xargs: dict[str, Any] | None = None,
     ) -> str:
         """Add a request; its id."""
         request_id = request_id or f"request-{next(_numbers)}"
-        extra = None if params is None else {"kv_transfer_params": params}
+        extra = dict(xargs or {})
+        if params is not None:
+            extra["kv_transfer_params"] = params
         sampling = SamplingParams(
             max_tokens=max_tokens,
             temperature=0.0,
             ignore_eos=True,
-            extra_args=extra,
+            extra_args=extra or None,
             prompt_logprobs=prompt_logprobs,
         )
         request = Request(

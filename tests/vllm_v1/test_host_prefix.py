@@ -498,3 +498,37 @@ def test_a_tenant_takes_no_more_than_its_quota(sharer):
     other.generate([*prompt(4 * BLOCK), 5], salt="b")
     assert other.count("tokens_from_host") == 4 * BLOCK
     assert not alone.failures()
+
+
+@pytest.mark.parametrize(
+    ("xargs", "params", "bad"),
+    [
+        ({"omni_pin_s": 600, "omni_cache": "high", "session_id": "a"}, None, 0),
+        ({"omni_pin_s": 600}, {"omni": {"cache": "high"}}, 0),
+        ({"omni_pin_s": 600, "omni_cache": "high", "omni_pinned": 1}, None, 1),
+    ],
+)
+def test_hints_arrive_in_vllm_xargs_too(sharer, tokens, xargs, params, bad):
+    alone = sharer()
+    answer = publish(alone, max_tokens=6, xargs=xargs, params=params)
+    assert answer.tokens == tokens(PREFIX, 6)
+    assert (pinned(alone), alone.count("bad_hints")) == (6, bad)
+    assert alone.directory.pool._order._favoured.sum() == 6
+
+
+def test_a_prefetch_arrives_in_vllm_xargs_as_a_number(sharer):
+    alone = sharer()
+    assert len(publish(alone, max_tokens=20, xargs={"omni_prefetch": 1}).tokens) == 1
+    assert (kept(alone), alone.count("bad_hints")) == (6, 0)
+
+
+def test_hints_in_vllm_xargs_change_no_hand_off(sharer, tokens):
+    """A router replaces what the client puts into kv_transfer_params, and passes the rest on."""
+    prefill, decode = sharer("kv_producer"), sharer("kv_consumer")
+    xargs = {"omni_pin_s": 600, "omni_prefetch": 1}
+    handed_off = prefill.generate(PREFIX, params=HANDOFF, xargs=xargs).params
+    got = publish(decode, max_tokens=6, params=handed_off, xargs=xargs)
+    assert got.tokens == tokens(PREFIX, 6)
+    assert decode.count("handoffs_received") == 1
+    assert pinned(decode) > 0
+    assert not prefill.count("bad_hints") + decode.count("bad_hints")

@@ -130,6 +130,17 @@ def test_the_sides_of_an_engine_add_up(reported):
     assert all(isinstance(value, int | float) for value in line.values())
 
 
+def test_the_line_says_each_counter_that_is_not_zero():
+    stats = OmniStats()
+    for name in COUNTERS:
+        stats.count(name, 2_500_000)
+    stats.count("bad_hints", -2_500_000)
+    line = stats.reduce()
+    assert len(line) == len(COUNTERS) - 1
+    assert line["tokens from host"] == line["tokens kept"] == 2_500_000
+    assert line["MB saved early"] == line["MB loaded"] == 2.5
+
+
 def test_nothing_counted_is_empty_and_says_nothing(engine):
     empty = OmniKVConnector.build_kv_connector_stats()
     assert empty.is_empty()
