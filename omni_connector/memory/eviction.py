@@ -8,7 +8,7 @@ Favoured slots stay for four times as many evictions, so that they too go some d
 them. Pinned slots are never evicted.
 Each use of a block is a use of all blocks before it; hence the end of a prefix goes before its
 beginning, which with ARC or S3-FIFO it does not always. `benchmarks/results/eviction.md` compares
-them.
+them. Blocks that were copied in several steps are put into that order when their request is over.
 
 Where prompts hardly ever come again, copying them is of no use. So new blocks that would take the
 slots of others may be passed over: they get slots when they are seen for the second time.
@@ -122,9 +122,15 @@ class EvictionOrder:
         self.pinned[numbers] = pinned
         self._move(numbers)
 
+    def requeue(self, numbers: Ints) -> None:
+        """Those of these slots that are in the order, and not pinned, have been used until now.
+        That is no other use of theirs."""
+        self._move(numbers[~self.pinned[numbers]])
+
     def _move(self, numbers: Ints) -> None:
         here = numbers[self.here(numbers)]
-        self.remove(here)
+        # Batch by batch: `remove` takes its time for each change of the batch.
+        self.remove(here[np.argsort(self._stamp[here], kind="stable")])
         self.add(here)
 
     def fill(self, numbers: Ints, hashes: Ints, prompts: Ints | None = None) -> None:

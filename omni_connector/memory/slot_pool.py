@@ -220,6 +220,13 @@ class SlotPool:
         self._order.remove(cached)
         self._order.add(cached)
 
+    def requeue(self, numbers: Ints, generations: Ints) -> None:
+        """Whoever has filled these different slots, in these generations, used them until now.
+
+        Those that are cached are evicted as after `touch`, but they were not used again.
+        """
+        self._order.requeue(numbers[self.generation[numbers] == generations])
+
     def find(self, group: int, keys: Sequence[SlotKey]) -> Ints:
         """The slots that have, or will have, these blocks of a group; none for those without."""
         found = self._index.find(group, keys, 1)

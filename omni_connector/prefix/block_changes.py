@@ -6,7 +6,7 @@ as stored there from the look-up that finds it until one that does not.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Final, Generic, TypeVar
@@ -46,7 +46,8 @@ class BlockChanges(Generic[Content]):
     A block whose content is not known is not told of, nor is its end.
 
     Args:
-        pool: of the own arena, with a listing that notes changes; None where it is not shared.
+        pool: of the own arena; None where there is none. It is told of if it has a listing that
+            notes changes, so not where an arena is for hand-offs alone.
         block_sizes: tokens of a block of each group.
         describe: makes the content of a block, from a request, a group and the block's index.
     """
@@ -122,15 +123,16 @@ class BlockChanges(Generic[Content]):
         Of blocks that are new in the arena, those of one prompt come in its order.
         """
         told, self._untold = self._untold, []
-        if self._pool is not None:
-            told += self._of_arena(self._pool)
+        listing = None if self._pool is None else self._pool.listing
+        if self._pool is not None and listing is not None and listing.changes is not None:
+            with self._pool.lock:
+                cleared, changed = listing.changes.take()
+            told += self._of_arena(cleared, changed)
         return told
 
-    def _of_arena(self, pool: SlotPool) -> list[BlockChange[Content]]:
-        with pool.lock:
-            assert pool.listing is not None
-            assert pool.listing.changes is not None
-            cleared, changed = pool.listing.changes.take()
+    def _of_arena(
+        self, cleared: bool, changed: Mapping[int, BlockName | None]
+    ) -> list[BlockChange[Content]]:
         told: list[BlockChange[Content]] = []
         if cleared:
             told = self._all_gone()

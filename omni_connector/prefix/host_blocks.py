@@ -18,7 +18,7 @@ from omni_connector.config import Admission
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.memory.arena_format import header_keys
-from omni_connector.memory.block_index import BlockIndex, find_prefix, tags_of
+from omni_connector.memory.block_index import BlockIndex, Tags, find_prefix, tags_of
 from omni_connector.memory.slot_index import Ints
 from omni_connector.memory.slot_pool import NONE, Bools, SlotPool
 from omni_connector.prefix.hints import NO_HINTS, Favours, Hints
@@ -30,6 +30,9 @@ NOBODY: Final = -1
 
 # Saves under way may take at most one in so many slots, so that hand-offs have room.
 _BUSY_PART: Final = 2
+
+MAX_IN_ORDER: Final = 4096
+"""So many blocks of a group, the first of a request, are put into their order when it is over."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,6 +158,11 @@ class HostBlocks:
         self._load_timeout = load_timeout
         self._max_busy = max(1, len(pool.generation) // _BUSY_PART)
         self._busy = 0
+        self._block_sizes = [shape.block_size for shape in groups]
+        self._keeping: set[KeepSpec] = set()
+        # Of requests that are over: the jobs that may keep blocks of theirs, and the tags of all of
+        # these, those of the last tokens first.
+        self._over: list[tuple[set[KeepSpec], Tags]] = []
 
     def find(self, hashes: Sequence[list[bytes]]) -> Found:
         """Look for the blocks of a prompt.
@@ -300,7 +308,9 @@ class HostBlocks:
         with self._pool.lock:
             generations = self._pool.generation[numbers]
         blocks = BlockSpans.of(groups)
-        return KeepSpec(blocks=blocks, slots=numbers, generations=generations, keys=keys), dropped
+        spec = KeepSpec(blocks=blocks, slots=numbers, generations=generations, keys=keys)
+        self._keeping.add(spec)
+        return spec, dropped
 
     def _by_quota(self, candidates: list[Candidate]) -> list[list[Candidate]]:
         """In parts that are kept as a whole: one for each tenant where tenants have quotas."""
@@ -355,12 +365,40 @@ class HostBlocks:
     def kept(self, spec: KeepSpec, failure: str | None) -> None:
         """The job has ended, in whatever way."""
         self._busy -= len(spec.slots)
+        self._keeping.discard(spec)
         with self._pool.lock:
             if failure is None:
                 self._pool.filled(spec.slots)
             else:
                 self._pool.unfilled(spec.slots)
             self._pool.let_go(spec.slots[::-1])
+        self._put_in_order()
+
+    def finished(self, hashes: Sequence[list[bytes]]) -> None:
+        """A request is over whose blocks were kept job by job and group by group. So they
+        would be evicted, too; once the jobs have ended, the beginning goes last.
+
+        Args:
+            hashes: of its first blocks, `MAX_IN_ORDER` at most, one list for each group.
+        """
+        tags = [tags_of(self._key_prefix, g, of_group) for g, of_group in enumerate(hashes)]
+        pairs = zip(tags, self._block_sizes, strict=True)
+        ends = np.concatenate([size * np.arange(1, len(each) + 1) for each, size in pairs])
+        last_first = np.argsort(-ends, kind="stable")
+        self._over.append((set(self._keeping), np.concatenate(tags)[last_first]))
+        self._put_in_order()
+
+    def _put_in_order(self) -> None:
+        waiting = []
+        for jobs, tags in self._over:
+            if jobs & self._keeping:
+                waiting.append((jobs, tags))
+                continue
+            slots, generations = self._own.index.find(tags)
+            found = slots >= 0
+            with self._pool.lock:
+                self._pool.requeue(slots[found], generations[found])
+        self._over = waiting
 
     def evicted(self, group: int, key: bytes) -> bool:
         """Whether this block was evicted lately from the own arena."""

@@ -29,6 +29,7 @@ class SharedPrompt:
     tenant: int
     hints: Hints
     fills_at: int = 0  # no block fills before so many tokens are computed
+    keeps: int = 0  # steps in which blocks were to be in the arena
     due: int = 0  # the step in which `PrefixSaves` looks whether one has filled
     hashes: list[list[bytes]] = field(default_factory=list)
     found: Found | None = None

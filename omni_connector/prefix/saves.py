@@ -209,6 +209,7 @@ class PrefixSaves:
                     number += stored
             groups.append((first, block_ids))
             hashes += filled
+        prompt.keeps += bool(hashes) and self._host is not None
         pairs = zip(prompt.sent, self._groups, strict=True)
         prompt.fills_at = min((sent + 1) * shape.block_size for sent, shape in pairs)
         if not number:

@@ -27,7 +27,7 @@ from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec
 from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.explain import ExplainedEngine, Explainer
 from omni_connector.prefix.hints import NO_HINTS, Hints, tenant_of
-from omni_connector.prefix.host_blocks import HostBlocks, Wanted
+from omni_connector.prefix.host_blocks import MAX_IN_ORDER, HostBlocks, Wanted
 from omni_connector.prefix.jobs import StoreLoadSpec
 from omni_connector.prefix.lookups import BlockName, Lookup, StoreLookups
 from omni_connector.prefix.misses import Misses
@@ -360,6 +360,11 @@ class SharedPrefix:
             return
         self.saves.forget(prompt)
         self._ledger.revoke(prompt.jobs)
+        # One job of one group leaves its slots in order.
+        if self._host is not None and prompt.keeps * len(self._groups) > 1:
+            ends = [min(sent, MAX_IN_ORDER) for sent in prompt.sent]
+            hashes = [prompt.full_hashes(g, 0, end) for g, end in enumerate(ends)]
+            self._host.finished([prompt.keys(of_group) for of_group in hashes])
         if self._changes is not None and prompt.lookup is not None:
             for g, held in enumerate(prompt.lookup.held or ()):
                 self._changes.looked_up(prompt.request, g, prompt.hashes[g], held.blocks)
@@ -398,7 +403,7 @@ class SharedPrefix:
             # the reset stores nothing.
             goes_on = prompt.request.num_computed_tokens and not prompt.jobs
             prompt.sent = [_NEVER if goes_on else 0] * len(self._groups)
-            prompt.found, prompt.fills_at = None, 0
+            prompt.found, prompt.fills_at, prompt.keeps = None, 0, 0
             if prompt.due:
                 self.saves.look_at(prompt)
             if not prompt.jobs:

@@ -343,7 +343,7 @@ class _Assembly:
         return shared
 
     def _kv_events(self) -> KVEvents:
-        pool = self._directory.pool if self._config.share and self._directory else None
+        pool = None if self._directory is None else self._directory.pool
         return KVEvents(pool, self._ours.groups, self._group_ids, self._hash_block_size)
 
     def _hash_of(self, block_id: int) -> bytes | None:

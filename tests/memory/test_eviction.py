@@ -119,6 +119,42 @@ def test_a_hit_on_a_held_slot_counts_once_it_is_let_go() -> None:
     assert (kept(pool, "a"), kept(pool, "b")) == (0, 1)
 
 
+def test_prompts_copied_in_steps_lose_their_ends_first_once_they_are_requeued() -> None:
+    size, a_step, prompts = 32, 8, 8
+    pool = SlotPool(prompts * size)
+    asked = [[f"{p}/{i}".encode() for i in range(size)] for p in range(prompts)]
+    for at in range(0, size, a_step):
+        for each in asked:
+            slots = pool.keep(0, each[at : at + a_step], size).slots
+            pool.filled(slots)
+            pool.let_go(slots[::-1])
+    for each in asked:
+        last_first = pool.find(0, each)[::-1]
+        pool.requeue(last_first, pool.generation[last_first])
+    new = [b"new %d" % i for i in range(prompts * size // 4)]
+    pool.filled(pool.keep(0, new, len(new)).slots)
+    left = [len(pool.find(0, each)) for each in asked]
+    leading = [len(pool.find(0, each[:count])) for each, count in zip(asked, left, strict=True)]
+    assert leading == left
+    assert sum(left) == prompts * size * 3 // 4
+
+
+def test_only_cached_slots_that_are_not_pinned_are_requeued() -> None:
+    pool = SlotPool(6)
+    cached, pinned, held, reused = (use(pool, word)[0] for word in "abcd")
+    pool.pin(np.array([pinned]), 0, until=10.0)
+    assert pool.take([keys("c")], [0]) is not None
+    filling = pool.keep(0, [b"e"], 1).slots[0]
+    stamps = pool._order._stamp.copy()
+    asked = np.array([cached, pinned, held, reused, filling])
+    pool.requeue(asked, pool.generation[asked] - np.array([0, 0, 0, 1, 0]))
+    assert np.flatnonzero(pool._order._stamp != stamps).tolist() in ([cached], [])
+    assert not pool._order.here(np.array([held, filling])).any()
+    use(pool, "f")
+    use(pool, "g")
+    assert [kept(pool, word) for word in "abd"] == [1, 1, 0]
+
+
 def test_batches_do_not_pile_up_while_nothing_is_evicted() -> None:
     order = EvictionOrder(1000)
     numbers = np.arange(900)
@@ -297,6 +333,13 @@ class PoolMachine(RuleBasedStateMachine):
         numbers, ago = np.array(told, np.int64).reshape(-1, 2).T
         generations = self.pool.generation[numbers % self.SLOTS] - ago // 3
         self.pool.touch(numbers, generations)
+
+    @rule(numbers=st.permutations(range(SLOTS)), ago=st.integers(0, 1))
+    def requeue(self, numbers: list[int], ago: int) -> None:
+        asked = np.array(numbers)
+        again = self.pool._order._again.copy()
+        self.pool.requeue(asked, self.pool.generation[asked] - ago)
+        assert (self.pool._order._again == again).all()
 
     @rule()
     def forget(self) -> None:

@@ -159,6 +159,20 @@ def test_the_store_is_told_when_it_is_known_to_hold_a_block(engine, shelf):
     assert not of_second.blocks["STORAGE"]
 
 
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
+@pytest.mark.parametrize("extra", [{"share": True}, {"share": True, **MASTER}, {"share": False}])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_an_engine_with_an_arena_publishes_events_even_if_it_cannot_share(
+    engine, shelf, role, extra, prefix_caching
+):
+    sharing = extra["share"] and prefix_caching
+    publisher = engine(role, extra=extra, events=EVENTS, prefix_caching=prefix_caching)
+    router = routed(publisher)
+    publish(publisher)
+    assert publisher.half._directory is not None
+    assert len(router.blocks["CPU"]) == (6 if sharing else 0)
+
+
 def test_without_events_nothing_is_noted(sharer):  # noqa: F811
     engine = sharer()
     publish(engine)

@@ -150,6 +150,25 @@ def test_an_engine_gets_back_what_its_own_cache_has_evicted(sharer, tokens):
     assert_clean(alone)
 
 
+@pytest.mark.parametrize("family", ["full", "latent", "window and full", "state and full"])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_of_prompts_that_are_evicted_the_ends_go_first_in_however_many_steps(sharer, family, steps):
+    blocks, prompts = 8, 4
+    sizes = {"long_prefill": blocks // steps * BLOCK, "max_tokens_a_step": 1024}
+    first = sharer(usable_blocks=256, family=family, instant_copies=True, **sizes)
+    asked = [prompt(blocks * BLOCK, seed=seed) for seed in range(prompts)]
+    requests = [first.submit(each) for each in asked]
+    first.run(lambda: first.done(*requests))
+    assert_clean(first)
+    pool = first.half._shared._host._pool
+    with pool.lock:  # as many go as one of them has
+        pool.let_go(pool._new(pool._num_free + pool.num_cached // prompts))
+    second = sharer(usable_blocks=256, family=family)
+    for each in asked:
+        publish(second, [*each, 7])
+    assert second.count("tokens_from_host") >= (prompts - 1) * blocks * BLOCK
+
+
 def test_blocks_come_from_several_arenas_and_the_tail_from_the_store(sharer, shelf, tokens):
     first, second = sharer(), sharer()
     publish(first, PREFIX[: 2 * BLOCK])
