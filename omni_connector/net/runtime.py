@@ -147,6 +147,7 @@ def locked(folder: Path, *, timeout: float = LOCK_TIMEOUT_S) -> Iterator[None]:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise TransportError(f"cannot open the runtime folder {folder}: {error}") from error
+    process = os.getpid()
     try:
         while True:
             try:
@@ -161,6 +162,10 @@ def locked(folder: Path, *, timeout: float = LOCK_TIMEOUT_S) -> Iterator[None]:
             time.sleep(_POLL_S)
         yield
     finally:
+        # A process that is forked meanwhile has the same open file, and with it the lock: closing
+        # would leave it locked while that process lives.
+        if os.getpid() == process:
+            fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
 
