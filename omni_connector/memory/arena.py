@@ -52,6 +52,7 @@ from omni_connector.memory.prefault import (
     overcommit_is_strict,
     prefault,
 )
+from omni_connector.net.descriptors import reason
 
 # Linux constants that the standard library of Python 3.11 does not name.
 F_SEAL_FUTURE_WRITE: Final = 0x0010
@@ -210,7 +211,7 @@ class Arena(_Mapping):
         except OSError as error:
             if reserved:
                 raise _no_huge_pages(size, error) from error
-            raise TransportError(f"cannot make a memfd: {error}") from error
+            raise TransportError(f"cannot make a memfd: {reason(error)}") from error
         try:
             if reserved:
                 size = _whole_pages(fd, size)
@@ -227,7 +228,7 @@ class Arena(_Mapping):
             if reserved and isinstance(error, OSError):
                 raise _no_huge_pages(size, error) from error
             raise TransportError(
-                f"cannot make an arena of {n_slots} slots of {slot_bytes} bytes: {error}"
+                f"cannot make an arena of {n_slots} slots of {slot_bytes} bytes: {reason(error)}"
             ) from error
         arena = cls(fd, mapped, geometry, epoch)
         if prefault:
@@ -375,7 +376,7 @@ class ArenaView(_Mapping):
         try:
             mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
-            raise TransportError(f"cannot map the peer's {size} bytes: {error}") from error
+            raise TransportError(f"cannot map the peer's {size} bytes: {reason(error)}") from error
         try:
             geometry.check_superblock(bytes(mapped[:SUPERBLOCK_BYTES]), epoch)
         except ProtocolError:
@@ -383,7 +384,9 @@ class ArenaView(_Mapping):
             raise
         view = cls(mapped, geometry, epoch)
         if prefault:
-            view._prefaulter = ReaderPrefaulter(fd, mapped)
+            # Without it, pages are mapped as they are read.
+            with contextlib.suppress(OSError, RuntimeError):
+                view._prefaulter = ReaderPrefaulter(fd, mapped)
         return view
 
     def close(self) -> None:

@@ -247,6 +247,9 @@ class ReaderPrefaulter:
     Args:
         fd: the peer's memfd, of which this keeps a duplicate.
         mapped: the reader's mapping, from the start of the file.
+
+    Raises:
+        OSError, RuntimeError: there are no more descriptors, or threads.
     """
 
     def __init__(self, fd: int, mapped: mmap.mmap) -> None:
@@ -256,7 +259,12 @@ class ReaderPrefaulter:
         self._thread = threading.Thread(
             target=self._run, name="omni-connector-prefault", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            os.close(self._fd)
+            del self._steps  # the thread keeps this, and it would keep the mapping
+            raise
 
     def stop(self) -> None:
         """End the thread, in bounded time. Idempotent."""

@@ -14,8 +14,9 @@ from typing import Final
 from msgspec import Struct
 from msgspec.msgpack import Decoder
 
+from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
 from omni_connector.net.runtime import socket_path
-from omni_connector.net.unix import PROTOCOL, Connection, Listener, Refusal, require_protocol
+from omni_connector.net.unix import Connection, Listener
 
 ANSWER_S: Final = 10.0
 

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import zmq
 
+from omni_connector.errors import TransportError
+from omni_connector.net.descriptors import reason
 from omni_connector.net.forks import close_bound_to, forget_in_child
 from omni_connector.net.keys import ClusterKey
 from omni_connector.net.listener import TcpListener
@@ -75,12 +77,20 @@ class Sockets(Protocol):
 
 
 class ZmqSockets:
-    """Sockets of ZeroMQ; see `Sockets`."""
+    """Sockets of ZeroMQ; see `Sockets`.
+
+    Raises:
+        TransportError: there are too few descriptors.
+    """
 
     def __init__(self) -> None:
-        self._context = make_context()
         self._path: Path | None = None
         self.poller: Poller = ZmqPoller()
+        try:
+            self._context = make_context()
+        except BaseException:
+            self.poller.close()
+            raise
 
     def serve(self, path: Path) -> Socket:
         router = self._context.socket(zmq.ROUTER)
@@ -118,11 +128,18 @@ class ZmqSockets:
 
 
 class ZmqPoller:
-    """Waits for sockets of ZeroMQ; see `Poller`."""
+    """Waits for sockets of ZeroMQ; see `Poller`.
+
+    Raises:
+        TransportError: there are no more descriptors.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as error:
+            raise TransportError(f"cannot wait for sockets: {reason(error)}") from error
         self._poller = zmq.Poller()
         self._poller.register(self._fd, zmq.POLLIN)
 

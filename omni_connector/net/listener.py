@@ -23,11 +23,13 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from omni_connector.errors import ConfigError, PeerUnreachableError
+from omni_connector.errors import ConfigError, PeerUnreachableError, TransportError
+from omni_connector.net.descriptors import NO_MORE, reason, require_spare
 from omni_connector.net.forks import close_bound_to, forget_in_child
 from omni_connector.net.keys import ClusterKey
 from omni_connector.net.peers import HostPort, is_loopback
 from omni_connector.net.resolver import resolve
+from omni_connector.net.warnings import Warnings
 from omni_connector.net.zeromq import Context, Socket, prepare, prepare_tcp
 
 logger = logging.getLogger("vllm.omni_connector.net")
@@ -36,12 +38,12 @@ MAX_CONNECTIONS: Final = 1024
 MAX_REQUEST_BYTES: Final = 1 << 18  # handshakes are the longest: some 100 bytes a layer
 MAX_REQUESTS: Final = 8
 MAX_UNFINISHED_BYTES: Final = 4 * MAX_REQUEST_BYTES
-WARN_EVERY_S: Final = 60.0
 
 _ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
 _ZAP_DOMAIN: Final = b"omni-control"
 _AT_ONCE: Final = 256
+_BIND_FILES: Final = 4
 _LOOK_S: Final = 0.5
 # Heartbeats are no messages: some 50 bytes every 3 seconds.
 _IDLE_BYTES_PER_S: Final = 1024
@@ -67,6 +69,7 @@ class TcpListener:
 
     Raises:
         ConfigError: it cannot listen there.
+        TransportError: there are no more descriptors, or sockets.
     """
 
     def __init__(
@@ -77,10 +80,18 @@ class TcpListener:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._admission = _Admission(context, key, self._warn)
-        self._next_warning = self._next_look = clock()
+        self._warnings = Warnings(logger, clock)
+        self._next_look = clock()
         self._connections: dict[int, _Connection] = {}
         self._limit = _connection_limit()
+        try:
+            self._listen(context, address, key)
+        except zmq.ZMQError as error:
+            raise TransportError(f"cannot listen at {address}: {reason(error)}") from error
+        forget_in_child(self, lambda listener: close_bound_to(listener.bound))
+
+    def _listen(self, context: Context, address: HostPort, key: ClusterKey) -> None:
+        self._admission = _Admission(context, key, self._warn)
         self.router = context.socket(zmq.ROUTER)
         prepare(self.router)
         bound = _local(address)
@@ -91,9 +102,13 @@ class TcpListener:
         self.router.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
         self.router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, True)  # no answer is a refusal
         self._monitor = self.router.get_monitor_socket(zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED)
+        # libzmq ends the process where it has no descriptor with which to look for the address.
+        require_spare(_BIND_FILES, f"listening at {address}")
         try:
             self.router.bind(f"tcp://{bound}")
         except zmq.ZMQError as error:
+            if error.errno in NO_MORE:
+                raise
             raise ConfigError(
                 f"listen: cannot listen at {address}: {error.strerror}; it must be an address of "
                 "this host, and a port that nobody has, or 0"
@@ -101,7 +116,6 @@ class TcpListener:
         port = int(self.router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self.bound = (bound.host, port)
         self.address = HostPort(address.host, port)
-        forget_in_child(self, lambda listener: close_bound_to(listener.bound))
 
     @property
     def watched(self) -> list[Socket]:
@@ -186,11 +200,7 @@ class TcpListener:
             yield file if file.getsockname()[:2] == self.bound else None
 
     def _warn(self, text: str) -> None:
-        # Strangers decide how often this happens; they must not fill the log.
-        now = self._clock()
-        if now >= self._next_warning:
-            self._next_warning = now + WARN_EVERY_S
-            logger.warning("Control channel at %s: %s", self.address, text)
+        self._warnings.warn("Control channel at %s: %s", self.address, text)
 
 
 @dataclass(slots=True)

@@ -22,7 +22,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from omni_connector.errors import ConfigError, TransportError
+from omni_connector.errors import (
+    ConfigError,
+    PeerRefusedError,
+    PeerUnreachableError,
+    TransportError,
+)
+from omni_connector.net.descriptors import reason
 from omni_connector.net.keys import ClusterKey, own_key
 
 logger = logging.getLogger("vllm.omni_connector.net")
@@ -34,6 +40,7 @@ _FOLDER: Final = "omni-connector"
 _KEY: Final = ".loopback.key"  # no namespace begins with a dot
 SUN_PATH_BYTES: Final = 108
 _PLAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
+_ADDRESS: Final = re.compile(r"[a-z]-[0-9a-f]{24}\.sock")
 _POLL_S: Final = 0.005
 
 
@@ -143,6 +150,24 @@ def socket_path(folder: Path, name: str, *, kind: str = "") -> Path:
     return path
 
 
+def check_address(path: Path) -> None:
+    """Refuse an address that a peer names, unless it is that of an engine's socket.
+
+    Raises:
+        PeerRefusedError: it is another socket's, or the folder is not private.
+        PeerUnreachableError: there is no such folder.
+    """
+    known = path.is_absolute() and _ADDRESS.fullmatch(path.name) and str(path).isprintable()
+    if not known or len(os.fsencode(path)) >= SUN_PATH_BYTES:
+        raise PeerRefusedError(f"{str(path)!r} is not the address of an engine's socket")
+    if not os.path.lexists(path.parent):
+        raise PeerUnreachableError(f"there is no folder {path.parent} on this host")
+    try:
+        check_private(path.parent)
+    except ConfigError as error:
+        raise PeerRefusedError(str(error)) from error
+
+
 @contextlib.contextmanager
 def locked(folder: Path, *, timeout: float = LOCK_TIMEOUT_S) -> Iterator[None]:
     """Hold the folder's lock, under which sockets appear in it and are swept from it.
@@ -154,7 +179,8 @@ def locked(folder: Path, *, timeout: float = LOCK_TIMEOUT_S) -> Iterator[None]:
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise TransportError(f"cannot open the runtime folder {folder}: {error}") from error
+        raise TransportError(f"cannot open the runtime folder {folder}: {reason(error)}") from error
+    process = os.getpid()
     try:
         while True:
             try:
@@ -169,6 +195,10 @@ def locked(folder: Path, *, timeout: float = LOCK_TIMEOUT_S) -> Iterator[None]:
             time.sleep(_POLL_S)
         yield
     finally:
+        # A process that is forked meanwhile has the same open file, and with it the lock: closing
+        # would leave it locked while that process lives.
+        if os.getpid() == process:
+            fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
 
@@ -202,15 +232,15 @@ def listen(path: Path, *, backlog: int = 64) -> socket.socket:
     """
     hidden = path.with_name(f".{os.urandom(8).hex()}.new")
     with contextlib.ExitStack() as undo:
-        listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        listener.setblocking(False)
         try:
+            listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listener.setblocking(False)
             with appearing(path, hidden, f"another process listens at {path} already"):
                 listener.bind(os.fspath(hidden))
                 os.chmod(hidden, 0o600)
                 listener.listen(backlog)
         except OSError as error:
-            raise TransportError(f"cannot listen at {path}: {error}") from error
+            raise TransportError(f"cannot listen at {path}: {reason(error)}") from error
         undo.pop_all()
     return listener
 
@@ -234,7 +264,9 @@ def sweep(folder: Path, *, timeout: float = LOCK_TIMEOUT_S) -> list[str]:
                     (folder / name).unlink(missing_ok=True)
                     removed.append(name)
         except OSError as error:
-            raise TransportError(f"cannot sweep the runtime folder {folder}: {error}") from error
+            raise TransportError(
+                f"cannot sweep the runtime folder {folder}: {reason(error)}"
+            ) from error
     if removed:
         logger.info("Removed %d dead sockets from %s", len(removed), folder)
     return removed
@@ -249,7 +281,11 @@ def tidy(folder: Path) -> None:
 
 
 def is_dead(path: Path) -> bool:
-    """Whether nobody listens at a socket that exists. Does not wait."""
+    """Whether nobody listens at a socket that exists. Does not wait.
+
+    Raises:
+        OSError: there are no more descriptors.
+    """
     # Only a refused connection proves that nobody listens: EAGAIN means a full backlog,
     # EPROTOTYPE a live socket of another type.
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import logging
 import os
-import re
 import select
 import selectors
 import socket
@@ -27,22 +26,20 @@ from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder, Encoder
 
 from omni_connector.errors import (
-    ConfigError,
-    IncompatiblePeerError,
     PeerRefusedError,
     PeerUnreachableError,
     ProtocolError,
     TransportError,
 )
 from omni_connector.net import runtime
+from omni_connector.net.descriptors import reason
 from omni_connector.net.forks import forget_in_child
-from omni_connector.net.status import plain
+from omni_connector.net.packets import Refusal, close_all, read_answer, receive
+from omni_connector.net.warnings import Warnings
 from omni_connector.turns import WOKEN, TurnThread
 
 logger = logging.getLogger("vllm.omni_connector.net")
 
-PROTOCOL: Final = 1
-MAX_MESSAGE_BYTES: Final = 65536
 MAX_CONNECTIONS: Final = 512
 
 _RETRY_S: Final = 0.01
@@ -52,20 +49,6 @@ _CATCH_UP_CHECK_S: Final = 0.05
 # So many notes are taken from one peer before the other peers are served.
 _NOTES_A_ROUND: Final = 64
 _UCRED: Final = struct.Struct("3i")
-_ADDRESS: Final = re.compile(r"[a-z]-[0-9a-f]{24}\.sock")
-
-
-def require_protocol(found: int, wanted: int = PROTOCOL) -> None:
-    """Raise ValueError unless a message has our version; decoders make it their own error."""
-    if found != wanted:
-        raise ValueError(f"protocol {found}, wanted {wanted}")
-
-
-class Refusal(Struct, frozen=True, tag="refusal"):
-    """The question was not understood, or will not be answered."""
-
-    reason: str
-    protocol: int = PROTOCOL
 
 
 _encoder = Encoder()
@@ -87,12 +70,16 @@ class Connection:
     Raises:
         PeerUnreachableError: nobody listens there, or nobody accepts before the deadline.
         PeerRefusedError: the socket is another user's, or no engine's.
+        TransportError: there are no more descriptors.
     """
 
     def __init__(self, path: Path, deadline: float) -> None:
         self.path = path
-        _check_address(path)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        runtime.check_address(path)
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise TransportError(f"cannot connect to {path}: {reason(error)}") from error
         try:
             self._connect(deadline)
             uid = peer_uid(self._socket)
@@ -128,7 +115,7 @@ class Connection:
             self._socket.settimeout(_left(deadline, self.path))
             self._socket.send(_encoder.encode(question), socket.MSG_NOSIGNAL)
             self._socket.settimeout(_left(deadline, self.path))
-            packet, descriptors = _receive(self._socket, with_fd=with_fd)
+            packet, descriptors = receive(self._socket, with_fd=with_fd)
             return read_answer(packet, descriptors, answers, with_fd)
         except OSError as error:
             self.close()
@@ -177,68 +164,11 @@ class Connection:
         raise PeerUnreachableError(message)
 
 
-def _check_address(path: Path) -> None:
-    # A peer names this address: it must not make us connect to other sockets of this host.
-    known = path.is_absolute() and _ADDRESS.fullmatch(path.name) and str(path).isprintable()
-    if not known or len(os.fsencode(path)) >= runtime.SUN_PATH_BYTES:
-        raise PeerRefusedError(f"{str(path)!r} is not the address of an engine's socket")
-    if not os.path.lexists(path.parent):
-        raise PeerUnreachableError(f"there is no folder {path.parent} on this host")
-    try:
-        runtime.check_private(path.parent)
-    except ConfigError as error:
-        raise PeerRefusedError(str(error)) from error
-
-
 def _left(deadline: float, path: Path) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
         raise PeerUnreachableError(f"no answer from {path} before the deadline")
     return left
-
-
-def _receive(connection: socket.socket, *, with_fd: bool) -> tuple[bytes, list[int]]:
-    # If there is no room for descriptors, the kernel drops those that nobody asked for.
-    room = socket.CMSG_SPACE(array.array("i").itemsize) if with_fd else 0
-    packet, ancillary, flags, _ = connection.recvmsg(
-        MAX_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC
-    )
-    descriptors = array.array("i")
-    for level, kind, data in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    if flags & socket.MSG_TRUNC:
-        _close_all(list(descriptors))
-        raise ProtocolError(f"a message of more than {MAX_MESSAGE_BYTES} bytes")
-    return packet, list(descriptors)
-
-
-def read_answer(
-    packet: bytes, descriptors: list[int], answers: Decoder[Any], with_fd: bool = False
-) -> tuple[Any, int | None]:
-    """Decode and check a packet as `Connection.ask` does, and the descriptors that came with it."""
-    try:
-        if not packet:
-            raise PeerUnreachableError("the peer closed the connection")
-        try:
-            answer = answers.decode(packet)
-        except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"the peer's answer is malformed: {error}") from error
-        if isinstance(answer, Refusal):
-            if answer.protocol != PROTOCOL:
-                raise IncompatiblePeerError("transport protocol", PROTOCOL, answer.protocol)
-            raise PeerRefusedError(f"the peer refuses: {plain(answer.reason[:200])}")
-        if len(descriptors) != int(with_fd):
-            raise ProtocolError(f"{type(answer).__name__} came with {len(descriptors)} descriptors")
-    except BaseException:
-        _close_all(descriptors)
-        raise
-    return answer, descriptors[0] if descriptors else None
-
-
-def _close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 class Listener:
@@ -248,6 +178,9 @@ class Listener:
         questions: decodes what peers may send; everything else is refused.
         answer: returns the answer, or None if there is none, and a descriptor to send with it,
             which is closed here. Called on the thread; must not block.
+
+    Raises:
+        TransportError: there are no more descriptors, or threads.
     """
 
     def __init__(
@@ -255,19 +188,28 @@ class Listener:
     ) -> None:
         self._questions = questions
         self._answer = answer
-        self._selector = selectors.DefaultSelector()
+        self._warnings = Warnings(logger)
         self._ready: list[tuple[selectors.SelectorKey, int]] = []
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)
         self._todo: deque[Callable[[], None]] = deque()
         self._sockets: dict[Path, tuple[socket.socket, tuple[int, int]]] = {}
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._process = os.getpid()
-        self._watch(self._wake_reader, lambda reader: reader.recv(4096))
-        self._thread = TurnThread("omni-connector-shm", self._turn, sleep=self, end=self._end)
+        with contextlib.ExitStack() as undo:
+            try:
+                self._selector = undo.enter_context(selectors.DefaultSelector())
+                pair = socket.socketpair()
+                self._wake_reader, self._wake_writer = map(undo.enter_context, pair)
+                for each in pair:
+                    each.setblocking(False)
+                self._watch(self._wake_reader, lambda reader: reader.recv(4096))
+                self._thread = TurnThread(
+                    "omni-connector-shm", self._turn, sleep=self, end=self._end
+                )
+            except (OSError, RuntimeError) as error:
+                raise TransportError(f"cannot answer peers: {reason(error)}") from error
+            undo.pop_all()
         forget_in_child(self, Listener._abandon)
 
     @property
@@ -396,7 +338,7 @@ class Listener:
         except OSError as error:
             # There are no more descriptors, or no memory. The client stays in the backlog, so
             # without a pause this thread would spin.
-            logger.warning("Cannot accept a peer: %s", error)
+            self._warnings.warn("Cannot accept a peer: %s", reason(error))
             self._stopped.wait(_NO_RESOURCES_S)
             return
         try:
@@ -407,7 +349,7 @@ class Listener:
             return
         peers = len(self._connections)
         if uid != os.geteuid() or peers >= MAX_CONNECTIONS:
-            logger.warning("Refused a peer of user %d; %d peers are connected", uid, peers)
+            self._warnings.warn("Refused a peer of user %d; %d peers are connected", uid, peers)
             connection.close()
             return
         self._connections.add(connection)
@@ -417,7 +359,7 @@ class Listener:
         answer = None
         try:
             for _ in range(_NOTES_A_ROUND):
-                packet, _ = _receive(connection, with_fd=False)
+                packet, _ = receive(connection, with_fd=False)
                 if not packet:
                     self._forget(connection)
                     return
@@ -431,7 +373,7 @@ class Listener:
             self._forget(connection)
             return
         except (MsgspecError, ProtocolError, UnicodeDecodeError, RecursionError) as error:
-            logger.warning("A peer sent a malformed question: %s", error)
+            self._warnings.warn("A peer sent a malformed question: %s", error)
             self._send(connection, Refusal(str(error)[:200]), None)
             self._forget(connection)
             return
@@ -449,4 +391,4 @@ class Listener:
             logger.debug("lost a peer: %s", error)
             self._forget(connection)
         finally:
-            _close_all(list(rights))
+            close_all(list(rights))

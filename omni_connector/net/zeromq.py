@@ -11,6 +11,8 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from omni_connector.errors import TransportError
+from omni_connector.net.descriptors import reason, require_spare
 from omni_connector.net.keys import ClusterKey
 from omni_connector.net.peers import HostPort
 
@@ -22,6 +24,8 @@ HANDSHAKE_MS: Final = 5000
 CONNECT_MS: Final = 5000
 
 IO_THREADS: Final = 2
+# Two for each thread, of which one ends sockets and one waits for that; and two for a socket.
+_CONTEXT_FILES: Final = 2 * (IO_THREADS + 2) + 2
 # Bits of ZMQ_AFFINITY: strangers on TCP take no time from peers on this host.
 _UNIX_IO: Final = 1
 _TCP_IO: Final = 2
@@ -38,8 +42,21 @@ Context = zmq.Context[Socket]
 
 
 def make_context() -> Context:
-    """A context with an I/O thread for Unix sockets and one for TCP."""
-    return zmq.Context(IO_THREADS)
+    """A context with an I/O thread for Unix sockets and one for TCP, which run already.
+
+    Raises:
+        TransportError: there are too few file descriptors for it.
+    """
+    # libzmq ends the process where one of its threads gets no descriptor. They start with the
+    # first socket, so one is made now, before descriptors may have become few.
+    require_spare(_CONTEXT_FILES, "a context of ZeroMQ")
+    context: Context = zmq.Context(IO_THREADS)
+    try:
+        context.socket(zmq.PAIR).close(0)
+    except zmq.ZMQError as error:
+        context.destroy(0)
+        raise TransportError(f"cannot make a context of ZeroMQ: {reason(error)}") from error
+    return context
 
 
 def prepare(socket: Socket) -> None:

@@ -146,7 +146,7 @@ class OmniConnector(Service):
         size = codec.size_of(parts)
         try:
             metadata = self.store_object(key, parts)
-        except OmniError as error:
+        except (OmniError, OSError) as error:  # descriptors, for one, may run out anywhere
             logger.warning("put of %s (%d bytes) failed: %s", key, size, error)
             return False, 0, None
         return True, size, metadata
@@ -175,7 +175,7 @@ class OmniConnector(Service):
         try:
             content = self.load_object(key, metadata, timeout=self.object_timeout)
             return None if content is None else codec.decode(content)
-        except OmniError as error:
+        except (OmniError, OSError) as error:
             logger.warning("get of %s failed: %s", key, error)
             return None
 

@@ -316,7 +316,7 @@ class Exchange(OmniConnector, Generic[Address]):
         for holder in holders:
             try:
                 held = holder.find(digest, deadline)
-            except OmniError as error:
+            except (OmniError, OSError) as error:
                 # One peer that fails must not hide what the others have.
                 logger.debug("asked %s for an object: %s", holder.address, error)
                 unreachable |= isinstance(error, PeerUnreachableError)
@@ -334,11 +334,11 @@ class Exchange(OmniConnector, Generic[Address]):
 
 def _read(found: Sequence[tuple[Found, "_Own | Peer"]], deadline: float) -> memoryview:
     """Read the first of these whose arena can be attached, and tell its owner."""
-    problem: OmniError | None = None
+    problem: Exception | None = None
     for held, holder in found:
         try:
             read = holder.open(held, deadline)
-        except OmniError as error:
+        except (OmniError, OSError) as error:
             logger.debug("the objects of %s: %s", holder.address, error)
             problem = problem or error
             continue

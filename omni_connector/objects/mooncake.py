@@ -21,10 +21,10 @@ from omni_connector.memory.arena import Arena
 from omni_connector.net.keys import ClusterKey, load_key
 from omni_connector.net.links import ZmqPoller
 from omni_connector.net.listener import TcpListener
+from omni_connector.net.packets import Refusal
 from omni_connector.net.peers import HostPort, Peers, is_loopback, parse_host
 from omni_connector.net.resolver import Resolver
 from omni_connector.net.runtime import loopback_key
-from omni_connector.net.unix import Refusal
 from omni_connector.net.zeromq import Link, make_context
 from omni_connector.objects.exchange import Exchange
 from omni_connector.objects.object_store import DEFAULT_TTL_S, object_geometry
@@ -297,6 +297,7 @@ class ObjectServer:
 
     Raises:
         ConfigError: it cannot listen there.
+        TransportError: there are no more descriptors, or sockets.
     """
 
     def __init__(
@@ -308,14 +309,14 @@ class ObjectServer:
     ) -> None:
         self._answer = answer
         self._note = note
-        self._context = make_context()
-        try:
+        with ExitStack() as undo:
+            self._poller = ZmqPoller()
+            undo.callback(self._poller.close)
+            self._context = make_context()
+            undo.callback(self._context.destroy, 0)
             self._listener = TcpListener(self._context, address, key)
-        except BaseException:
-            self._context.destroy(0)
-            raise
+            undo.pop_all()
         self.address = self._listener.address
-        self._poller = ZmqPoller()
         for each in (self._listener.router, *self._listener.watched):
             self._poller.register(each)
         self._closing = False

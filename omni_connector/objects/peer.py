@@ -26,7 +26,7 @@ from omni_connector.errors import (
 )
 from omni_connector.memory.arena import Arena
 from omni_connector.memory.buffers import Buffers
-from omni_connector.net.unix import Refusal, require_protocol
+from omni_connector.net.packets import Refusal, require_protocol
 from omni_connector.objects import codec
 from omni_connector.objects.object_store import StoredObject
 from omni_connector.shared_work import share_out

@@ -25,8 +25,9 @@ from msgspec import Meta
 from omni_connector.errors import ProtocolError
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
+from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
 from omni_connector.net.runtime import socket_path
-from omni_connector.net.unix import PROTOCOL, Listener, Refusal, require_protocol
+from omni_connector.net.unix import Listener
 from omni_connector.prefix.host_blocks import HostBlocks
 from omni_connector.prefix.lookups import Lookup, StoreLookups
 from omni_connector.prefix.misses import Misses

@@ -24,7 +24,8 @@ from omni_connector.memory.arena_format import EPOCH_BYTES
 from omni_connector.memory.block_index import MAX_SLOTS, BlockIndex, BlockIndexView
 from omni_connector.memory.slot_index import Ints
 from omni_connector.net import runtime
-from omni_connector.net.unix import PROTOCOL, Connection, Listener, Refusal, require_protocol
+from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
+from omni_connector.net.unix import Connection, Listener
 from omni_connector.transports import Endpoint
 from omni_connector.turns import StartTurns, TurnThread
 

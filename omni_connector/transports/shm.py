@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from omni_connector.errors import (
     IncompatiblePeerError,
-    OmniError,
     PeerRefusedError,
     PeerUnreachableError,
     ProtocolError,
@@ -30,8 +29,10 @@ from omni_connector.errors import (
 from omni_connector.memory.arena import Arena, ArenaView
 from omni_connector.memory.arena_format import SlotHeader
 from omni_connector.net import runtime
+from omni_connector.net.descriptors import reason
 from omni_connector.net.forks import forget_in_child
-from omni_connector.net.unix import PROTOCOL, Connection, Listener, Refusal, require_protocol
+from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
+from omni_connector.net.unix import Connection, Listener
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
 
 
@@ -122,10 +123,13 @@ class SharedMemoryTransport(ArenaTransport):
             # The descriptor is duplicated: if the arena were closed before it is withdrawn, the
             # number of its descriptor could name another file.
             reply = AttachReply(arena.epoch, arena.n_slots, arena.slot_bytes)
-            self._exports[arena.epoch] = _Export(reply, os.dup(arena.fd), address)
+            try:
+                self._exports[arena.epoch] = _Export(reply, os.dup(arena.fd), address)
+            except OSError as error:
+                raise TransportError(f"cannot export an arena: {reason(error)}") from error
         try:
             listener.add(address)
-        except OmniError:
+        except BaseException:
             self._take_back(arena.epoch)
             raise
         return Endpoint.of(arena, self.transport, str(address))
@@ -153,7 +157,10 @@ class SharedMemoryTransport(ArenaTransport):
         if path.parent != self.folder or not path.exists():
             return "another host, user or runtime folder"
         # A folder may be shared by hosts: it shows the sockets of all, but connects to its own.
-        return "nobody listens there on this host" if runtime.is_dead(path) else None
+        try:
+            return "nobody listens there on this host" if runtime.is_dead(path) else None
+        except OSError as error:
+            return reason(error)
 
     def connect(self, address: str, deadline: float) -> Connection:
         """A connection to a peer's socket; where its owner has died, the socket is removed.
@@ -178,7 +185,7 @@ class SharedMemoryTransport(ArenaTransport):
         try:
             names = sorted(os.listdir(self.folder))
         except OSError as error:
-            raise TransportError(f"cannot read the runtime folder: {error}") from error
+            raise TransportError(f"cannot read the runtime folder: {reason(error)}") from error
         return [f"{self.folder}/{name}" for name in names if name.startswith(self._kind)]
 
     def catch_up(self, timeout: float) -> None:

@@ -24,9 +24,9 @@ from omni_connector.cli.explain import Asking
 from omni_connector.cli.explained import AskedEngine, Explanation, Miss, explained
 from omni_connector.cli.main import main
 from omni_connector.errors import ConfigError, OmniError
+from omni_connector.net.packets import read_answer
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE, runtime_dir
 from omni_connector.net.status import EngineStatus, StatusFile
-from omni_connector.net.unix import read_answer
 from omni_connector.prefix.explain import Explainer, Tokenizer
 from omni_connector.testing.hostile import explain as hostile
 from omni_connector.testing.hostile.mutation import distort_msgpack

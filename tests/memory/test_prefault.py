@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -299,3 +300,24 @@ def test_a_reader_that_is_closed_while_it_waits_leaves_nothing() -> None:
     assert open_fds() == before
     assert threading.active_count() == threads
     assert "omni-connector-arena" not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("broken", ["os.dup", "threading.Thread.start"])
+def test_a_view_that_cannot_be_mapped_in_advance_is_read_nevertheless(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more(*arguments: object) -> NoReturn:
+        raise (OSError if broken == "os.dup" else RuntimeError)("no more")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with Arena.create(1, 4096) as arena:
+        with monkeypatch.context() as patch:
+            patch.setattr(broken, no_more)
+            view = ArenaView.open(
+                arena.fd, epoch=arena.epoch, n_slots=1, slot_bytes=4096, prefault=True
+            )
+        arena.begin_write(0, 1)
+        arena.publish(0, 1, b"key", 0, 0)
+        assert view.verify(0, 1).key == b"key"
+        view.close()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -217,6 +217,35 @@ def test_lock_leaves_nothing_and_is_given_back(place: Path) -> None:
         assert os.listdir(place) == []
 
 
+def test_a_process_that_is_forked_under_the_lock_does_not_keep_it(place: Path) -> None:
+    asked, ask = os.pipe()
+    with locked(place):
+        child = os.fork()
+        if not child:
+            os.read(asked, 1)
+            os._exit(0)
+    try:
+        with locked(place, timeout=0.05):
+            pass
+    finally:
+        os.write(ask, b".")
+        os.waitpid(child, 0)
+    os.close(asked)
+    os.close(ask)
+
+
+def test_a_process_that_is_forked_under_the_lock_does_not_give_it_back(place: Path) -> None:
+    lock = locked(place)
+    with lock:
+        child = os.fork()
+        if not child:
+            lock.__exit__(None, None, None)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        with pytest.raises(TransportError), locked(place, timeout=0.05):
+            pass
+
+
 def test_listening_gives_up_when_the_folder_stays_locked(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,14 +23,11 @@ from omni_connector.errors import (
 )
 from omni_connector.memory.arena import Arena
 from omni_connector.net import unix
+from omni_connector.net.packets import MAX_MESSAGE_BYTES, Refusal, require_protocol
 from omni_connector.net.runtime import listen, socket_path
-from omni_connector.net.unix import (
-    MAX_MESSAGE_BYTES,
-    Connection,
-    Listener,
-    Refusal,
-    require_protocol,
-)
+from omni_connector.net.unix import Connection, Listener
+
+from ..descriptors import spare
 
 SOON_S = 20.0
 
@@ -382,6 +379,43 @@ def test_client_of_another_user_is_hung_up_on(
             answer = client.recv(MAX_MESSAGE_BYTES)
         assert answer == b""
     assert listener.alive
+
+
+def test_refused_clients_are_logged_once(
+    path: Path,
+    listener: Listener,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(unix, "peer_uid", lambda connection: os.geteuid() + 1)
+    for _ in range(3):
+        with speak(path) as client, contextlib.suppress(ConnectionResetError):
+            assert client.recv(MAX_MESSAGE_BYTES) == b""
+    assert len([each for each in caplog.messages if "Refused a peer" in each]) == 1
+
+
+def test_clients_that_cannot_be_accepted_are_logged_once(
+    path: Path, listener: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        with spare(0):
+            client.connect(str(path))
+            waited = listener._stopped.wait
+            waits = iter(range(3))
+            limit = deadline()
+            tried = threading.Event()
+
+            def wait(seconds: float) -> bool:
+                if next(waits, None) is None:
+                    tried.set()
+                return waited(seconds)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(listener._stopped, "wait", wait)
+                assert tried.wait(limit - time.monotonic())
+        assert [each for each in caplog.messages if "Cannot accept" in each] == [
+            "Cannot accept a peer: [Errno 24] Too many open files; raise `ulimit -n`"
+        ]
 
 
 def test_clients_beyond_the_limit_are_hung_up_on(

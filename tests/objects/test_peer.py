@@ -14,8 +14,9 @@ import msgspec
 import pytest
 
 from omni_connector.memory.arena import Arena
+from omni_connector.net.packets import MAX_MESSAGE_BYTES, Refusal
 from omni_connector.net.runtime import listen, socket_path
-from omni_connector.net.unix import MAX_MESSAGE_BYTES, Connection, Listener, Refusal
+from omni_connector.net.unix import Connection, Listener
 from omni_connector.objects import exchange
 from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.codec import encode

@@ -11,8 +11,9 @@ import pytest
 
 from omni_connector.errors import OmniError, PeerRefusedError, TransportError
 from omni_connector.kv.shapes import GroupShape
+from omni_connector.net.packets import Refusal
 from omni_connector.net.runtime import socket_path
-from omni_connector.net.unix import Connection, Refusal
+from omni_connector.net.unix import Connection
 from omni_connector.prefix.explain import (
     ANSWERS,
     KIND,

@@ -35,8 +35,13 @@ from omni_connector.memory.block_index import (
 from omni_connector.memory.buffers import Buffers
 from omni_connector.memory.pool import Pool
 from omni_connector.memory.slot_pool import SlotPool
-from omni_connector.net import unix
-from omni_connector.net.unix import Refusal, read_answer
+from omni_connector.net.packets import (
+    MAX_MESSAGE_BYTES,
+    Refusal,
+    close_all,
+    read_answer,
+    receive,
+)
 from omni_connector.objects import mooncake as object_server
 from omni_connector.objects import shm as object_sockets
 from omni_connector.objects.base import ObjectKey
@@ -321,7 +326,7 @@ def object_places() -> Iterator[Parser]:
     def parse(hostile: tuple[bool, bytes]) -> bool | str:
         mapped, raw = hostile
         if mapped:
-            said, _ = unix.read_answer(raw, [], ANSWERS)
+            said, _ = read_answer(raw, [], ANSWERS)
         else:
             said = object_server._decode([raw], ANSWERS)
         if not isinstance(said, Found):
@@ -355,7 +360,7 @@ def socket_questions() -> Iterator[Parser]:
         corpus = [msgspec.msgpack.encode(question) for question in questions]
 
         def make(rng: random.Random) -> bytes:
-            return distort_msgpack(rng.choice(corpus), rng)[: unix.MAX_MESSAGE_BYTES + 9]
+            return distort_msgpack(rng.choice(corpus), rng)[: MAX_MESSAGE_BYTES + 9]
 
         def parse(raw: bytes) -> bool | str:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
@@ -379,10 +384,10 @@ def socket_questions() -> Iterator[Parser]:
 def _said(connection: socket.socket) -> Iterator[str]:
     while True:
         try:
-            packet, descriptors = unix._receive(connection, with_fd=True)
+            packet, descriptors = receive(connection, with_fd=True)
         except ConnectionResetError:
             return
-        unix._close_all(descriptors)
+        close_all(descriptors)
         if not packet:
             return
         yield msgspec.msgpack.decode(packet)["type"]

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from omni_connector.errors import OmniError
-from omni_connector.net.unix import Refusal, read_answer
+from omni_connector.net.packets import Refusal, read_answer
 from omni_connector.prefix.explain import (
     ANSWERS,
     QUESTIONS,
