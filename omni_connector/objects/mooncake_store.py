@@ -32,6 +32,7 @@ from omni_connector.errors import (
     TransportError,
 )
 from omni_connector.memory.buffers import Buffers
+from omni_connector.net.forks import forget_in_child
 from omni_connector.objects import codec
 from omni_connector.objects.base import ObjectKey, OmniConnector
 from omni_connector.objects.manifest import (
@@ -92,6 +93,7 @@ class MooncakeStoreConnector(OmniConnector):
 
     transport = "mooncake_store"
     is_store = True
+    _why_closed = "the connector is closed"
 
     def __init__(
         self,
@@ -131,6 +133,13 @@ class MooncakeStoreConnector(OmniConnector):
         self._lock = threading.Lock()
         self._closed = False
         self._stored: OrderedDict[bytes, tuple[ObjectKey, Version]] = OrderedDict()
+        forget_in_child(self, MooncakeStoreConnector._abandon)
+
+    def _abandon(self) -> None:
+        # In a process that was forked: Mooncake has no threads there, and objects are the parent's.
+        self._lock, self._stored = threading.Lock(), OrderedDict()
+        self._closed = True
+        self._why_closed = "the connector is the parent's: a forked process makes its own"
 
     def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
         self._check_open()
@@ -390,7 +399,7 @@ class MooncakeStoreConnector(OmniConnector):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise TransportError("the connector is closed")
+            raise TransportError(self._why_closed)
 
 
 def _until(deadline: float, call: Callable[[], list[int]]) -> list[int]:

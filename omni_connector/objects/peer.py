@@ -232,7 +232,7 @@ class Peer:
         """As `close`, in a process that was forked: the threads that held locks are not there."""
         self._hang_up()
         if self._arena is not None:
-            self._arena.close()
+            self._arena.abandon()
 
     def _tell(self) -> None:
         # Where another thread has the lock, that thread sends what is left when it releases it.
