@@ -51,7 +51,7 @@ from omni_connector.transports.mooncake_client import (
     StoreClient,
     name_of,
 )
-from omni_connector.transports.mooncake_lib import store_module
+from omni_connector.transports.mooncake_lib import evicted_last
 from omni_connector.transports.mooncake_memory import Staging, addresses
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class MooncakeStoreConnector(OmniConnector):
         )
         self._prefix = f"{namespace}/objects"
         self.object_timeout = object_timeout
-        self._pinned = _pinned()
+        self._pinned = evicted_last()
         self._client = StoreClient.open(settings)
         try:
             self._client.wait(object_timeout)
@@ -420,14 +420,3 @@ def _fill(room: NDArray[np.uint8], segments: Iterable[memoryview | NDArray[np.ui
             checksum.update(target[at:end])
             at = end
     return checksum.intdigest()
-
-
-def _pinned() -> Any:
-    """The setting that lets Mooncake evict objects last; it differs between Mooncake's versions."""
-    module = store_module()
-    config = module.ReplicateConfig()
-    if hasattr(module, "SoftPinAction"):
-        config.soft_pin_action = module.SoftPinAction.ENABLE
-    else:
-        config.with_soft_pin = True
-    return config

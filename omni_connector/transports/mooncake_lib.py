@@ -31,6 +31,21 @@ def store_module() -> Any:
     return _module("mooncake.store")
 
 
+def evicted_last() -> Any:
+    """The setting that lets Mooncake evict objects last; it differs between Mooncake's versions.
+
+    Raises:
+        MissingDependencyError: as `engine_module`.
+    """
+    module = store_module()
+    config = module.ReplicateConfig()
+    if hasattr(module, "SoftPinAction"):
+        config.soft_pin_action = module.SoftPinAction.ENABLE
+    else:
+        config.with_soft_pin = True
+    return config
+
+
 def never_destroy(native: object) -> None:
     """Keep an object of Mooncake until this process ends, and then leave it to the kernel.
 

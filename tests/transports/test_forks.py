@@ -20,12 +20,11 @@ from omni_connector.config import MooncakeSettings
 from omni_connector.errors import TransportError
 from omni_connector.memory.arena import Arena
 from omni_connector.net import runtime
-from omni_connector.objects import mooncake_store
 from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.mooncake_store import MooncakeStoreConnector
 from omni_connector.objects.shm import SharedMemoryConnector
 from omni_connector.testing import inspection
-from omni_connector.transports import mooncake_client, mooncake_engine
+from omni_connector.transports import mooncake_client, mooncake_engine, mooncake_lib
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.mooncake_client import StoreClient
 from omni_connector.transports.mooncake_engine import TransferEngine
@@ -314,7 +313,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     config = SimpleNamespace(with_soft_pin=False)
     module = SimpleNamespace(MooncakeDistributedStore=Native, ReplicateConfig=lambda: config)
     monkeypatch.setattr(StoreClient, "_started", False)
-    for each in (mooncake_client, mooncake_store):
+    for each in (mooncake_client, mooncake_lib):
         monkeypatch.setattr(each, "store_module", lambda: module)
     with socket.create_server(("127.0.0.1", 0)) as master:
         yield f"127.0.0.1:{master.getsockname()[1]}"
