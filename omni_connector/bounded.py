@@ -4,8 +4,10 @@
 These calls are no turns (see `omni_connector.turns`), because nobody can end them.
 """
 
+import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
@@ -14,12 +16,15 @@ from omni_connector.errors import TransportError
 
 _Result = TypeVar("_Result")
 
+_known: Final[weakref.WeakSet["CallThreads"]] = weakref.WeakSet()
+
 
 class CallThreads:
     """Threads for calls that may take long to return, or may never return.
 
     A caller may stop waiting for a call, which keeps its thread until it ends. The threads are
-    daemons: a call that never ends does not keep the process alive.
+    daemons: a call that never ends does not keep the process alive. A process that is forked has
+    none of the calls, and starts threads of its own.
 
     Args:
         name: of the threads.
@@ -31,13 +36,17 @@ class CallThreads:
         self._name: Final = name
         self._limit: Final = limit
         self._end: Final = end
+        self._closed = False
+        self._begin()
+        _known.add(self)
+
+    def _begin(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
         self._lock = threading.Lock()
         self._threads = 0
         self._idle = 0
-        self._closed = False
 
     def start(self, call: Callable[[], _Result]) -> "Future[_Result]":
         """Make a call on a thread; returns at once.
@@ -100,3 +109,11 @@ class CallThreads:
     def _rest(self) -> None:
         with self._lock:
             self._idle += 1
+
+
+def _in_child() -> None:
+    for threads in list(_known):
+        threads._begin()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import os
 import threading
 from collections.abc import Iterator
 
@@ -75,3 +76,18 @@ def test_a_system_without_threads_to_spare_refuses_calls(monkeypatch: pytest.Mon
                 threads.start(lambda: None)
     assert threads.start(lambda: 8).result(WAIT_S) == 8
     threads.close()
+
+
+def test_a_forked_process_makes_calls_on_threads_of_its_own(threads: CallThreads) -> None:
+    assert threads.start(lambda: 9).result(WAIT_S) == 9  # its thread rests now
+    with threads._lock:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                code = threads.start(lambda: 0).result(WAIT_S)
+                threads.close()
+            finally:
+                os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert threads.start(lambda: 10).result(WAIT_S) == 10

@@ -395,6 +395,12 @@ class ArenaView(_Mapping):
             self._prefaulter.stop()
         super().close()
 
+    def abandon(self) -> None:
+        """As `close`, in a process that was forked; takes no lock, which may be held for ever."""
+        if self._prefaulter is not None:
+            self._prefaulter.abandon()
+        super().close()
+
 
 def _whole_pages(fd: int, size: int) -> int:
     """A file of reserved huge pages is larger than its content, as it has whole pages only."""

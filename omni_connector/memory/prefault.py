@@ -271,6 +271,12 @@ class ReaderPrefaulter:
         self._stopped.set()
         self._thread.join(_CLOSE_S)
 
+    def abandon(self) -> None:
+        """Do what the thread does at its end, in a process that was forked without it."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
     def _run(self) -> None:
         steps = self._steps
         del self._steps  # or this would keep the mapping alive
@@ -288,7 +294,7 @@ class ReaderPrefaulter:
                     if self._stopped.wait(pause):
                         return
         finally:
-            os.close(self._fd)
+            self.abandon()
 
     def _allocated(self, start: int, size: int) -> int:
         """The end of the memory that is there from `start` on, in whole steps."""

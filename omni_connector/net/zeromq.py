@@ -5,6 +5,7 @@ On one host they are Unix sockets, between hosts TCP. A TCP connection that is c
 so both ends send heartbeats: each notices within 9 seconds, even if the connection was idle.
 """
 
+import os
 from contextlib import ExitStack
 from typing import Final
 
@@ -92,6 +93,7 @@ class Link:
     """
 
     def __init__(self, context: Context, target: str | HostPort, key: ClusterKey | None) -> None:
+        self._process = os.getpid()
         with ExitStack() as undo:
             self.socket = context.socket(zmq.DEALER)
             undo.callback(self.socket.close, 0)
@@ -122,5 +124,9 @@ class Link:
         return "does not show that it has our key (of key_file, else of the runtime folder)"
 
     def close(self) -> None:
-        """Close the connection; what was not sent yet is lost."""
-        self._open.close()
+        """Close the connection; what was not sent yet is lost. Idempotent.
+
+        Does nothing in another process, which has none of ZeroMQ's threads.
+        """
+        if os.getpid() == self._process:
+            self._open.close()

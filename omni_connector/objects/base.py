@@ -76,7 +76,7 @@ class OmniConnector(Service):
         supports_raw_data: whether `put` sends a tensor straight from its device, not through the
             host's memory.
         is_store: whether objects outlive the process that put them.
-        object_timeout: seconds that one `get` waits for its peers.
+        object_timeout: seconds that one `get` waits for its peers, at most.
     """
 
     supports_raw_data: bool = False
@@ -157,6 +157,8 @@ class OmniConnector(Service):
         to_stage: str | int,
         get_key: str,
         metadata: Mapping[str, Any] | None = None,
+        *,
+        timeout: float = math.inf,
     ) -> tuple[Any, int] | None:
         """Get an object that a stage has put; does not wait until it is put.
 
@@ -165,6 +167,8 @@ class OmniConnector(Service):
             to_stage: the stage it was sent to.
             get_key: the key it was put under.
             metadata: what `put` returned, if it is known here.
+            timeout: seconds for peers to answer, if fewer than `object_timeout`. A store, whose
+                answer is the object itself, always has that.
 
         Returns:
             The object and its size in bytes. None where it was not put (yet), its sender is gone,
@@ -172,8 +176,9 @@ class OmniConnector(Service):
             freed with the last of them.
         """
         key = ObjectKey(str(from_stage), str(to_stage), get_key)
+        timeout = self.object_timeout if self.is_store else min(timeout, self.object_timeout)
         try:
-            content = self.load_object(key, metadata, timeout=self.object_timeout)
+            content = self.load_object(key, metadata, timeout=timeout)
             return None if content is None else codec.decode(content)
         except (OmniError, OSError) as error:
             logger.warning("get of %s failed: %s", key, error)

@@ -158,6 +158,8 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
         return address
 
     def close(self) -> None:
+        if os.getpid() != self._process:
+            return
         if self._server is not None:
             self._server.close()
         super().close()

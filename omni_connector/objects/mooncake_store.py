@@ -32,6 +32,7 @@ from omni_connector.errors import (
     TransportError,
 )
 from omni_connector.memory.buffers import Buffers
+from omni_connector.net.forks import forget_in_child
 from omni_connector.objects import codec
 from omni_connector.objects.base import ObjectKey, OmniConnector
 from omni_connector.objects.manifest import (
@@ -50,7 +51,7 @@ from omni_connector.transports.mooncake_client import (
     StoreClient,
     name_of,
 )
-from omni_connector.transports.mooncake_lib import store_module
+from omni_connector.transports.mooncake_lib import evicted_last
 from omni_connector.transports.mooncake_memory import Staging, addresses
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class MooncakeStoreConnector(OmniConnector):
 
     transport = "mooncake_store"
     is_store = True
+    _why_closed = "the connector is closed"
 
     def __init__(
         self,
@@ -119,7 +121,7 @@ class MooncakeStoreConnector(OmniConnector):
         )
         self._prefix = f"{namespace}/objects"
         self.object_timeout = object_timeout
-        self._pinned = _pinned()
+        self._pinned = evicted_last()
         self._client = StoreClient.open(settings)
         try:
             self._client.wait(object_timeout)
@@ -131,6 +133,13 @@ class MooncakeStoreConnector(OmniConnector):
         self._lock = threading.Lock()
         self._closed = False
         self._stored: OrderedDict[bytes, tuple[ObjectKey, Version]] = OrderedDict()
+        forget_in_child(self, MooncakeStoreConnector._abandon)
+
+    def _abandon(self) -> None:
+        # In a process that was forked: Mooncake has no threads there, and objects are the parent's.
+        self._lock, self._stored = threading.Lock(), OrderedDict()
+        self._closed = True
+        self._why_closed = "the connector is the parent's: a forked process makes its own"
 
     def store_object(self, key: ObjectKey, parts: Sequence[memoryview]) -> dict[str, Any]:
         self._check_open()
@@ -390,7 +399,7 @@ class MooncakeStoreConnector(OmniConnector):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise TransportError("the connector is closed")
+            raise TransportError(self._why_closed)
 
 
 def _until(deadline: float, call: Callable[[], list[int]]) -> list[int]:
@@ -411,14 +420,3 @@ def _fill(room: NDArray[np.uint8], segments: Iterable[memoryview | NDArray[np.ui
             checksum.update(target[at:end])
             at = end
     return checksum.intdigest()
-
-
-def _pinned() -> Any:
-    """The setting that lets Mooncake evict objects last; it differs between Mooncake's versions."""
-    module = store_module()
-    config = module.ReplicateConfig()
-    if hasattr(module, "SoftPinAction"):
-        config.soft_pin_action = module.SoftPinAction.ENABLE
-    else:
-        config.with_soft_pin = True
-    return config

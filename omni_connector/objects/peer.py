@@ -36,8 +36,8 @@ PROTOCOL: Final = 2
 
 # The line to a peer is closed after it was not used for so long.
 IDLE_S: Final = 60.0
-# Attaching may take this much longer than the answer. A read may take as long again, and longer for
-# a large object.
+# Over the network attaching may take this much longer than the answer. A read may take as long
+# again, and longer for a large object.
 _READ_S: Final = 10.0
 _READ_BYTES_PER_S: Final = 20e6
 # Notes that are kept for a peer that takes none at the moment. Of more, the oldest are lost.
@@ -120,8 +120,8 @@ class Peer:
         connect: makes a line to it, by a deadline of `time.monotonic()`.
         transport: attaches the arenas that it names.
         buffers: where memory for copies of its objects comes from.
-        timeout: seconds to wait for an answer. A peer that gives none is not asked for ten times
-            as long.
+        timeout: seconds to wait for an answer, at most. A peer that gives none is not asked for ten
+            times as long as it was waited for.
 
     Attributes:
         users: how many calls use it now; the exchange counts them.
@@ -177,8 +177,7 @@ class Peer:
                 raise ProtocolError(f"{self.address} answers another question")
         except BaseException:
             self._hang_up()
-            if time.monotonic() >= now + self._timeout:  # it had all of its time
-                self._silent_until = time.monotonic() + 10 * self._timeout
+            self._back_off(now, deadline)
             raise
         finally:
             self._turn.release()
@@ -190,20 +189,31 @@ class Peer:
 
         Args:
             found: what `find` has returned.
-            deadline: the one that `find` had.
+            deadline: of the whole `get`; what does not map has `_READ_S` longer.
 
         Raises:
             OmniError: the arena cannot be attached.
         """
-        with self._attaching:
+        # A mapping takes one more message, and reading anything over the network some more time.
+        mapped, now = self._transport.supports_mapping, time.monotonic()
+        deadline = min(deadline, now + self._timeout) if mapped else deadline + _READ_S
+        if not self._attaching.acquire(timeout=max(0.0, deadline - now)):
+            raise PeerUnreachableError(f"another thread attaches the arena of {self.address}")
+        try:
             arena = self._arena
             if arena is None or arena.endpoint != found.endpoint or not arena.alive:
                 if arena is not None:
                     arena.close()
-                left = deadline + _READ_S - time.monotonic()
+                left = deadline - time.monotonic()
                 arena = self._arena = self._transport.attach(found.endpoint, timeout=left)
+        except PeerUnreachableError:
+            if mapped:
+                self._back_off(now, deadline)
+            raise
+        finally:
+            self._attaching.release()
         fetch: Fetch | None = None
-        if not self._transport.supports_mapping:
+        if not mapped:
             timeout = _READ_S + found.stored.length / _READ_BYTES_PER_S
             fetch = functools.partial(arena.take, timeout=timeout)
         return functools.partial(read_object, arena, found, self._buffers, fetch)
@@ -232,7 +242,11 @@ class Peer:
         """As `close`, in a process that was forked: the threads that held locks are not there."""
         self._hang_up()
         if self._arena is not None:
-            self._arena.close()
+            self._arena.abandon()
+
+    def _back_off(self, since: float, deadline: float) -> None:
+        if (now := time.monotonic()) >= deadline:  # it had all of its time
+            self._silent_until = now + 10 * (deadline - since)
 
     def _tell(self) -> None:
         # Where another thread has the lock, that thread sends what is left when it releases it.

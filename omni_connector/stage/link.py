@@ -26,6 +26,9 @@ _SEND_BACK_OFF_S: Final = 0.1
 _FIRST_POLL_S: Final = 0.01
 _LAST_POLL_S: Final = 0.5
 
+LEAST_ASK_S: Final = 0.5
+"""What peers have to answer in any case, also where the deadline is near."""
+
 
 @dataclass
 class TransferStats:
@@ -146,7 +149,8 @@ class ConnectorLink:
 
         Returns:
             The payloads, in the order of the keys, and their bytes in all; None after `timeout`
-            seconds, which one `get` that is under way may exceed.
+            seconds, which one `get` that is under way may exceed: by half a second, or with a store
+            or a connector of others by as long as it takes. Parts that are there are read.
 
         Raises:
             ValueError: what came is no whole payload.
@@ -155,11 +159,12 @@ class ConnectorLink:
         deadline = self._clock() + timeout
         interval = _FIRST_POLL_S
         while True:
-            for key, rank in keys:
-                if key not in found:
-                    result = self._get(stages, key, rank)
-                    if result is not None:
-                        found[key] = read_payload(result[0]), int(result[1])
+            for key, rank in (each for each in keys if each[0] not in found):
+                result = self._get(stages, key, rank, deadline)
+                if result is not None:
+                    found[key] = read_payload(result[0]), int(result[1])
+                elif self._clock() >= deadline:
+                    break
             missing = [key for key, _ in keys if key not in found]
             if not missing:
                 return [found[key][0] for key, _ in keys], sum(size for _, size in found.values())
@@ -201,7 +206,7 @@ class ConnectorLink:
         if connector is not None:
             connector.close()
 
-    def _get(self, stages: tuple[str, str], key: str, rank: int | None) -> Any:
+    def _get(self, stages: tuple[str, str], key: str, rank: int | None, deadline: float) -> Any:
         connector = self.connector
         if connector is None:
             return None
@@ -209,9 +214,13 @@ class ConnectorLink:
         host, port = self._sender or (None, None)
         if rank is not None and port is not None:
             metadata = {"source_host": host, "source_port": port + PORT_STRIDE * rank}
+        # Connectors of others know no timeout.
+        limit: dict[str, float] = {}
+        if isinstance(connector, OmniConnector):
+            limit["timeout"] = max(deadline - self._clock(), LEAST_ASK_S)
         try:
             return connector.get(
-                from_stage=stages[0], to_stage=stages[1], get_key=key, metadata=metadata
+                from_stage=stages[0], to_stage=stages[1], get_key=key, metadata=metadata, **limit
             )
         except Exception:
             # As for `put`; the next poll may succeed.

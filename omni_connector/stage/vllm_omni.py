@@ -6,6 +6,7 @@ processes. A pipeline then configures `{"name": "OmniSharedMemoryConnector", "ex
 """
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, Final
@@ -17,6 +18,7 @@ from omni_connector.objects.base import OmniConnector
 from omni_connector.objects.factory import SHARED_MEMORY, ConnectorSpec, settings_of
 from omni_connector.objects.factory import OmniConnectorFactory as OurFactory
 from omni_connector.objects.shm import SharedMemoryConnector
+from omni_connector.stage.link import LEAST_ASK_S
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,17 @@ class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
         self, from_stage: str, to_stage: str, get_key: str, metadata: dict[str, Any] | None = None
     ) -> tuple[Any, int] | None:
         """See `OmniConnector.get`."""
-        found = self._inner.get(from_stage, to_stage, get_key, metadata)
+        return self._get(from_stage, to_stage, get_key, metadata, math.inf)
+
+    def _get(
+        self,
+        from_stage: str,
+        to_stage: str,
+        get_key: str,
+        metadata: dict[str, Any] | None,
+        timeout: float,
+    ) -> tuple[Any, int] | None:
+        found = self._inner.get(from_stage, to_stage, get_key, metadata, timeout=timeout)
         if found is None:
             return None
         data, size = found
@@ -87,10 +99,14 @@ class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
         *,
         deadline: float,
     ) -> tuple[Any, int] | None:
-        """Call `get` until it finds the object, or `time.monotonic()` reaches `deadline`."""
+        """Call `get` until it finds the object, or `time.monotonic()` reaches `deadline`.
+
+        The call that is under way then may take half a second more.
+        """
         pause = _FIRST_PAUSE_S
         while True:
-            found = self.get(from_stage, to_stage, get_key, metadata)
+            timeout = max(deadline - time.monotonic(), LEAST_ASK_S)
+            found = self._get(from_stage, to_stage, get_key, metadata, timeout)
             left = deadline - time.monotonic()
             if found is not None or left <= 0:
                 return found

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from omni_connector.errors import ProtocolError, TransportError
 from omni_connector.memory.arena import Arena
-from omni_connector.memory.arena_format import EPOCH_BYTES, PAGE_BYTES, SlotHeader
+from omni_connector.memory.arena_format import EPOCH_BYTES, ArenaGeometry, SlotHeader
 from omni_connector.net.peers import is_loopback
 
 MAX_ADDRESS_BYTES: Final = 1024
@@ -43,10 +43,9 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         if len(self.epoch) != EPOCH_BYTES:
             raise ValueError(f"epoch must have {EPOCH_BYTES} bytes, not {len(self.epoch)}")
-        if self.n_slots < 1:
-            raise ValueError(f"n_slots must be positive, not {self.n_slots}")
-        if self.slot_bytes < 1 or self.slot_bytes % PAGE_BYTES:
-            raise ValueError(f"slot_bytes must be pages of {PAGE_BYTES}, not {self.slot_bytes}")
+        size = ArenaGeometry(self.n_slots, self.slot_bytes).total_bytes
+        if size >= 1 << 63:
+            raise ValueError(f"no file has {size} bytes")
         if len(self.address) > MAX_ADDRESS_BYTES:
             raise ValueError(f"an address of {len(self.address)} characters is too long")
         if not self.address.isprintable():  # it is passed to system calls, and logged
@@ -151,6 +150,10 @@ class RemoteArena(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of the peer's arena. Idempotent."""
+
+    def abandon(self) -> None:
+        """As `close`, in a process that was forked; takes no lock, which may be held for ever."""
+        self.close()
 
     def fetch(
         self, slot_ids: Sequence[int], generations: Sequence[int], length: int, *, timeout: float

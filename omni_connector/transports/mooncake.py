@@ -32,6 +32,7 @@ from omni_connector.memory.arena_format import (
     ArenaGeometry,
     SlotHeader,
 )
+from omni_connector.net.forks import forget_in_child
 from omni_connector.net.peers import is_loopback, parse_host_port
 from omni_connector.transports.base import (
     ArenaTransport,
@@ -79,6 +80,13 @@ class MooncakeTransport(ArenaTransport):
         self._lock = threading.Lock()
         self._closed = False
         self._exports: dict[bytes, _Export] = {}
+        forget_in_child(self, MooncakeTransport._abandon)
+
+    def _abandon(self) -> None:
+        # In a process that was forked: all exports are the parent's.
+        self._lock = threading.Lock()
+        self._closed = True
+        self._exports = {}
 
     @classmethod
     def create(cls, settings: MooncakeSettings, site: Site) -> "MooncakeTransport":
@@ -127,6 +135,8 @@ class MooncakeTransport(ArenaTransport):
                 f"the peer speaks {found['protocol']}, this engine {self._engine.protocol}"
             )
         remote = MooncakeArena(self._engine, endpoint, found["engine"], int(found["base"], 16))
+        if not remote.addressable:
+            raise ProtocolError(f"no memory has the addresses that {endpoint.address!r} claims")
         remote.check(time.monotonic() + timeout)
         return remote
 
@@ -203,6 +213,11 @@ class MooncakeArena(RemoteArena):
         self._base = base
         self._geometry = ArenaGeometry(endpoint.n_slots, endpoint.slot_bytes)
         self._alive = True
+
+    @property
+    def addressable(self) -> bool:
+        """Whether all of its addresses are addresses of 64 bits."""
+        return self._base + self._geometry.total_bytes <= 1 << 64
 
     @property
     def alive(self) -> bool:

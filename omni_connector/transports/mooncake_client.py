@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from omni_connector.bounded import CallThreads
 from omni_connector.errors import OmniError, PeerUnreachableError, TransportError
 from omni_connector.memory.nodes import copy_cores, threads_on
-from omni_connector.transports.mooncake_lib import store_module
+from omni_connector.net.forks import forget_in_child
+from omni_connector.transports.mooncake_lib import never_destroy, store_module
 
 logger = logging.getLogger("vllm.omni_connector.transports")
 
@@ -104,6 +105,9 @@ class StoreClient:
 
     _shared_lock: ClassVar = threading.Lock()
     _shared: ClassVar[dict[ClientSettings, "StoreClient"]] = {}
+    # Whether this process, or the one that it was forked from, has started Mooncake.
+    _started: ClassVar = False
+    _inherited: ClassVar = False
 
     @classmethod
     def open(cls, settings: ClientSettings) -> "StoreClient":
@@ -111,7 +115,13 @@ class StoreClient:
 
         Raises:
             MissingDependencyError: Mooncake is not installed.
+            TransportError: this process was forked from one that had used Mooncake.
         """
+        if cls._inherited:
+            raise TransportError(
+                "Mooncake was used before this process was forked, and does not work in it: start "
+                "processes with 'spawn', or make the first connector after the fork"
+            )
         with cls._shared_lock:
             client = cls._shared.get(settings)
             if client is None:
@@ -124,6 +134,7 @@ class StoreClient:
     ) -> None:
         self.settings: Final = settings
         self._module: Final = store_module()
+        self._process: Final = os.getpid()
         self._clock = clock
         # A store must not be closed while a call uses it.
         self._threads = CallThreads("omni-mooncake", _MAX_CALLS, self._end)
@@ -142,6 +153,7 @@ class StoreClient:
         self._asking = False
         self._changed = threading.Condition(self._lock)
         self._reason = "it was not asked yet"
+        forget_in_child(self, StoreClient._abandon)
         self._ask_master()
 
     def wait(self, timeout: float) -> None:
@@ -238,8 +250,11 @@ class StoreClient:
     def close(self) -> None:
         """Undo one `open`. The last `close` leaves the store, and waits 3 seconds for that.
 
-        Calls that are running end before the store is left, even if that takes longer.
+        Calls that are running end before the store is left, even if that takes longer. In another
+        process this does nothing.
         """
+        if os.getpid() != self._process:
+            return
         with self._shared_lock:
             self._users -= 1
             if self._users > 0:
@@ -247,6 +262,15 @@ class StoreClient:
             if self._shared.get(self.settings) is self:
                 del self._shared[self.settings]
         self._leave_store()
+
+    def _abandon(self) -> None:
+        # In a process that was forked, in which Mooncake has no threads.
+        store, self._store = self._store, None
+        if store is not None:
+            never_destroy(store)
+        self._lock = threading.Lock()
+        self._closed = True
+        self._registered = {}
 
     def _leave_store(self) -> None:
         with self._lock:
@@ -336,6 +360,7 @@ class StoreClient:
         own = _reach(settings.master)
         for variable, value in _LIMITS.items():
             os.environ.setdefault(variable, value)
+        StoreClient._started = True
         store = self._module.MooncakeDistributedStore()
         code = store.setup(
             settings.host or own,
@@ -385,6 +410,15 @@ class KeyTurns:
         with self._changed:
             self._taken.discard(name)
             self._changed.notify_all()
+
+
+def _in_child() -> None:
+    StoreClient._shared_lock = threading.Lock()
+    StoreClient._shared = {}
+    StoreClient._inherited = StoreClient._started
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 @atexit.register

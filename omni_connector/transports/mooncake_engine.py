@@ -25,8 +25,9 @@ from omni_connector.config import MooncakeSettings
 from omni_connector.errors import PeerUnreachableError, TransportError
 from omni_connector.memory.nodes import copy_cores, threads_on
 from omni_connector.memory.pool import Pool
+from omni_connector.net.forks import forget_in_child
 from omni_connector.net.peers import HostPort, parse_host_port
-from omni_connector.transports.mooncake_lib import engine_module
+from omni_connector.transports.mooncake_lib import engine_module, never_destroy
 
 logger = logging.getLogger("vllm.omni_connector.transports")
 
@@ -72,10 +73,12 @@ class TransferEngine:
     def __init__(self, settings: MooncakeSettings, host: str | None) -> None:
         self._settings = settings
         self._host = host
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._engine: Any = None
         self._closed = False
         self._registered: set[int] = set()
+        forget_in_child(self, TransferEngine._abandon)
         self.pool: Final = Pool(
             self._register_buffer,
             lambda buffer: self.unregister(int(buffer.ctypes.data)),
@@ -182,7 +185,12 @@ class TransferEngine:
         raise PeerUnreachableError(f"Mooncake cannot read from {peer} (code {code}, {tries})")
 
     def close(self) -> None:
-        """Unregister everything and end the engine. Idempotent; waits for no running read."""
+        """Unregister everything and end the engine. Idempotent; waits for no running read.
+
+        Does nothing in another process: what is registered is the parent's.
+        """
+        if os.getpid() != self._process:
+            return
         with self._lock:
             self._closed = True
             addresses = list(self._registered)
@@ -191,6 +199,15 @@ class TransferEngine:
             self.unregister(address)
         with self._lock:
             self._engine = None
+
+    def _abandon(self) -> None:
+        # In a process that was forked, in which Mooncake has no threads.
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            never_destroy(engine)
+        self._lock = threading.Lock()
+        self._closed = True
+        self._registered = set()
 
     def _started(self, peer: str | None = None) -> Any:
         with self._lock:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mooncake's modules, imported at their first use; errors say what is missing and how to get it."""
 
+import ctypes
 import ctypes.util
 import importlib
 import shutil
@@ -28,6 +29,29 @@ def store_module() -> Any:
         MissingDependencyError: as `engine_module`.
     """
     return _module("mooncake.store")
+
+
+def evicted_last() -> Any:
+    """The setting that lets Mooncake evict objects last; it differs between Mooncake's versions.
+
+    Raises:
+        MissingDependencyError: as `engine_module`.
+    """
+    module = store_module()
+    config = module.ReplicateConfig()
+    if hasattr(module, "SoftPinAction"):
+        config.soft_pin_action = module.SoftPinAction.ENABLE
+    else:
+        config.with_soft_pin = True
+    return config
+
+
+def never_destroy(native: object) -> None:
+    """Keep an object of Mooncake until this process ends, and then leave it to the kernel.
+
+    In a process that was forked it has none of its threads, and its destructor would crash.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
 
 
 def wheel_name() -> str:

@@ -317,3 +317,7 @@ class MappedArena(RemoteArena):
     def close(self) -> None:
         self._connection.close()
         self._view.close()
+
+    def abandon(self) -> None:
+        self._connection.close()
+        self._view.abandon()

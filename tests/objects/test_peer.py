@@ -216,6 +216,45 @@ def test_silent_peer_delays_once_and_hides_nothing(
         assert questions(stopped) == [Find(KEY.digest)]
 
 
+@pytest.mark.parametrize("silent", [1, 3])
+def test_silent_peers_leave_time_for_others(place: Path, silent: int) -> None:
+    # They have the least of addresses, so that they are asked first.
+    paths = [place / f"o-{number:024}.sock" for number in range(silent)]
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            stack.enter_context(listen(path))
+        honest = stack.enter_context(SharedMemoryConnector(folder=place))
+        honest.put("0", "1", "key", b"object")
+        receiver = stack.enter_context(
+            SharedMemoryConnector(folder=place, object_timeout=0.4, peer_timeout=1.0)
+        )
+        end = deadline()
+        while receiver.get("0", "1", "key") != (b"object", 6):
+            assert time.monotonic() < end
+
+
+def test_an_arena_that_is_not_handed_out_leaves_time_for_others(place: Path) -> None:
+    newest = found(((0, 1),), generation=2**63 - 1)
+
+    def answer(question: object) -> tuple[Any, int | None]:
+        if isinstance(question, Attach):
+            return None, None
+        return msgspec.structs.replace(newest, endpoint=endpoint), None
+
+    peer, address = object_peer(place, answer)
+    endpoint = msgspec.structs.replace(newest.endpoint, address=address)
+    with (
+        SharedMemoryConnector(folder=place) as honest,
+        SharedMemoryConnector(folder=place, object_timeout=0.8, peer_timeout=0.2) as receiver,
+    ):
+        honest.put("0", "1", "key", b"object")
+        end = deadline()
+        while receiver.get("0", "1", "key") != (b"object", 6):
+            assert time.monotonic() < end
+        assert any(each._silent_until for each in inspection.senders_asked(receiver))
+    peer.close()
+
+
 def test_hint_to_a_socket_elsewhere_is_not_followed(
     place: Path, connector: SharedMemoryConnector
 ) -> None:

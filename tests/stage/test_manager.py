@@ -5,12 +5,14 @@ import json
 import logging
 import threading
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 from omni_connector.errors import ConfigError
+from omni_connector.objects.base import OmniConnector
 from omni_connector.objects.factory import OmniConnectorFactory
 from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.manager import OmniKVTransferManager
@@ -370,6 +372,39 @@ def test_a_time_out_of_nothing_asks_once() -> None:
     assert len(connector.gets) == 1
     assert send(kv, sequence())
     assert kv.receive_kv_cache_for_request("r")[0] is not None
+
+
+def test_at_the_deadline_no_further_part_is_asked_for() -> None:
+    connector = DictConnector()
+    kv = manager(connector, from_tp=8, to_tp=1, tp_rank=0)
+    connector.on_get = lambda: kv.time.advance(5.0)
+    assert kv.receive_kv_cache_for_request("r") == (None, 0)
+    assert len(connector.gets) == 1
+
+
+def test_a_connector_of_ours_waits_no_longer_than_the_manager() -> None:
+    class Silent(OmniConnector):
+        transport = "silent"
+        store_object = drop_objects = close = lambda self, *arguments: None
+        waited: ClassVar[list[float]] = []
+
+        def load_object(self, key: object, metadata: object, *, timeout: float) -> None:
+            self.waited.append(timeout)
+            kv.time.advance(timeout)
+
+    kv = manager(Silent(), recv_timeout=0.75)
+    assert kv.receive_kv_cache_for_request("r") == (None, 0)
+    assert Silent.waited == [0.75]
+    kv.config.recv_timeout = 0.1
+    assert kv.receive_kv_cache_for_request("r") == (None, 0)
+    assert Silent.waited == [0.75, 0.5]
+    kv.config.recv_timeout = 60.0
+    assert kv.receive_kv_cache_for_request("r") == (None, 0)
+    assert max(Silent.waited) == Silent.object_timeout
+    Silent.is_store, Silent.waited = True, []
+    kv.config.recv_timeout = 0.1
+    assert kv.receive_kv_cache_for_request("r") == (None, 0)
+    assert Silent.waited == [Silent.object_timeout]
 
 
 def test_what_comes_while_waiting_is_received() -> None:

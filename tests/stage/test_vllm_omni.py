@@ -128,7 +128,10 @@ connector.close()
 
 RECEIVER = """
 connector = OmniConnectorFactory.create_connector(spec)
+get, asked = connector._inner.get, []
+connector._inner.get = lambda *a, timeout: asked.append(timeout) or get(*a, timeout=timeout)
 assert connector.get_with_deadline("0", "1", "never", deadline=time.monotonic() + 0.2) is None
+assert set(asked) == {0.5}
 found = connector.get_with_deadline("0", "1", "request-7", deadline=time.monotonic() + 60)
 data, size = found
 report("received", [size, data == b"x" * 5_000_000])

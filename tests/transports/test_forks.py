@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that an engine forks: they neither end what it serves, nor outlive it in its place."""
 
+import gc
 import os
 import signal
 import socket
@@ -8,19 +9,30 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from omni_connector.config import MooncakeSettings
+from omni_connector.errors import TransportError
 from omni_connector.memory.arena import Arena
 from omni_connector.net import runtime
+from omni_connector.objects.base import ObjectKey
+from omni_connector.objects.mooncake_store import MooncakeStoreConnector
 from omni_connector.objects.shm import SharedMemoryConnector
+from omni_connector.testing import inspection
+from omni_connector.transports import mooncake_client, mooncake_engine, mooncake_lib
 from omni_connector.transports.base import Endpoint
+from omni_connector.transports.mooncake_client import StoreClient
+from omni_connector.transports.mooncake_engine import TransferEngine
 from omni_connector.transports.shm import SharedMemoryTransport
 
 WAIT_S = 30.0
+CLOSE_S = 2.0  # less than a client waits for its threads
+KEY = ObjectKey("0", "1", "k")
 
 # Exports an arena, listens for peers as a prefill engine does, and forks a process that lives on.
 OWNER = """
@@ -190,9 +202,151 @@ def test_a_child_whose_parent_holds_every_lock_does_not_hang(place: Path) -> Non
                 connector.put("0", "1", "k", b"y")
                 connector.close()
                 os._exit(0)
-        end = time.monotonic() + WAIT_S
-        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-            if time.monotonic() > end:
-                os.kill(child, signal.SIGKILL)
-            time.sleep(0.01)
-        assert ended[1] == 0
+        assert ended(child) == 0
+
+
+def test_a_child_does_not_hang_where_an_arena_is_being_mapped(place: Path) -> None:
+    with (
+        SharedMemoryConnector(folder=place, geometry=(64, 1 << 20)) as sender,
+        SharedMemoryConnector(folder=place) as receiver,
+    ):
+        sender.put("0", "1", "k", b"x")
+        assert receiver.get("0", "1", "k") == (b"x", 1)
+        [peer] = inspection.senders_asked(receiver)
+        with peer._arena._view._prefaulter._stopped._cond:  # as its thread may have it
+            child = os.fork()
+            if not child:
+                os._exit(0)
+        assert ended(child) == 0
+
+
+class Native:
+    """As an object of Mooncake, which must not be destroyed in a process that was forked."""
+
+    def initialize(self, *arguments: object) -> int:
+        return 0
+
+    def get_rpc_port(self) -> int:
+        return 1
+
+    def setup(self, *arguments: object) -> int:
+        return 0
+
+    def batch_upsert_from(self, names: list[str], *arguments: object) -> list[int]:
+        return [0 for _ in names]
+
+    def batch_get_into(self, names: list[str], *arguments: object) -> list[int]:
+        return [mooncake_client.MISSING for _ in names]
+
+    def batch_remove(self, names: list[str], force: bool) -> list[int]:
+        return [0 for _ in names]
+
+    def register_buffer(self, *arguments: object) -> int:
+        return 0
+
+    unregister_buffer = register_memory = unregister_memory = register_buffer
+
+    def close(self) -> int:
+        assert os.getpid() == self.process
+        return 0
+
+    process = os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.process:
+            os._exit(9)
+
+
+def ended(child: int) -> int:
+    """The exit status of a child, which is killed if it hangs."""
+    end = time.monotonic() + WAIT_S
+    while not (found := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+    return found[1]
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """The exit status of a process that is forked and does this."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            work()
+            gc.collect()
+            code = 0
+        except BaseException:  # noqa: BLE001 - the child ends here
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return ended(child)
+
+
+def test_a_child_ends_no_engine_of_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        mooncake_engine, "engine_module", lambda: SimpleNamespace(TransferEngine=Native)
+    )
+    engines = [TransferEngine(MooncakeSettings(), "127.0.0.1") for _ in range(2)]
+    for engine in engines:
+        assert engine.address == "127.0.0.1:1"
+    engines[0].register(1 << 12, 1 << 12)
+
+    def work() -> None:
+        with engines[0]._lock:  # it is another one than the parent's
+            pass
+        engines[0].close()
+        with pytest.raises(TransportError):
+            _ = engines[0].address
+        engines.clear()
+
+    with engines[0]._lock:
+        assert in_child(work) == 0
+    assert engines[0].address == "127.0.0.1:1"
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a master of a store that takes everything."""
+    config = SimpleNamespace(with_soft_pin=False)
+    module = SimpleNamespace(MooncakeDistributedStore=Native, ReplicateConfig=lambda: config)
+    monkeypatch.setattr(StoreClient, "_started", False)
+    for each in (mooncake_client, mooncake_lib):
+        monkeypatch.setattr(each, "store_module", lambda: module)
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        yield f"127.0.0.1:{master.getsockname()[1]}"
+
+
+def test_a_child_uses_no_mooncake_store_of_its_parent(store: str) -> None:
+    def work() -> None:
+        with pytest.raises(TransportError, match="start processes with 'spawn'"):
+            MooncakeStoreConnector(master=store)
+        parts = [memoryview(b"x")]
+        with pytest.raises(TransportError, match="a forked process makes its own"):
+            connectors[0].store_object(KEY, parts)
+        assert connectors[0].get("0", "1", "k") is None
+        assert connectors[0].drop_objects("k") == 0
+        assert connectors[0].health()["status"] == "closed"
+        began = time.monotonic()
+        connectors[0].close()
+        assert time.monotonic() - began < CLOSE_S
+        connectors.clear()
+
+    connectors = [MooncakeStoreConnector(master=store)]
+    with connectors[0] as connector:
+        assert connector.put("0", "1", "k", b"x")[0]
+        with connector._lock, StoreClient._shared_lock:
+            assert in_child(work) == 0
+        assert connector.health()["objects"] == 1
+        assert connector.drop_objects("k") == 1
+
+
+def test_a_child_of_a_process_without_a_store_has_one_of_its_own(store: str) -> None:
+    def work() -> None:
+        Native.process = os.getpid()
+        with MooncakeStoreConnector(master=store) as connector:
+            assert connector.put("0", "1", "k", b"x")[0]
+
+    assert in_child(work) == 0

@@ -763,3 +763,22 @@ def test_what_was_taken_may_go_in_the_middle_of_anything(open_connector: Connect
     assert not thread.is_alive()
     pool.tidy()
     assert pool._spare_bytes > spare
+
+
+@pytest.mark.parametrize(("n_slots", "slot_bytes"), [(1 << 40, 1 << 40), (1 << 63, 4096)])
+def test_no_peer_names_an_arena_that_no_file_can_hold(n_slots: int, slot_bytes: int) -> None:
+    told = {"transport": "mooncake", "address": "a", "epoch": b"e" * 16}
+    wire = msgspec.msgpack.encode({**told, "n_slots": n_slots, "slot_bytes": slot_bytes})
+    with pytest.raises(msgspec.ValidationError, match="no file has"):
+        msgspec.msgpack.decode(wire, type=Endpoint)
+    with pytest.raises(TransportError):
+        Arena.create(n_slots, slot_bytes)
+
+
+def test_no_peer_names_addresses_that_no_memory_has() -> None:
+    address = "tcp://127.0.0.1:1/ffffffffffff0000"
+    endpoint = Endpoint(
+        transport="mooncake", address=address, epoch=b"e" * 16, n_slots=64, slot_bytes=4096
+    )
+    with MooncakeTransport() as transport, pytest.raises(ProtocolError, match="no memory has"):
+        transport.attach(endpoint, timeout=1.0)
