@@ -83,7 +83,7 @@ class TcpListener:
         self._limit = _connection_limit()
         self.router = context.socket(zmq.ROUTER)
         prepare(self.router)
-        bound = _local(address)
+        bound = local_address(address)
         prepare_tcp(self.router, bound, key)
         self.router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         self.router.setsockopt(zmq.RCVHWM, MAX_REQUESTS)
@@ -236,7 +236,12 @@ class _Admission:
         return [_ZAP_VERSION, request, status, b"", b"", b""]
 
 
-def _local(address: HostPort) -> HostPort:
+def local_address(address: HostPort) -> HostPort:
+    """The address to bind for the one that peers are told.
+
+    Raises:
+        ConfigError: its name is unknown, or means loopback on this host.
+    """
     try:
         bound = resolve(address)
     except PeerUnreachableError as error:
