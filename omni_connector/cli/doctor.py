@@ -2,7 +2,7 @@
 """`omni-connector doctor` checks that this environment has what the connector needs.
 
 Each check returns what it found, or raises an error whose message says what to do. A check that
-fails does not stop the others.
+fails does not stop the others, but that nothing else is made of settings that cannot be read.
 """
 
 import os
@@ -11,11 +11,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from importlib.util import find_spec
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
-from omni_connector.config import FileStoreSettings, OmniConfig, memory_limit_bytes
-from omni_connector.errors import OmniError
+import msgspec
+
+from omni_connector.config import FileStoreSettings, OmniConfig, StoreSettings, memory_limit_bytes
+from omni_connector.errors import ConfigError, OmniError
 from omni_connector.memory.arena import Arena, ArenaView
 from omni_connector.memory.arena_size import (
     LARGEST_PART,
@@ -24,11 +29,15 @@ from omni_connector.memory.arena_size import (
     available_bytes,
 )
 from omni_connector.memory.huge_pages import explain, pool
+from omni_connector.net.keys import load_key
+from omni_connector.net.listener import local_address
+from omni_connector.net.peers import parse_listen
 from omni_connector.net.runtime import runtime_dir
 from omni_connector.plugin import CONNECTOR_NAME, require_supported_vllm, supported_range
 from omni_connector.stores.file_folder import BlockFolder
 from omni_connector.stores.file_store import FileBlockStore
-from omni_connector.transports.mooncake_lib import engine_module, wheel_name
+from omni_connector.transports.choice import make_transports
+from omni_connector.transports.mooncake_lib import engine_module, store_module, wheel_name
 
 _GIB: Final = 1 << 30
 _IMPORT_S: Final = 180.0
@@ -94,13 +103,43 @@ def _plugin() -> str:
     return f"{CONNECTOR_NAME} from {module}; torch {torch}, {device}"
 
 
-def _settings() -> str:
-    config = OmniConfig.load(None)
+def _settings(config: OmniConfig) -> str:
+    if config.key_file is not None:
+        load_key(config.key_file)
+    if config.listen is not None:
+        _try_address(config.listen)
+    if config.trace is not None:
+        _try_folder(Path(config.trace))
     return f"namespace {config.namespace}, transport {config.transport}"
 
 
-def _runtime_folder() -> str:
-    return f"{runtime_dir(OmniConfig.load(None).namespace)}, private to this user"
+def _try_address(listen: str) -> None:
+    bound = local_address(parse_listen(listen))
+    family = socket.AF_INET6 if ":" in bound.host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((bound.host, 0))  # the port itself may be that of an engine that runs
+    except OSError as error:
+        raise CheckFailedError(
+            f"listen: {bound.host} is no address of this host ({error.strerror})"
+        ) from error
+
+
+def _try_folder(folder: Path) -> None:
+    """Make the folder of traces, as an engine does, and remove it again."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise CheckFailedError(f"trace: the folder {folder} cannot be made: {error}") from error
+    finally:
+        for each in missing:
+            if each.exists():
+                each.rmdir()
+
+
+def _runtime_folder(config: OmniConfig) -> str:
+    return f"{runtime_dir(config.namespace)}, private to this user"
 
 
 def _shared_memory() -> str:
@@ -124,8 +163,8 @@ def _shared_memory() -> str:
     return "sealed memfd, passed over a Unix socket, mapped and read back"
 
 
-def _memory() -> str:
-    wanted = OmniConfig.load(None).arena_bytes()
+def _memory(config: OmniConfig) -> str:
+    wanted = config.arena_bytes()
     limit = memory_limit_bytes()
     if wanted is None:
         there = available_bytes()
@@ -135,16 +174,16 @@ def _memory() -> str:
             f"{there / LARGEST_PART / _GIB:.1f} where one prompt needs more, and no more than "
             f"{USEFUL_CACHES} times its KV cache"
         )
-    if wanted > limit // 2:
+    if wanted > limit:
         raise CheckFailedError(
-            f"the arena ({wanted / _GIB:.1f} GiB) is over half of what this process may use "
-            f"({limit / _GIB:.1f} GiB): set arena_gib"
+            f"arena_gib: the arena ({wanted / _GIB:.1f} GiB) is larger than what this process may "
+            f"use ({limit / _GIB:.1f} GiB): make it smaller"
         )
-    return f"arena of {wanted / _GIB:.1f} GiB of {limit / _GIB:.1f} GiB"
+    remark = "; that is more than half, and the rest is for all else" if wanted > limit // 2 else ""
+    return f"arena of {wanted / _GIB:.1f} GiB of {limit / _GIB:.1f} GiB{remark}"
 
 
-def _huge_pages() -> str:
-    config = OmniConfig.load(None)
+def _huge_pages(config: OmniConfig) -> str:
     wanted = config.arena_bytes()
     if config.huge_pages == "hugetlb" and wanted is not None:
         there = pool()
@@ -159,15 +198,23 @@ def _router() -> str:
     return "installed"
 
 
-def _mooncake() -> str:
+def _transports(config: OmniConfig) -> str:
+    with closing(make_transports(config)):
+        return "made as an engine makes them"
+
+
+def _mooncake(config: OmniConfig) -> str:
+    if isinstance(config.store, StoreSettings):
+        store_module()
     if find_spec("mooncake") is None:
-        return f"not installed; between hosts only: pip install {wheel_name()}"
+        _transports(config)  # which may need it
+        return f"not installed; nothing that is configured needs it: pip install {wheel_name()}"
     engine_module()
     return "installed, with the system libraries that it needs"
 
 
-def _store() -> str:
-    settings = OmniConfig.load(None).store
+def _store(config: OmniConfig) -> str:
+    settings = config.store
     if settings is None:
         return "none; engines share no prefixes through a store"
     if not isinstance(settings, FileStoreSettings):
@@ -195,31 +242,86 @@ CHECKS: Final[tuple[tuple[str, Callable[[], str]], ...]] = (
     ("system", _python),
     ("vLLM", _vllm),
     ("plugin", _plugin),
+    ("vllm-router", _router),
+    ("shared memory", _shared_memory),
+)
+"""Of the environment."""
+
+CHECKS_OF_SETTINGS: Final[tuple[tuple[str, Callable[[OmniConfig], str]], ...]] = (
     ("settings", _settings),
     ("runtime folder", _runtime_folder),
-    ("shared memory", _shared_memory),
     ("memory", _memory),
     ("huge pages", _huge_pages),
     ("store", _store),
     ("Mooncake", _mooncake),
-    ("vllm-router", _router),
+    ("transports", _transports),
 )
 
 
-def examine(checks: tuple[tuple[str, Callable[[], str]], ...] = CHECKS) -> list[Finding]:
-    """Make all the checks, in their order."""
-    findings = []
-    for what, check in checks:
-        try:
-            findings.append(Finding(what, True, check()))
-        except (OmniError, OSError) as error:
-            findings.append(Finding(what, False, str(error)))
+def examine(given: Any = None) -> list[Finding]:
+    """Make all the checks.
+
+    Args:
+        given: `kv_connector_extra_config`; the environment is read besides.
+    """
+    findings = [_find(what, check) for what, check in CHECKS]
+    try:
+        config = OmniConfig.load(given)
+    except ConfigError as error:
+        return [*findings, Finding("settings", False, str(error))]
+    told: set[str] = set()
+    for what, check in CHECKS_OF_SETTINGS:
+        found = _find(what, partial(check, config))
+        if found.ok or found.text not in told:  # what two checks come upon is told once
+            findings.append(found)
+            told.add(found.text)
     return findings
 
 
-def doctor() -> int:
-    """Print what the checks found; return 0 if all is in order, else 1."""
-    findings = examine()
+def _find(what: str, check: Callable[[], str]) -> Finding:
+    try:
+        return Finding(what, True, check())
+    except (OmniError, OSError) as error:
+        return Finding(what, False, str(error))
+
+
+def extra_config(text: str) -> Any:
+    """The settings of our connector in the value of vLLM's `--kv-transfer-config`, or the text
+    itself where it is these settings.
+
+    Raises:
+        ConfigError: it is no JSON object, or of another connector.
+    """
+    try:
+        given = msgspec.json.decode(text, type=dict[str, Any])
+        if "kv_connector" not in given:
+            return given
+        transfer = msgspec.convert(given, _Transfer)
+        within = transfer.kv_connector_extra_config.get("connectors", [])
+        each = [transfer, *msgspec.convert(within, list[_Transfer])]
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ConfigError(f"--config must be a JSON object: {error}") from None
+    ours = [one for one in each if one.kv_connector == CONNECTOR_NAME]
+    if not ours:
+        raise ConfigError(f"--config: {transfer.kv_connector} is not {CONNECTOR_NAME}")
+    return ours[0].kv_connector_extra_config
+
+
+class _Transfer(msgspec.Struct):
+    kv_connector: str
+    kv_connector_extra_config: dict[str, Any] = {}
+
+
+def doctor(config: str | None = None) -> int:
+    """Print what the checks found; return 0 if all is in order, else 1.
+
+    Args:
+        config: what `--kv-transfer-config` is given, or its `kv_connector_extra_config`.
+
+    Raises:
+        ConfigError: as `extra_config`.
+    """
+    findings = examine(None if config is None else extra_config(config))
     _show(findings)
     return 0 if all(finding.ok for finding in findings) else 1
 

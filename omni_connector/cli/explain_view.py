@@ -54,7 +54,7 @@ def screen(answer: Answer) -> RenderableType:
             Text("-", "dim") if each.missing is None else _why(each.missing),
         )
     notes = [Text(f"{each.engine_id}: {note}") for each in answer.engines for note in _notes(each)]
-    told = (table, *notes) if answer.engines else ()
+    told: tuple[RenderableType, ...] = (table, *notes) if answer.engines else ()
     return Group(*told, *(Text(remark, "yellow") for remark in answer.remarks))
 
 

@@ -21,7 +21,8 @@ through the router, and show what moved and how long it took. The demo generates
 random weights; it downloads nothing, and opens ports on loopback only."""
 
 _DOCTOR = """Check that this environment can run the connector: versions, the registration with
-vLLM, the runtime folder, the kernel's features, and memory."""
+vLLM, the settings, the runtime folder, the kernel's features, and memory. The exit status
+is 1 where an engine would not start, or not work as configured."""
 
 _KEYGEN = """Make the key that the engines of a cluster share, for talking to each other between
 hosts. Copy the file to every host, owned by the engine's user, with mode 600, and name it there as
@@ -113,7 +114,13 @@ def parser() -> argparse.ArgumentParser:
         help="also write a Chrome trace of where the time went, for chrome://tracing or Perfetto",
     )
 
-    commands.add_parser("doctor", help="is this environment in order?", description=_DOCTOR)
+    check = commands.add_parser("doctor", help="is this environment in order?", description=_DOCTOR)
+    check.add_argument(
+        "--config",
+        metavar="JSON",
+        help="what vLLM gets as --kv-transfer-config, or its kv_connector_extra_config "
+        "(default: only the environment's OMNI_CONNECTOR_... are read)",
+    )
     keygen = commands.add_parser(
         "keygen", help="a key for engines on several hosts", description=_KEYGEN
     )
@@ -193,7 +200,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "doctor":
         from omni_connector.cli.doctor import doctor
 
-        return doctor()
+        return doctor(options.config)
     if options.command == "keygen":
         from omni_connector.cli.keygen import keygen
 

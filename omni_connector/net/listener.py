@@ -94,7 +94,7 @@ class TcpListener:
         self._admission = _Admission(context, key, self._warn)
         self.router = context.socket(zmq.ROUTER)
         prepare(self.router)
-        bound = _local(address)
+        bound = local_address(address)
         prepare_tcp(self.router, bound, key)
         self.router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         self.router.setsockopt(zmq.RCVHWM, MAX_REQUESTS)
@@ -246,7 +246,12 @@ class _Admission:
         return [_ZAP_VERSION, request, status, b"", b"", b""]
 
 
-def _local(address: HostPort) -> HostPort:
+def local_address(address: HostPort) -> HostPort:
+    """The address to bind for the one that peers are told.
+
+    Raises:
+        ConfigError: its name is unknown, or means loopback on this host.
+    """
     try:
         bound = resolve(address)
     except PeerUnreachableError as error:

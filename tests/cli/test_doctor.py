@@ -4,14 +4,20 @@
 import errno
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
 
 from omni_connector import plugin
 from omni_connector.cli import doctor as module
-from omni_connector.cli.doctor import CheckFailedError, Finding, doctor, examine
+from omni_connector.cli.doctor import CheckFailedError, Finding, doctor, examine, extra_config
+from omni_connector.cli.main import main
+from omni_connector.config import OmniConfig
 from omni_connector.memory.huge_pages import Pool
+from omni_connector.net.keys import write_new_key
+
+SLOW = ("vLLM", "plugin")
 
 
 def _broken() -> str:
@@ -19,8 +25,23 @@ def _broken() -> str:
 
 
 def _find(what: str) -> Finding:
-    (finding,) = examine(tuple(check for check in module.CHECKS if check[0] == what))
-    return finding
+    """What one check finds; with the settings of the environment if it is of these."""
+    check = dict(module.CHECKS).get(what)
+    if check is None:
+        of_settings = dict(module.CHECKS_OF_SETTINGS)[what]
+        return module._find(what, lambda: of_settings(OmniConfig.load(None)))
+    return module._find(what, check)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the checks that import vLLM."""
+    checks = tuple(each for each in module.CHECKS if each[0] not in SLOW)
+    monkeypatch.setattr(module, "CHECKS", checks)
+
+
+def _wrong(given: object = None) -> list[Finding]:
+    return [finding for finding in examine(given) if not finding.ok]
 
 
 @pytest.fixture(autouse=True)
@@ -28,14 +49,22 @@ def _runtime_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(tmp_path / "run"))
 
 
-def test_a_check_that_fails_stops_no_other() -> None:
-    found = examine((("a", _broken), ("b", lambda: "fine")))
-    assert found == [Finding("a", False, "it is broken: mend it"), Finding("b", True, "fine")]
+def test_a_check_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHECKS", (("a", _broken), ("b", lambda: "fine")))
+    monkeypatch.setattr(module, "CHECKS_OF_SETTINGS", (("c", lambda config: "too"),))
+    assert examine() == [
+        Finding("a", False, "it is broken: mend it"),
+        Finding("b", True, "fine"),
+        Finding("c", True, "too"),
+    ]
 
 
 @pytest.mark.parametrize(
     "what",
-    ["system", "settings", "runtime folder", "shared memory", "memory", "huge pages", "store"],
+    [
+        *("system", "settings", "runtime folder", "shared memory"),
+        *("memory", "huge pages", "store", "transports"),
+    ],
 )
 def test_what_needs_no_vllm_is_in_order_here(what: str) -> None:
     finding = _find(what)
@@ -80,11 +109,107 @@ def test_a_wrong_vllm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plugin.supported_range() in finding.text
 
 
-def test_a_misspelt_setting_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("quick")
+def test_a_misspelt_setting_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNI_CONNECTOR_ARENA_GB", "4")
-    finding = _find("settings")
-    assert not finding.ok
+    (finding,) = _wrong()
+    assert finding.what == "settings"
     assert "arena_gib" in finding.text
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"transport": "bogus"}, "unknown transport 'bogus'"),
+        ({"transport_config": {"shm": {"size": 1}}}, "transport_config.shm: unknown setting"),
+        ({"key_file": "/nowhere/key"}, "cannot open the key_file"),
+        ({"trace": "/dev/null/spans"}, "trace: the folder /dev/null/spans cannot be made"),
+        ({"listen": "[2001:db8::1]:0"}, "listen: 2001:db8::1 is no address of this host"),
+    ],
+)
+def test_settings_with_which_no_engine_starts_are_found(
+    given: dict[str, object], text: str, tmp_path: Path
+) -> None:
+    if "listen" in given:
+        write_new_key(tmp_path / "key")
+        given = {**given, "key_file": str(tmp_path / "key")}
+    (finding,) = _wrong(given)
+    assert text in finding.text
+
+
+def test_a_folder_of_traces_that_can_be_made_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for folder in (tmp_path / "a" / "b", tmp_path):
+        monkeypatch.setenv("OMNI_CONNECTOR_TRACE", str(folder))
+        finding = _find("settings")
+        assert finding.ok, finding.text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("given", "needed"),
+    [
+        ({}, False),
+        ({"transport": "shm", "peers": ["10.0.0.1"]}, False),
+        ({"peers": ["10.0.0.1"]}, True),
+        ({"listen": "127.0.0.1:0"}, True),
+        ({"transport": "mooncake"}, True),
+        ({"store": {"master": "10.0.0.5:50051"}}, True),
+    ],
+)
+def test_mooncake_is_missed_where_it_is_needed(
+    given: dict[str, object], needed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = module.find_spec
+    monkeypatch.setattr(
+        module, "find_spec", lambda name: None if name == "mooncake" else real(name)
+    )
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mooncake"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    wrong = _wrong(given)
+    assert [finding.what for finding in wrong] == ["Mooncake"] * needed
+    assert all("Mooncake is not installed" in finding.text for finding in wrong)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"arena_gib": 3}',
+        '{"kv_connector": "OmniKVConnector", "kv_connector_extra_config": {"arena_gib": 3}}',
+        '{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": ['
+        '{"kv_connector": "NixlConnector", "kv_role": "kv_both"},'
+        '{"kv_connector": "OmniKVConnector", "kv_connector_extra_config": {"arena_gib": 3}}]}}',
+    ],
+)
+def test_it_takes_what_vllm_is_given(text: str) -> None:
+    assert extra_config(text) == {"arena_gib": 3}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "7", "{", '{"kv_connector": 7}', '{"kv_connector": "NixlConnector"}'),
+        '{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [7]}}',
+        "[" * 100_000,
+    ],
+)
+def test_what_is_no_configuration_of_ours_ends_with_status_2(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--config", text]) == 2
+    assert capsys.readouterr().err.startswith("omni-connector: --config")
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_vllm_is_given_is_examined(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--config", '{"transport": "bogus"}']) == 1
+    assert "unknown transport" in capsys.readouterr().out
+    assert main(["doctor", "--config", '{"namespace": "team-a"}']) == 0
+    assert "namespace team-a" in capsys.readouterr().out
 
 
 def test_a_runtime_folder_open_to_others_is_found(tmp_path: Path) -> None:
@@ -102,6 +227,14 @@ def test_an_arena_larger_than_the_machine_is_found(monkeypatch: pytest.MonkeyPat
     finding = _find("memory")
     assert not finding.ok
     assert "arena_gib" in finding.text
+
+
+def test_an_arena_over_half_of_the_memory_is_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "memory_limit_bytes", lambda: 10 << 30)
+    monkeypatch.setenv("OMNI_CONNECTOR_ARENA_GIB", "6")
+    finding = _find("memory")
+    assert finding.ok
+    assert "more than half" in finding.text
 
 
 def test_it_says_how_large_an_arena_is_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +268,7 @@ def test_the_exit_status_says_whether_all_is_in_order(
     rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [Finding("kernel", True, "good")]
-    monkeypatch.setattr(module, "examine", lambda: found)
+    monkeypatch.setattr(module, "examine", lambda given: found)
     if not rich:
         monkeypatch.setattr(module, "find_spec", lambda name: None)
     assert doctor() == 0
