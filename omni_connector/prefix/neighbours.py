@@ -38,6 +38,8 @@ _ANSWER_S: Final = 1.0
 _CLOSE_S: Final = 2.0
 # An engine that could not be met is tried again after so many seconds.
 _AGAIN_S: Final = 5.0
+# One from which a load does not get its bytes is left out of look-ups for so many seconds.
+_AVOID_S: Final = 30.0
 _MAX_HITS: Final = 1024
 _MAX_NEIGHBOURS: Final = 256
 
@@ -118,6 +120,10 @@ class Neighbours(Protocol):
     def hit(self, neighbour: Neighbour, slots: Ints, generations: Ints) -> None:
         """Its slots are read, in these generations; it is told soon."""
 
+    def avoid(self, arenas: Arenas) -> None:
+        """The engine with these arenas does not answer: it is not present for a while, or until it
+        has come anew."""
+
     def close(self) -> None:
         """Be no neighbour any more. Idempotent."""
 
@@ -177,6 +183,7 @@ class HostNeighbours:
         self._lock = threading.Lock()
         self._met: dict[str, _Met] = {}
         self._present: tuple[Neighbour, ...] = ()
+        self._avoided: dict[Neighbour, float] = {}
         self._not_before: dict[str, float] = {}
         self._why_not: dict[str, str] = {}
         self._hits: defaultdict[Neighbour, list[tuple[Ints, Ints]]] = defaultdict(list)
@@ -197,6 +204,12 @@ class HostNeighbours:
         with self._lock:
             self._hits[neighbour].append((slots, generations))
 
+    def avoid(self, arenas: Arenas) -> None:
+        until = self._clock() + _AVOID_S
+        with self._lock:
+            self._avoided |= {each: until for each in self._present if each.arenas == arenas}
+            self._present = tuple(each for each in self._present if each not in self._avoided)
+
     def look(self) -> None:
         """Find who has come and who has gone, and tell the others of hits. May wait for a peer."""
         here = set(self._sockets())
@@ -209,7 +222,11 @@ class HostNeighbours:
             self._meet(name)
         self._not_before = {n: at for n, at in self._not_before.items() if n in here}
         self._why_not = {n: why for n, why in self._why_not.items() if n in here}
-        self._present = tuple(met.neighbour for met in self._met.values())
+        now, there = self._clock(), [each.neighbour for each in self._met.values()]
+        with self._lock:
+            avoided = {each: self._avoided.get(each, now) for each in there}
+            self._avoided = {each: until for each, until in avoided.items() if now < until}
+            self._present = tuple(each for each in there if each not in self._avoided)
         self._tell()
 
     def close(self) -> None:
