@@ -41,6 +41,7 @@ _AGAIN_S: Final = 5.0
 # One from which a load does not get its bytes is left out of look-ups for so many seconds.
 _AVOID_S: Final = 30.0
 _MAX_HITS: Final = 1024
+_MAX_MESSAGES: Final = 16
 _MAX_NEIGHBOURS: Final = 256
 
 Arenas = tuple[tuple[Endpoint, ...], ...]
@@ -300,10 +301,20 @@ class HostNeighbours:
             hits, self._hits = self._hits, defaultdict(list)
         for met in self._met.values():
             if told := hits.get(met.neighbour):
-                slots, generations = (
-                    np.concatenate(each)[-_MAX_HITS:] for each in zip(*told, strict=False)
-                )
-                met.connection.tell(Hits(slots.tobytes(), generations.tobytes()))
+                self._tell_one(met, *(np.concatenate(each) for each in zip(*told, strict=True)))
+
+    def _tell_one(self, met: _Met, slots: Ints, generations: Ints) -> None:
+        # Of each slot its latest use; the latest of all come last, as they are to stay longest.
+        _, last = np.unique(slots[::-1], return_index=True)
+        order = np.sort(len(slots) - 1 - last)[-_MAX_MESSAGES * _MAX_HITS :]
+        for at in range(0, len(order), _MAX_HITS):
+            part = order[at : at + _MAX_HITS]
+            note = Hits(slots[part].tobytes(), generations[part].tobytes())
+            if not met.connection.tell(note):  # its socket is full: the next look tells the rest
+                rest = order[at:]
+                with self._lock:
+                    self._hits[met.neighbour].insert(0, (slots[rest], generations[rest]))
+                return
 
     def _answer(self, question: AskIndex | Hits) -> tuple[msgspec.Struct | None, int | None]:
         if isinstance(question, Hits):
