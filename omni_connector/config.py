@@ -109,7 +109,8 @@ class FileStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A store in which engines share the prefixes of prompts: the files of a folder.
 
     Attributes:
-        path: the folder, absolute; it is made if it is missing, its parent is not.
+        path: the folder, absolute; it is made if it is missing, its parent is not. With the parent
+            on the mounted disk, nothing is written where the disk is not mounted.
         gib: size that the files may have together; None takes a tenth of what the file system
             would have free without them.
         lookup_timeout_s: seconds that a request waits to hear what the store holds of its prompt.

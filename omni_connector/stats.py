@@ -19,6 +19,9 @@ MISSED: Final = "missed:"
 PEER: Final = "peer:"
 """What the names of counted arenas of peers begin with, before transport and reason."""
 
+UNREACHABLE: Final = "peer_unreachable"
+"""The kind of failure of a peer that does not answer, or whose bytes do not come in time."""
+
 # What each name stands for, as vLLM's metrics say it.
 COUNTERS: Final = {
     "bytes_saved": "Bytes copied from KV blocks to slots.",
@@ -60,7 +63,7 @@ GAUGES: Final = {
 _KINDS: Final[dict[type[Exception], str]] = {
     StaleSlotError: "stale_slot",
     ChecksumError: "checksum_mismatch",
-    PeerUnreachableError: "peer_unreachable",
+    PeerUnreachableError: UNREACHABLE,
     PeerRefusedError: "peer_refused",
 }
 

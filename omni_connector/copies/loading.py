@@ -163,6 +163,7 @@ class Loader:
         waiting: deque[_Step] = deque()
         arenas = self._arenas.open()
         remotes: _Remotes = {}
+        attach_anew = False
         ahead: FetchAhead[_Step] = FetchAhead(
             self._threads,
             str(job.arenas[:1]),
@@ -171,6 +172,7 @@ class Loader:
         )
 
         def work(cancelled: Callable[[], bool]) -> Generator[bool | float, None, Outcome]:
+            nonlocal attach_anew
             try:
                 steps, zeros = self._steps(job)
                 waiting.extend(steps)
@@ -220,6 +222,9 @@ class Loader:
                     yield True
             except Exception as error:  # whatever it is, the request must not wait for ever
                 outcome.failure = failure_kind(error, "load_failed")
+                # A slot that nobody has leased may hold another block by now: the arena is as good.
+                of_a_slot = isinstance(error, StaleSlotError | ChecksumError)
+                attach_anew = job.keys is None or not of_a_slot
                 logger.warning(
                     "Loading KV of request %s from %s failed (%s): %s",
                     job.request_id,
@@ -231,7 +236,7 @@ class Loader:
                     logger.exception("This should not happen; please report it")
             finally:
                 ahead.close()
-                arenas.close(failed=outcome.failure not in (None, "cancelled"))
+                arenas.close(failed=attach_anew)
             if outcome.failure is not None:
                 outcome.bad_block_ids = frozenset(
                     block_id for step in waiting for block_id in step.block_ids.tolist()

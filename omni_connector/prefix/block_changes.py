@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Any, Final, Generic, TypeVar
 
 from omni_connector.memory.slot_pool import SlotPool
-from omni_connector.prefix.lookups import BlockName
+from omni_connector.stores.recently import BlockName
 
 Content = TypeVar("Content")
 

@@ -257,6 +257,10 @@ class HostBlocks:
             timeout=self._load_timeout,
         )
 
+    def avoid(self, load: HostLoadSpec) -> None:
+        """The engine that a load was to read does not answer."""
+        self._neighbours.avoid(load.arenas)
+
     def _hit(self, engine: Neighbour, slots: Ints, generations: Ints) -> None:
         # The beginning of a prompt goes last.
         slots, generations = slots[::-1], generations[::-1]

@@ -2,9 +2,8 @@
 """Asks the shared store which blocks of a prompt it holds, on a thread of its own."""
 
 import logging
-import math
 from bisect import bisect_left
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
@@ -13,6 +12,7 @@ from typing import Final
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.stats import Stats
 from omni_connector.stores.block_store import BlockStore
+from omni_connector.stores.recently import BlockName, Recently
 from omni_connector.stores.shared_blocks import FailuresOf, block_key, owning_rank
 from omni_connector.turns import WOKEN, StartTurns, TurnThread
 
@@ -24,37 +24,6 @@ _MAX_KEYS: Final = 2048
 """The most keys that the store is asked for at once."""
 
 _DISTRUST_S: Final = 600.0
-_MAX_REMEMBERED: Final = 1 << 16
-
-BlockName = tuple[int, bytes]
-"""(position of the group among the transferred ones, block hash)."""
-
-
-class Recently:
-    """Names of blocks, each remembered for some time. One thread adds them, any thread may ask.
-
-    Args:
-        seconds: how long a name is remembered. The oldest are forgotten earlier if there are too
-            many.
-        clock: seconds, monotonic.
-    """
-
-    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
-        self._seconds = seconds
-        self._clock = clock
-        self._until: OrderedDict[BlockName, float] = OrderedDict()
-
-    def add(self, names: Iterable[BlockName]) -> None:
-        """Remember these names from now on."""
-        until = self._clock() + self._seconds
-        for name in names:
-            self._until[name] = until
-            self._until.move_to_end(name)
-        while len(self._until) > _MAX_REMEMBERED:
-            self._until.popitem(last=False)
-
-    def __contains__(self, name: BlockName) -> bool:
-        return self._until.get(name, -math.inf) > self._clock()
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,10 @@ _ANSWER_S: Final = 1.0
 _CLOSE_S: Final = 2.0
 # An engine that could not be met is tried again after so many seconds.
 _AGAIN_S: Final = 5.0
+# One from which a load does not get its bytes is left out of look-ups for so many seconds.
+_AVOID_S: Final = 30.0
 _MAX_HITS: Final = 1024
+_MAX_MESSAGES: Final = 16
 _MAX_NEIGHBOURS: Final = 256
 
 Arenas = tuple[tuple[Endpoint, ...], ...]
@@ -119,6 +122,10 @@ class Neighbours(Protocol):
     def hit(self, neighbour: Neighbour, slots: Ints, generations: Ints) -> None:
         """Its slots are read, in these generations; it is told soon."""
 
+    def avoid(self, arenas: Arenas) -> None:
+        """The engine with these arenas does not answer: it is not present for a while, or until it
+        has come anew."""
+
     def close(self) -> None:
         """Be no neighbour any more. Idempotent."""
 
@@ -178,6 +185,7 @@ class HostNeighbours:
         self._lock = threading.Lock()
         self._met: dict[str, _Met] = {}
         self._present: tuple[Neighbour, ...] = ()
+        self._avoided: dict[Neighbour, float] = {}
         self._not_before: dict[str, float] = {}
         self._why_not: dict[str, str] = {}
         self._hits: defaultdict[Neighbour, list[tuple[Ints, Ints]]] = defaultdict(list)
@@ -198,6 +206,12 @@ class HostNeighbours:
         with self._lock:
             self._hits[neighbour].append((slots, generations))
 
+    def avoid(self, arenas: Arenas) -> None:
+        until = self._clock() + _AVOID_S
+        with self._lock:
+            self._avoided |= {each: until for each in self._present if each.arenas == arenas}
+            self._present = tuple(each for each in self._present if each not in self._avoided)
+
     def look(self) -> None:
         """Find who has come and who has gone, and tell the others of hits. May wait for a peer."""
         here = set(self._sockets())
@@ -210,7 +224,11 @@ class HostNeighbours:
             self._meet(name)
         self._not_before = {n: at for n, at in self._not_before.items() if n in here}
         self._why_not = {n: why for n, why in self._why_not.items() if n in here}
-        self._present = tuple(met.neighbour for met in self._met.values())
+        now, there = self._clock(), [each.neighbour for each in self._met.values()]
+        with self._lock:
+            avoided = {each: self._avoided.get(each, now) for each in there}
+            self._avoided = {each: until for each, until in avoided.items() if now < until}
+            self._present = tuple(each for each in there if each not in self._avoided)
         self._tell()
 
     def close(self) -> None:
@@ -284,10 +302,20 @@ class HostNeighbours:
             hits, self._hits = self._hits, defaultdict(list)
         for met in self._met.values():
             if told := hits.get(met.neighbour):
-                slots, generations = (
-                    np.concatenate(each)[-_MAX_HITS:] for each in zip(*told, strict=False)
-                )
-                met.connection.tell(Hits(slots.tobytes(), generations.tobytes()))
+                self._tell_one(met, *(np.concatenate(each) for each in zip(*told, strict=True)))
+
+    def _tell_one(self, met: _Met, slots: Ints, generations: Ints) -> None:
+        # Of each slot its latest use; the latest of all come last, as they are to stay longest.
+        _, last = np.unique(slots[::-1], return_index=True)
+        order = np.sort(len(slots) - 1 - last)[-_MAX_MESSAGES * _MAX_HITS :]
+        for at in range(0, len(order), _MAX_HITS):
+            part = order[at : at + _MAX_HITS]
+            note = Hits(slots[part].tobytes(), generations[part].tobytes())
+            if not met.connection.tell(note):  # its socket is full: the next look tells the rest
+                rest = order[at:]
+                with self._lock:
+                    self._hits[met.neighbour].insert(0, (slots[rest], generations[rest]))
+                return
 
     def _answer(self, question: AskIndex | Hits) -> tuple[msgspec.Struct | None, int | None]:
         if isinstance(question, Hits):

@@ -16,9 +16,9 @@ from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.host_blocks import Candidate, HostBlocks
 from omni_connector.prefix.jobs import StoreSaveSpec
-from omni_connector.prefix.lookups import Recently
 from omni_connector.prefix.prompts import SharedPrompt, whole_blocks
 from omni_connector.stats import Stats
+from omni_connector.stores.recently import Recently
 
 # Copies under way hold at most one in so many KV blocks.
 _HELD_PART: Final = 4

@@ -28,12 +28,13 @@ from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.explain import ExplainedEngine, Explainer
 from omni_connector.prefix.hints import NO_HINTS, Hints, tenant_of
 from omni_connector.prefix.host_blocks import MAX_IN_ORDER, HostBlocks, Wanted
-from omni_connector.prefix.jobs import StoreLoadSpec
-from omni_connector.prefix.lookups import BlockName, Lookup, StoreLookups
+from omni_connector.prefix.jobs import HostLoadSpec, StoreLoadSpec
+from omni_connector.prefix.lookups import Lookup, StoreLookups
 from omni_connector.prefix.misses import Misses
 from omni_connector.prefix.prompts import SharedPrompt, shares
 from omni_connector.prefix.saves import PrefixSaves
-from omni_connector.stats import Stats
+from omni_connector.stats import UNREACHABLE, Stats
+from omni_connector.stores.recently import BlockName
 from omni_connector.stores.shared_blocks import CORRUPT
 
 logger = logging.getLogger("vllm.omni_connector.shared_prefix")
@@ -305,6 +306,8 @@ class SharedPrefix:
                 self._stats.count(counter, 0 if prompt.void else tokens)
             else:
                 self._load_failed(prompt, failure, names if counter == "tokens_shared" else None)
+                if isinstance(spec, HostLoadSpec) and self._host and failure == UNREACHABLE:
+                    self._host.avoid(spec)
             if not prompt.jobs:
                 self._loaded(prompt)
 

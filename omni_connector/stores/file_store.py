@@ -46,6 +46,9 @@ _LONGEST_PAUSE_S: Final = 60.0
 _TOUCH_S: Final = 60.0
 _TOUCH_STEP_NS: Final = 1000
 
+# Of a file that another host has removed, NFS says on any call that its handle is stale.
+_GONE: Final = (errno.ENOENT, errno.ESTALE)
+
 _BOUNCE_BYTES: Final = 1 << 20
 
 
@@ -247,20 +250,18 @@ class FileBlockStore(BlockStore):
 
     def _look_up(self, key: str, now_ns: int, call: _Call) -> bool:
         path = self._folder.path_of(key)
-        try:
-            status = os.stat(path)
-        except FileNotFoundError:
+        status = _status(path)
+        if status is None:
             return False
         _touch(path, status, now_ns)
         return True
 
     def _put(self, key: str, row: Rows, call: _Call) -> bool:
         path = self._folder.path_of(key)
-        with contextlib.suppress(FileNotFoundError):
-            status = os.stat(path)
-            if status.st_size == row.nbytes:
-                _touch(path, status, time.time_ns())
-                return True
+        status = _status(path)
+        if status is not None and status.st_size == row.nbytes:
+            _touch(path, status, time.time_ns())
+            return True
         stored = self._folder.write(path, row.data, call.wanted)
         self._sweeper.add(in_pages(row.nbytes))
         return stored
@@ -268,10 +269,15 @@ class FileBlockStore(BlockStore):
     def _get(self, key: str, row: Rows, call: _Call) -> bool:
         path = self._folder.path_of(key)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+            return self._read_file(path, row, call)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
             self._count("missing", 1)
             return False
+
+    def _read_file(self, path: str, row: Rows, call: _Call) -> bool:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_size == row.nbytes:
                 return _read(fd, row, call)
@@ -378,6 +384,15 @@ def _from_page_cache(fd: int, row: Rows, at: int) -> int | None:
         if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             return None  # this file system cannot tell
         raise
+
+
+def _status(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
+        return None
 
 
 def _touch(path: str, status: os.stat_result, now_ns: int) -> None:

@@ -58,6 +58,8 @@ _CODES: Final = {
 _NO_MASTER: Final = frozenset({-900, -901})
 
 _MAX_CALLS: Final = 32
+# A call that was waited for for less than this says nothing of the master.
+_HANGS_S: Final = 0.1
 _CONNECT_S: Final = 2.0
 _CLOSE_S: Final = 3.0
 _FIRST_BACKOFF_S: Final = 0.5
@@ -207,10 +209,12 @@ class StoreClient:
         Raises:
             PeerUnreachableError: it did not end before the deadline, by the client's clock.
         """
+        left = deadline - self._clock()
         try:
-            codes = future.result(max(0.0, deadline - self._clock()))
+            codes = future.result(max(0.0, left))
         except TimeoutError:
-            self._back_off("a call did not end in time")
+            if left >= _HANGS_S:
+                self._back_off("a call did not end in time")
             raise PeerUnreachableError(
                 f"Mooncake's master at {self.settings.master} did not answer in time"
             ) from None

@@ -114,7 +114,7 @@ class PeerArenas:
         return known
 
     def leave(self, attached: _Attached, *, failed: bool) -> None:
-        """End a load's use of an arena. After a failed load the next one attaches it anew."""
+        """End a load's use of an arena. If that has failed it, the next load attaches it anew."""
         with self._lock:
             attached.users -= 1
             attached.used_at = self._clock()
@@ -172,7 +172,8 @@ class OpenArenas:
         return attached.arena.result() if attached.arena.done() else None
 
     def close(self, *, failed: bool) -> None:
-        """End the load's use of its arenas. Idempotent."""
+        """End the load's use of its arenas; later loads attach those anew that have failed it.
+        Idempotent."""
         taken, self._taken = self._taken, {}
         for attached in taken.values():
             self._arenas.leave(attached, failed=failed)

@@ -330,6 +330,37 @@ def test_a_broken_part_of_a_disk_costs_its_block(
     assert not path_of(folder, KEYS[0]).exists()
 
 
+@pytest.mark.parametrize("call", ["stat", "open", "fstat", "preadv"])
+def test_a_file_that_another_host_has_removed_is_missing_and_the_others_are_not(
+    store: FileBlockStore, folder: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    assert all(put(store))
+    stale = str(path_of(folder, KEYS[1]))
+    real, handles = getattr(os, call), set[int]()
+    opens = os.open
+
+    def open_(path: Any, *args: Any, **options: Any) -> int:
+        fd = opens(path, *args, **options)
+        (handles.add if path == stale else handles.discard)(fd)
+        return fd
+
+    def fails(which: Any, *args: Any, **options: Any) -> Any:
+        if which == stale or which in handles:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return real(which, *args, **options)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, call, fails)
+    others = [each != KEYS[1] for each in KEYS]
+    for _ in range(2):
+        if call == "stat":
+            assert store.exists(KEYS, timeout=TIMEOUT_S) == others
+            assert all(put(store)), "it is written again"
+        else:
+            assert get(store, KEYS) == others
+    assert set(store.failures) <= {"missing"}
+
+
 class Hang:
     """Makes a call of the system hang until told."""
 

@@ -8,10 +8,12 @@ import time
 import pytest
 
 from omni_connector.copies import loading
+from omni_connector.errors import PeerUnreachableError
 from omni_connector.prefix import neighbours as module
 from omni_connector.prefix.neighbours import HostNeighbours
 from omni_connector.testing.simulation import check
 from omni_connector.testing.toy import BLOCK
+from omni_connector.transports.shm import SharedMemoryTransport
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt, slots, wait
 from .stores import MASTER, PREFIX, QUESTION, landed
@@ -294,6 +296,69 @@ def test_an_engine_whose_arena_is_gone_costs_computing(sharer, tokens):
     assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
     assert set(second.failures()) == {"peer_unreachable"}
     assert_clean(second)
+
+
+@pytest.mark.parametrize("wrong", ["slot", "bytes"])
+def test_an_arena_stays_attached_where_only_a_slot_was_another_or_wrong(sharer, tokens, wrong):
+    first, second = sharer(extra=slots(12)), sharer()
+    publish(first)
+    attached = []
+    attach = SharedMemoryTransport.attach
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            SharedMemoryTransport,
+            "attach",
+            lambda self, endpoint, **how: attached.append(1) or attach(self, endpoint, **how),
+        )
+        held = second.hold(loads=True)
+        request_id = second.submit(QUESTION, max_tokens=6)
+        second.step()
+        if wrong == "bytes":
+            first.arena().slots[:] ^= 0x10
+        else:
+            for seed in range(3):
+                publish(first, prompt(4 * BLOCK, seed=seed))
+        held.open()
+        second.run(lambda: second.done(request_id))
+        assert second.answers[request_id].tokens == tokens(QUESTION, 6)
+        assert sum(second.failures().values()) == 1
+        other = prompt(4 * BLOCK, seed=9)
+        publish(first, other)
+        publish(second, [*other, 7])
+        assert second.count("tokens_from_host") == 4 * BLOCK
+    assert len(attached) == 1
+
+
+def test_an_engine_that_does_not_answer_delays_one_request_until_it_appears_anew(
+    sharer, tokens, monkeypatch
+):
+    first, second = sharer(), sharer(extra={"load_timeout_s": 0.5})
+    questions = [prompt(4 * BLOCK, seed=seed) for seed in range(3)]
+    for each in questions:
+        publish(first, each)
+    found = second.half._shared._host._neighbours
+    now = [found._clock()]
+    monkeypatch.setattr(found, "_clock", lambda: now[0])
+    attach = SharedMemoryTransport.attach
+
+    def fails(self, endpoint, *, timeout):
+        raise PeerUnreachableError("no answer")
+
+    monkeypatch.setattr(SharedMemoryTransport, "attach", fails)
+    for each in questions[:2]:
+        publish(second, [*each, 7])
+        assert second.failures() == {"peer_unreachable": 1}
+    assert kept(second) == 8, "what only an avoided engine has is kept here, too"
+    assert not neighbours(second).present()
+    monkeypatch.setattr(SharedMemoryTransport, "attach", attach)
+    now[0] += module._AVOID_S
+    assert neighbours(second).present()
+    publish(second, [*questions[2], 7])
+    assert second.count("tokens_from_host") == 4 * BLOCK
+    found.avoid(found.present()[0].arenas)
+    for name in list(found._met):  # its connection has ended, and it is met again
+        found._leave(name)
+    assert neighbours(second).present()
 
 
 def test_aborts_while_loading_leave_nothing(sharer, tokens):

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix import lookups
-from omni_connector.prefix.lookups import Held, Lookup, Recently, StoreLookups
+from omni_connector.prefix.lookups import Held, Lookup, StoreLookups
+from omni_connector.stores import recently as recently_module
+from omni_connector.stores.recently import Recently
 from omni_connector.stores.shared_blocks import block_key
 from omni_connector.testing.clock import FakeClock
 
@@ -145,7 +147,7 @@ def test_a_question_that_cannot_be_asked_stops_no_other(
 
 
 def test_names_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookups, "_MAX_REMEMBERED", 3)
+    monkeypatch.setattr(recently_module, "_MAX_REMEMBERED", 3)
     clock = FakeClock()
     recently = Recently(5.0, clock)
     blocks = [(0, each) for each in names(4)]

@@ -18,7 +18,7 @@ import numpy as np
 from omni_connector.memory.arena_format import EPOCH_BYTES
 from omni_connector.memory.block_index import BlockIndex, BlockIndexView, Tags
 from omni_connector.memory.slot_index import Ints
-from omni_connector.prefix.neighbours import Household, Neighbour, Neighbours
+from omni_connector.prefix.neighbours import Arenas, Household, Neighbour, Neighbours
 from omni_connector.testing import inspection
 from omni_connector.testing.simulation.surroundings.world import Violation, World
 
@@ -116,6 +116,12 @@ class SimulatedNeighbours(Neighbours):
         for home, each in self._present.items():
             if each is neighbour and not around.world.chance(around.lost):
                 around.soon(partial(home.told, slots, generations))
+
+    def avoid(self, arenas: Arenas) -> None:
+        for other, each in list(self._present.items()):
+            if each.arenas == arenas:
+                self.forget(other)
+                self._neighbourhood.soon(partial(self.meet, other))
 
     def told(self, slots: Ints, generations: Ints) -> None:
         """Another engine says that it has read these slots."""

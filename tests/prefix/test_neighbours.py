@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine is told of its slots that were read: all of it, the beginnings of prompts last."""
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from omni_connector.memory.block_index import BlockIndex
+from omni_connector.prefix import neighbours
+from omni_connector.prefix.neighbours import Hits, HostNeighbours, Household
+from omni_connector.transports import Endpoint
+
+ARENA = Endpoint(transport="shm", address="a", epoch=bytes(16), n_slots=8, slot_bytes=4096)
+
+
+class Reader:
+    """An engine that reads slots of another one.
+
+    Attributes:
+        told: the messages to the other, each as pairs of slot and generation.
+        room: of the other's socket, in messages.
+    """
+
+    def __init__(self, met: HostNeighbours) -> None:
+        self.neighbours = met
+        self.told: list[list[tuple[int, int]]] = []
+        self.room = 1000
+        (other,) = met._met.values()
+        other.connection.tell = self._tell  # type: ignore[assignment, method-assign]
+
+    def _tell(self, note: Hits) -> bool:
+        self.room -= 1
+        if self.room >= 0:
+            pair = (np.frombuffer(each, np.int64) for each in (note.slots, note.generations))
+            self.told.append(list(zip(*(each.tolist() for each in pair), strict=True)))
+        return self.room >= 0
+
+    def hit(self, slots: list[int], generation: int = 1) -> None:
+        (other,) = self.neighbours.present()
+        generations = np.full(len(slots), generation, np.int64)
+        self.neighbours.hit(other, np.array(slots, np.int64), generations)
+
+    def tell(self) -> list[tuple[int, int]]:
+        """What is told with the next look, one message after the other."""
+        self.told.clear()
+        self.neighbours._tell()
+        return [pair for message in self.told for pair in message]
+
+
+@pytest.fixture(scope="module")
+def met() -> Iterator[HostNeighbours]:
+    with contextlib.ExitStack() as ends:
+        folder = Path(ends.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
+
+        def engine(name: str) -> Any:
+            index = ends.enter_context(contextlib.closing(BlockIndex.create(8, bytes(16))))
+            home = Household(folder, name, bytes(16), index, ((ARENA,),), lambda *_: None)
+            return ends.enter_context(contextlib.closing(HostNeighbours(home, time.monotonic)))
+
+        reader = engine("reader")
+        engine("owner")
+        while not reader.present():
+            reader._thread.wake()
+            time.sleep(0.01)
+        with contextlib.ExitStack() as still:
+            patch = still.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr(reader, "look", lambda: None)  # its own thread tells nothing
+            yield reader
+
+
+def test_all_slots_of_many_prompts_are_told_in_messages_of_a_bounded_size(
+    met: HostNeighbours,
+) -> None:
+    reader = Reader(met)
+    prompts = [list(range(500 * n, 500 * (n + 1)))[::-1] for n in range(20)]
+    for each in prompts:
+        reader.hit(each)
+    assert reader.tell() == [(slot, 1) for each in prompts for slot in each]
+    assert max(map(len, reader.told)) == 1024
+    assert not reader.tell()
+
+
+def test_what_is_too_much_is_what_was_read_first(met: HostNeighbours) -> None:
+    reader = Reader(met)
+    reader.hit(list(range(20 * 1024)))
+    assert reader.tell() == [(slot, 1) for slot in range(4 * 1024, 20 * 1024)]
+
+
+def test_what_a_full_socket_does_not_take_is_told_later(met: HostNeighbours) -> None:
+    reader = Reader(met)
+    reader.hit(list(range(3000)))
+    reader.room = 1
+    assert len(reader.tell()) == 1024
+    reader.hit([7], generation=2)
+    reader.room = 10
+    assert reader.tell() == [*((slot, 1) for slot in range(1024, 3000)), (7, 2)]
+
+
+@given(
+    uses=st.lists(
+        st.tuples(st.lists(st.integers(0, 7), max_size=9), st.integers(1, 3)), max_size=6
+    ),
+    size=st.integers(1, 4),
+)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_each_slot_is_told_once_where_it_was_read_last(
+    met: HostNeighbours, uses: list[tuple[list[int], int]], size: int
+) -> None:
+    reader = Reader(met)
+    for slots, generation in uses:
+        reader.hit(slots, generation)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neighbours, "_MAX_HITS", size)
+        told = reader.tell()
+    latest = {}
+    for slots, generation in uses:
+        for slot in slots:
+            latest.pop(slot, None)
+            latest[slot] = generation
+    assert told == list(latest.items())
+    assert all(len(message) <= size for message in reader.told)
