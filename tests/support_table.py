@@ -41,7 +41,7 @@ each other, and the error names what differs.
 | sparse MLA with an indexer (DeepSeek V3.2) | yes | in tensor-parallel size only |
 | other kernels of ROCm, and of other packages | yes | no |
 
-(*) FlashInfer writes NVFP4 in two ways, by the GPU: `fa2` and `trtllm`. They refuse each other, too.
+(*) FlashInfer writes NVFP4 in two ways, by the GPU: `fa2` and `trtllm`; they refuse each other.
 Of these, `make test` checks the layouts, on CPUs, not the kernels that need a GPU.
 """
 

@@ -6,10 +6,11 @@ of their pages: the reading side rewrites the slots as it loads them. Everything
 """
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from omni_connector.errors import LayoutError
 from omni_connector.kv.convert import SlotConverter
@@ -36,6 +37,8 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
         attention: the kernels that read and write the pages.
         pages: byte order of a block, one entry a layer; see `SlotConverter`. One that ends with "?"
             is not known: such blocks are copied whole, or refused.
+        states: shapes and dtypes of recurrent states, whose pages tell only how many bytes they
+            have; left out where there are none. See `states_of`.
     """
 
     kind: _Text
@@ -46,6 +49,7 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     replicated: bool = False
     attention: _Text = ""
     pages: Annotated[tuple[_Page, ...], Meta(min_length=1, max_length=1 << 14)]
+    states: _Text | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         if (self.window > 0) != (self.attention_type in ("window", "chunk")):
@@ -73,6 +77,24 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
         elif self.attention_type == "last":
             first = max(0, end - 1)
         return range(max(first, start // self.block_size), end)
+
+
+def states_of(specs: Iterable[Any]) -> str | UnsetType:
+    """The recurrent states of a group, as in `3x64 bfloat16, 4x8x8 float32`; UNSET for none.
+
+    The shape tells the layout of a convolution's state, too: which of its dimensions comes first.
+
+    Args:
+        specs: vLLM's specs of the layers that have states.
+    """
+    told = {
+        ", ".join(
+            f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"
+            for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+        )
+        for spec in specs
+    }
+    return "; ".join(sorted(told)) or UNSET
 
 
 def same_bytes(source: GroupShape, target: GroupShape) -> bool:
@@ -103,9 +125,12 @@ def difference(
             if getattr(ours, name) != getattr(theirs, name):
                 return f"{name} of group {number}", getattr(ours, name), getattr(theirs, name)
         where = f"of group {number} ({ours.kind})"
-        if ours.attention_type == "last":
-            if source_ranks != target_ranks:
-                return f"ranks {where}, whose states are not resharded", source_ranks, target_ranks
+        stateful = ours.attention_type == "last"
+        if stateful and source_ranks != target_ranks:
+            return f"ranks {where}, whose states are not resharded", source_ranks, target_ranks
+        if ours.states != theirs.states:
+            return f"states {where}", ours.states or "", theirs.states or ""
+        if stateful:
             if ours.pages != theirs.pages:
                 return f"pages {where}", ours.pages[0], theirs.pages[0]
             continue

@@ -9,7 +9,7 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from omni_connector.errors import ConfigError, LayoutError
 from omni_connector.kv.canonical import GroupSpec, LayerSpec
-from omni_connector.kv.shapes import GroupShape
+from omni_connector.kv.shapes import GroupShape, states_of
 from omni_connector.vllm_v1.compat import replays_prefix, says_replicated
 
 if TYPE_CHECKING:
@@ -155,6 +155,7 @@ def group_shapes(
                 replicated=all(_is_replicated(spec_of(group, name)) for name in names),
                 attention=kernels,
                 pages=tuple(pages),
+                states=states_of(spec for spec in _all_specs(group) if _kind(spec) == "mamba"),
             )
         )
     return tuple(shapes)

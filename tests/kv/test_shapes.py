@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which peers can read which slots, and which blocks they need."""
 
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_connector.kv.shapes import GroupShape, difference, same_bytes
+from omni_connector.kv.shapes import GroupShape, difference, same_bytes, states_of
 
 from .shapes import group_shape
 
-STATE: dict[str, Any] = {"kind": "mamba", "attention_type": "last", "pages": ("C99", "C99")}
+STATE: dict[str, Any] = {
+    "kind": "mamba",
+    "attention_type": "last",
+    "pages": ("C99", "C99"),
+    "states": "3x7 bfloat16, 5x5 float32",
+}
 LATENT: dict[str, Any] = {
     "kind": "mla_attention",
     "replicated": True,
@@ -83,6 +90,24 @@ def test_peers_that_can_read(ours: GroupShape, theirs: GroupShape, ranks: tuple[
         ),
         (of_block(16, heads=2), of_block(16, heads=2), (3, 2), "pages of group 0"),
         (group_shape(**STATE), group_shape(**STATE), (2, 1), "ranks of group 0"),
+        (
+            group_shape(**STATE),
+            group_shape(**STATE | {"states": "3x14 bfloat16, 5x5 float32"}),
+            (2, 1),
+            "ranks of group 0",
+        ),
+        (
+            group_shape(**STATE),
+            group_shape(**STATE | {"states": "3x7 float16, 5x5 float32"}),
+            (1, 1),
+            "states of group 0 (mamba)",
+        ),
+        (
+            group_shape(**STATE),
+            group_shape(**STATE | {"states": "7x3 bfloat16, 5x5 float32"}),
+            (2, 2),
+            "states of group 0 (mamba)",
+        ),
         (group_shape(**STATE), group_shape(**STATE | {"pages": ("C99", "C98")}), (1, 1), "pages"),
     ],
 )
@@ -98,6 +123,27 @@ def test_another_number_of_groups_is_named_by_the_families() -> None:
     window = group_shape(kind="sliding_window", attention_type="window", window=8)
     found = difference((group_shape(), window), 1, (group_shape(),), 1, 2)
     assert found == ("groups", "full_attention, sliding_window", "full_attention")
+
+
+def spec(*states: tuple[tuple[int, ...], str]) -> SimpleNamespace:
+    return SimpleNamespace(
+        shapes=tuple(shape for shape, _ in states), dtypes=tuple(dtype for _, dtype in states)
+    )
+
+
+def test_states_are_told_by_their_shapes_and_dtypes() -> None:
+    conv, large, small = ((3, 64), "torch.bfloat16"), ((4, 8, 8), "torch.float32"), ((2,), "half")
+    assert states_of([spec(conv, large)]) == "3x64 bfloat16, 4x8x8 float32"
+    both = "2 half; 3x64 bfloat16"
+    assert states_of([spec(conv), spec(small)]) == states_of([spec(small), spec(conv)]) == both
+    assert states_of([spec(conv)] * 2) == "3x64 bfloat16"
+    assert states_of([]) is msgspec.UNSET
+
+
+def test_a_peer_that_does_not_tell_its_states_is_refused() -> None:
+    silent = group_shape(**STATE | {"states": msgspec.UNSET})
+    found = differs(silent, group_shape(**STATE))
+    assert found == ("states of group 0 (mamba)", "", STATE["states"])
 
 
 def test_states_are_the_same_bytes_in_blocks_of_any_size() -> None:

@@ -41,6 +41,7 @@ OURS = CompatibilityKey(
         ("ranks", 2),
         ("groups", (msgspec.structs.replace(SHAPE, pages=("q",)),)),
         ("groups", (msgspec.structs.replace(SHAPE, attention="other"),)),
+        ("groups", (msgspec.structs.replace(SHAPE, states="3x7 float16"),)),
         ("groups", (msgspec.structs.replace(SHAPE, block_size=32),)),
     ],
 )

@@ -2,17 +2,21 @@
 """Engines that compute other numbers, or mean others by the same bytes, refuse each other."""
 
 import copy
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from omni_connector.testing.toy import BLOCK
 from omni_connector.vllm_v1 import worker
 from omni_connector.vllm_v1.identity import overrides_id, quantization_id, scales_of_engine
 from omni_connector.vllm_v1.kernels import scales_id
 
+from . import harness
 from .harness import HANDOFF, assert_clean, prompt
+from .stores import landed
 
 pytestmark = pytest.mark.vllm
 
@@ -32,6 +36,7 @@ def model(**changes):
             "quantization": None,
             "quantization_config": None,
             "hf_overrides": {},
+            "hf_config_path": None,
             "hf_config": HfConfig(),
             **changes,
         }
@@ -113,6 +118,51 @@ def test_engines_of_other_scales_hand_nothing_off(engine, tokens, monkeypatch, l
     assert decode.failures() == {"incompatible_peer": 1}
     assert any("scales" in line for line in log)
     prefill.directory.close(bytes.fromhex(answer["omni_token"]))
+
+
+@pytest.fixture
+def states_of_bfloat16(monkeypatch):
+    """Call it, and engines made from then on keep states of another dtype, of as many bytes."""
+
+    def change():
+        made = harness.kv_cache_config
+
+        def changed(*arguments, **options):
+            config = made(*arguments, **options)
+            for group in config.kv_cache_groups:
+                if isinstance(group.kv_cache_spec, MambaSpec):
+                    dtypes = (torch.bfloat16, torch.float32)
+                    group.kv_cache_spec = dataclasses.replace(group.kv_cache_spec, dtypes=dtypes)
+            return config
+
+        monkeypatch.setattr(harness, "kv_cache_config", changed)
+
+    return change
+
+
+def test_engines_of_other_states_hand_nothing_off(engine, states_of_bfloat16, log):
+    family = {"family": "state and full"}
+    reference, prefill = engine(**family), engine("kv_producer", **family)
+    states_of_bfloat16()
+    decode = engine("kv_consumer", **family)
+    answer = prefill.generate(TEXT, params=HANDOFF).params
+    tokens = decode.generate(TEXT, 6, params=answer).tokens
+    assert tokens == reference.generate(TEXT, 6).tokens
+    assert decode.failures() == {"incompatible_peer": 1}
+    assert any("3x7 float16" in line and "3x7 bfloat16" in line for line in log)
+    prefill.directory.close(bytes.fromhex(answer["omni_token"]))
+
+
+def test_engines_of_other_states_share_nothing(engine, sharer, shelf, states_of_bfloat16):
+    family = {"family": "state and full"}
+    first, reference = sharer(**family), engine(**family).generate(TEXT, 6).tokens
+    states_of_bfloat16()
+    second = sharer(**family)
+    for each in (first, second):
+        assert each.generate(TEXT, 6).tokens == reference
+        assert each.count("tokens_shared") == 0
+        landed(each)
+    assert_clean(first, second)
 
 
 def test_engines_of_other_scales_share_nothing(sharer, shelf, tokens, monkeypatch):

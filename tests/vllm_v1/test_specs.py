@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from msgspec import UNSET
 
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
@@ -30,7 +31,12 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 
 from omni_connector.errors import LayoutError  # noqa: E402
 from omni_connector.kv.canonical import GroupSpec, LayerSpec  # noqa: E402
-from omni_connector.vllm_v1.specs import group_specs, state_refusal  # noqa: E402
+from omni_connector.kv.shapes import difference  # noqa: E402
+from omni_connector.vllm_v1.specs import (  # noqa: E402
+    group_shapes,
+    group_specs,
+    state_refusal,
+)
 
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
 
@@ -99,6 +105,30 @@ def test_layers_with_specs_of_their_own_keep_them():
     assert group == GroupSpec(
         "mla_attention", 16, (LayerSpec("b", 256, 256), LayerSpec("a", 512, 512))
     )
+
+
+def test_states_of_as_many_bytes_are_told_apart():
+    bf16, half, single = torch.bfloat16, torch.float16, torch.float32
+    shapes = ((3, 20), (2, 4))
+    forms = [
+        (shapes, (bf16, single)),
+        (shapes, (half, single)),
+        (((20, 3), (2, 4)), (bf16, single)),  # VLLM_SSM_CONV_STATE_LAYOUT=DS
+        (((3, 20), (2, 2, 4)), (bf16, bf16)),
+    ]
+    specs = [MambaSpec(block_size=16, shapes=shape, dtypes=dtypes) for shape, dtypes in forms]
+    assert len({spec.state_content_size_bytes for spec in specs}) == 1
+    groups = [
+        group_shapes(config(KVCacheGroupSpec(["a"], spec)), [["C152"]], ["GDN"]) for spec in specs
+    ]
+    for ours in groups:
+        for theirs in groups:
+            found = difference(ours, 1, theirs, 1, 2)
+            assert found is None if ours is theirs else found[0] == "states of group 0 (mamba)"
+    (attention,) = group_shapes(
+        config(KVCacheGroupSpec(["a"], FullAttentionSpec(**SHAPE))), [["H2.N16.C32"]], [""]
+    )
+    assert attention.states is UNSET
 
 
 def test_states_in_a_group_with_other_layers_are_not_shared():
