@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -83,6 +84,7 @@ def test_a_forked_process_makes_calls_on_threads_of_its_own(threads: CallThreads
     with threads._lock:
         child = os.fork()
         if not child:
+            signal.alarm(int(WAIT_S))  # it ends if it hangs
             code = 1
             try:
                 code = threads.start(lambda: 0).result(WAIT_S)
