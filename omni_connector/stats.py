@@ -34,6 +34,7 @@ COUNTERS: Final = {
     "tokens_kept": "Prompt tokens whose KV came from this engine's own arena.",
     "tokens_from_host": "Prompt tokens whose KV came from the arenas of other engines of the host.",
     "tokens_shared": "Prompt tokens whose KV came from the shared store.",
+    "tokens_from_others": "Prompt tokens that a connector beside this one loads, where it shares.",
     "blocks_stored": "KV blocks that the shared store took, or had already.",
     "blocks_dropped": "KV blocks not stored, as too many were on their way.",
     "blocks_passed_over": "KV blocks not kept, being new where hardly any are used again.",

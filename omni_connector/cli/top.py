@@ -37,6 +37,7 @@ _LOADED: Final = {
     "host": "tokens_from_host",
     "peer": "tokens_loaded",
     "store": "tokens_shared",
+    "other": "tokens_from_others",
 }
 
 Rates = Mapping[str, float]
@@ -45,7 +46,7 @@ Rates = Mapping[str, float]
 def hit_rates(engines: Iterable[EngineStatus]) -> dict[str, float | None]:
     """Which part of the prompts' tokens was not computed, by where their KV came from: the
     engine's `own` cache in vLLM, its `arena`, other engines of the `host`, a hand-off of a `peer`,
-    the shared `store`. None where there was no prompt yet."""
+    the shared `store`, an `other` connector beside ours. None where there was no prompt yet."""
     engines = list(engines)
     tokens = sum(each.prompt_tokens for each in engines)
     loaded = {

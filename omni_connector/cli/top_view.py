@@ -123,7 +123,11 @@ def _numbers(
             return Text("-", "dim")
         return Text(f"{sum(rates.get(name, 0.0) for name in names) / unit:.1f}")
 
-    percent = ["-" if part is None else f"{100 * part:.0f}" for part in hits.values()]
+    percent = [
+        "-" if part is None else f"{100 * part:.0f}"
+        for name, part in hits.items()
+        if name != "other"
+    ]
     return [
         Text(str(engine.usage.leases)),
         Text("/".join(percent) + " %"),

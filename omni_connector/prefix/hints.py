@@ -78,33 +78,24 @@ def read_hints(
         extra_args: of the sampling parameters, from outside. vLLM makes numbers of `vllm_xargs`'
             booleans, and users may write numbers as texts.
     """
-    known: dict[str, Any] = {}
-    bad = 0
-    for given, strict in ((_in_xargs(extra_args), False), (params.get(KEY), True)):
-        if given is None:
-            continue
-        if not isinstance(given, Mapping) or len(given) > _MAX_HINTS:
-            bad += 1
-            continue
-        fit = _fitting(given, strict=strict)
-        known.update(fit)
-        bad += len(given) - len(fit)
-    hints = Hints(**known)
+    named = {
+        name.removeprefix(XARGS_PREFIX): value
+        for name, value in (extra_args or {}).items()
+        if isinstance(name, str) and name.startswith(XARGS_PREFIX)
+    }
+    xargs, bad_xargs = _fitting(named, strict=False)
+    known, bad = _fitting({} if (given := params.get(KEY)) is None else given, strict=True)
+    bad += bad_xargs
+    hints = Hints(**{**xargs, **known})
     if hints.cache == "no" and hints.keeps_here:
         return Hints("no"), bad + 1
     return hints, bad
 
 
-def _in_xargs(extra_args: Mapping[Any, Any] | None) -> dict[str, Any]:
-    return {
-        name.removeprefix(XARGS_PREFIX): value
-        for name, value in (extra_args or {}).items()
-        if isinstance(name, str) and name.startswith(XARGS_PREFIX)
-    }
-
-
-def _fitting(given: Mapping[Any, Any], *, strict: bool) -> dict[str, Any]:
-    """Those hints that are known, with values of their types."""
+def _fitting(given: object, *, strict: bool) -> tuple[dict[str, Any], int]:
+    """Those hints that are known, with values of their types; how many others there are."""
+    if not isinstance(given, Mapping) or len(given) > _MAX_HINTS:
+        return {}, 1
     known: dict[str, Any] = {}
     for key, value in given.items():
         if key in Hints.__struct_fields__:
@@ -112,7 +103,7 @@ def _fitting(given: Mapping[Any, Any], *, strict: bool) -> dict[str, Any]:
                 known[key] = getattr(msgspec.convert({key: value}, Hints, strict=strict), key)
             except (msgspec.ValidationError, UnicodeError, RecursionError):
                 continue
-    return known
+    return known, len(given) - len(known)
 
 
 def tenant_of(cache_salt: str | None) -> int:

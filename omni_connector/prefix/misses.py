@@ -43,8 +43,12 @@ class Misses:
         self._beginnings: OrderedDict[int, bytes] = OrderedDict()
         self._lock = threading.Lock()  # of these, which `explained` reads
 
-    def admitted(self, prompt: SharedPrompt, start: int, end: int) -> None:
-        """vLLM computes a prompt from `end` on; its own cache has what comes before `start`."""
+    def admitted(self, prompt: SharedPrompt, start: int, end: int, known: int = 0) -> None:
+        """vLLM's own cache has what comes before `start` of a prompt, and we load it up to `end`.
+
+        Args:
+            known: where vLLM begins to compute, if a connector beside this one loads more.
+        """
         if prompt.request.skip_reading_prefix_cache:
             return
         if prompt.reached is not None:
@@ -53,6 +57,9 @@ class Misses:
                 self._stats.miss("failed", prompt.reached - end)
                 prompt.reached = 0
             return
+        if known > end:
+            self._stats.count("tokens_from_others", known - end)
+            end = known
         prompt.reached = end
         if start:
             self._stats.count("tokens_cached", start)

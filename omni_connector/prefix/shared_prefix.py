@@ -117,6 +117,8 @@ class SharedPrefix:
         self._queued: dict[int, TransferSpec] = {}
         evicted = host.evicted if host is not None else (lambda group, key: False)
         self._misses = Misses(groups, self._unit, evicted, stats)
+        # Prompts of this step for which we load nothing, and what vLLM's own cache has of them.
+        self._not_loaded: list[tuple[SharedPrompt, int]] = []
         self._failed: list[EngineRequest] = []
         self._explainer: Explainer | None = None
         self.saves = PrefixSaves(
@@ -245,7 +247,10 @@ class SharedPrefix:
         prompt.sources.clear()
         if local is not None:
             prompt.had = local + num_external
-            self._misses.admitted(prompt, local, local + num_external)
+            if num_external > 0 or prompt.reached is not None:
+                self._misses.admitted(prompt, local, local + num_external)
+            else:
+                self._not_loaded.append((prompt, local))
         if num_external <= 0:
             prompt.admitted = True
             self._stats.count("store_misses", prompt.missed)
@@ -317,6 +322,10 @@ class SharedPrefix:
 
     def build(self, meta: CopyWork) -> None:
         """Add this step's loads to `meta`; `saves` adds the rest."""
+        for prompt, local in self._not_loaded:
+            # vLLM tells what a connector beside this one loads only once all is scheduled.
+            self._misses.admitted(prompt, local, local, prompt.request.num_computed_tokens)
+        self._not_loaded.clear()
         meta.loads |= self._queued
         self._queued.clear()
 

@@ -108,6 +108,7 @@ def test_one_json_document_tells_all(make: Make, capsys: pytest.CaptureFixture[s
         "host": 0.0,
         "peer": 0.25,
         "store": 0.0,
+        "other": 0.0,
     }
     assert prefill["seconds"] == {"save": {"count": 4, "sum": 0.01}}
     assert prefill["rates"] is None  # one look tells none

@@ -6,9 +6,11 @@ It tells all children what one of them has for its scheduler half, so ours must 
 
 import pytest
 
+from omni_connector.cli.top import hit_rates
 from omni_connector.errors import ConfigError, TransportError
 from omni_connector.net import introductions
 from omni_connector.net.runtime import runtime_dir
+from omni_connector.testing import no_op
 from omni_connector.testing.toy import BLOCK
 from omni_connector.vllm_v1.connector import OmniKVConnector
 
@@ -35,11 +37,16 @@ def cached(engine, **options):
     return engine("kv_both", extra={"share": True, "handoff": False}, **options)
 
 
-def meets(engine):
-    """Whether it has met another engine."""
+def ours(engine):
+    """The scheduler half of ours among its connectors."""
     children = engine.scheduler.connector.sub_connectors
     [half] = [each._scheduler for each in children if isinstance(each, OmniKVConnector)]
-    neighbours = half._shared._host._neighbours
+    return half
+
+
+def meets(engine):
+    """Whether it has met another engine."""
+    neighbours = ours(engine)._shared._host._neighbours
     neighbours.look()
     return neighbours.present()
 
@@ -87,6 +94,29 @@ def test_the_hand_offs_of_another_connector_are_left_to_it(engine, order, log):
     assert not one.failures()
     assert not log
     assert_clean(one)
+
+
+LOADS_ALL = {
+    "kv_connector": "NoOpConnector",
+    "kv_connector_module_path": no_op.MODULE,
+    "kv_role": "kv_both",
+}
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_what_another_connector_loads_is_no_miss_and_no_hit_of_ours(engine, place):
+    one = cached(engine, connector="MultiConnector", **{place: [LOADS_ALL]})
+    asked = prompt(6 * BLOCK + 1)
+    one.generate(asked, params={"do_remote_prefill": True, "remote_num_tokens": len(asked)})
+    counts = one.stats.data["counts"]
+    assert one.count("tokens_from_others") >= 6 * BLOCK
+    assert not [name for name in counts if name.startswith("missed:")]
+    assert not one.count("tokens_cached")
+    one.generate(prompt(3 * BLOCK, seed=5))
+    assert counts["missed:never_seen"] == 2 * BLOCK
+    hits = hit_rates([ours(one)._status._status()])
+    assert hits["other"] > 0
+    assert hits["own"] == 0
 
 
 def test_a_worker_that_does_not_introduce_itself_is_named(engine, monkeypatch):
