@@ -139,6 +139,7 @@ class SlotChanges:
     def __init__(self, num_slots: int) -> None:
         self._names: list[tuple[int, SlotKey] | None] = [None] * num_slots
         self._shown: dict[int, bool] = {}  # of the slots that have changed
+        self._hidden: set[tuple[int, SlotKey] | None] = set()
         self._cleared = False
 
     def name(self, group: int, keys: Sequence[SlotKey | None], slots: Ints) -> None:
@@ -148,17 +149,25 @@ class SlotChanges:
 
     def show(self, slots: Ints, shown: bool) -> None:
         """Peers find these slots from now on, or find them no more."""
-        self._shown.update(dict.fromkeys(slots.tolist(), shown))
+        numbers = slots.tolist()
+        self._shown.update(dict.fromkeys(numbers, shown))
+        if not shown:
+            self._hidden.update(self._names[slot] for slot in numbers)
 
     def clear(self) -> None:
         """Peers find nothing any more."""
         self._shown.clear()
         self._cleared = True
 
+    def lost(self, group: int, key: SlotKey) -> bool:
+        """Whether peers may have found this block no more at some time since one asked last."""
+        return self._cleared or (group, key) in self._hidden
+
     def take(self) -> tuple[bool, dict[int, tuple[int, SlotKey] | None]]:
         """Whether nothing was found any more at some time since the last call; and, since that time
         or the last call, the slots that have changed, with group and key of the block that peers
         find in each now, or None."""
         cleared, self._cleared = self._cleared, False
+        self._hidden.clear()
         changed, self._shown = self._shown, {}
         return cleared, {s: self._names[s] if shown else None for s, shown in changed.items()}

@@ -78,12 +78,20 @@ class BlockChanges(Generic[Content]):
             key: of the block there.
         """
         name = (group, key)
-        if name not in self._kept:
+        if name not in self._kept or self._lost(name):
             self._number += 1
             content = self._describe(request, group, index)
             self._filled[name] = self._number, block_hash, content
             if len(self._filled) > self._max_filled:
                 self._filled.popitem(last=False)
+
+    def _lost(self, name: BlockName) -> bool:
+        """Whether the arena has lost a block since `take`, which still counts it as kept."""
+        if self._pool is None or self._pool.listing is None:
+            return False
+        with self._pool.lock:
+            changes = self._pool.listing.changes
+            return changes is not None and changes.lost(*name)
 
     def looked_up(
         self, request: Any, group: int, keys: Sequence[bytes], held: Iterable[bool]
