@@ -4,7 +4,7 @@
 from typing import Annotated, Final
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.shapes import difference as groups_difference
@@ -22,6 +22,7 @@ _EQUAL: Final = (
     "overrides",
     "kv_dtype",
     "scales",
+    "numerics",
     "integrity",
     "kv_heads",
 )
@@ -41,6 +42,8 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         kv_heads: KV heads of the whole model; 0 where it has no attention.
         ranks: tensor-parallel size; each rank has an arena.
         groups: the cache groups, in the order in which their slots are leased.
+        numerics: the settings that change what the model computes. It is left out, and not "",
+            where there are none: the names of stored blocks depend on the encoded key.
     """
 
     model: Text
@@ -53,13 +56,20 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
     quantization: Text = ""
     overrides: Text = ""
     scales: Text = ""
+    numerics: Text | UnsetType = UNSET
+
+    def values(self) -> dict[str, object]:
+        """All fields but the groups, by name; "" for one that is left out."""
+        fields = msgspec.structs.asdict(self)
+        del fields["groups"]
+        return {name: "" if value is UNSET else value for name, value in fields.items()}
 
     def difference(self, reader: "CompatibilityKey") -> tuple[str, object, object] | None:
         """Why `reader` cannot read our slots: what differs, with both values; None if it can."""
+        ours, theirs = self.values(), reader.values()
         for field in _EQUAL:
-            ours, theirs = getattr(self, field), getattr(reader, field)
-            if ours != theirs:
-                return field, ours, theirs
+            if ours[field] != theirs[field]:
+                return field, ours[field], theirs[field]
         return groups_difference(
             self.groups, self.ranks, reader.groups, reader.ranks, self.kv_heads
         )

@@ -393,10 +393,6 @@ def _encodable(text: str) -> str:
 
 def _traits(engine: ExplainedEngine) -> dict[str, str]:
     """See `ThisEngine.traits`: those of `readers_id`."""
-    traits = {
-        name: _encodable(str(value))
-        for name, value in msgspec.structs.asdict(engine.compatibility).items()
-        if name != "groups"
-    }
+    traits = {name: _encodable(str(value)) for name, value in engine.compatibility.values().items()}
     pages = hashlib.blake2b(msgspec.msgpack.encode(engine.compatibility.groups), digest_size=8)
     return {**traits, "KV cache groups": pages.hexdigest(), "hashes": engine.hash_id[:1024]}

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What peers compare of an engine: its model, what changes the model's numbers, and its hashes."""
 
-import hashlib
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from omni_connector.config import OmniConfig
 from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.kv.numerics import digest, numerics_of
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
 from omni_connector.vllm_v1.specs import group_shapes
 
@@ -38,6 +37,7 @@ def compatibility(
         overrides=overrides_id(model),
         kv_dtype=str(cache.cache_dtype),
         scales=scales_of_engine([each.scales for each in workers]),
+        numerics=numerics_of(vllm_config),
         integrity=config.integrity,
         kv_heads=model.get_total_num_kv_heads(),
         ranks=vllm_config.parallel_config.tensor_parallel_size,
@@ -74,23 +74,18 @@ def quantization_id(model: "ModelConfig") -> str:
     ]
     if method is None and not any(settings):
         return ""
-    return f"{method} {_digest(settings)}"
+    return f"{method} {digest(settings)}"
 
 
 def overrides_id(model: "ModelConfig") -> str:
     """What was changed of the model's configuration; "" where nothing was."""
     overrides = model.hf_overrides
-    if callable(overrides):  # what it does shows in what it has made
+    if callable(overrides) or model.hf_config_path:  # what they do shows in what they have made
         made = model.hf_config.to_dict()
         overrides = {name: made[name] for name in made if name not in _NOT_THE_MODEL}
-    return _digest(overrides) if overrides else ""
+    return digest(overrides) if overrides else ""
 
 
 def scales_of_engine(ranks: list[str]) -> str:
     """The scales of quantized KV on all ranks, of which `kernels.scales_id` gives each."""
-    return ranks[0] if len(set(ranks)) == 1 else _digest(ranks)
-
-
-def _digest(what: object) -> str:
-    text = json.dumps(what, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return ranks[0] if len(set(ranks)) == 1 else digest(ranks)

@@ -37,6 +37,7 @@ OURS = CompatibilityKey(
         ("quantization", "fp8 x"),
         ("overrides", "x"),
         ("scales", "x"),
+        ("numerics", "x"),
         ("kv_heads", 4),
         ("ranks", 2),
         ("groups", (msgspec.structs.replace(SHAPE, pages=("q",)),)),

@@ -3,16 +3,27 @@
 
 import copy
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec import UNSET
+from vllm.config import DeviceConfig, LoRAConfig, ModelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from omni_connector.testing.toy import BLOCK
+from omni_connector.config import OmniConfig
+from omni_connector.stores.shared_blocks import key_prefix
+from omni_connector.testing.toy import BLOCK, HEAD_SIZE, LAYERS, kv_cache_config, write_model
 from omni_connector.vllm_v1 import worker
-from omni_connector.vllm_v1.identity import overrides_id, quantization_id, scales_of_engine
+from omni_connector.vllm_v1.identity import (
+    compatibility,
+    overrides_id,
+    quantization_id,
+    scales_of_engine,
+)
 from omni_connector.vllm_v1.kernels import scales_id
+from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
 
 from . import harness
 from .harness import HANDOFF, assert_clean, prompt
@@ -75,6 +86,78 @@ def test_overrides_are_told_by_what_they_say_or_make():
         for r, path in ((1, "/a"), (1, "/b"), (2, "/a"))
     ]
     assert made[0] == made[1] != made[2]
+    paths = [
+        overrides_id(model(hf_config_path="/c", hf_config=HfConfig(rope=r, _name_or_path=path)))
+        for r, path in ((1, "/c"), (1, "/d"), (2, "/c"))
+    ]
+    assert "" != paths[0] == paths[1] != paths[2]
+
+
+PHI = {
+    "model_type": "phi3",
+    "max_position_embeddings": 8192,
+    "original_max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0] * HEAD_SIZE,
+        "long_factor": [2.0] * HEAD_SIZE,
+    },
+}
+LLAMA_4 = {
+    "model_type": "llama4_text",
+    "max_position_embeddings": 65536,
+}
+
+
+def key(folder, changes, lora=None, **options):
+    """The compatibility key of an engine of a model of the toy's shape, by vLLM's own classes."""
+    config = json.loads((write_model(folder) / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    vllm_config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(folder), skip_tokenizer_init=True, dtype="float16", **options
+        ),
+        device_config=DeviceConfig("cpu"),
+        lora_config=lora,
+    )
+    pages = (tuple("N16.C64" for _ in range(LAYERS)),)
+    workers = [OmniHandshakeMetadata((), pages, ("FLASH_ATTN",))]
+    return compatibility(OmniConfig.load({}), vllm_config, kv_cache_config(9, BLOCK), workers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ours", "theirs", "told"),
+    [
+        ({}, {"max_model_len": 1024}, {"max_model_len": 4096}, None),
+        (PHI, {"max_model_len": 1024}, {"max_model_len": 2048}, None),
+        (PHI, {"max_model_len": 2048}, {"max_model_len": 4096}, "LongRoPE"),
+        (PHI, {}, {"max_model_len": 2048}, None),
+        (PHI, {"max_model_len": -1}, {"max_model_len": 8192}, "LongRoPE"),
+        (LLAMA_4, {"max_model_len": 32768}, {"max_model_len": 40000}, "attn_temperature_tuning"),
+        (
+            LLAMA_4,
+            {"max_model_len": 1000},
+            {"override_generation_config": {"attn_temperature_tuning": False}},
+            None,
+        ),
+        ({}, {}, {"lora": LoRAConfig()}, None),
+        ({}, {}, {"lora": LoRAConfig(target_modules=["q_proj"])}, "target_modules"),
+    ],
+)
+def test_what_vllm_makes_of_settings_is_compared(tmp_path, changes, ours, theirs, told):
+    keys = [key(tmp_path, changes, **options) for options in (ours, theirs)]
+    found = keys[0].difference(keys[1])
+    if told is None:
+        assert found is None
+    else:
+        assert found[0] == "numerics"
+        assert told in f"{found[1]} {found[2]}"
+    assert (key_prefix("n", keys[0], "h") == key_prefix("n", keys[1], "h")) == (told is None)
+
+
+def test_a_usual_engine_tells_no_numerics(tmp_path):
+    assert key(tmp_path, {}).numerics is UNSET
 
 
 def test_scales_are_told_by_their_values(engine):

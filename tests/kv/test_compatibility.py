@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compatibility key: what it compares, and how it is encoded."""
+
+import msgspec
+import pytest
+
+from omni_connector.kv.compatibility import CompatibilityKey
+
+from .shapes import compatibility_key, group_shape
+
+ORDINARY = compatibility_key()
+
+
+@pytest.mark.parametrize(
+    "field", ["model", "dtype", "quantization", "overrides", "scales", "numerics", "integrity"]
+)
+def test_a_reader_that_differs_is_told_the_field_and_both_values(field: str) -> None:
+    other = compatibility_key(**{field: "another"})
+    ours = ORDINARY.values()[field]
+    assert ORDINARY.difference(other) == (field, ours, "another")
+    assert other.difference(ORDINARY) == (field, "another", ours)
+    assert other.difference(other) is None
+
+
+def test_what_is_left_out_is_told_as_an_empty_text() -> None:
+    values = ORDINARY.values()
+    assert values["numerics"] == ""
+    assert "groups" not in values
+    assert set(values) | {"groups"} == set(CompatibilityKey.__struct_fields__)
+
+
+def test_an_ordinary_key_has_the_fields_that_stores_know() -> None:
+    # The names of stored blocks are digests of it: with another field none would be found again.
+    encoded = msgspec.msgpack.decode(msgspec.msgpack.encode(ORDINARY))
+    assert [*encoded] == [
+        "model",
+        "dtype",
+        "kv_dtype",
+        "integrity",
+        "kv_heads",
+        "ranks",
+        "groups",
+        "quantization",
+        "overrides",
+        "scales",
+    ]
+    (group,) = encoded["groups"]
+    assert [*group] == [
+        "kind",
+        "block_size",
+        "keeps",
+        "span",
+        "layers",
+        "replicated",
+        "attention",
+        "pages",
+    ]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        ORDINARY,
+        compatibility_key(numerics="LongRoPE factors=long"),
+        compatibility_key(groups=(group_shape(states="3x7 float16"),)),
+    ],
+)
+def test_a_key_travels(key: CompatibilityKey) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(key), type=CompatibilityKey) == key
