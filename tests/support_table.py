@@ -26,6 +26,25 @@ that of the prefill engine; a connector that moves nothing fails it. The feature
 compared with what the decode engine answers when it computes the prompt itself.
 
 """
+TAIL = """
+## Engines that differ
+
+Engines of other block sizes, tensor-parallel sizes or cache layouts read each other's KV where it
+is known how the attention kernels fill a page, as with FlashAttention, FlashInfer, Triton, MLA and
+the kernels on x86 CPUs. With other kernels both engines must be alike in these; else they refuse
+each other, and the error names what differs.
+
+| | between like engines | between engines that differ |
+| --- | --- | --- |
+| FP8 KV, or scales for each token and head | yes | yes |
+| NVFP4 KV: scales lie behind all tokens of a block | yes (*) | no |
+| sparse MLA with an indexer (DeepSeek V3.2) | yes | in tensor-parallel size only |
+| other kernels of ROCm, and of other packages | yes | no |
+
+(*) FlashInfer writes NVFP4 in two ways, by the GPU: `fa2` and `trtllm`. They refuse each other.
+
+Of these, `make test` checks the layouts, on CPUs, not the kernels that need a GPU.
+"""
 
 
 NAME = "support table"
@@ -87,7 +106,7 @@ class Table:
         lines = ["| " + " | ".join(row) + " |" for row in rows]
         lines += [""] if notes else []
         lines += [f"{number}. {note[0].upper()}{note[1:]}." for number, note in enumerate(notes, 1)]
-        return HEAD + "\n".join(lines) + "\n"
+        return HEAD + "\n".join(lines) + "\n" + TAIL
 
 
 def page_of(config: pytest.Config) -> str | None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from omni_connector.errors import LayoutError
 from omni_connector.kv.heads import HeadSlice
+from omni_connector.kv.page_orders import UNKNOWN
 
 _ORDER = re.compile(r"[HNC][1-9][0-9]{0,11}(\.[HNC][1-9][0-9]{0,11}){0,7}")
 _HALVES = re.compile(
@@ -41,7 +42,7 @@ class SlotConverter:
         target_pages: the same of ours.
         source_block_size: tokens of one of the peer's blocks.
         target_block_size: tokens of one of ours.
-        stateful: pages are states, which are copied whole.
+        whole: pages are copied as they are, such as states. Then an order may be unknown.
 
     Raises:
         LayoutError: the pages cannot be made from one another; the message names the layer's
@@ -56,7 +57,7 @@ class SlotConverter:
         *,
         source_block_size: int,
         target_block_size: int,
-        stateful: bool = False,
+        whole: bool = False,
     ) -> None:
         if source_block_size < 1 or target_block_size < 1:
             raise ValueError(f"blocks of {source_block_size} and of {target_block_size} tokens")
@@ -65,7 +66,7 @@ class SlotConverter:
                 f"the peer's slots hold {len(source_pages)} layers, ours {len(target_pages)}"
             )
         self._layers = len(source_pages)
-        self._stateful = stateful
+        self._whole = whole
         self._source_block_size = source_block_size
         self._target_block_size = target_block_size
         self._batches: list[_Batch] = []
@@ -73,15 +74,17 @@ class SlotConverter:
         layer = 0
         for orders, alike in groupby(zip(source_pages, target_pages, strict=True)):
             count = len(list(alike))
-            source, target = (_parse_page(order) for order in orders)
+            source, target = (
+                _parse_page(order.removesuffix(UNKNOWN) if whole else order) for order in orders
+            )
             if source is None or target is None or len(source) != len(target):
                 raise _refused(layer, orders, "byte orders that are not understood, or not alike")
             sizes = [sum(_size(part) for part in page) for page in (source, target)]
             if max(sizes) > _MAX_PAGE_BYTES:
                 raise _refused(layer, orders, f"pages of {max(sizes)} bytes")
-            if stateful:
+            if whole:
                 if sizes[0] != sizes[1]:
-                    raise _refused(layer, orders, "states of different sizes")
+                    raise _refused(layer, orders, "pages of different sizes")
             else:
                 for part, pair in enumerate(zip(source, target, strict=True)):
                     matched = self._matched(layer, orders, *pair)
@@ -113,7 +116,7 @@ class SlotConverter:
                 `source_block * source_block_size`.
             target: `(n,)`, contiguous and writable; n is `target_bytes` or more.
             target_block: which block of the request it is to hold.
-            heads: for each layer the heads to copy; of states everything is copied, whatever
+            heads: for each layer the heads to copy; of whole pages everything is copied, whatever
                 the heads and blocks.
             end_token: tokens from this one on are not copied.
 
@@ -123,7 +126,7 @@ class SlotConverter:
         """
         _check(source, self.source_bytes, "source")
         _check(target, self.target_bytes, "target")
-        if self._stateful:
+        if self._whole:
             target[: self.target_bytes] = source[: self.source_bytes]
             return
         if source_block < 0 or target_block < 0:

@@ -34,7 +34,8 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
         replicated: whether every rank holds the same bytes, as with a latent cache, which has no
             heads to share out.
         attention: the kernels that read and write the pages.
-        pages: byte order of a block, one entry a layer; see `SlotConverter`.
+        pages: byte order of a block, one entry a layer; see `SlotConverter`. One that ends with "?"
+            is not known: such blocks are copied whole, or refused.
     """
 
     kind: _Text
@@ -141,7 +142,8 @@ def converter(source: GroupShape, target: GroupShape) -> SlotConverter:
         target.pages,
         source_block_size=source.block_size,
         target_block_size=target.block_size,
-        stateful=source.attention_type == "last",
+        # Of what all ranks hold, the page of any rank will do, in whatever order it is.
+        whole=source.attention_type == "last" or (source.replicated and same_bytes(source, target)),
     )
 
 

@@ -73,6 +73,16 @@ def says_replicated(spec: "KVCacheSpec") -> bool:
     return getattr(spec, "max_tp_shards", None) == 1
 
 
+def has_amx_fp8() -> bool:
+    """Whether this CPU multiplies FP8 in tiles: vLLM then keeps FP8 caches in others.
+
+    From 0.31 on vLLM tells. 0.30 does not, and is taken to run on CPUs that cannot.
+    """
+    from vllm import _custom_ops as ops
+
+    return bool(getattr(ops, "cpu_has_amx_fp8", bool)())
+
+
 def replays_prefix(spec: "KVCacheSpec") -> bool:
     """Whether vLLM computes the last window of a prefix again after it was found in a cache.
 

@@ -1,29 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's attention layers say: their kernels, where these put a token, and their scales.
-
-A page of `[heads, tokens, content]` holds one token after the other for every kernel but those of
-vLLM on CPUs, which keep all keys of a head, transposed or in tiles, and then all its values.
-"""
+"""What a model's attention layers say: their kernels, where these put a token, and their scales."""
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from vllm.v1.kv_cache_interface import AttentionSpec
 
+from omni_connector.kv.page_orders import CPU, UNKNOWN, kernel_order
+from omni_connector.vllm_v1.compat import has_amx_fp8
 from omni_connector.vllm_v1.specs import own_layers, spec_of, transferred_groups
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 _SCALES: Final = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
-_CPU: Final = "CPU_ATTN"
-_ROWS: Final = re.compile(r"(?:H(?P<heads>\d+)\.)?N(?P<tokens>\d+)\.C(?P<content>\d+)")
 
 
 def attention_of(kv_cache_config: "KVCacheConfig", layers: Mapping[str, Any]) -> tuple[str, ...]:
-    """The attention backends of each transferred group, with the instruction set on CPUs.
+    """The attention backends of each transferred group, with what else tells their kernels apart.
 
     Args:
         layers: the model's layers by name. Layers without an entry, as in tests, are left out.
@@ -45,30 +41,22 @@ def attention_of(kv_cache_config: "KVCacheConfig", layers: Mapping[str, Any]) ->
 def kernel_orders(
     kv_cache_config: "KVCacheConfig", layers: Mapping[str, Any], orders: Sequence[Sequence[str]]
 ) -> tuple[tuple[str, ...], ...]:
-    """The byte orders of pages as the kernels use these; see `SlotConverter`.
-
-    An order that is not known in detail gets a name of its own. Blocks of such an order are copied
-    whole, and never converted.
+    """The byte orders of pages as the kernels fill these; see `kernel_order`.
 
     Args:
+        layers: the model's layers by name. Of those without an entry the view is believed.
         orders: what vLLM's views say, as `CanonicalKVCaches` has it.
     """
     found = []
     for group, pages in zip(transferred_groups(kv_cache_config).values(), orders, strict=True):
         names = own_layers(kv_cache_config, group)
-        if len(names) != len(pages):  # several names for the same bytes
-            kernels = {_kernel(layers[name]) for name in names if name in layers}
-            opaque = any(kernel.startswith(_CPU) for kernel in kernels)
-            found.append(tuple(f"{page}?" if opaque else page for page in pages))
-            continue
-        found.append(
-            tuple(
-                _cpu_order(page, layers[name], spec_of(group, name).dtype.itemsize)  # type: ignore[attr-defined]
-                if name in layers and _kernel(layers[name]).startswith(_CPU)
-                else page
-                for name, page in zip(names, pages, strict=True)
-            )
-        )
+        # Fewer pages than names: some are several names for the same bytes.
+        writers = [[name] for name in names] if len(names) == len(pages) else [names] * len(pages)
+        page_orders = []
+        for page, each in zip(pages, writers, strict=True):
+            said = {_order(page, spec_of(group, name), layers.get(name)) for name in each}
+            page_orders.append(said.pop() if len(said) == 1 else page + UNKNOWN)
+        found.append(tuple(page_orders))
     return tuple(found)
 
 
@@ -95,25 +83,21 @@ def scales_id(kv_cache_config: "KVCacheConfig", layers: Mapping[str, Any]) -> st
     return hasher.hexdigest() if told else ""
 
 
+def _order(page: str, spec: "KVCacheSpec", layer: Any) -> str:
+    if layer is None or not isinstance(spec, AttentionSpec):  # a state is one piece
+        return page
+    item, own_heads = spec.dtype.itemsize, spec.num_head_slots is None
+    return kernel_order(page, _kernel(layer), item=item, own_heads=own_heads)
+
+
 def _kernel(layer: Any) -> str:
+    """The name of a layer's kernels, with what else decides where these put a token."""
     name = str(layer.get_attn_backend().get_name())
-    return f"{name}.{getattr(layer, 'isa', 'unknown')}" if name == _CPU else name
-
-
-def _cpu_order(page: str, layer: Any, item: int) -> str:
-    """How vLLM's `cpu_attn_reshape_and_cache` fills a page, found out by writing with it."""
-    isa = getattr(layer, "isa", None)
-    rows = _ROWS.fullmatch(page)
-    if rows is None or isa not in ("vec", "vec16", "amx"):
-        return f"{page}?"
-    heads, tokens, content = int(rows["heads"] or 1), int(rows["tokens"]), int(rows["content"])
-    dim = content // (2 * item)
-    if isa != "amx":
-        return f"H{heads}.(C{dim}.N{tokens}.C{item}|N{tokens}.C{dim * item})"
-    row = 4 // item  # a row of a tile has 4 bytes
-    if not row or tokens % 16 or dim % 16:
-        return f"{page}?"
-    return (
-        f"H{heads}.(N{tokens // 16}.C{dim // row}.N16.C4"
-        f"|C{dim // 16}.N{tokens // row}.C16.N{row}.C{item})"
-    )
+    if name == CPU:
+        isa = str(getattr(layer, "isa", "unknown"))
+        fp8 = str(getattr(layer, "kv_cache_dtype", "")).startswith("fp8")
+        return f"{name}.{isa}_fp8" if isa == "amx" and fp8 and has_amx_fp8() else f"{name}.{isa}"
+    impl = getattr(layer, "impl", None)
+    if getattr(impl, "is_kvcache_nvfp4", False):
+        name += ".fa2" if getattr(impl, "nvfp4_fa2", False) else ".trtllm"
+    return name

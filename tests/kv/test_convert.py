@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots of other block sizes, heads and byte orders, made ours."""
 
+import re
 import subprocess
 import sys
 from math import prod
@@ -14,6 +15,7 @@ from omni_connector.errors import LayoutError
 from omni_connector.kv.canonical import SlotLayout, canonicalize
 from omni_connector.kv.convert import SlotConverter
 from omni_connector.kv.heads import HeadSlice, head_sources
+from omni_connector.kv.page_orders import kernel_order
 
 thorough = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 
@@ -212,7 +214,7 @@ def test_slots_of_real_caches_are_converted_as_their_views_say(kv, theirs, ours,
 
 def test_states_are_copied_whole_whatever_their_blocks_are():
     converter = SlotConverter(
-        ["C24", "N2.C4"], ["C24", "C8"], source_block_size=7, target_block_size=640, stateful=True
+        ["C24", "N2.C4"], ["C24", "C8"], source_block_size=7, target_block_size=640, whole=True
     )
     assert (converter.source_bytes, converter.target_bytes) == (32, 32)
     source = np.arange(40, dtype=np.uint8)
@@ -222,7 +224,7 @@ def test_states_are_copied_whole_whatever_their_blocks_are():
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "sizes", "stateful", "message"),
+    ("theirs", "ours", "sizes", "whole", "message"),
     [
         ("H2.N16.C32", "H2.N16.C64", (16, 16), False, "32 and 64 bytes for a head and token"),
         ("H2.N16.C32", "H2.N16.C32", (32, 16), False, "16 tokens in a block of 32"),
@@ -235,14 +237,15 @@ def test_states_are_copied_whole_whatever_their_blocks_are():
         ("H2.N16.C32.", "H2.N16.C32", (16, 16), False, "not understood"),
         ("H02.N16.C32", "H2.N16.C32", (16, 16), False, "not understood"),
         ("N16.C999999999999", "N16.C999999999999", (16, 16), False, "pages of"),
-        ("C32", "C40", (16, 16), True, "states of different sizes"),
+        ("C32", "C40", (16, 16), True, "pages of different sizes"),
         ("C32", "K32", (16, 16), True, "not understood"),
+        ("H2.N16.C32?", "H2.N16.C32?", (16, 16), False, "not understood"),
+        ("H2.N16.C32", "H2.N16.C32?", (16, 16), False, "not understood"),
+        ("N4.C33?", "N4.C33?", (16, 16), True, None),
     ],
 )
-def test_pages_that_cannot_be_made_ours_are_refused_by_layer(
-    theirs, ours, sizes, stateful, message
-):
-    good = "C8" if stateful else "N16.C8"
+def test_pages_that_cannot_be_made_ours_are_refused_by_layer(theirs, ours, sizes, whole, message):
+    good = "C8" if whole else "N16.C8"
 
     def make():
         return SlotConverter(
@@ -250,13 +253,14 @@ def test_pages_that_cannot_be_made_ours_are_refused_by_layer(
             [good.replace("16", str(sizes[1])), ours],
             source_block_size=sizes[0],
             target_block_size=sizes[1],
-            stateful=stateful,
+            whole=whole,
         )
 
     if message is None:
         make()
         return
-    with pytest.raises(LayoutError, match=f"layer 1: .*'{theirs}' .*'{ours}': .*{message}"):
+    orders = f"'{re.escape(theirs)}' .*'{re.escape(ours)}'"
+    with pytest.raises(LayoutError, match=f"layer 1: .*{orders}: .*{message}"):
         make()
 
 
@@ -322,22 +326,16 @@ def in_halves(rows: np.ndarray, kernel: str) -> np.ndarray:
     keys, values = rows[:, :, 0], rows[:, :, 1]
     if kernel == "vec":
         keys = keys.transpose(0, 2, 1)
-    else:  # tiles of 16 tokens, of rows of 4 bytes
-        row = 4 // rows.itemsize
-        keys = keys.reshape(heads, tokens // 16, 16, dim // row, row).transpose(0, 1, 3, 2, 4)
-        values = values.reshape(heads, tokens // row, row, dim // 16, 16).transpose(0, 3, 1, 4, 2)
+    else:  # tiles of 16 rows of pairs
+        keys = keys.reshape(heads, tokens // 16, 16, dim // 2, 2).transpose(0, 1, 3, 2, 4)
+        values = values.reshape(heads, tokens // 2, 2, dim // 16, 16).transpose(0, 3, 1, 4, 2)
     halves = [half.reshape(heads, 1, -1) for half in (keys, values)]
     return np.concatenate(halves, axis=1).reshape(-1).view(np.uint8)
 
 
 def halves_order(kernel: str, heads: int, tokens: int, dim: int, item: int) -> str:
-    if kernel == "vec":
-        return f"H{heads}.(C{dim}.N{tokens}.C{item}|N{tokens}.C{dim * item})"
-    row = 4 // item
-    return (
-        f"H{heads}.(N{tokens // 16}.C{dim // row}.N16.C4"
-        f"|C{dim // 16}.N{tokens // row}.C16.N{row}.C{item})"
-    )
+    view = f"H{heads}.N{tokens}.C{2 * dim * item}"
+    return kernel_order(view, f"CPU_ATTN.{kernel}", item=item, own_heads=True)
 
 
 @settings(deadline=None, max_examples=60)
@@ -345,7 +343,7 @@ def halves_order(kernel: str, heads: int, tokens: int, dim: int, item: int) -> s
     kernels=st.tuples(st.sampled_from(["vec", "amx"]), st.sampled_from(["vec", "amx"])),
     sizes=st.sampled_from([(32, 32), (32, 64), (64, 32), (16, 64)]),
     heads=st.sampled_from([(1, 1), (2, 2), (2, 1), (1, 2)]),
-    dtype=st.sampled_from([np.uint16, np.uint32]),
+    dtype=st.sampled_from([np.uint8, np.uint16]),
     layers=st.integers(1, 3),
     data=st.data(),
 )

@@ -17,6 +17,10 @@ LATENT: dict[str, Any] = {
     "replicated": True,
     "pages": ("N16.C1152", "N16.C1152"),
 }
+# As of an indexer, whose scales lie behind all tokens.
+SCALED: dict[str, Any] = LATENT | {"pages": ("N16.C132?",)}
+# As of NVFP4, which has a head for the keys and one for the values of each KV head.
+UNKNOWN = "H{h}.N{n}.C72?"
 
 
 def of_block(size: int, heads: int = 2, order: str = "H{h}.N{n}.C64", **changes: Any) -> GroupShape:
@@ -42,6 +46,9 @@ def differs(
         (of_block(16, heads=1), of_block(16), (4, 1)),
         (group_shape(**LATENT), group_shape(**LATENT), (2, 1)),
         (group_shape(**LATENT), group_shape(**LATENT), (1, 4)),
+        (group_shape(**SCALED), group_shape(**SCALED), (1, 1)),
+        (group_shape(**SCALED), group_shape(**SCALED), (2, 4)),
+        (of_block(16, order=UNKNOWN), of_block(16, order=UNKNOWN), (2, 2)),
         (group_shape(**STATE), group_shape(**STATE, block_size=640), (2, 2)),
     ],
 )
@@ -65,6 +72,15 @@ def test_peers_that_can_read(ours: GroupShape, theirs: GroupShape, ranks: tuple[
         (of_block(16), of_block(16, order="H{h}.N{n}.C32"), (1, 1), "pages of group 0"),
         (of_block(16), of_block(16, order="{n}{h}nonsense"), (1, 1), "pages of group 0"),
         (of_block(16), of_block(16), (1, 2), "pages of group 0"),
+        (of_block(16, order=UNKNOWN), of_block(32, order=UNKNOWN), (1, 1), "pages of group 0"),
+        (of_block(16, 4, UNKNOWN), of_block(16, 2, UNKNOWN), (1, 2), "pages of group 0"),
+        (of_block(16, order=UNKNOWN), of_block(16), (1, 1), "pages of group 0"),
+        (
+            group_shape(**SCALED),
+            group_shape(**SCALED | {"block_size": 32, "pages": ("N32.C132?",)}),
+            (1, 1),
+            "pages of group 0",
+        ),
         (of_block(16, heads=2), of_block(16, heads=2), (3, 2), "pages of group 0"),
         (group_shape(**STATE), group_shape(**STATE), (2, 1), "ranks of group 0"),
         (group_shape(**STATE), group_shape(**STATE | {"pages": ("C99", "C98")}), (1, 1), "pages"),

@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (  # noqa: E402
     OffloadingConnectorWorker,
 )
+from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim  # noqa: E402
 from vllm.v1.core import kv_cache_utils  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
@@ -23,6 +24,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
     HiddenStateCacheSpec,
     KVCacheGroupSpec,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
@@ -96,6 +98,19 @@ FAMILIES = {
     "full attention": lambda: [group("full", 4, full())],
     "float32": lambda: [group("full", 3, full(dtype=torch.float32))],
     "packed content": lambda: [group("full", 3, full(num_head_slots=1, state_content_bytes=40))],
+    "nvfp4": lambda: [
+        group(
+            "full",
+            3,
+            full(
+                dtype=torch.uint8,
+                head_size=32,
+                kv_quant_mode=KVQuantMode.NVFP4,
+                num_head_slots=4,
+                state_content_bytes=nvfp4_kv_cache_full_dim(32),
+            ),
+        )
+    ],
     "sliding window": lambda: [group("window", 3, sliding())],
     "chunked local": lambda: (
         [

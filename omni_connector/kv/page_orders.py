@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where vLLM's attention kernels put the bytes of a token in a page.
+
+Most keep what the view of a page says: for each head one token after the other, keys and values of
+a token together. Those on CPUs keep all keys of a head, transposed or in tiles, and then all its
+values. Others gather the scales of a page behind its tokens, or shuffle tokens. Their blocks can be
+copied whole, but nobody else can tell a token or a head from the next there.
+"""
+
+import re
+from typing import Final
+
+UNKNOWN: Final = "?"
+"""Ends the name of a byte order that is not known: such pages are copied whole or not at all."""
+
+CPU: Final = "CPU_ATTN"
+
+# By vLLM's sources. Not among them: sparse MLA and its indexers, whose scales may lie behind all
+# tokens; NVFP4, whose scales do; ROCM_ATTN, which keeps pieces of 16 bytes of all tokens together.
+_ROWS: Final = frozenset(
+    {
+        "AITER_TRITON_MLA",
+        "AMX_MLA",
+        "CPU_MLA",
+        "CUTLASS_MLA",
+        "FLASHINFER",
+        "FLASHINFER_MLA",
+        "FLASHMLA",
+        "FLASH_ATTN",
+        "FLASH_ATTN_DIFFKV",
+        "FLASH_ATTN_MLA",
+        "FLEX_ATTENTION",
+        "HPC_ATTN",
+        "ROCM_AITER_MLA",
+        "ROCM_AITER_UNIFIED_ATTN",
+        "TOKENSPEED_MLA",
+        "TRITON_ATTN",
+        "TRITON_ATTN_DIFFKV",
+        "TRITON_FLASHINFER",
+        "TRITON_FLASH_ATTN",
+        "TRITON_MLA",
+        "TURBOQUANT",
+    }
+)
+_PAGE: Final = re.compile(r"(?:H(?P<heads>\d+)\.)?N(?P<tokens>\d+)\.C(?P<content>\d+)")
+
+
+def kernel_order(view: str, kernel: str, *, item: int, own_heads: bool) -> str:
+    """The byte order of a page as a kernel fills it; see `SlotConverter`.
+
+    Args:
+        view: what the view of the page says.
+        kernel: the kernel's name; on CPUs with the instruction set, as in `CPU_ATTN.amx`.
+        item: bytes of a number.
+        own_heads: whether the heads of the view are KV heads; some kernels have others there, such
+            as one for all keys and one for all values.
+    """
+    family, _, isa = kernel.partition(".")
+    if family == CPU:
+        return _cpu_order(view, isa, item)
+    return view if own_heads and kernel in _ROWS else view + UNKNOWN
+
+
+def _cpu_order(view: str, isa: str, item: int) -> str:
+    """How vLLM's `cpu_attn_reshape_and_cache` fills a page, found out by writing with it."""
+    page = _PAGE.fullmatch(view)
+    if page is None or isa not in ("vec", "vec16", "amx"):
+        return view + UNKNOWN
+    heads, tokens, content = int(page["heads"] or 1), int(page["tokens"]), int(page["content"])
+    dim = content // (2 * item)
+    if isa != "amx":
+        return f"H{heads}.(C{dim}.N{tokens}.C{item}|N{tokens}.C{dim * item})"
+    if item > 2 or tokens % 16 or dim % 16:  # tiles have rows of 16 pairs
+        return view + UNKNOWN
+    return (
+        f"H{heads}.(N{tokens // 16}.C{dim // 2}.N16.C{2 * item}"
+        f"|C{dim // 16}.N{tokens // 2}.C16.N2.C{item})"
+    )

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages are converted only where it is known what the kernels put where."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+
+from vllm.utils.torch_utils import (  # noqa: E402
+    nvfp4_kv_cache_full_dim,
+    nvfp4_split_data_scale,
+)
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+    compute_layer_kv_cache_shape_bytes,
+)
+
+from omni_connector.kv.convert import SlotConverter  # noqa: E402
+from omni_connector.kv.heads import HeadSlice  # noqa: E402
+from omni_connector.kv.shapes import (  # noqa: E402
+    GroupShape,
+    converter,
+    difference,
+    same_bytes,
+)
+from omni_connector.vllm_v1 import kernels  # noqa: E402
+from omni_connector.vllm_v1.kernels import attention_of, kernel_orders  # noqa: E402
+from omni_connector.vllm_v1.specs import group_shapes  # noqa: E402
+
+KV_HEADS = 4
+HEAD_SIZE = 32
+
+
+def layer(kernel: str, **attributes: Any) -> Any:
+    backend = SimpleNamespace(get_name=lambda: kernel)
+    return SimpleNamespace(get_attn_backend=lambda: backend, **attributes)
+
+
+def flashinfer(writer: str) -> Any:
+    return layer(
+        "FLASHINFER", impl=SimpleNamespace(is_kvcache_nvfp4=True, nvfp4_fa2=writer == "fa2")
+    )
+
+
+def shapes(
+    layers: dict[str, Any], specs: dict[str, KVCacheSpec], dims: str = "HNC"
+) -> tuple[GroupShape, ...]:
+    """What an engine with one group tells its peers."""
+    block_size = next(iter(specs.values())).block_size
+    group = KVCacheGroupSpec(
+        list(specs), UniformTypeKVCacheSpecs(block_size=block_size, kv_cache_specs=specs)
+    )
+    config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[group])
+    views = []
+    for spec in specs.values():
+        sizes = dict(zip("BHNC", compute_layer_kv_cache_shape_bytes(spec, 1), strict=True))
+        views.append(".".join(f"{dim}{sizes[dim]}" for dim in dims if sizes[dim] > 1))
+    return group_shapes(
+        config, kernel_orders(config, layers, [views]), attention_of(config, layers)
+    )
+
+
+def nvfp4(ranks: int, block_size: int) -> FullAttentionSpec:
+    """As `FlashInferBackend.customize_spec` makes it, which needs FlashInfer to be imported."""
+    spec = FullAttentionSpec(
+        block_size=block_size,
+        num_kv_heads=KV_HEADS // ranks,
+        head_size=HEAD_SIZE,
+        dtype=torch.uint8,
+        kv_quant_mode=KVQuantMode.NVFP4,
+    )
+    return replace(
+        spec,
+        num_head_slots=2 * spec.num_kv_heads,
+        state_content_bytes=nvfp4_kv_cache_full_dim(HEAD_SIZE),
+    )
+
+
+def nvfp4_shapes(
+    ranks: int, block_size: int, dims: str = "HNC", writer: str = "trtllm"
+) -> tuple[GroupShape, ...]:
+    return shapes({"a": flashinfer(writer)}, {"a": nvfp4(ranks, block_size)}, dims)
+
+
+def nvfp4_page(heads: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+    """A block whose every number tells its head, token and kind, by vLLM's own views of it."""
+    full = nvfp4_kv_cache_full_dim(HEAD_SIZE)
+    page = torch.zeros(2, len(heads), len(tokens), full, dtype=torch.uint8)
+    for side in range(2):
+        views = nvfp4_split_data_scale(page[side : side + 1])
+        for kind, view in enumerate(views):
+            for h, head in enumerate(heads):
+                for t, token in enumerate(tokens):
+                    view.view(torch.uint8)[0, h, t] = 128 * side + 64 * kind + 16 * head + token
+    return page.flatten().numpy()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ((2, 16, "HNC"), (1, 16, "HNC")),
+        ((1, 16, "HNC"), (2, 16, "HNC")),
+        ((1, 16, "HNC"), (1, 32, "HNC")),
+        ((1, 16, "HNC"), (1, 16, "NHC")),
+    ],
+)
+def test_nvfp4_is_not_converted(ours: Any, theirs: Any) -> None:
+    """An engine refuses to read what it would have to rewrite, and the pages are named."""
+    source, target = nvfp4_shapes(*ours), nvfp4_shapes(*theirs)
+    found = difference(source, ours[0], target, theirs[0], KV_HEADS)
+    assert found is not None
+    assert found[0].startswith("pages of group 0 (full_attention)")
+    assert found[1:] == (source[0].pages[0], target[0].pages[0])
+
+
+def test_nvfp4_pages_are_not_the_rows_that_their_views_say() -> None:
+    one, two = nvfp4_page(range(KV_HEADS), range(8)), nvfp4_page(range(KV_HEADS), range(8, 16))
+    views = [f"H{2 * KV_HEADS}.N{n}.C{nvfp4_kv_cache_full_dim(HEAD_SIZE)}" for n in (8, 16)]
+    rows = SlotConverter(views[:1], views[1:], source_block_size=8, target_block_size=16)
+    made = np.zeros(rows.target_bytes, np.uint8)
+    for block, page in enumerate((one, two)):
+        rows.copy(page, block, made, 0, [HeadSlice(0, 0, 2 * KV_HEADS)], end_token=16)
+    assert (made != nvfp4_page(range(KV_HEADS), range(16))).any()
+
+
+@pytest.mark.parametrize("writer", ["fa2", "trtllm"])
+def test_nvfp4_of_like_engines_is_copied_whole(writer: str) -> None:
+    for ranks in (1, 2):
+        ours, theirs = (nvfp4_shapes(ranks, 16, writer=writer) for _ in range(2))
+        assert difference(ours, ranks, theirs, ranks, KV_HEADS) is None
+        assert same_bytes(ours[0], theirs[0])
+
+
+def test_the_two_writers_of_nvfp4_refuse_each_other() -> None:
+    ours, theirs = (nvfp4_shapes(1, 16, writer=writer) for writer in ("fa2", "trtllm"))
+    assert ours[0].pages == theirs[0].pages
+    assert difference(ours, 1, theirs, 1, KV_HEADS) == (
+        "attention of group 0",
+        "FLASHINFER.fa2",
+        "FLASHINFER.trtllm",
+    )
+
+
+def test_flashinfer_is_converted_where_it_keeps_rows() -> None:
+    spec = FullAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=HEAD_SIZE, dtype=torch.bfloat16
+    )
+    kernel = layer("FLASHINFER", impl=SimpleNamespace(is_kvcache_nvfp4=False, nvfp4_fa2=False))
+    ours = shapes({"a": kernel}, {"a": spec})
+    theirs = shapes({"a": kernel}, {"a": replace(spec, block_size=64, num_kv_heads=4)}, "NHC")
+    assert difference(ours, 2, theirs, 1, KV_HEADS) is None
+
+
+def sparse(block_size: int) -> tuple[GroupShape, ...]:
+    """As DeepSeek V3.2 has it; its indexers keep the scales of a block behind all its tokens."""
+    spec = MLAAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=576, dtype=torch.bfloat16
+    )
+    layers = {"mla": layer("FLASHMLA_SPARSE"), "indexer": layer("DEEPSEEK_V32_INDEXER")}
+    return shapes(layers, {"mla": spec, "indexer": replace(spec, head_size=132, dtype=torch.uint8)})
+
+
+def test_what_all_ranks_hold_is_copied_whole_whatever_its_order() -> None:
+    assert sparse(64)[0].pages == ("N64.C1152?", "N64.C132?")
+    assert difference(sparse(64), 4, sparse(64), 1, 1) is None
+    (shape,) = sparse(64)
+    convert = converter(shape, shape)
+    assert convert.source_bytes == convert.target_bytes == 64 * (1152 + 132)
+    page = np.random.default_rng(0).integers(0, 256, convert.source_bytes, np.uint8)
+    made = np.zeros_like(page)
+    convert.copy(page, 3, made, 3, [HeadSlice(0, 0, 1)] * 2, end_token=4 * 64)
+    assert (made == page).all()
+    assert difference(sparse(64), 1, sparse(128), 1, 1) is not None
+
+
+def test_names_for_the_same_bytes_must_agree_in_what_they_keep() -> None:
+    spec = FullAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=HEAD_SIZE, dtype=torch.bfloat16
+    )
+    group = KVCacheGroupSpec(["a", "b"], spec)
+    config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[group])
+    view = [["H2.N16.C128"]]
+    rows, other = layer("TRITON_ATTN"), layer("OF_ANOTHER_PACKAGE")
+    assert kernel_orders(config, {"a": rows, "b": rows}, view) == (("H2.N16.C128",),)
+    assert kernel_orders(config, {"a": rows, "b": other}, view) == (("H2.N16.C128?",),)
+
+
+def test_states_are_what_their_views_say() -> None:
+    spec = MambaSpec(block_size=16, shapes=((8,),), dtypes=(torch.float32,))
+    config = KVCacheConfig(
+        num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a"], spec)]
+    )
+    assert kernel_orders(config, {"a": layer("GDN_ATTN")}, [["C32"]]) == (("C32",),)
+
+
+def test_fp8_in_tiles_of_its_own_is_told_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    for here in (False, True):
+        monkeypatch.setattr(kernels, "has_amx_fp8", lambda here=here: here)
+        for dtype in ("auto", "fp8_e4m3"):
+            one = layer("CPU_ATTN", isa="amx", kv_cache_dtype=dtype)
+            spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.uint8)
+            names.append(shapes({"a": one}, {"a": spec})[0].attention)
+    assert names == ["CPU_ATTN.amx"] * 3 + ["CPU_ATTN.amx_fp8"]
+
+
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+def test_the_order_named_is_what_vllms_kernels_on_cpus_write(isa: str, kv_dtype: str) -> None:
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("this vLLM is no CPU build")
+    current_platform.import_kernels()
+    dtype = torch.bfloat16
+    heads, tokens, dim = 2, 32, 64
+    kept = dtype if kv_dtype == "auto" else torch.uint8
+    spec = FullAttentionSpec(block_size=tokens, num_kv_heads=heads, head_size=dim, dtype=kept)
+    (shape,) = shapes({"a": layer("CPU_ATTN", isa=isa, kv_cache_dtype=kv_dtype)}, {"a": spec})
+    if shape.pages[0].endswith("?"):
+        pytest.skip(f"the order of {shape.attention} is not known")
+    key, value = torch.randint(0, 8, (2, tokens, heads, dim)).to(dtype)  # FP8 has these numbers
+    cache = torch.zeros(1, heads, 2 * tokens, dim, dtype=kept)
+    try:  # it takes a CPU with tiles to compute with them, but not to write them
+        ops.cpu_attn_reshape_and_cache(
+            key, value, *cache.chunk(2, dim=2), torch.arange(tokens), isa, 1.0, 1.0, kv_dtype
+        )
+    except RuntimeError as error:
+        pytest.skip(f"vLLM has no {isa} kernels for this CPU: {error}")
+    rows = f"H{heads}.(N{tokens}.C{dim * kept.itemsize}|N{tokens}.C{dim * kept.itemsize})"
+    plain = SlotConverter(shape.pages, [rows], source_block_size=32, target_block_size=32)
+    made = np.zeros(plain.target_bytes, np.uint8)
+    page = cache.view(torch.uint8).flatten().numpy()
+    plain.copy(page, 0, made, 0, [HeadSlice(0, 0, heads)], end_token=tokens)
+    found = torch.from_numpy(made)
+    found = found.view(torch.float8_e4m3fn if kv_dtype != "auto" else dtype).to(dtype)
+    want = torch.stack([key, value]).permute(2, 0, 1, 3)
+    assert torch.equal(found.view(heads, 2, tokens, dim), want)
