@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.config import Admission
+from omni_connector.copies.prefix_jobs import HostLoadSpec, KeepSpec
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.memory.arena_format import header_keys
@@ -22,7 +23,6 @@ from omni_connector.memory.block_index import BlockIndex, Tags, find_prefix, tag
 from omni_connector.memory.slot_index import Ints
 from omni_connector.memory.slot_pool import NONE, Bools, SlotPool
 from omni_connector.prefix.hints import NO_HINTS, Favours, Hints
-from omni_connector.prefix.jobs import HostLoadSpec, KeepSpec
 from omni_connector.prefix.neighbours import Arenas, Neighbour, Neighbours
 from omni_connector.stats import Stats
 

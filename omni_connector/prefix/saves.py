@@ -10,12 +10,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from omni_connector.copies.prefix_jobs import StoreSaveSpec
 from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, RequestBlocks
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.host_blocks import Candidate, HostBlocks
-from omni_connector.prefix.jobs import StoreSaveSpec
 from omni_connector.prefix.prompts import SharedPrompt, whole_blocks
 from omni_connector.stats import Stats
 from omni_connector.stores.recently import Recently

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from omni_connector.copies.prefix_jobs import HostLoadSpec, StoreLoadSpec
 from omni_connector.errors import OmniError
 from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, EngineRequest
 from omni_connector.kv.shapes import GroupShape
@@ -28,7 +29,6 @@ from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.explain import ExplainedEngine, Explainer
 from omni_connector.prefix.hints import NO_HINTS, Hints, tenant_of
 from omni_connector.prefix.host_blocks import MAX_IN_ORDER, HostBlocks, Wanted
-from omni_connector.prefix.jobs import HostLoadSpec, StoreLoadSpec
 from omni_connector.prefix.lookups import Lookup, StoreLookups
 from omni_connector.prefix.misses import Misses
 from omni_connector.prefix.prompts import SharedPrompt, shares

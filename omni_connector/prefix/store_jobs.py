@@ -16,12 +16,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_connector.copies.prefix_jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.copy_threads import CLOSE_S, CopyThread, Outcome, Work
 from omni_connector.errors import ChecksumError, OmniError
 from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.copying import BlockCopier, BlockCopy
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.stats import Stats
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.shared_blocks import (

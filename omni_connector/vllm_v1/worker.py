@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from omni_connector.config import OmniConfig
 from omni_connector.copies.jobs import LoadSpec, Saver, SaveSpec
 from omni_connector.copies.loading import Loader
+from omni_connector.copies.prefix_jobs import HostLoadSpec, KeepSpec, StoreLoadSpec, StoreSaveSpec
 from omni_connector.copies.sizing import ArenaSizing, copy_threads
 from omni_connector.copy_threads import (
     CLOSE_S,
@@ -33,7 +34,6 @@ from omni_connector.kv.ledger import Ended
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import TransferSpec
 from omni_connector.memory.nodes import near_cores, process_cores
-from omni_connector.prefix.jobs import HostLoadSpec, KeepSpec, StoreLoadSpec, StoreSaveSpec
 from omni_connector.prefix.store_jobs import StoreJobs
 from omni_connector.shared_work import Helpers
 from omni_connector.stores.block_store import BlockStore

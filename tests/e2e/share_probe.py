@@ -6,8 +6,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from omni_connector.copies.prefix_jobs import HostLoadSpec
 from omni_connector.copy_threads import Outcome
-from omni_connector.prefix.jobs import HostLoadSpec
 from omni_connector.testing import inspection
 
 from .probe import KVProbe

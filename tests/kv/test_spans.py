@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from omni_connector.copies.jobs import LoadSpec, SaveSpec
+from omni_connector.copies.prefix_jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.kv.spans import BlockSpans
-from omni_connector.prefix.jobs import StoreLoadSpec, StoreSaveSpec
 
 
 def test_batches_are_of_one_group_and_leave_out_null_blocks():
