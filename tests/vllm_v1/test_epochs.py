@@ -151,6 +151,7 @@ def test_an_engine_that_other_ranks_hold_up_does_not_ask_for_ever(engine, tokens
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     held_up = 0.0
+    monkeypatch.setattr(decode.half._receiver, "_lingers", False)  # each answer finds it held up
     for part in (decode.half._receiver, inspection.channel(decode.half)):
         monkeypatch.setattr(part, "_clock", lambda: time.monotonic() + held_up)
     request_id = decode.submit(PROMPT, max_tokens=2, params=answer)
@@ -158,7 +159,7 @@ def test_an_engine_that_other_ranks_hold_up_does_not_ask_for_ever(engine, tokens
         decode.step()
         time.sleep(0.005)
         held_up += 1.2 * receiver._FRESH_S
-        assert held_up < 60
+        assert held_up < 200
     assert decode.answers[request_id].tokens == tokens(PROMPT, 2)
     assert decode.failures() == {"peer_unreachable": 1}
 

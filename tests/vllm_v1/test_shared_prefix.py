@@ -240,6 +240,7 @@ def test_preempted_requests_share_what_they_had(sharer, shelf, tokens, overlap):
         "max_tokens_a_step": 4 * BLOCK,
         "long_prefill": 2 * BLOCK,
         "async_scheduling": overlap,
+        "instant_copies": True,  # else vLLM waits for the blocks that they hold, if they take long
     }
     first, second = sharer(**options), sharer()
     ids = [first.submit(long, max_tokens=2), first.submit(other, max_tokens=2)]
