@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV events: what vLLM publishes of the blocks in the own arena and in the store."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -56,23 +57,22 @@ class KVEvents:
         size = self._sizes[group]
         start, end = index * size, (index + 1) * size
         hashes = request.block_hashes
-        keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
+        parent = _external(hashes[start // self._hash_block_size - 1]) if start else None
+        # vLLM would look at all images from the one that it is given on.
+        image = bisect_right(
+            request.mm_features, start, key=lambda e: e.mm_position.offset + e.mm_position.length
+        )
+        keys, _ = generate_block_hash_extra_keys(request, start, end, image)
         lora = request.lora_request
         return BlockStored(
             block_hashes=[_external(hashes[end // self._hash_block_size - 1])],
-            parent_block_hash=(
-                _external(hashes[start // self._hash_block_size - 1]) if start else None
-            ),
+            parent_block_hash=parent,
             token_ids=list(request.all_token_ids[start:end]),
             block_size=size,
             lora_id=None if lora is None else lora.adapter_id,
             lora_name=None if lora is None else lora.name,
             medium=None,
-            **_known(
-                BlockStored,
-                extra_keys=_untagged([keys]),
-                group_idx=self._group_ids[group],
-            ),
+            **_known(BlockStored, extra_keys=_untagged([keys]), group_idx=self._group_ids[group]),
         )
 
     def take(self) -> list[KVCacheEvent]:

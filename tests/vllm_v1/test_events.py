@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV events: what a subscriber of vLLM's publisher believes of arenas and store is true."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from omni_connector.kv.shapes import GroupShape
 from omni_connector.testing.ports import free_port
 from omni_connector.testing.toy import BLOCK
+from omni_connector.vllm_v1 import events as events_module
+from omni_connector.vllm_v1.events import KVEvents
 
 from .harness import DEADLINE, assert_clean, hand_off, prompt, slots
 from .stores import MASTER, PREFIX, QUESTION, landed
@@ -143,6 +151,59 @@ def test_a_salt_is_told_as_vllm_tells_it(teller):
     publish(engine, salt="tenant")
     told = [e.extra_keys for e in router.of("CPU")]
     assert told == [[("tenant",)], *[[None]] * 5]
+
+
+class Features(list):
+    """Images of a prompt, which count how often one is looked at."""
+
+    looked = 0
+
+    def __getitem__(self, at):
+        self.looked += 1
+        return super().__getitem__(at)
+
+
+def with_images(images):
+    """A request with images after gaps, of so many tokens each, that ends after the last."""
+    at, features = 0, Features()
+    for number, (gap, length) in enumerate(images):
+        place = SimpleNamespace(offset=at + gap, length=length)
+        features.append(SimpleNamespace(identifier=f"image {number}", mm_position=place))
+        at += gap + length
+    blocks = at // BLOCK + 1
+    return SimpleNamespace(
+        mm_features=features,
+        all_token_ids=list(range(blocks * BLOCK)),
+        block_hashes=[bytes([n % 256]) * 32 for n in range(blocks)],
+        lora_request=None,
+        cache_salt=None,
+        prompt_embeds=None,
+    )
+
+
+def told_as_stored(request):
+    group = GroupShape(
+        kind="full_attention", block_size=BLOCK, attention_type="all", layers="x", pages=("x",)
+    )
+    events = KVEvents(None, [group], [0], BLOCK)
+    hashes = request.block_hashes
+    events.changes.looked_up(request, 0, hashes, [True] * len(hashes))
+    return events.take()
+
+
+@given(images=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), max_size=6))
+def test_each_block_is_told_with_the_images_in_it(images):
+    request = with_images(images)
+    for index, event in enumerate(told_as_stored(request)):
+        place = index * BLOCK, (index + 1) * BLOCK
+        keys, _ = generate_block_hash_extra_keys(request, *place, 0)
+        assert event.extra_keys == events_module._untagged([keys])
+
+
+def test_for_each_block_few_of_many_images_are_looked_at():
+    request = with_images([(3, 29)] * 256)
+    told = told_as_stored(request)
+    assert request.mm_features.looked < 16 * len(told)
 
 
 def test_the_store_is_told_when_it_is_known_to_hold_a_block(engine, shelf):

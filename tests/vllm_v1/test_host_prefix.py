@@ -332,7 +332,7 @@ def test_an_arena_stays_attached_where_only_a_slot_was_another_or_wrong(sharer, 
 def test_an_engine_that_does_not_answer_delays_one_request_until_it_appears_anew(
     sharer, tokens, monkeypatch
 ):
-    first, second = sharer(), sharer(extra={"load_timeout_s": 0.5})
+    first, second = sharer(), sharer()
     questions = [prompt(4 * BLOCK, seed=seed) for seed in range(3)]
     for each in questions:
         publish(first, each)
