@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What two engines must agree in before one reads the other's KV cache."""
 
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from omni_connector.kv.shapes import GroupShape
+from omni_connector.kv.shapes import GroupShape, pickled
 from omni_connector.kv.shapes import difference as groups_difference
 
 MAX_RANKS: Final = 1024
@@ -57,6 +57,9 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
     overrides: Text = ""
     scales: Text = ""
     numerics: Text | UnsetType = UNSET
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickled(self)
 
     def values(self) -> dict[str, object]:
         """All fields but the groups, by name; "" for one that is left out."""

@@ -22,6 +22,18 @@ _HEADS = re.compile(r"\bH([0-9]{1,12})\b")
 _Size = Annotated[int, Meta(ge=1, lt=1 << 40)]
 
 
+def pickled(value: msgspec.Struct) -> tuple[Any, ...]:
+    """What `__reduce__` returns for a struct that may have fields without a value.
+
+    pickle looks for UNSET in every module there is, and fails if one of them cannot be looked at.
+    """
+    return _unpickled, (type(value), msgspec.msgpack.encode(value))
+
+
+def _unpickled(kind: Any, encoded: bytes) -> Any:
+    return msgspec.msgpack.decode(encoded, type=kind)
+
+
 class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     """One cache group.
 
@@ -50,6 +62,9 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     attention: _Text = ""
     pages: Annotated[tuple[_Page, ...], Meta(min_length=1, max_length=1 << 14)]
     states: _Text | UnsetType = UNSET
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickled(self)
 
     def __post_init__(self) -> None:
         if (self.window > 0) != (self.attention_type in ("window", "chunk")):

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compatibility key: what it compares, and how it is encoded."""
 
+import pickle
+import sys
+import types
+
 import msgspec
 import pytest
 
@@ -67,3 +71,18 @@ def test_an_ordinary_key_has_the_fields_that_stores_know() -> None:
 )
 def test_a_key_travels(key: CompatibilityKey) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(key), type=CompatibilityKey) == key
+
+
+@pytest.mark.parametrize("value", [ORDINARY, ORDINARY.groups[0]], ids=["key", "shape"])
+def test_keys_and_shapes_go_to_workers_whatever_modules_there_are(
+    value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM pickles what its workers are told. pickle looks for UNSET in all modules, and those of
+    transformers cannot be looked at where torchvision is missing."""
+
+    class Module(types.ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(sys, "modules", {"a": Module("a"), **sys.modules})
+    assert pickle.loads(pickle.dumps(value)) == value  # noqa: S301 - our own bytes
