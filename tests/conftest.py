@@ -65,10 +65,14 @@ def begun_early(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def caplog(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> pytest.LogCaptureFixture:
-    """With the records of loggers below vLLM's, which once vLLM is imported propagates none."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    return caplog
+) -> Iterator[pytest.LogCaptureFixture]:
+    """With the records of loggers below vLLM's, whatever vLLM has made of it when imported."""
+    logger = logging.getLogger("vllm")
+    monkeypatch.setattr(logger, "propagate", True)
+    level = logger.level
+    logger.setLevel(logging.NOTSET)
+    yield caplog
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="module")

@@ -239,8 +239,13 @@ def _make_model(cache: Path) -> Path:
 
 def _load_reference() -> None:
     # It imports vLLM, which takes some seconds and writes remarks to the terminal.
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-    import omni_connector.testing.reference  # noqa: F401
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        import omni_connector.testing.reference  # noqa: F401
+    finally:
+        logger.setLevel(level)
 
 
 def demo(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo as users run it, and its negative control."""
 
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -25,10 +26,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_demo_moves_the_kv_and_gets_the_same_tokens(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    level = logging.getLogger("vllm").level
     status = demo(lengths=(100, 513), cache=cache, logs=tmp_path)
     out = capsys.readouterr().out
     assert status == 0, out
     assert out.count("yes") == 2
+    assert logging.getLogger("vllm").level == level  # whose process it is wants its log
 
 
 def test_the_demo_fails_a_connector_that_moves_nothing(

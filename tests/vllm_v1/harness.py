@@ -542,9 +542,9 @@ def slots(count: int) -> dict[str, float]:
     return {"arena_gib": count * SLOT / GIB}
 
 
-def connector_threads() -> list[str]:
+def connector_threads() -> set[threading.Thread]:
     """Threads of this package that run."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("omni-")]
+    return {thread for thread in threading.enumerate() if thread.name.startswith("omni-")}
 
 
 def sockets(runtime: Path) -> list[Path]:
