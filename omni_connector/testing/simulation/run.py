@@ -318,6 +318,7 @@ def laboratory() -> Iterator[None]:
         logger = logging.getLogger(name)
         levels.append((logger, logger.level, logger.propagate))
         logger.setLevel(logging.ERROR)
+        logger.propagate = False  # whoever keeps a record keeps the frames of its exception
     logging.getLogger("vllm").setLevel(logging.CRITICAL)
     for module, name, value in patched:
         setattr(module, name, value)
@@ -336,8 +337,9 @@ def laboratory() -> Iterator[None]:
         gc.unfreeze()
         for module, name, value in kept:
             setattr(module, name, value)
-        for logger, level, _ in levels:
+        for logger, level, propagate in levels:
             logger.setLevel(level)
+            logger.propagate = propagate
         for variable, content in former.items():
             if content is None:
                 del os.environ[variable]
