@@ -2,64 +2,102 @@
 """Copies in machine code give what numpy and xxhash give, and go where numpy must."""
 
 import importlib
+import itertools
+import platform
 
 import numpy as np
 import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
-from omni_connector import native_copy as native
-from omni_connector.native_copy import ALIGNMENT, Rows, native_copy
-
-
-def copied(lengths, slots, checksum=True):
-    """Rows of some slots before and after a copy, and the checksums."""
-    pytest.importorskip("llvmlite")
-    copy = native_copy()
-    assert copy is not None
-    sizes = [-(-max(length, 1) // ALIGNMENT) * ALIGNMENT for length in lengths]
-    room = np.full(slots * sum(sizes) + ALIGNMENT, 7, np.uint8)
-    target = room[-room.ctypes.data % ALIGNMENT :][: slots * sum(sizes)]
-    source = np.random.default_rng(1).integers(0, 256, target.size + 1, np.uint8)[1:]
-    offsets = np.arange(slots)[:, None] * sum(sizes) + np.cumsum([0, *sizes])[: len(sizes)]
-    sums = copy(
-        target.ctypes.data + offsets,
-        source.ctypes.data + offsets,
-        np.array(lengths, np.int64),
-        checksum,
-    )
-    return source, target, offsets, sums
+from omni_connector import native_code
+from omni_connector.native_copy import ALIGNMENT, Rows, begin, checksums, native_copy
 
 
-@pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize(
-    "lengths", [[1], [127], [128], [129], [4096], [4097, 0, 64], [100_000, 12_345]]
-)
-def test_rows_of_any_length_arrive_with_their_checksum_and_nothing_else_is_written(lengths, slots):
-    source, target, offsets, sums = copied(lengths, slots)
-    expected = np.full(target.size, 7, np.uint8)
-    for slot in range(slots):
-        rows = [slice(at, at + n) for at, n in zip(offsets[slot], lengths, strict=True)]
-        for row in rows:
-            expected[row] = source[row]
-        content = b"".join(source[row].tobytes() for row in rows)
-        assert sums[slot] == xxhash.xxh3_64_intdigest(content)
-    assert np.array_equal(target, expected)
+def filled(shape, seed):
+    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
 
 
-def test_no_checksums_are_made_that_nobody_asks_for():
-    assert copied([5000], 2, checksum=False)[3].tolist() == [0, 0]
+class Slots:
+    """Slots with rows of so many stripes each, beside each other; the sources begin anywhere."""
+
+    def __init__(self, stripes, slots, apart=1):
+        pytest.importorskip("llvmlite")
+        self.copy = native_copy()
+        assert self.copy is not None
+        self.lengths = np.array(stripes, np.int64) * ALIGNMENT
+        steps = self.lengths + apart * ALIGNMENT
+        size = int(steps.sum())
+        self.room = np.full(slots * size + ALIGNMENT, 7, np.uint8)
+        self.target = self.room[-self.room.ctypes.data % ALIGNMENT :][: slots * size]
+        self.source = filled(self.target.size + 1, seed=1)[1:]
+        self.offsets = np.arange(slots)[:, None] * size + np.cumsum(steps) - steps
+        self.states = begin(slots, int(self.lengths.sum()))
+
+    def run(self, some=slice(None), *, checksum=True):
+        """Copy some of the rows."""
+        offsets = self.offsets[:, some]
+        places = self.target.ctypes.data + offsets, self.source.ctypes.data + offsets
+        self.copy(*places, self.lengths[some], self.states, checksum=checksum)
+
+    def check(self, *, checksum=True):
+        expected = np.full(self.target.size, 7, np.uint8)
+        for offsets, found in zip(self.offsets, checksums(self.states), strict=True):
+            rows = [slice(at, at + n) for at, n in zip(offsets, self.lengths, strict=True)]
+            for row in rows:
+                expected[row] = self.source[row]
+            content = b"".join(self.source[row].tobytes() for row in rows)
+            assert not checksum or found == xxhash.xxh3_64_intdigest(content)
+        assert np.array_equal(self.target, expected)
+
+
+STRIPES = st.lists(st.integers(0, 70), min_size=1, max_size=6).filter(lambda some: sum(some) > 3)
+
+
+@given(stripes=STRIPES, slots=st.integers(1, 3), apart=st.integers(0, 2), checksum=st.booleans())
+def test_rows_arrive_with_their_checksum_and_nothing_else_is_written(
+    stripes, slots, apart, checksum
+):
+    each = Slots(stripes, slots, apart)
+    each.run(checksum=checksum)
+    each.check(checksum=checksum)
+
+
+@given(stripes=STRIPES, slots=st.integers(1, 3), data=st.data())
+def test_checksums_go_on_from_copy_to_copy(stripes, slots, data):
+    each = Slots(stripes, slots)
+    ends = sorted(data.draw(st.sets(st.integers(0, len(stripes)))) | {0, len(stripes)})
+    for first, end in itertools.pairwise(ends):
+        each.run(slice(first, end))
+    each.check()
+
+
+@pytest.mark.parametrize("page", [16 << 10, 1 << 20])
+def test_rows_as_long_as_those_of_models_arrive(page):
+    each = Slots([page // ALIGNMENT] * 4, 2, apart=0)
+    each.run()
+    each.check()
 
 
 def test_no_slots_and_no_rows_are_no_copy():
-    assert copied([64], 0)[3].tolist() == []
-    assert copied([], 2)[3].tolist() == [0, 0]
+    for each in (Slots([4], 0), Slots([], 2)):
+        each.run()
+        each.check(checksum=False)
 
 
-def test_rows_that_do_not_agree_are_refused():
-    copied([64], 1)  # there is a native copy
-    two = np.zeros((1, 2), np.int64)
-    with pytest.raises(ValueError, match="lengths"):
-        native_copy()(two, two, np.zeros(1, np.int64), True)
+def test_arrays_that_do_not_agree_are_refused():
+    each = Slots([8], 2)
+    two = np.zeros((2, 1), np.int64)
+    for wrong in (
+        (two, two[:1], each.lengths, each.states),
+        (two, two, each.lengths[:0], each.states),
+        (two, two, each.lengths, each.states[:1]),
+        (two, two, each.lengths, each.states[:, :-1]),
+        (two, two, each.lengths, np.asfortranarray(each.states)),
+    ):
+        with pytest.raises(ValueError, match="lengths"):
+            each.copy(*wrong, checksum=True)
 
 
 @pytest.mark.parametrize("ids", [[-1], [0, 3]])
@@ -81,8 +119,33 @@ def test_numpy_copies_where_the_compiler_is_missing(monkeypatch, caplog):
     assert "there is no native copy" in caplog.text
 
 
-def test_numpy_copies_where_machine_code_gives_something_else(monkeypatch):
-    monkeypatch.setattr(
-        native, "_compiled", lambda: lambda targets, *_: np.zeros(len(targets), np.uint64)
-    )
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("store <8 x i64> %stripe.3", "store <8 x i64> %stripe.2"),
+        ("%c.block = add i64 %c, 16", "%c.block = add i64 %c, 15"),
+        ("i64 121, i64 %usual", "i64 120, i64 %usual"),
+        ("%is.not.end = xor i1 %is.end, true", "%is.not.end = or i1 %is.end, true"),
+        (
+            "%sums.one = phi <8 x i64> [%one, %single], [%scrambled",
+            "%sums.one = phi <8 x i64> [%one, %single], [%one",
+        ),
+        ("lshr i64 %folded.4, 37", "lshr i64 %folded.4, 36"),
+        ("store i64 %left, ptr %left.at", "store i64 %total, ptr %left.at"),
+    ],
+)
+def test_numpy_copies_where_machine_code_gives_something_else(monkeypatch, caplog, right, wrong):
+    code = native_code.code()
+    assert right in code
+    monkeypatch.setattr(native_code, "code", lambda: code.replace(right, wrong))
     assert native_copy.__wrapped__() is None
+    assert "not those of numpy and xxhash" in caplog.text
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are processors of x86-64")
+@pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3"])
+def test_processors_with_narrow_registers_get_the_same(monkeypatch, caplog, processor):
+    llvm = pytest.importorskip("llvmlite.binding")
+    monkeypatch.setattr(llvm, "get_host_cpu_name", lambda: processor)
+    monkeypatch.setattr(llvm, "get_host_cpu_features", llvm.FeatureMap)
+    assert native_copy.__wrapped__() is not None, caplog.text

@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 from omni_connector.errors import LayoutError
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
 from omni_connector.kv.segments import Segment, content_of, padding_of, reserved_of, split
-from omni_connector.native_copy import ALIGNMENT, Rows, native_copy
+from omni_connector.native_copy import (
+    ALIGNMENT,
+    LEAST_HASHED,
+    Rows,
+    begin,
+    checksums,
+    native_copy,
+)
 
 _HASHED_BYTES = 512 * 1024
 """Bytes copied before they are hashed: few enough to be still in the core's own cache."""
@@ -48,6 +55,8 @@ class BlockCopy:
             them.
         slot_ids: int64 `(n,)`; the slot of each of the blocks.
         checksum: whether to compute the checksums.
+        states: of `BlockCopier.begin` `(n, ...)`, if these are not all bytes of the slots: the copy
+            goes on with their checksums, and returns those of slots that it brings to their end.
         fence: what `BlockCopier.fence` returned; the copy waits for it.
     """
 
@@ -57,6 +66,7 @@ class BlockCopy:
     slot_ids: NDArray[np.int64]
     checksum: bool
     fence: object = None
+    states: NDArray[np.uint64] | None = None
 
 
 class BlockCopier(ABC):
@@ -114,6 +124,21 @@ class BlockCopier(ABC):
         sums = self._copy(copy, False, None)
         assert sums is not None  # only a cancelled copy has none
         return sums
+
+    def begin(
+        self, groups: Sequence[int], slots: NDArray[np.uint8], count: int
+    ) -> NDArray[np.uint64] | None:
+        """States of the checksums of slots that are filled by a copy of each of some groups.
+
+        Args:
+            groups: in the order of their bytes in a slot, from the first to the last.
+            slots: `(n_slots, slot_bytes)`, which the copies write.
+            count: of the slots that they write.
+
+        Returns:
+            For `BlockCopy.states` `(count, ...)`; None if this copier hashes whole slots only.
+        """
+        return None
 
     @abstractmethod
     def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
@@ -274,6 +299,16 @@ class CpuCopier(BlockCopier):
     def pin(self, slots: NDArray[np.uint8]) -> None:
         """Do nothing: the host reads all of its memory equally well."""
 
+    def begin(
+        self, groups: Sequence[int], slots: NDArray[np.uint8], count: int
+    ) -> NDArray[np.uint64] | None:
+        rows = [self._groups[group].rows for group in groups]
+        nbytes = sum(each.nbytes for each in rows)
+        aligned = not (slots.ctypes.data % ALIGNMENT or slots.strides[0] % ALIGNMENT)
+        if native_copy() is None or not aligned or not all(each.whole for each in rows):
+            return None
+        return begin(count, nbytes) if nbytes >= LEAST_HASHED else None
+
     def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
         for block, _, count in consecutive(block_ids, block_ids, len(block_ids)):
             _zero(self._groups[group].reserved, block, count)
@@ -296,7 +331,9 @@ class CpuCopier(BlockCopier):
 
         def copy_part(part: int) -> None:
             some = slice(count * part // parts, count * (part + 1) // parts)
-            each = replace(copy, block_ids=copy.block_ids[some], slot_ids=copy.slot_ids[some])
+            states = None if copy.states is None else copy.states[some]
+            ids = copy.block_ids[some], copy.slot_ids[some]
+            each = replace(copy, block_ids=ids[0], slot_ids=ids[1], states=states)
             found = None if given_up else self._copy_part(each, saving, cancelled)
             if found is None:
                 given_up.append(part)
@@ -310,24 +347,32 @@ class CpuCopier(BlockCopier):
         self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
     ) -> NDArray[np.uint64] | None:
         group, native = self._groups[copy.group], native_copy()
-        blocks = group.rows.blocks(copy.block_ids)
-        slots = group.rows.slots(copy.slots, copy.slot_ids)
+        rows = group.rows
+        blocks = rows.blocks(copy.block_ids)
+        slots = rows.slots(copy.slots, copy.slot_ids)
         targets, sources = (slots, blocks) if saving else (blocks, slots)
-        if native is None or not targets.size or (targets % ALIGNMENT).any():
+        if (
+            native is None
+            or not rows.whole
+            or (copy.checksum and copy.states is None and rows.nbytes < LEAST_HASHED)
+            or (targets % ALIGNMENT).any()
+        ):
+            if copy.states is not None:
+                raise ValueError("states of checksums, for slots that `begin` was not told of")
             return self._copy_by_numpy(copy, saving, cancelled)
-        step = len(targets)
+        states = begin(len(targets), rows.nbytes) if copy.states is None else copy.states
+        step = max(1, len(targets))
         if cancelled is not None:
             step = max(1, _COPIED_BYTES // self._layout.group_bytes[copy.group])
-        sums = np.zeros(len(targets), np.uint64)
         for at in range(0, len(targets), step):
             if cancelled is not None and cancelled():
                 return None
             some = slice(at, at + step)
-            sums[some] = native(targets[some], sources[some], group.rows.lengths, copy.checksum)
+            native(targets[some], sources[some], rows.lengths, states[some], checksum=copy.checksum)
         if not saving and group.padding:
             for block, _, count in consecutive(copy.block_ids, copy.slot_ids, len(targets)):
                 _zero(group.padding, block, count)
-        return sums
+        return checksums(states) if copy.checksum else np.zeros(len(targets), np.uint64)
 
     def _copy_by_numpy(
         self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None

@@ -165,7 +165,9 @@ class LayeredSave:
         whole = [max(1, len(blocks.block_ids))] * len(blocks.group_sizes)
         self._places = dict(blocks.batches(whole))
         self._checksum = checksum
-        self._digests = [xxhash.xxh3_64() for _ in slot_ids] if checksum else []
+        self._states: dict[int, NDArray[np.uint64] | None] = {}
+        self._sums = np.zeros(len(slot_ids), np.uint64)
+        self._digests: dict[int, xxhash.xxh3_64] = {}
         self._done = [0] * len(self._stretches)
 
     def follow(self, cancelled: Callable[[], bool]) -> Generator[bool | float, None, int]:
@@ -184,7 +186,7 @@ class LayeredSave:
                 continue
             stretch, places = self._stretches[group][self._done[group]], self._places[group]
             for batch in _batches(places, stretch):
-                if not self._copy(stretch, batch, cancelled):
+                if not self._copy(group, stretch, batch, cancelled):
                     return copied
                 copied += len(batch) * (stretch.end - stretch.first)
                 yield True
@@ -219,24 +221,35 @@ class LayeredSave:
             return self._copier.save(whole, cancelled=cancelled)
         for stretch in stretches[done:]:
             for batch in _batches(places, stretch):
-                if not self._copy(stretch, batch, cancelled):
+                if not self._copy(group, stretch, batch, cancelled):
                     return None
-        sums = [self._digests[place].intdigest() if self._checksum else 0 for place in places]
-        return np.array(sums, np.uint64)
+        return self._sums[places]
 
     def _copy(
-        self, stretch: Stretch, places: NDArray[np.int64], cancelled: Callable[[], bool]
+        self,
+        group: int,
+        stretch: Stretch,
+        places: NDArray[np.int64],
+        cancelled: Callable[[], bool],
     ) -> bool:
         part, slot_ids = self._slots[:, stretch.first : stretch.end], self._slot_ids[places]
-        copy = BlockCopy(
-            stretch.number, self._block_ids[places], part, slot_ids, False, self._forward.fence
-        )
+        if self._checksum and group not in self._states:
+            numbers = [each.number for each in self._stretches[group]]
+            self._states[group] = self._copier.begin(numbers, self._slots, len(self._slot_ids))
+        states = self._states.get(group)
+        of_these = None if states is None else states[places]
+        ids, goes_on = (self._block_ids[places], part, slot_ids), states is not None
+        copy = BlockCopy(stretch.number, *ids, goes_on, self._forward.fence, of_these)
         copied = self._copier.save(copy, cancelled=cancelled)
         if copied is None:
             return False
-        if self._checksum:
+        if states is not None and of_these is not None:
+            states[places], self._sums[places] = of_these, copied
+        elif self._checksum:
             for place, slot in zip(places.tolist(), slot_ids.tolist(), strict=True):
-                self._digests[place].update(part[slot].data)
+                digest = self._digests.setdefault(place, xxhash.xxh3_64())
+                digest.update(part[slot].data)
+                self._sums[place] = digest.intdigest()
         return True
 
 
@@ -261,6 +274,11 @@ class TracedCopier(BlockCopier):
 
     def fence(self) -> object:
         return self._inner.fence()
+
+    def begin(
+        self, groups: Sequence[int], slots: NDArray[np.uint8], count: int
+    ) -> NDArray[np.uint64] | None:
+        return self._inner.begin(groups, slots, count)
 
     def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
         began = now()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from omni_connector import copy_threads
 from omni_connector.copy_threads import UNTIL_NOTIFIED, CopyThread, Outcome
 from omni_connector.kv.canonical import SlotLayout, canonicalize
+from omni_connector.kv.copying import CpuCopier
 from omni_connector.kv.layered import Forward, LayeredSave, Stretches
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 
@@ -45,7 +46,11 @@ class Saving:
         of_group = np.array_split(np.arange(1, source.num_blocks), len(source.groups))
         self.blocks = BlockSpans.of([(0, [NULL_BLOCK_ID, *ids.tolist()]) for ids in of_group])
         count = len(self.blocks.block_ids)
-        self.slots = np.zeros((count, self.stretches.layout.slot_bytes), np.uint8)
+        # As in an arena: machine code writes to whole lines only.
+        size = self.stretches.layout.slot_bytes
+        wide = np.zeros((count * -(-size // 64) + 1) * 64, np.uint8)
+        lines = wide[-wide.ctypes.data % 64 :][: count * -(-size // 64) * 64]
+        self.slots = lines.reshape(count, -1)[:, :size]
         self.copier = make_copier(self.stretches.canonical, self.stretches.layout, self.slots)
         self.checksum = checksum
         self.copies = LayeredSave(
@@ -145,6 +150,24 @@ def test_layers_are_copied_in_the_order_of_the_slot(kv, make_copier, order):
         assert saving.copies._done == [ready]
     assert saving.end() == 3 * 3 * 64
     saving.check(8)
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_checksums_go_on_from_layer_to_layer_in_machine_code(kv, layers):
+    source = kv.build("LBHNC", 6, [[kv.Shape(layers, 2, 16, 64)], [kv.Shape(2, 2, 16, 64)]], seed=1)
+    saving = Saving(
+        lambda canonical, layout, slots: CpuCopier(canonical, layout), source, source.clone()
+    )
+    for stretches in saving.stretches.of_groups:
+        numbers = [stretch.number for stretch in stretches]
+        assert saving.copier.begin(numbers, saving.slots, 2) is not None
+        assert saving.copier.begin(numbers, saving.slots[:, 1:], 2) is None
+    for layer in saving.layers[:-1]:
+        saving.compute(layer)
+        while not saving.advance(1):
+            pass
+    saving.end()
+    saving.check(2)
 
 
 def test_a_pass_that_tells_nothing_is_copied_at_its_end(kv, make_copier):
