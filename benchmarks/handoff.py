@@ -11,6 +11,7 @@ Beside OmniKVConnector stand vLLM's floor, a connector that moves nothing and sa
 and NixlConnector where nixl is installed.
 
     python benchmarks/handoff.py [--quick]
+    PYTHONPATH=tests/e2e/site python benchmarks/handoff.py    where the kernel is Linux 6.18
 
 writes results/handoff.md and results/handoff.png beside this file.
 """
@@ -217,6 +218,17 @@ def summary(tokens: int, samples: list[Sample]) -> str:
     )
 
 
+def yields() -> str:
+    """What is to be said of processes that yield; "" where they do what vLLM does."""
+    if os.sched_yield.__module__ != "sitecustomize":
+        return ""
+    return (
+        " vLLM's processes sleep for 20 µs where they would yield "
+        "(`PYTHONPATH=tests/e2e/site`): Linux 6.18 keeps others off a core that yields "
+        "([why](../../docs/troubleshooting.md#engines-that-share-cpu-cores))."
+    )
+
+
 def markdown(
     results: dict[str, dict[int, list[Sample]]],
     command: str,
@@ -229,7 +241,7 @@ def markdown(
         f"# {title}",
         "",
         f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
-        f"{platform.system()} {platform.release()}, Python {platform.python_version()}.",
+        f"{platform.system()} {platform.release()}, Python {platform.python_version()}.{yields()}",
         "",
         "Model of 128 KiB of KV a token, one core an engine. Milliseconds at a client, medians of "
         f"{repeats}. *remote*: first token with the KV {where}; *local*: with the "

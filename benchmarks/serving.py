@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import handoff
 import matplotlib as mpl
 import numpy as np
 
@@ -307,6 +308,7 @@ def machine(command: str, load: float) -> str:
     return (
         f"`{command}`: {os.cpu_count()} cores, load average {load:.2f} at the start; "
         f"{platform.system()} {platform.release()}, Python {platform.python_version()}."
+        + handoff.yields()
     )
 
 
