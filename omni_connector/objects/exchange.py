@@ -27,11 +27,11 @@ from omni_connector.errors import (
 from omni_connector.memory.arena import Arena
 from omni_connector.memory.buffers import Buffers
 from omni_connector.net.forks import forget_in_child
-from omni_connector.net.watch import Watch
 from omni_connector.objects.base import ObjectKey, OmniConnector, check_times
 from omni_connector.objects.object_store import ObjectStore
 from omni_connector.objects.peer import Find, Found, Line, Missing, Peer, Read, read_object
 from omni_connector.transports.base import ArenaTransport, Endpoint
+from omni_connector.turns import Watch
 
 logger = logging.getLogger(__name__)
 

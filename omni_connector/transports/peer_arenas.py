@@ -13,12 +13,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Final
 
-from omni_connector.net.watch import WATCH_S, Watch
 from omni_connector.trace import now
 from omni_connector.transports import ArenaTransport, Endpoint, RemoteArena
 from omni_connector.transports.choice import Transports
 from omni_connector.transports.reading import PeerThreads
-from omni_connector.turns import StartTurns, TurnThread
+from omni_connector.turns import WATCH_S, StartTurns, TurnThread, Watch
 
 ATTACH_S: Final = 10.0
 IDLE_S: Final = 10.0
