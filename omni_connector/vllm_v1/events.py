@@ -72,7 +72,12 @@ class KVEvents:
             lora_id=None if lora is None else lora.adapter_id,
             lora_name=None if lora is None else lora.name,
             medium=None,
-            **_known(BlockStored, extra_keys=_untagged([keys]), group_idx=self._group_ids[group]),
+            **_known(
+                BlockStored,
+                extra_keys=_untagged([keys]),
+                group_idx=self._group_ids[group],
+                session_id=getattr(request, "session_id", None),
+            ),
         )
 
     def take(self) -> list[KVCacheEvent]:

@@ -153,6 +153,13 @@ def test_a_salt_is_told_as_vllm_tells_it(teller):
     assert told == [[("tenant",)], *[[None]] * 5]
 
 
+@pytest.mark.skipif("session_id" not in BlockStored.__struct_fields__, reason="newer vLLM tells it")
+def test_the_session_of_a_request_is_told():
+    request = with_images([(0, 2 * BLOCK)])
+    request.session_id = "a conversation"
+    assert {event.session_id for event in told_as_stored(request)} == {"a conversation"}
+
+
 class Features(list):
     """Images of a prompt, which count how often one is looked at."""
 
