@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 
+from omni_connector.plugin import installed_vllm
 from omni_connector.prefix import saves
 from omni_connector.testing.simulation import check
 from omni_connector.testing.toy import BLOCK
@@ -63,6 +64,15 @@ def publish(place, engine, text=PREFIX, **options):
     return answer
 
 
+def splits_whole_blocks():
+    """Whether vLLM leaves a state before the last block of a prompt that ends with a block.
+
+    Before 0.32 it computes all of it at once: such a prompt cannot be used again by itself.
+    """
+    major, minor, *_ = installed_vllm().version.split(".")
+    return (int(major), int(minor)) >= (0, 32)
+
+
 def ask(place, engine, text, expected, count=6):
     """What an engine loads for a prompt; its answer has to be what is expected."""
     before = place.loaded(engine)
@@ -76,6 +86,8 @@ def ask(place, engine, text, expected, count=6):
 )
 def test_a_prompt_goes_on_where_a_step_left_a_state(place, engine, length, loaded):
     """vLLM computes all but the last block at once, so there are states after five and six."""
+    if not splits_whole_blocks():
+        loaded = 0
     first, second = place(family="all three"), place(family="all three")
     publish(place, first)
     question = [*PREFIX[:length], 7]
