@@ -70,8 +70,15 @@ OWN: Final = (
         "the checksum of a slot omits what was copied first",
         (
             "omni_connector.kv.layered",
-            "        if self._checksum:\n            for place, slot",
-            "        if self._checksum and stretch.first:\n            for place, slot",
+            "        elif self._checksum:\n            for place, slot",
+            "        elif self._checksum and stretch.first:\n            for place, slot",
+        ),
+        (
+            "omni_connector.kv.layered",
+            "            states[places], self._sums[places] = of_these, copied\n",
+            "            self._sums[places] = copied\n"
+            "            if stretch.first:\n"
+            "                states[places] = of_these\n",
         ),
     ),
     mutant(
