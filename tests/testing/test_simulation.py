@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.kv.copying import CpuCopier
 from omni_connector.testing.simulation import HASHES_VARIABLE, __main__
 from omni_connector.testing.simulation.campaign import campaign, replayed
 from omni_connector.testing.simulation.draws import plan_of
 from omni_connector.testing.simulation.mutants import command as mutants
 from omni_connector.testing.simulation.mutants.mutations import MUTANTS
 from omni_connector.testing.simulation.plan import has_states
-from omni_connector.testing.simulation.run import laboratory, run
+from omni_connector.testing.simulation.run import laboratory, run, told
 from omni_connector.vllm_v1.metrics import OmniStats
 
 from ..simulations import STORIES
@@ -63,6 +64,7 @@ def test_the_plans_of_seeds_differ_and_hold_all_kinds_of_engines_and_events():
     assert sizes[2] > 40
     assert sizes[3] > 0
     assert {plan.mapped for plan in plans} == {True, False}
+    assert 50 < sum(not plan.native for plan in plans) < 100
     assert len({event.what for plan in plans for event in plan.events}) == 15
 
 
@@ -107,6 +109,25 @@ def test_engines_of_a_host_find_states_in_each_other_s_arenas_and_in_their_own(c
 def test_engines_of_different_block_sizes_hand_off(counted):
     run_those(lambda plan: len({engine.block_size for engine in plan.engines}) > 1)
     assert counted["handoffs_received"] > 50
+
+
+def test_with_machine_code_and_without_it_a_seed_is_the_same_schedule(monkeypatch):
+    begin, by_layer = CpuCopier.begin, Counter()
+
+    def beginning(self, groups, slots, count):
+        states = begin(self, groups, slots, count)
+        by_layer[native, "digests" if states is None else "states"] += 1
+        return states
+
+    monkeypatch.setattr(CpuCopier, "begin", beginning)
+    stories = []
+    with laboratory():
+        for native in (True, False):
+            stories.append([told(replace(plan_of(seed), native=native)) for seed in range(12)])
+    assert stories[0] == stories[1]
+    assert by_layer[True, "states"] > 10
+    assert by_layer[False, "digests"] > 10
+    assert not by_layer[False, "states"]
 
 
 def test_the_time_that_passes_is_virtual():

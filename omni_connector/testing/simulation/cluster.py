@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from omni_connector.memory.block_index import Tags
 from omni_connector.testing import inspection
 from omni_connector.testing.simulation.clients import Clients
 from omni_connector.testing.simulation.plan import Plan
@@ -40,6 +41,7 @@ class Cluster(Clients):
         super().__init__(plan)
         self.liars: list[Liar | LyingIndex] = []
         self.operating = 0
+        self._listed: Tags = np.zeros(0, np.uint64)  # tags of all blocks that slots had until a lie
         for shape in plan.engines:
             self._start(shape.name)
 
@@ -200,8 +202,9 @@ class Cluster(Clients):
             halves = [each.halves[0] for each in self.engines.values()]
             if not halves:  # all are being started again
                 return
-            tags = np.unique(np.concatenate([inspection.tags(half) for half in halves]))
-            liar.lie(tags[tags != 0], inspection.generations(target.halves[0]), draw)
+            tags = [self._listed, *(inspection.tags(half) for half in halves)]
+            self._listed = np.setdiff1d(np.concatenate(tags), [0])
+            liar.lie(self._listed, inspection.generations(target.halves[0]), draw)
 
         for times in range(_LIES):
             self.world.later(times * _LIE_S, lie)

@@ -2,6 +2,7 @@
 """What a seed draws: the engines, what goes wrong in general, and what happens, in order."""
 
 import random
+from dataclasses import replace
 from typing import Any, Final
 
 from omni_connector.testing.simulation.engines.settings import EngineShape, Policy, Role
@@ -19,6 +20,8 @@ _FAMILIES: Final = (
     "latent",
     "window",
 )
+
+_WITHOUT_NATIVE_OFTEN: Final = 0.25
 
 _POLICIES: Final[tuple[Policy, ...]] = ("fail", "recompute")
 
@@ -41,7 +44,8 @@ def plan_of(seed: int) -> Plan:
     scene = staged(plan, random.Random(f"scene {seed}"))
     if scene is plan:
         scene = hosted(plan, random.Random(f"host {seed}"))
-    return hinted(scene, random.Random(f"hints {seed}"))
+    native = random.Random(f"native {seed}").random() >= _WITHOUT_NATIVE_OFTEN
+    return replace(hinted(scene, random.Random(f"hints {seed}")), native=native)
 
 
 def _engines(draw: random.Random) -> tuple[EngineShape, ...]:

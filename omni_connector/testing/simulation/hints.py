@@ -48,13 +48,14 @@ _SALTED_OFTEN: Final = 0.4
 
 def hinted(plan: Plan, draw: random.Random) -> Plan:
     """The same with hints in a part of the requests, for about half of the plans whose engines
-    share prefixes; the plan itself for the others.
+    share prefixes and whose scene has none of its own; the plan itself for the others.
 
     Args:
         draw: of this, and of nothing else.
     """
     first = plan.engines[0]
-    if not (first.hosts or first.shares) or draw.random() >= _OFTEN:
+    own = any("wish" in event.how for event in plan.events)
+    if own or not (first.hosts or first.shares) or draw.random() >= _OFTEN:
         return plan
     part = draw.choice((0.25, 0.25, 0.5, 1.0, 0.1, 0.0))
     quota = draw.choice((1.0, 1.0, 0.5, 0.2, 0.0))

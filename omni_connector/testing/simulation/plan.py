@@ -64,6 +64,8 @@ class Plan:
         mapped: whether peers' arenas are read in place.
         piece_bytes: that are copied in one go, at least a block.
         trouble: settings of what goes wrong at any time; see `Cluster`.
+        native: whether machine code copies, hashes and looks up, where it can be had; else numpy
+            and Python do.
     """
 
     seed: str
@@ -73,6 +75,7 @@ class Plan:
     mapped: bool
     piece_bytes: int
     trouble: dict[str, float] = field(default_factory=dict)
+    native: bool = True
 
     def only(self, numbers: set[int]) -> "Plan":
         """The same with these events only."""

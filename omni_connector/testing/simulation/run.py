@@ -18,6 +18,10 @@ from typing import Any, Final
 import torch
 
 from omni_connector.copies import jobs
+from omni_connector.kv import copying
+from omni_connector.memory import block_index
+from omni_connector.native_copy import native_copy
+from omni_connector.native_probe import native_probe
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
 from omni_connector.prefix import saves, store_jobs
 from omni_connector.testing.simulation import HASHES_VARIABLE
@@ -50,6 +54,12 @@ _FAULTS: Final = {
     "save_failed",
 }
 _STALE: Final = {"stale_slot", "weights_changed"}
+
+# Where machine code is asked for, by which name, and what gives it.
+_NATIVE: Final[list[tuple[Any, str, Any]]] = [
+    (copying, "native_copy", native_copy),
+    (block_index, "native_probe", native_probe),
+]
 
 _HANG_CPU_S: Final = 20
 _HANG_S: Final = 300
@@ -86,6 +96,8 @@ def told(plan: Plan) -> tuple[Failure | None, tuple[str, ...]]:
     with _alarm(), errors:
         try:
             jobs.BATCH_BYTES = plan.piece_bytes  # type: ignore[misc]
+            for module, name, made in _NATIVE:
+                setattr(module, name, made if plan.native else _nothing)
             cluster = Cluster(plan)
             _run(cluster, plan, errors)
             cluster.close()
@@ -304,6 +316,7 @@ def laboratory() -> Iterator[None]:
     os.environ.update(variables)
     patched: list[tuple[Any, str, Any]] = [
         (jobs, "BATCH_BYTES", 1),
+        *_NATIVE,
         (store_jobs, "_MAX_ROWS", 2),
         (store_jobs, "_STAGING_BUFFERS", 2),
         (saves, "_TOGETHER", 2),  # answers are short
@@ -346,6 +359,10 @@ def laboratory() -> Iterator[None]:
             else:
                 os.environ[variable] = content
         shutil.rmtree(folder)
+
+
+def _nothing() -> None:
+    """What there is of machine code where llvmlite is missing."""
 
 
 def _no_sleep(seconds: float) -> None:

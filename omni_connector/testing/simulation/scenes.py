@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from omni_connector.testing.simulation.engines.settings import EngineShape
+from omni_connector.testing.simulation.hints import Wish
 from omni_connector.testing.simulation.plan import (
     LONGEST,
     SLOW_S,
@@ -26,6 +27,7 @@ from omni_connector.testing.toy import FAMILIES
 _OFTEN: Final = 0.1
 _SLOW_OFTEN: Final = 0.05
 _SIZED_OFTEN: Final = 0.3
+_LEFT_PINS_OFTEN: Final = 0.05
 _AWHILE_S: Final = 30.0
 
 _Happens = list[tuple[int, str, dict[str, Any]]]
@@ -217,19 +219,55 @@ def hosted(plan: Plan, draw: random.Random) -> Plan:
         more += _lies(plan, draw)
     for each in more:
         happens.insert(draw.randrange(len(happens) + 1), each)
+    if draw.random() < _LEFT_PINS_OFTEN:
+        return _left_pins(plan, draw)
     return replace(plan, events=_events(happens))
+
+
+def _left_pins(plan: Plan, draw: random.Random) -> Plan:
+    """Clients want a prompt pinned for which there is room once. One goes away while the KV is
+    copied, and another asks for the same."""
+    prefill, decode = _pair(plan, draw)
+    length = draw.choice((33, 37))
+    happens: _Happens = []
+    for family in draw.sample(range(3), 3):
+        seconds = draw.choice((0.5, 3.0, 600.0))
+        wish = Wish({"pin_s": seconds}, pin_s=seconds)
+        how = _hand_off(prefill, decode, (family, length)) | {"wish": wish}
+        happens.append((draw.choice((0, 300, 1000)), "hand_off", how | {"leaves": True}))
+        for _ in range(2):
+            happens.append((draw.choice((1, 10, 30)), "hand_off", how))
+    engines = []
+    for engine in plan.engines:
+        groups = groups_of(engine.family)
+        slots = max(engine.slots, 40 * groups)
+        part = draw.choice((1.0, 1.5)) * groups * (length // engine.block_size) / slots
+        room = replace(engine, slots=slots, pin_part=min(part, 1.0), tenant_quota=1.0)
+        engines.append(replace(room, step_s=0.0))
+    trouble = {"slow_copies": draw.choice((SLOW_S, 0.1))}
+    return replace(
+        plan, engines=tuple(engines), events=_events(happens), pace=0.0002, trouble=trouble
+    )
 
 
 def _evictions(plan: Plan, draw: random.Random) -> Plan:
     """Blocks leave small arenas while other engines are about to read them."""
-    groups = groups_of(plan.engines[0].family)
-    engines = tuple(
-        replace(engine, slots=groups * draw.choice((3, 5, 10)), step_s=0.0)
-        for engine in plan.engines
-    )
+    plan = _small(plan, draw)
+    engines = tuple(replace(engine, step_s=0.0) for engine in plan.engines)
     happens = _served(plan, draw, 14)
     trouble = {"slow": 0.05} if draw.random() < 0.5 else {}
     return replace(plan, engines=engines, events=_events(happens), pace=0.0002, trouble=trouble)
+
+
+def _small(plan: Plan, draw: random.Random) -> Plan:
+    """The same with arenas that are too small for all blocks."""
+    groups = groups_of(plan.engines[0].family)
+    return replace(
+        plan,
+        engines=tuple(
+            replace(engine, slots=groups * draw.choice((3, 5, 10))) for engine in plan.engines
+        ),
+    )
 
 
 def _one_by_one(plan: Plan, draw: random.Random) -> Plan:
@@ -252,12 +290,23 @@ def _one_by_one(plan: Plan, draw: random.Random) -> Plan:
 
 
 def _liars(plan: Plan, draw: random.Random) -> Plan:
-    """Nothing goes wrong but that indexes lie."""
+    """Nothing goes wrong but that indexes lie: they have room for all blocks that have left the
+    small arenas of others."""
     happens = _served(plan, draw, 4)
     for _ in range(3):
         happens += [*_lies(plan, draw), *_served(plan, draw, 4)]
-    engines = tuple(replace(engine, step_s=0.0) for engine in plan.engines)
-    return replace(plan, engines=engines, events=_events(happens), pace=0.0002, trouble={})
+    plan, large = _small(plan, draw), draw.choice(plan.engines).name
+    slots = 40 * groups_of(plan.engines[0].family)
+    engines = tuple(
+        replace(engine, slots=slots if engine.name == large else engine.slots, step_s=0.0)
+        for engine in plan.engines
+    )
+    happens = [
+        (acts, what, how | {"engine": large} if what == "lie" else how)
+        for acts, what, how in happens
+    ]
+    trouble = {"met_late": 0.0}
+    return replace(plan, engines=engines, events=_events(happens), pace=0.0002, trouble=trouble)
 
 
 def _parts(plan: Plan, draw: random.Random) -> Plan:

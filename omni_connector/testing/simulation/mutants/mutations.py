@@ -70,15 +70,37 @@ OWN: Final = (
         "the checksum of a slot omits what was copied first",
         (
             "omni_connector.kv.layered",
-            "        elif self._checksum:\n            for place, slot",
-            "        elif self._checksum and stretch.first:\n            for place, slot",
-        ),
-        (
-            "omni_connector.kv.layered",
             "            states[places], self._sums[places] = of_these, copied\n",
             "            self._sums[places] = copied\n"
             "            if stretch.first:\n"
             "                states[places] = of_these\n",
+        ),
+    ),
+    mutant(
+        "a layer is not hashed in Python",
+        "where machine code makes no checksums, that of a slot omits what was copied first",
+        (
+            "omni_connector.kv.layered",
+            "        elif self._checksum:\n            for place, slot",
+            "        elif self._checksum and stretch.first:\n            for place, slot",
+        ),
+    ),
+    mutant(
+        "a run of blocks is a run of slots",
+        "without machine code, blocks that follow each other are copied as if their slots did",
+        (
+            "omni_connector.kv.copying",
+            "            and slots[first + count] == slot + count\n",
+            "",
+        ),
+    ),
+    mutant(
+        "a prefix goes on behind a gap",
+        "without machine code, all blocks are taken to be where the first of them is",
+        (
+            "omni_connector.memory.block_index",
+            "                run = int(lacks.argmax()) if lacks.any() else len(batch)\n",
+            "                run = 0 if lacks[0] else len(batch)\n",
         ),
     ),
     mutant(
