@@ -35,10 +35,10 @@ lint: setup
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	@scripts/run_tests.sh $(ARGS)
 
 test-unit: setup
-	$(BIN)/python -m pytest -m "not vllm and not e2e" $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not vllm and not e2e" $(ARGS)
 
 test-matrix: setup
 	@scripts/test_matrix.sh $(ARGS)

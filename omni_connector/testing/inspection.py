@@ -85,6 +85,12 @@ def shares(half: "OmniScheduler") -> bool:
     return half._shared is not None and half._shared._host is not None
 
 
+def tell_hits(half: "OmniScheduler") -> None:
+    """Have an engine tell the others of its host soon what it has read, not with its next look."""
+    if shares(half):
+        half._shared._host._neighbours._thread.wake()  # type: ignore[union-attr]
+
+
 def listed(half: "OmniScheduler") -> "tuple[Ints, Ints, Ints]":
     """Return the slots in an engine's index, their generations there, and those that the slots
     have, -1 where nothing is in them yet."""

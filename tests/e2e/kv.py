@@ -9,7 +9,7 @@ import torch
 
 from omni_connector.testing.engines import Engine
 
-from .probe import EXTENSION
+from .probe import EXTENSION, KEPT
 
 ARGUMENTS = ("--worker-extension-cls", EXTENSION)
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -40,17 +40,43 @@ class Probe:
 
     def read(self, moment: str) -> list["Held"]:
         """What the latest request's blocks held, by rank; see `KVProbe.probe_watch`."""
-        return self.read_all(moment)[-1]
+        [latest] = self.read_all(moment, most=1)
+        return latest
 
-    def read_all(self, moment: str) -> list[list["Held"]]:
+    def read_all(self, moment: str, most: int = KEPT) -> list[list["Held"]]:
         """The same of the latest requests, by request and rank."""
-        ranks = len(self.call("probe_save", str(self.folder)))
+        ranks = len(self.call("probe_save", str(self.folder), str(most)))
         groups = self.watch()
         by_rank = [torch.load(self.folder / f"{rank}.pt") for rank in range(ranks)]
         return [
             [Held(groups, one["prompt"], one["computed"], one[moment]) for one in request]
             for request in zip(*by_rank, strict=True)
         ]
+
+
+@dataclass
+class Tokens:
+    """What is held of some tokens of a prompt.
+
+    Attributes:
+        places: of each in the prompt, ascending.
+        rows: tokens x heads x content.
+    """
+
+    places: torch.Tensor
+    rows: torch.Tensor
+
+    def between(self, start: int, end: int) -> "Tokens":
+        """Those of these places."""
+        chosen = (self.places >= start) & (self.places < end)
+        return Tokens(self.places[chosen], self.rows[chosen])
+
+    def held_by(self, other: "Tokens") -> torch.Tensor:
+        """For each, whether the other has it, bit for bit."""
+        same = torch.isin(self.places, other.places)
+        theirs = other.rows[torch.searchsorted(other.places, self.places[same])]
+        same[same.clone()] = (_bytes(self.rows[same]) == _bytes(theirs)).all(dim=1)
+        return same
 
 
 @dataclass
@@ -83,16 +109,15 @@ class Held:
         at = max(i for i, place in enumerate(content["places"]) if place <= last)
         return [tensor[at] for tensor in content["layers"][layer]]
 
-    def tokens(self, group: int, layer: str) -> dict[int, torch.Tensor]:
-        """Heads x content of each token whose block is held, by its place in the prompt."""
+    def tokens(self, group: int, layer: str) -> "Tokens":
+        """What is held of each token whose block is held."""
         size = self.groups[group]["block_size"]
         [tensor] = self.content[group]["layers"][layer]
         if tensor.ndim == 4:  # no heads
             tensor = tensor.unsqueeze(2)
         rows = tensor.permute(0, 1, 3, 2, 4).flatten(0, 2)
-        places = self.content[group]["places"]
-        at = [place * size + i for place in places for i in range(size)]
-        return dict(zip(at, rows, strict=True))
+        blocks = torch.tensor(self.content[group]["places"], dtype=torch.long)
+        return Tokens((blocks[:, None] * size + torch.arange(size)).flatten(), rows)
 
     def loaded_bytes(self, num_tokens: int) -> int:
         """Bytes of the blocks that a hand-off of `num_tokens` tokens fills on this rank."""
@@ -130,56 +155,54 @@ def require_same_kv(
                 # Layers have the same names on both sides, whatever groups they are in.
                 theirs = next(g for g in range(len(sent[0].groups)) if layer in sent[0].layers(g))
                 if held.is_state(group):
-                    wanted = sent[rank].state(theirs, layer, num_tokens)
-                    state = held.state(group, layer, num_tokens)
-                    if not all(map(_same, wanted, state)):
+                    states = sent[rank].state(theirs, layer, num_tokens)
+                    if not all(map(_same, states, held.state(group, layer, num_tokens))):
                         raise AssertionError(f"{layer}: rank {rank} found another state")
                     continue
                 by_rank = [one.tokens(theirs, layer) for one in sent]
                 ours = held.tokens(group, layer)
                 if kv_heads is None:
-                    rows = by_rank[rank]
+                    wanted = by_rank[rank]
                 else:
-                    rows = _shard(by_rank, ours, kv_heads, rank * kv_heads // len(found))
+                    first = rank * kv_heads // len(found)
+                    wanted = _shard(by_rank, kv_heads, first, ours.rows.shape[1])
                 size = held.groups[group]["block_size"]
                 end = -(-num_tokens // size) * size
-                loaded = {place: ours[place] for place in range(start, end) if place in ours}
                 try:
-                    _require_same_tokens(rows, loaded, num_tokens)
+                    _require_same_tokens(wanted, ours.between(start, end), num_tokens)
                 except AssertionError as error:
                     raise AssertionError(f"{layer}: rank {rank} found {error}") from None
 
 
-def _shard(
-    by_rank: list[dict[int, torch.Tensor]], ours: dict[int, torch.Tensor], heads: int, first: int
-) -> dict[int, torch.Tensor]:
-    """The rows that a rank should have, from all the sender's ranks."""
-    rows = {}
-    for place in by_rank[0].keys() & ours.keys():
-        joined = torch.cat([tokens[place] for tokens in by_rank])
-        joined = joined[:: len(joined) // heads]  # once, where ranks hold the same head
-        rows[place] = joined[first : first + len(ours[place])]
-    return rows
+def _shard(by_rank: list[Tokens], heads: int, first: int, count: int) -> Tokens:
+    """What the rank with these heads of the model should have, from all the sender's ranks."""
+    places = by_rank[0].places
+    assert all(torch.equal(tokens.places, places) for tokens in by_rank)
+    joined = torch.cat([tokens.rows for tokens in by_rank], dim=1)
+    # Once, where ranks hold the same head.
+    joined = joined[:, :: joined.shape[1] // heads]
+    return Tokens(places, joined[:, first : first + count])
 
 
-def _require_same_tokens(
-    wanted: dict[int, torch.Tensor], loaded: dict[int, torch.Tensor], num_tokens: int
-) -> None:
+def _require_same_tokens(wanted: Tokens, loaded: Tokens, num_tokens: int) -> None:
     """Compare tokens; behind `num_tokens`, in the last block, zeros do as well."""
-    if not any(place < num_tokens for place in loaded):
+    handed_off = loaded.places < num_tokens
+    if not handed_off.any():
         raise AssertionError("no token at all")
-    for place, row in loaded.items():
-        if place in wanted and _same(row, wanted[place]):
-            continue
-        if place < num_tokens:
-            text = "another" if place in wanted else "what the sender does not hold as"
-            raise AssertionError(f"{text} token {place} of {num_tokens}")
-        if row.any():
-            raise AssertionError(f"bytes of another request behind token {num_tokens}")
+    other = ~loaded.held_by(wanted)
+    if (wrong := loaded.places[other & handed_off]).numel():
+        place = int(wrong[0])
+        text = "another" if place in wanted.places else "what the sender does not hold as"
+        raise AssertionError(f"{text} token {place} of {num_tokens}")
+    if loaded.rows[other & ~handed_off].any():
+        raise AssertionError(f"bytes of another request behind token {num_tokens}")
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Bit for bit, so that a number that is not one equals itself."""
-    return torch.equal(
-        one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8)
-    )
+    return torch.equal(_bytes(one[None]), _bytes(other[None]))
+
+
+def _bytes(rows: torch.Tensor) -> torch.Tensor:
+    """The bytes of each row."""
+    return rows.contiguous().flatten(1).view(torch.uint8)

@@ -72,9 +72,10 @@ class KVProbe:
                 tensor.copy_(more.view(shape).view(tensor.dtype))
                 drawn = (drawn + count) % NOISE
 
-    def probe_save(self, folder: str) -> None:
-        """Write what was kept of the latest requests."""
-        torch.save(list(self._probe_seen.values()), Path(folder) / f"{self.rank}.pt")
+    def probe_save(self, folder: str, most: str) -> None:
+        """Write what was kept of so many of the latest requests."""
+        latest = list(self._probe_seen.values())[-int(most) :]
+        torch.save(latest, Path(folder) / f"{self.rank}.pt")
 
     def _probe_follow(self, scheduler_output: Any) -> None:
         for new in scheduler_output.scheduled_new_reqs:

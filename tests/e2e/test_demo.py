@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo as users run it, and its negative control."""
+"""The demo as users run it, but for what all engines of these tests have in their environment, and
+its negative control.
+"""
 
 import logging
 from functools import partial
@@ -12,7 +14,7 @@ from omni_connector.cli import engines
 from omni_connector.cli.demo import demo
 
 from .configurations import CONFIGURATIONS
-from .pool import Pool, PooledEngine
+from .pool import Pool, PooledEngine, engine_environment
 
 pytestmark = pytest.mark.e2e
 
@@ -21,6 +23,13 @@ pytestmark = pytest.mark.e2e
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Takes the demo's model."""
     return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(autouse=True)
+def environment(engine_pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engines, too, sleep where vLLM's processes would yield, and compile nothing."""
+    for name, value in engine_environment(engine_pool.runtime).items():
+        monkeypatch.setenv(name, value)
 
 
 def test_the_demo_moves_the_kv_and_gets_the_same_tokens(

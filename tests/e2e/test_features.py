@@ -8,6 +8,7 @@ The caches are small, so that requests are preempted.
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.e2e
 ADAPTERS = ("first", "second")
 # Long enough that the first request still runs when the last has come, on a slow machine too.
 LONG_ANSWER = 200
+AT_ONCE = 3
 # 24 blocks of the one family and 40 of the other, groups and all; a prompt of 2,048 tokens fits.
 CACHE_BYTES = {"llama": 24 * (512 << 10), "gptoss": 40 * (256 << 10)}
 LLAMA, GPTOSS = BY_RECIPE["llama"], BY_RECIPE["gptoss"]
@@ -114,7 +116,11 @@ def test_preempted_decodes_answer_right(features: Features) -> None:
     # Each grows by a block when it has generated four tokens; there is no room for that.
     prompts = [random_prompt(seed, 381) for seed in range(7)]
     decode = features.pair.decode_engine
-    own = [features.own(prompt, max_tokens=LONG_ANSWER) for prompt in prompts]
+    # Of these, so few at a time that none is preempted.
+    before = decode.metric("vllm:num_preemptions_total")
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        own = list(threads.map(partial(features.own, max_tokens=LONG_ANSWER), prompts))
+    assert decode.metric("vllm:num_preemptions_total") == before
     salts = [new_salt() for _ in prompts]
     params = [features.pair.prefill(*asked) for asked in zip(prompts, salts, strict=True)]
     before, received = decode.metric("vllm:num_preemptions_total"), features.received()

@@ -119,6 +119,7 @@ def test_expired_params_are_computed_locally(hasty: Pair, cases: dict[str, Case]
     assert hasty.failures() == before + 1
 
 
+AT_ONCE = 6
 WRONG: list[Any] = [None, 0, -1, 1.5, "x", "", "y" * 100_000, [], [[0]], {}, {"a": [1]}, True]
 
 
@@ -140,9 +141,13 @@ def test_malformed_params_are_computed_locally(hasty: Pair, cases: dict[str, Cas
         spoiled.append({k: v for k, v in good.items() if k != key})
         spoiled.extend({**good, key: value} for value in WRONG)
     before = pair.failures()
-    for params in spoiled:
-        answer = pair.decode(case.prompt, new_salt(), params)
-        case.check(answer)
+
+    def decode(params: dict[str, Any]) -> reference.Answer:
+        return pair.decode(case.prompt, new_salt(), params)
+
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        for answer in threads.map(decode, spoiled):
+            case.check(answer)
     refused = pair.failures() - before
     # Keys that only NIXL reads may hold anything; do_remote_prefill false asks for nothing.
     ours = [key for key in good if key.startswith("omni_") or key == "remote_engine_id"]
@@ -155,16 +160,19 @@ def test_malformed_prefill_params_do_not_stop_the_prefill_engine(
     hasty: Pair, cases: dict[str, Case]
 ) -> None:
     case, pair = cases["within-a-block"], hasty
-    for key in PREFILL_PARAMS:
-        for value in WRONG:
-            params = {**PREFILL_PARAMS, key: value}
-            answer = reference.ask(
-                pair.prefill_engine,
-                case.prompt,
-                max_tokens=1,
-                cache_salt=new_salt(),
-                kv_transfer_params=params,
-            )
+
+    def ask(params: dict[str, Any]) -> reference.Answer:
+        return reference.ask(
+            pair.prefill_engine,
+            case.prompt,
+            max_tokens=1,
+            cache_salt=new_salt(),
+            kv_transfer_params=params,
+        )
+
+    spoiled = [{**PREFILL_PARAMS, key: value} for key in PREFILL_PARAMS for value in WRONG]
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        for answer in threads.map(ask, spoiled):
             assert answer.tokens == case.reference.tokens[:1]
     case.check(pair.hand_off(case.prompt))
 

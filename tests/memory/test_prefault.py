@@ -92,6 +92,11 @@ def open_fds() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
+def mappings() -> int:
+    """Arenas and indexes that are mapped here; other tests' may be, until they are collected."""
+    return Path("/proc/self/maps").read_text().count("omni-connector")
+
+
 def test_all_of_it_is_allocated_and_mapped(
     memory: Memory, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -195,14 +200,14 @@ def test_a_process_that_does_not_start_or_ends_is_said_once(
 
 @pytest.mark.parametrize("delay", [0.0, 0.01, 0.05])
 def test_closing_meanwhile_leaves_nothing(delay: float, caplog: pytest.LogCaptureFixture) -> None:
-    before = open_fds()
+    before, mapped = open_fds(), mappings()
     arena = Arena.create(512, MIB, prefault=True)
     time.sleep(delay)
     process = arena._prefaulter and arena._prefaulter._process
     arena.close()
     assert process is None or process.returncode is not None
     assert open_fds() == before
-    assert "omni-connector" not in Path("/proc/self/maps").read_text()
+    assert mappings() <= mapped
     assert not [record for record in caplog.records if record.levelname != "INFO"]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from ..simulations import SEEDS, Run
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.vllm, pytest.mark.beside, pytest.mark.timeout(1500)]
 
 
 @pytest.mark.parametrize("half", ["known", "new"])

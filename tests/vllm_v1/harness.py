@@ -502,6 +502,8 @@ def assert_clean(*engines: InProcessEngine) -> None:
     """Engines without requests hold no block, no slot, no lease and no memory of requests."""
     for engine in engines:
         engine.settle()
+        for half in engine.halves[:1]:
+            inspection.tell_hits(half)
     end = time.monotonic() + DEADLINE
     while any(engine.leftovers() for engine in engines):  # releases travel between threads
         left = {engine.engine_id: engine.leftovers() for engine in engines}

@@ -261,16 +261,15 @@ class ObjectVerbs(ObjectFixtures):
     @pytest.mark.parametrize(
         ("data", "where"),
         [
-            (object(), "object"),
-            ({1, 2}.__iter__(), "object"),
-            (2**64, "cannot be sent"),
-            ([lambda: 0], r"\[0\]"),
-            ({"a": [1, {"b": {2, 3}}]}, r"\['a'\]\[1\]\['b'\]"),
-            ({"a": np.array(["text"])}, r"\['a'\]"),
-            ({"a": np.array([object()])}, r"\['a'\]"),
-            ([[{(1, 2): 3}]], r"\[0\]\[0\]"),
+            pytest.param(object(), "object", id="object"),
+            pytest.param({1, 2}.__iter__(), "object", id="iterator"),
+            pytest.param(2**64, "cannot be sent", id="number"),
+            pytest.param([lambda: 0], r"\[0\]", id="function"),
+            pytest.param({"a": [1, {"b": {2, 3}}]}, r"\['a'\]\[1\]\['b'\]", id="set"),
+            pytest.param({"a": np.array(["text"])}, r"\['a'\]", id="text-array"),
+            pytest.param({"a": np.array([object()])}, r"\['a'\]", id="object-array"),
+            pytest.param([[{(1, 2): 3}]], r"\[0\]\[0\]", id="tuple-as-key"),
         ],
-        ids=str,
     )
     def test_what_cannot_be_sent_is_the_callers_error(
         self, open_connector: Open, data: object, where: str
