@@ -7,9 +7,8 @@ as stored there from the look-up that finds it until one that does not.
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any, Final, Generic, TypeVar
+from operator import attrgetter, itemgetter
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from omni_connector.memory.slot_pool import SlotPool
 from omni_connector.stores.recently import BlockName
@@ -23,8 +22,7 @@ _MAX_STORED: Final = 1 << 16
 """So many blocks count as stored, those that were found last."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockChange(Generic[Content]):
+class BlockChange(NamedTuple, Generic[Content]):
     """A block is there from now on, or is there no more.
 
     Attributes:
@@ -49,14 +47,15 @@ class BlockChanges(Generic[Content]):
         pool: of the own arena; None where there is none. It is told of if it has a listing that
             notes changes, so not where an arena is for hand-offs alone.
         block_sizes: tokens of a block of each group.
-        describe: makes the content of a block, from a request, a group and the block's index.
+        describe: makes the contents of blocks of a request, from their group and their indices,
+            which ascend.
     """
 
     def __init__(
         self,
         pool: SlotPool | None,
         block_sizes: Sequence[int],
-        describe: Callable[[Any, int, int], Content],
+        describe: Callable[[Any, int, Sequence[int]], Sequence[Content]],
     ) -> None:
         self._pool = pool
         self._describe = describe
@@ -71,17 +70,21 @@ class BlockChanges(Generic[Content]):
         self._stored: OrderedDict[BlockName, bytes] = OrderedDict()
         self._untold: list[BlockChange[Content]] = []
 
-    def filled(self, request: Any, group: int, index: int, key: bytes, block_hash: bytes) -> None:
-        """A block of a request has filled, and may be copied into the arena.
+    def filled(self, request: Any, group: int, blocks: Iterable[tuple[int, bytes, bytes]]) -> None:
+        """Blocks of a request have filled, and may be copied into the arena.
 
         Args:
-            key: of the block there.
+            blocks: index, key in the arena and vLLM's hash of each, in order.
         """
-        name = (group, key)
-        if name not in self._kept or self._lost(name):
+        new = [
+            each
+            for each in blocks
+            if (group, each[1]) not in self._kept or self._lost((group, each[1]))
+        ]
+        contents = self._describe(request, group, [index for index, _, _ in new])
+        for (_, key, block_hash), content in zip(new, contents, strict=True):
             self._number += 1
-            content = self._describe(request, group, index)
-            self._filled[name] = self._number, block_hash, content
+            self._filled[group, key] = self._number, block_hash, content
             if len(self._filled) > self._max_filled:
                 self._filled.popitem(last=False)
 
@@ -97,6 +100,7 @@ class BlockChanges(Generic[Content]):
         self, request: Any, group: int, keys: Sequence[bytes], held: Iterable[bool]
     ) -> None:
         """The store has said which of a prompt's blocks it holds, from the first on."""
+        new: list[int] = []
         for index, (key, there) in enumerate(zip(keys, held, strict=False)):
             name = (group, key)
             if not there:
@@ -105,8 +109,12 @@ class BlockChanges(Generic[Content]):
                 self._stored.move_to_end(name)
             else:
                 self._stored[name] = key
-                content = self._describe(request, group, index)
-                self._untold.append(BlockChange(True, group, key, content))
+                new.append(index)
+        contents = self._describe(request, group, new)
+        self._untold += [
+            BlockChange(True, group, keys[index], content)
+            for index, content in zip(new, contents, strict=True)
+        ]
         while len(self._stored) > _MAX_STORED:
             self._lose(next(iter(self._stored)))
 
@@ -117,18 +125,20 @@ class BlockChanges(Generic[Content]):
 
     def void(self) -> None:
         """Nothing that was told of is of use any more."""
-        for name in list(self._stored):
+        for name in sorted(self._stored, key=itemgetter(0)):
             self._lose(name)
         self._untold += self._all_gone()
 
     def _all_gone(self) -> list[BlockChange[Content]]:
-        kept, self._kept = self._kept, {}
-        return [BlockChange(False, name[0], h, None) for name, h in kept.items()]
+        gone = [BlockChange(False, name[0], h, None) for name, h in self._kept.items()]
+        self._kept.clear()
+        return sorted(gone, key=attrgetter("group"))
 
     def take(self) -> list[BlockChange[Content]]:
         """What has changed since the last call, in an order in which it is true.
 
-        Of blocks that are new in the arena, those of one prompt come in its order.
+        Of blocks that are new in the arena, those of one prompt come in its order; those that are
+        gone come by group.
         """
         told, self._untold = self._untold, []
         listing = None if self._pool is None else self._pool.listing
@@ -167,5 +177,6 @@ class BlockChanges(Generic[Content]):
                 del self._slots_of[name]
                 if name in self._kept:
                     told.append(BlockChange(False, name[0], self._kept.pop(name), None))
+        told.sort(key=attrgetter("group"))
         new.sort(key=itemgetter(0))
         return told + [change for _, change in new]

@@ -194,6 +194,7 @@ class PrefixSaves:
                     keys, lacking = prompt.keys(filled), range(len(filled))
                     if len(filled) > _MANY and not prompt.hints.asks_arena:
                         lacking = np.flatnonzero(self._host.lacks(g, keys, here=False)).tolist()
+                    new: list[tuple[int, bytes, bytes]] = []
                     for i in lacking:
                         key, block_id = keys[i], part[i]
                         if block_id != NULL_BLOCK_ID:
@@ -201,8 +202,9 @@ class PrefixSaves:
                             if (other := kept.get((g, key))) is not None:
                                 whose, hints = other.prompt, hints.joined(other.hints)
                             kept[g, key] = Candidate(g, key, block_id, whose, prompt.tenant, hints)
-                            if self._changes is not None:
-                                self._changes.filled(prompt.request, g, first + i, key, filled[i])
+                            new.append((first + i, key, filled[i]))
+                    if self._changes is not None:
+                        self._changes.filled(prompt.request, g, new)
                 if self._stores:
                     most = self._max_held - self.num_held - number
                     block_ids, stored = self._stored(prompt, g, first, filled, part, most)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV events: what vLLM publishes of the blocks in the own arena and in the store."""
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core import kv_cache_utils
@@ -21,11 +21,26 @@ if TYPE_CHECKING:
 _untagged = getattr(kv_cache_utils, "to_event_extra_keys", list)
 
 # vLLM's names of media, and where they are as seen from this engine.
-_PLACES: Final = (("CPU", "LOCAL"), ("STORAGE", None))
+_PLACES: Final[Sequence[dict[str, Any]]] = (
+    {"medium": "CPU", "locality": "LOCAL"},
+    {"medium": "STORAGE", "locality": None},
+)
+
+
+class _Block(NamedTuple):
+    """What events say of a block; `of` is of its request."""
+
+    parent: BlockHash | None
+    block_hash: BlockHash
+    token_ids: list[int]
+    extra_keys: Any
+    of: dict[str, Any]
 
 
 class KVEvents:
     """Makes vLLM's events of what changes in the arena and in the store.
+
+    As vLLM's own do, one event tells of consecutive blocks of a request.
 
     `AllBlocksCleared` names no medium, and vLLM publishes it itself when its cache is reset. So
     what is void then is told block by block. A second `AllBlocksCleared` at the end of the step
@@ -51,51 +66,76 @@ class KVEvents:
         self._sizes = [shape.block_size for shape in groups]
         self._group_ids = group_ids
         self._hash_block_size = hash_block_size
-        self.changes: BlockChanges[BlockStored] = BlockChanges(pool, self._sizes, self._describe)
+        self.changes: BlockChanges[_Block] = BlockChanges(pool, self._sizes, self._describe)
 
-    def _describe(self, request: "Request", group: int, index: int) -> BlockStored:
+    def _describe(self, request: "Request", group: int, indices: Sequence[int]) -> list[_Block]:
         size = self._sizes[group]
-        start, end = index * size, (index + 1) * size
-        hashes = request.block_hashes
-        parent = _external(hashes[start // self._hash_block_size - 1]) if start else None
-        # vLLM would look at all images from the one that it is given on.
-        image = bisect_right(
-            request.mm_features, start, key=lambda e: e.mm_position.offset + e.mm_position.length
-        )
-        keys, _ = generate_block_hash_extra_keys(request, start, end, image)
-        lora = request.lora_request
-        return BlockStored(
-            block_hashes=[_external(hashes[end // self._hash_block_size - 1])],
-            parent_block_hash=parent,
-            token_ids=list(request.all_token_ids[start:end]),
-            block_size=size,
-            lora_id=None if lora is None else lora.adapter_id,
-            lora_name=None if lora is None else lora.name,
-            medium=None,
-            **_known(
-                BlockStored,
-                extra_keys=_untagged([keys]),
-                group_idx=self._group_ids[group],
-                session_id=getattr(request, "session_id", None),
-            ),
-        )
+        step = size // self._hash_block_size
+        hashes, lora = request.block_hashes, request.lora_request
+        of = {
+            "lora_id": None if lora is None else lora.adapter_id,
+            "lora_name": None if lora is None else lora.name,
+            "session_id": request.session_id,
+        }
+        return [
+            _Block(
+                hashes[i * step - 1] if i else None,
+                hashes[i * step + step - 1],
+                request.all_token_ids[i * size : (i + 1) * size],
+                keys,
+                of,
+            )
+            for i, keys in zip(indices, _extra_keys(request, size, indices), strict=True)
+        ]
 
     def take(self) -> list[KVCacheEvent]:
         """The events since the last call."""
-        return [self._event(change) for change in self.changes.take()]
+        runs: list[list[BlockChange[_Block]]] = []
+        for change in self.changes.take():
+            if not (runs and _continues(runs[-1][-1], change)):
+                runs.append([])
+            runs[-1].append(change)
+        return [self._event(run) for run in runs]
 
-    def _event(self, change: BlockChange[BlockStored]) -> KVCacheEvent:
-        medium, locality = _PLACES[change.in_store]
-        event = change.content or BlockRemoved(
-            block_hashes=[_external(BlockHash(change.block_hash))],
-            medium=medium,
-            **_known(BlockRemoved, group_idx=self._group_ids[change.group]),
+    def _event(self, run: Sequence[BlockChange[_Block]]) -> KVCacheEvent:
+        group = run[0].group
+        fields = _PLACES[run[0].in_store] | {"group_idx": self._group_ids[group]}
+        blocks = [each.content for each in run if each.content is not None]
+        if not blocks:
+            hashes = [_external(BlockHash(each.block_hash)) for each in run]
+            return BlockRemoved(block_hashes=hashes, **fields)
+        parent = blocks[0].parent
+        return BlockStored(
+            block_hashes=[_external(each.block_hash) for each in blocks],
+            parent_block_hash=None if parent is None else _external(parent),
+            token_ids=list(chain.from_iterable(each.token_ids for each in blocks)),
+            block_size=self._sizes[group],
+            extra_keys=_untagged([each.extra_keys for each in blocks]),
+            **blocks[0].of,
+            **fields,
         )
-        for name, value in _known(type(event), medium=medium, locality=locality).items():
-            setattr(event, name, value)
-        return event
 
 
-def _known(event: type[KVCacheEvent], **fields: Any) -> dict[str, Any]:
-    """Those of these fields that events of this version of vLLM have."""
-    return {name: value for name, value in fields.items() if name in event.__struct_fields__}
+def _continues(before: BlockChange[_Block], after: BlockChange[_Block]) -> bool:
+    """Whether one event tells of both."""
+    if (before.in_store, before.group) != (after.in_store, after.group):
+        return False
+    first, next_ = before.content, after.content
+    if first is None or next_ is None:
+        return first is next_
+    return next_.parent == first.block_hash and next_.of == first.of
+
+
+def _extra_keys(request: "Request", size: int, indices: Sequence[int]) -> list[Any]:
+    """Of blocks of so many tokens, what their hashes are of besides their tokens."""
+    keys: list[Any] = []
+    image = 0
+    for i in indices:
+        if len(keys) == 1 and request.prompt_embeds is None:
+            # Mostly none but a prompt's first block has any, which are then a salt.
+            end = (indices[-1] + 1) * size
+            if generate_block_hash_extra_keys(request, i * size, end, image)[0] is None:
+                return keys + [None] * (len(indices) - 1)
+        of_block, image = generate_block_hash_extra_keys(request, i * size, (i + 1) * size, image)
+        keys.append(of_block)
+    return keys

@@ -15,6 +15,10 @@ from omni_connector.prefix.block_changes import BlockChanges
 SLOTS = 6
 
 
+def describe(request, group, indices):
+    return [(request, i) for i in indices]
+
+
 class Told:
     """Follows the changes: the blocks that are there, by place."""
 
@@ -22,7 +26,7 @@ class Told:
         self.pool = SlotPool(slots)
         self.index = BlockIndex.create(slots, bytes(16))
         self.pool.listing = SlotListing(self.index, b"", SlotChanges(slots))
-        self.changes = BlockChanges(self.pool, [16], lambda request, group, i: (request, i))
+        self.changes = BlockChanges(self.pool, [16], describe)
         self.there = {False: set(), True: set()}
         self.copied = []
 
@@ -33,8 +37,7 @@ class Told:
 
     def begin(self, keys):
         """Blocks fill, and copies begin of those that get a slot."""
-        for i, key in enumerate(keys):
-            self.changes.filled("a", 0, i, key, key)
+        self.changes.filled("a", 0, [(i, key, key) for i, key in enumerate(keys)])
         self.copied.append(self.pool.keep(0, keys, len(keys)).slots)
 
     def end(self, *, failed=False):
