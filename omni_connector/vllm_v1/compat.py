@@ -4,8 +4,9 @@
 `plugin.SUPPORTED_VLLM` says which versions are supported; all else that differs between them is
 decided here, by feature and never by version number. Each function says which versions need it.
 
-vLLM 0.30 to 0.32 agree on what matters most: KV caches come as `[B, H, N, C]` views, and a step is
-bind, forward, loads, saves, `get_transfer_results`, worker metadata, clear. Model runners that
+vLLM 0.30 to 0.33 agree on what matters most: KV caches come as `[B, H, N, C]` views, and a step is
+bind, forward, loads, saves, `get_transfer_results`, worker metadata, clear. With a drafter, the V2
+runner of 0.33 starts the saves after the worker metadata, before it clears. Model runners that
 others maintain may be older. These load before the forward pass, call `wait_for_save` only after
 one, call `get_finished` instead of `get_transfer_results`, and pass on neither loads that failed as
 a whole nor the workers' metadata. Some announce preemptions late or not at all, which does no harm:
@@ -88,12 +89,28 @@ def has_amx_fp8() -> bool:
     return bool(getattr(ops, "cpu_has_amx_fp8", bool)())
 
 
+def interleaves_values(impl: Any) -> bool:
+    """Whether a layer keeps pieces of the values of several tokens in turns.
+
+    From 0.33 on ROCM_ATTN does, where vLLM fuses the writing of KV with what comes before it.
+    """
+    return bool(getattr(impl, "_use_interleaved_v_cache", False))
+
+
 def replays_prefix(spec: "KVCacheSpec") -> bool:
     """Whether vLLM computes the last window of a prefix again after it was found in a cache.
 
     From 0.31 on, for some models.
     """
     return bool(getattr(spec, "prefix_replay_tokens", 0))
+
+
+def keeps_kv_on_host(kv_cache_config: "KVCacheConfig") -> bool:
+    """Whether a group has its blocks in a pool of the host's memory, as with HiSparse.
+
+    From 0.32 on groups say so.
+    """
+    return any(getattr(group, "host_resident", False) for group in kv_cache_config.kv_cache_groups)
 
 
 def waiting_with_blocks(scheduler: Any) -> Iterable["Request"]:

@@ -144,6 +144,8 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
+        if self._scheduler_half is not None:
+            return  # vLLM 0.33 tells it again after sleep, in which workers keep their arenas
         workers = {
             key: meta for key, meta in metadata.items() if isinstance(meta, OmniHandshakeMetadata)
         }

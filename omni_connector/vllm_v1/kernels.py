@@ -9,7 +9,7 @@ import torch
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from omni_connector.kv.page_orders import CPU, UNKNOWN, kernel_order
-from omni_connector.vllm_v1.compat import has_amx_fp8
+from omni_connector.vllm_v1.compat import has_amx_fp8, interleaves_values
 from omni_connector.vllm_v1.specs import own_layers, spec_of, transferred_groups
 
 if TYPE_CHECKING:
@@ -100,4 +100,6 @@ def _kernel(layer: Any) -> str:
     impl = getattr(layer, "impl", None)
     if getattr(impl, "is_kvcache_nvfp4", False):
         name += ".fa2" if getattr(impl, "nvfp4_fa2", False) else ".trtllm"
+    if interleaves_values(impl):
+        name += ".interleaved"
     return name

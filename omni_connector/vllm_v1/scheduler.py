@@ -384,7 +384,8 @@ class OmniScheduler:
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """The request is over, in whatever way; see `SupportsHMA`."""
         self._follow_weights()
-        self._adapters.goes_on(request.request_id)
+        if self._adapters.goes_on(request.request_id) and self._receiver is not None:
+            self._receiver.decline(request.kv_transfer_params or {})  # nothing was asked for yet
         if self._shared is not None:
             self._shared.finish(request.request_id)
         answer: dict[str, Any] | None = None

@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from omni_connector.errors import ConfigError, LayoutError
 from omni_connector.kv.canonical import GroupSpec, LayerSpec
 from omni_connector.kv.shapes import GroupShape, states_of
-from omni_connector.vllm_v1.compat import replays_prefix, says_replicated
+from omni_connector.vllm_v1.compat import keeps_kv_on_host, replays_prefix, says_replicated
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,6 +65,11 @@ def require_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig
                 f"this model keeps a {group.kind} cache (layer {group.layers[0].name}), which "
                 f"OmniKVConnector does not move; supported: {', '.join(sorted(_SUPPORTED_KINDS))}"
             )
+    if keeps_kv_on_host(kv_cache_config):
+        raise LayoutError(
+            "vLLM keeps KV of this model in the memory of the host (HiSparse), and numbers blocks "
+            "there by themselves, which OmniKVConnector does not support"
+        )
     parallel = vllm_config.parallel_config
     for name in (
         "pipeline_parallel_size",

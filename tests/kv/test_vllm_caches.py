@@ -15,8 +15,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (  # 
     OffloadingConnectorWorker,
 )
 from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim  # noqa: E402
-from vllm.v1.core import kv_cache_utils  # noqa: E402
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -38,6 +36,11 @@ from vllm.v1.worker.utils import (  # noqa: E402
     add_kv_sharing_layers_to_kv_cache_groups,
     allocate_kv_cache,
 )
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:  # before vLLM 0.33
+    from vllm.v1.core import kv_cache_utils as planning
 
 from omni_connector.kv.canonical import SlotLayout, canonicalize  # noqa: E402
 from omni_connector.kv.copying import BlockCopy, CpuCopier  # noqa: E402
@@ -159,7 +162,7 @@ FAMILIES = {
     ],
 }
 
-if not hasattr(kv_cache_utils, "_get_layer_block_stride"):
+if not hasattr(planning, "_get_layer_block_stride"):
     del FAMILIES["blocks further apart than pages"]  # not before vLLM 0.32
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -197,7 +200,7 @@ def allocate(kv, family, layout, num_blocks=BLOCKS, kernel_block_size=None):
         ),
         attention_config=SimpleNamespace(hisparse_config=None),
     )
-    config = get_kv_cache_config_from_groups(vllm_config, groups, 1 << 24)
+    config = planning.get_kv_cache_config_from_groups(vllm_config, groups, 1 << 24)
     assert config.num_blocks == num_blocks
     kernel = None if kernel_block_size is None else [kernel_block_size] * len(groups)
     views = allocate_kv_cache(config, torch.device("cpu"), resolved, kernel)

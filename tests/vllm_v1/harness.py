@@ -272,7 +272,7 @@ class InProcessEngine:
 
     # What a client does
 
-    def submit(
+    def request(
         self,
         prompt: Sequence[int],
         *,
@@ -283,8 +283,8 @@ class InProcessEngine:
         prompt_logprobs: int | None = None,
         lora: LoRARequest | None = None,
         xargs: dict[str, Any] | None = None,
-    ) -> str:
-        """Add a request; its id."""
+    ) -> Request:
+        """What a client asks."""
         request_id = request_id or f"request-{next(_numbers)}"
         extra = dict(xargs or {})
         if params is not None:
@@ -296,7 +296,7 @@ class InProcessEngine:
             extra_args=extra or None,
             prompt_logprobs=prompt_logprobs,
         )
-        request = Request(
+        return Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
             sampling_params=sampling,
@@ -305,9 +305,13 @@ class InProcessEngine:
             lora_request=lora,
             block_hasher=self.hasher,
         )
-        self.answers[request_id] = Answer()
+
+    def submit(self, prompt: Sequence[int], **options: Any) -> str:
+        """Add a request; its id."""
+        request = self.request(prompt, **options)
+        self.answers[request.request_id] = Answer()
         self.scheduler.add_request(request)
-        return request_id
+        return request.request_id
 
     def abort(self, request_id: str) -> None:
         """The client of a request is gone."""

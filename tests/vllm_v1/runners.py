@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model runners that drive a connector: vLLM's two, older ones, and what their tests share.
+"""Model runners that drive a connector: vLLM's own, older ones, and what their tests share.
 
-`V1Runner` and `V2Runner` are vLLM's own code of the installed version. The older ones are what
+`V1Runner` and the `V2` ones are vLLM's own code of the installed version. The older ones are what
 runners maintained elsewhere may still do: load first, no `wait_for_save` without a forward pass,
 `get_finished`, no announced preemption, no failed loads, no worker metadata.
 """
@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.forward_context import set_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector, get_kv_connector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
@@ -61,8 +61,20 @@ class V2Runner(Lifecycle):
         self._active.pre_forward(step)
         request_ids, sampled = engine.runner.execute(step)
         self._active.finish_forward()
-        output = self._active.post_forward(step.finished_req_ids)
+        output = self._finish(step.finished_req_ids)
         return model_output(request_ids, sampled, output)
+
+    def _finish(self, finished_req_ids: set[str]) -> KVConnectorOutput | None:
+        return self._active.post_forward(finished_req_ids)
+
+
+class V2DraftingRunner(V2Runner):
+    """With a drafter, after which alone KV is saved: from vLLM 0.33 on."""
+
+    def _finish(self, finished_req_ids: set[str]) -> KVConnectorOutput | None:
+        output = self._active.post_forward(finished_req_ids, defer_finalize=True)
+        self._active.finalize_step()
+        return output
 
 
 class OldRunner(Lifecycle):
@@ -99,7 +111,8 @@ def transfer_group(worker: KVConnectorBase_V1) -> Iterator[None]:
 
 
 OLD = [OldRunner, OlderRunner]
-RUNNERS = [V1Runner, V2Runner, *OLD]
+DRAFTING = [V2DraftingRunner] if hasattr(ActiveKVConnector, "finalize_step") else []
+RUNNERS = [V1Runner, V2Runner, *DRAFTING, *OLD]
 
 
 def trio(

@@ -99,6 +99,17 @@ def test_a_hand_off_is_let_go_of_where_its_adapter_is_unknown(engine, tmp_path, 
     assert_clean(prefill, decode)
 
 
+def test_a_hand_off_is_let_go_of_where_its_request_ends_before_its_adapter_is_read(
+    engine, adapter, monkeypatch
+):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    answer = prefill.generate(TEXT, params=HANDOFF).params
+    monkeypatch.setattr(AdapterContents, "_fresh", lambda *_: False)
+    decode.abort(decode.submit(TEXT, params=answer, lora=adapter(b"w")))
+    wait(lambda: prefill.usage[0] == 0)
+    assert_clean(prefill, decode)
+
+
 class Asked:
     """A request, as far as its adapter goes."""
 

@@ -165,6 +165,20 @@ def test_flashinfer_is_converted_where_it_keeps_rows() -> None:
     assert difference(ours, 2, theirs, 1, KV_HEADS) is None
 
 
+def test_engines_refuse_each_other_where_one_interleaves_values() -> None:
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    plain, interleaved = (
+        shapes({"a": layer("ROCM_ATTN", impl=impl)}, {"a": spec})
+        for impl in (SimpleNamespace(), SimpleNamespace(_use_interleaved_v_cache=True))
+    )
+    assert difference(plain, 1, plain, 1, KV_HEADS) is None
+    assert difference(plain, 1, interleaved, 1, KV_HEADS) == (
+        "attention of group 0",
+        "ROCM_ATTN",
+        "ROCM_ATTN.interleaved",
+    )
+
+
 def sparse(block_size: int) -> tuple[GroupShape, ...]:
     """As DeepSeek V3.2 has it; its indexers keep the scales of a block behind all its tokens."""
     spec = MLAAttentionSpec(

@@ -2,6 +2,7 @@
 """vLLM's KV cache groups in our terms: sizes, kinds and windows, and what is refused."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from omni_connector.kv.shapes import difference  # noqa: E402
 from omni_connector.vllm_v1.specs import (  # noqa: E402
     group_shapes,
     group_specs,
+    require_supported,
     state_refusal,
 )
 
@@ -193,6 +195,15 @@ class QuantizedFullAttentionSpec(FullAttentionSpec):
 def test_an_unknown_spec_is_refused_by_name(spec, name):
     with pytest.raises(LayoutError, match=name):
         group_specs(config(KVCacheGroupSpec(["a"], spec)))
+
+
+def test_kv_in_a_pool_of_the_host_is_refused():
+    group = KVCacheGroupSpec(["a"], FullAttentionSpec(**SHAPE))
+    if not hasattr(group, "host_resident"):
+        pytest.skip("this vLLM has no such pool")
+    on_host = KVCacheGroupSpec(["b"], FullAttentionSpec(**SHAPE), host_resident=True)
+    with pytest.raises(LayoutError, match="HiSparse"):
+        require_supported(SimpleNamespace(), config(group, on_host))
 
 
 def test_a_subclass_of_a_known_spec_is_not_guessed_to_be_like_it():
