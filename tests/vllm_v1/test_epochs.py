@@ -42,6 +42,9 @@ RESETS = {
     "of running requests": {"reset_running_requests": True},
 }
 
+# What a decode request meets that has a lease from before: where it took long, it asks anew.
+VOID = ({"stale_slot": 1}, {"unknown_token": 1})
+
 
 @pytest.mark.parametrize("reset", RESETS)
 def test_slots_that_were_cached_are_not_handed_off_again(engine, after, reset):
@@ -84,7 +87,7 @@ def test_an_idle_engine_frees_its_slots_soon_after_a_reset(engine, after):
     wait(lambda: inspection.copies_ended(prefill.worker_half))
     decode.settle()
     assert decode.answers[request_id].tokens == after(PROMPT, 6)
-    assert decode.failures() == {"stale_slot": 1}
+    assert decode.failures() in VOID
     assert_clean(prefill, decode)
 
 
@@ -200,7 +203,7 @@ def test_who_reads_slots_of_before_learns_that_they_are_void(engine, after):
     wait(lambda: inspection.copies_ended(prefill.worker_half))
     decode.settle()
     assert decode.answers[request_id].tokens == after(PROMPT, 6)
-    assert decode.failures() == {"stale_slot": 1}
+    assert decode.failures() in VOID
     assert_clean(prefill, decode)
 
 
