@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
 from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError
@@ -346,9 +346,9 @@ class _Assembly:
         pool = None if self._directory is None else self._directory.pool
         return KVEvents(pool, self._ours.groups, self._group_ids, self._hash_block_size)
 
-    def _hash_of(self, block_id: int) -> bytes | None:
+    def _hash_of(self, group_id: int, block_id: int) -> bytes | None:
         named = self._manager.block_pool.blocks[block_id].block_hash
-        return None if named is None else get_block_hash(named)
+        return get_block_hash(named) if named and get_group_id(named) == group_id else None
 
     def _host_blocks(self, prefix: str) -> HostBlocks | None:
         """The arenas of this host; None where this engine does not share its own."""

@@ -5,7 +5,7 @@ import random
 from typing import Any, Final
 
 from omni_connector.testing.simulation.engines.settings import EngineShape, Policy, Role
-from omni_connector.testing.simulation.hints import hinted
+from omni_connector.testing.simulation.hints import hinted, overlong
 from omni_connector.testing.simulation.plan import Event, Plan, blocks_of, groups_of
 from omni_connector.testing.simulation.scenes import hosted, sized, staged
 
@@ -41,7 +41,8 @@ def plan_of(seed: int) -> Plan:
     scene = staged(plan, random.Random(f"scene {seed}"))
     if scene is plan:
         scene = hosted(plan, random.Random(f"host {seed}"))
-    return hinted(scene, random.Random(f"hints {seed}"))
+    plan = hinted(scene, random.Random(f"hints {seed}"))
+    return overlong(plan, random.Random(f"overlong {seed}"))
 
 
 def _engines(draw: random.Random) -> tuple[EngineShape, ...]:
