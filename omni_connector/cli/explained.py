@@ -19,7 +19,7 @@ import msgspec
 
 from omni_connector.errors import OmniError, ProtocolError
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.kv.spans import BlockSpans
+from omni_connector.kv.spans import BlockSpans, shares
 from omni_connector.net.status import plain
 from omni_connector.net.unix import Connection
 from omni_connector.prefix.explain import (
@@ -39,7 +39,7 @@ from omni_connector.prefix.explain import (
     ThisEngine,
 )
 from omni_connector.prefix.lookups import Held
-from omni_connector.prefix.prompts import reach, shares
+from omni_connector.prefix.prompts import reach
 
 _ANSWER_S: Final = 5.0
 _IN_ALL_S: Final = 60.0  # for all answers of one engine

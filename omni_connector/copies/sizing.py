@@ -3,9 +3,11 @@
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.memory.arena_size import ArenaSize, arena_size, available_bytes
@@ -100,3 +102,27 @@ def copy_threads(cores: int, device: str) -> int:
     """
     computing = torch.get_num_threads() if device == "cpu" else 0
     return max(1, min(4, cores - computing))
+
+
+def arena_sizing(config: OmniConfig, vllm_config: Any, kv_cache_config: Any) -> ArenaSizing:
+    """What the configuration of an engine says of the arena of one rank.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+        kv_cache_config: vLLM's `KVCacheConfig`.
+    """
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    given = config.arena_bytes()
+    sharers = ranks * max(1, parallel.data_parallel_size_local)
+    caches = 0
+    if vllm_config.device_config.device_type == "cpu":  # in the same memory, page by page
+        caches = sharers * sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+    return ArenaSizing(
+        given=None if given is None else given // ranks,
+        cache_blocks=kv_cache_config.num_blocks,
+        max_tokens=vllm_config.model_config.max_model_len,
+        sharers=sharers,
+        reserved=caches,
+        huge_pages=config.huge_pages,
+    )

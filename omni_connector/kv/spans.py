@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a job copies: consecutive blocks of a request, in each of its cache groups."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from omni_connector.kv.shapes import GroupShape
 
 NULL_BLOCK_ID: Final = 0
 """The block that vLLM puts in a table where there is none: never read, never written."""
@@ -114,3 +116,48 @@ def check_ids(ids: NDArray[np.int64], limit: int, what: str, *, written: bool) -
         again = ordered[1:][ordered[1:] == ordered[:-1]]
         if again.size:
             raise ValueError(f"{what} {again[0]} is written twice")
+
+
+def shares(tokens: int, parts: Sequence[BlockSpans]) -> list[int]:
+    """How many of the tokens that are loaded come with each of the parts."""
+    if len(parts) < 2:
+        return [tokens] * len(parts)
+    # By the blocks of the group that loads most: one that keeps a window loads few.
+    ends = [np.cumsum(part.group_sizes)[:-1] for part in parts]
+    counts = np.array(
+        [
+            [np.count_nonzero(ids) for ids in np.split(part.block_ids, end)]
+            for part, end in zip(parts, ends, strict=True)
+        ]
+    )
+    most = counts[:, counts.sum(axis=0).argmax()]
+    upto = np.cumsum(most) * tokens // most.sum()
+    parted: list[int] = np.diff(upto, prepend=0).tolist()
+    return parted
+
+
+def whole_blocks(
+    shape: GroupShape,
+    block_ids: list[int],
+    hashes: Sequence[bytes],
+    hash_of: Callable[[int], bytes | None],
+) -> list[int]:
+    """Blocks of a group that hold what their hashes name, with null blocks for the others.
+
+    The first block of a window may have been handed off in part; see `HandoffReceiver.incomplete`.
+    A step that computes several blocks of tokens leaves the state of its last token only, and that
+    lies at the end of a block only where vLLM let the step end there. vLLM gives a block of a state
+    its hash where both are so, and from then on writes the states of later tokens to other blocks.
+
+    Args:
+        shape: of the group.
+        block_ids: consecutive blocks of a request, which the step has filled.
+        hashes: of the tokens up to the end of each.
+        hash_of: says by which hash vLLM's own prefix cache finds a block; None where it does not.
+    """
+    if shape.attention_type == "all":
+        return block_ids
+    return [
+        block_id if hash_of(block_id) == key else NULL_BLOCK_ID
+        for block_id, key in zip(block_ids, hashes, strict=True)
+    ]

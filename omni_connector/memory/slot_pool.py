@@ -91,12 +91,14 @@ class Kept(NamedTuple):
         slots: these slots.
         over_quota: how many got none because of their tenant's quota.
         dropped: how many got none for lack of room.
+        beyond: those of these that were more than were to be taken, as far as there would be room.
     """
 
     chosen: Ints
     slots: Ints
     over_quota: int
     dropped: int
+    beyond: Ints
 
 
 class SlotPool:
@@ -260,14 +262,13 @@ class SlotPool:
         whose = None if prompts is None else prompts[chosen]
         self.fill(group, [keys[i] for i in chosen.tolist()], slots, whose)
         over_quota = len(wanted) - within
-        return Kept(chosen, slots, over_quota, len(lacking) - over_quota - len(chosen))
+        dropped = len(lacking) - over_quota - len(chosen)
+        quota = len(self.generation) if self.quota is None else self.quota
+        left = max(0, min(self._num_available, quota - len(slots)))
+        return Kept(chosen, slots, over_quota, dropped, lacking[most:][:left])
 
     def admits(
-        self,
-        group: int,
-        keys: Sequence[SlotKey],
-        admission: Admission,
-        prompts: Ints | None = None,
+        self, group: int, keys: Sequence[SlotKey], admission: Admission, prompts: Ints | None = None
     ) -> Bools:
         """Which blocks of a group are worth a slot; see `EvictionOrder.admits`."""
         if admission != "second_sight" and len(keys) <= self._num_free:

@@ -7,6 +7,7 @@ tenants, as the cache salt is a part of what names a block.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Annotated, Any, Final, Literal
 
@@ -66,6 +67,24 @@ class Hints(msgspec.Struct, frozen=True):
 
 
 NO_HINTS: Final = Hints()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A block that has filled: its group, hash and number, its tenant, and what is asked for it.
+
+    Attributes:
+        prompt: a small number for the request that has filled it.
+        cached_as: the hash by which vLLM finds it as long as it holds this.
+    """
+
+    group: int
+    block_hash: bytes
+    block_id: int
+    prompt: int = 0
+    tenant: int = 0
+    hints: Hints = NO_HINTS
+    cached_as: bytes = b""
 
 
 def read_hints(

@@ -22,7 +22,7 @@ from omni_connector.memory.arena_format import header_keys
 from omni_connector.memory.block_index import BlockIndex, Tags, find_prefix, tags_of
 from omni_connector.memory.slot_index import Ints
 from omni_connector.memory.slot_pool import NONE, Bools, SlotPool
-from omni_connector.prefix.hints import NO_HINTS, Favours, Hints
+from omni_connector.prefix.hints import Candidate, Favours
 from omni_connector.prefix.neighbours import Arenas, Neighbour, Neighbours
 from omni_connector.stats import Stats
 
@@ -100,22 +100,6 @@ class Wanted:
         return replace(self, block_ids=np.where(part, self.block_ids, NULL_BLOCK_ID))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Candidate:
-    """A block that has filled: its group, hash and number, its tenant, and what is asked for it.
-
-    Attributes:
-        prompt: a small number for the request that has filled it.
-    """
-
-    group: int
-    block_hash: bytes
-    block_id: int
-    prompt: int = 0
-    tenant: int = 0
-    hints: Hints = NO_HINTS
-
-
 class HostBlocks:
     """The scheduler half's view of the arenas of this host.
 
@@ -157,7 +141,6 @@ class HostBlocks:
         self._key_prefix = key_prefix
         self._load_timeout = load_timeout
         self._max_busy = max(1, len(pool.generation) // _BUSY_PART)
-        self._busy = 0
         self._block_sizes = [shape.block_size for shape in groups]
         self._keeping: set[KeepSpec] = set()
         # Of requests that are over: the jobs that may keep blocks of theirs, and the tags of all of
@@ -238,20 +221,16 @@ class HostBlocks:
             for key in header_keys(self._key_prefix, g, part.hashes)
         ]
         engine = found.engines[number]
-        self._hit(
-            engine,
-            *(
-                np.concatenate([NONE, *(of[p.copied] for p, of in zip(parts, each, strict=True))])
-                for each in (slots, generations)
-            ),
-        )
+        read = np.concatenate([part.copied for part in parts])
+        used, since = np.concatenate(slots), np.concatenate(generations)
+        self._hit(engine, used[read], since[read])
         return HostLoadSpec(
             request_id=request_id,
             blocks=BlockSpans.of([(part.first, part.block_ids) for part in parts]),
             slots=BlockSpans.of(
                 [(part.read.start, of) for part, of in zip(parts, slots, strict=True)]
             ),
-            generations=np.concatenate(generations),
+            generations=since,
             keys=np.array(keys, dtype=object),
             arenas=engine.arenas,
             timeout=self._load_timeout,
@@ -269,52 +248,65 @@ class HostBlocks:
         else:
             self._neighbours.hit(engine, slots, generations)
 
-    def keep(self, filled: Sequence[Candidate], most: int) -> tuple[KeepSpec | None, int]:
+    def room(self, most: int) -> int:
+        """How many blocks can be saved now, of so many that may be."""
+        busy = sum(len(spec.slots) for spec in self._keeping)
+        return max(0, min(most, self._max_busy - busy))
+
+    def keep(
+        self, filled: Sequence[Candidate], most: int, later: int
+    ) -> tuple[KeepSpec | None, int, list[Candidate]]:
         """The job that saves blocks which no arena of this host has; `kept` ends it.
 
         Args:
-            filled: blocks that the step fills, each hash of a group once.
+            filled: full blocks, each hash of a group once. Those that vLLM has lost are null.
             most: how many may be saved.
+            later: how many more may wait for the end of copies, of those that are asked for.
 
         Returns:
-            The job, None where none has to be saved; and how many are not, for lack of room.
+            The job, None where none has to be saved; how many are not, for lack of room; and those
+            that wait, whose hints have yet to be followed.
         """
         groups: list[tuple[int, list[int]]] = [(0, []) for _ in self._whole]
         slots: list[Ints] = []
         keys: list[bytes] = []
-        dropped = 0
-        most = max(0, min(most, self._max_busy - self._busy))
+        dropped, waiting = 0, list[Candidate]()
+        most = self.room(most)
         of_groups = [[c for c in filled if c.group == g] for g in range(len(self._whole))]
         lacking = [self._lacking(g, each) for g, each in enumerate(of_groups)]
         for g, candidates in enumerate(of_groups):
             kept: list[Candidate] = []
-            for theirs in self._by_quota(lacking[g]):
-                tenants, prompts = (
-                    np.array([getattr(each, name) for each in theirs], np.int64)
-                    for name in ("tenant", "prompt")
-                )
+            there = [each for each in lacking[g] if each.block_id != NULL_BLOCK_ID]
+            dropped += len(lacking[g]) - len(there)
+            for theirs in self._by_quota(there):
+                tenants = np.array([each.tenant for each in theirs], np.int64)
+                prompts = np.array([each.prompt for each in theirs], np.int64)
                 with self._pool.lock:
                     given = self._pool.keep(g, _hashes(theirs), most, tenants, prompts)
                 if given.over_quota:
                     self._stats.count("blocks_over_quota", given.over_quota)
-                dropped += given.dropped
+                asked = [c for i in given.beyond.tolist() if (c := theirs[i]).hints.keeps_here]
+                asked = asked[: max(0, later - len(waiting))]
+                waiting += asked
+                dropped += given.dropped - len(asked)
                 most -= len(given.slots)
                 kept += [theirs[i] for i in given.chosen.tolist()]
                 slots.append(given.slots)
-            for (tenant, hints), run in groupby(candidates, key=attrgetter("tenant", "hints")):
+            wait = set(waiting)
+            now = [each for each in candidates if each not in wait]
+            for (tenant, hints), run in groupby(now, key=attrgetter("tenant", "hints")):
                 self._favours.grant(hints, tenant, g, _hashes(run))
             groups[g] = 0, [each.block_id for each in kept]
             keys += header_keys(self._key_prefix, g, _hashes(kept))
-            self._busy += len(kept)
         numbers = np.concatenate([NONE, *slots])
         if not numbers.size:
-            return None, dropped
+            return None, dropped, waiting
         with self._pool.lock:
             generations = self._pool.generation[numbers]
         blocks = BlockSpans.of(groups)
         spec = KeepSpec(blocks=blocks, slots=numbers, generations=generations, keys=keys)
         self._keeping.add(spec)
-        return spec, dropped
+        return spec, dropped, waiting
 
     def _by_quota(self, candidates: list[Candidate]) -> list[list[Candidate]]:
         """In parts that are kept as a whole: one for each tenant where tenants have quotas."""
@@ -368,7 +360,6 @@ class HostBlocks:
 
     def kept(self, spec: KeepSpec, failure: str | None) -> None:
         """The job has ended, in whatever way."""
-        self._busy -= len(spec.slots)
         self._keeping.discard(spec)
         with self._pool.lock:
             if failure is None:

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the shared prefix cache knows of one prompt: what is held of it, and where."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import zip_longest
 
-import numpy as np
-
 from omni_connector.kv.ledger import EngineRequest
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.prefix.hints import Hints
 from omni_connector.prefix.host_blocks import Found
 from omni_connector.prefix.lookups import Held, Lookup
@@ -29,7 +26,7 @@ class SharedPrompt:
     tenant: int
     hints: Hints
     fills_at: int = 0  # no block fills before so many tokens are computed
-    keeps: int = 0  # steps in which blocks were to be in the arena
+    keeps: int = 0  # jobs that keep its blocks in the arena, as far as is known
     due: int = 0  # the step in which `PrefixSaves` looks whether one has filled
     hashes: list[list[bytes]] = field(default_factory=list)
     found: Found | None = None
@@ -103,48 +100,3 @@ def reach(groups: Sequence[tuple[GroupShape, Held]], unit: int, start: int, end:
         if all(held.has(shape.needed(tokens, start)) for shape, held in groups):
             return tokens
     return start
-
-
-def shares(tokens: int, parts: Sequence[BlockSpans]) -> list[int]:
-    """How many of the tokens that are loaded come with each of the parts."""
-    if len(parts) < 2:
-        return [tokens] * len(parts)
-    # By the blocks of the group that loads most: one that keeps a window loads few.
-    ends = [np.cumsum(part.group_sizes)[:-1] for part in parts]
-    counts = np.array(
-        [
-            [np.count_nonzero(ids) for ids in np.split(part.block_ids, end)]
-            for part, end in zip(parts, ends, strict=True)
-        ]
-    )
-    most = counts[:, counts.sum(axis=0).argmax()]
-    upto = np.cumsum(most) * tokens // most.sum()
-    parted: list[int] = np.diff(upto, prepend=0).tolist()
-    return parted
-
-
-def whole_blocks(
-    shape: GroupShape,
-    block_ids: list[int],
-    hashes: Sequence[bytes],
-    hash_of: Callable[[int], bytes | None],
-) -> list[int]:
-    """Blocks of a group that hold what their hashes name, with null blocks for the others.
-
-    The first block of a window may have been handed off in part; see `HandoffReceiver.incomplete`.
-    A step that computes several blocks of tokens leaves the state of its last token only, and that
-    lies at the end of a block only where vLLM let the step end there. vLLM gives a block of a state
-    its hash where both are so, and from then on writes the states of later tokens to other blocks.
-
-    Args:
-        shape: of the group.
-        block_ids: consecutive blocks of a request, which the step has filled.
-        hashes: of the tokens up to the end of each.
-        hash_of: says by which hash vLLM's own prefix cache finds a block; None where it does not.
-    """
-    if shape.attention_type == "all":
-        return block_ids
-    return [
-        block_id if hash_of(block_id) == key else NULL_BLOCK_ID
-        for block_id, key in zip(block_ids, hashes, strict=True)
-    ]

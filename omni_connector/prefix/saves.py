@@ -2,10 +2,15 @@
 """Which of the blocks that a step fills are copied to the arena of this engine, and to the store.
 
 Copies under way hold their blocks (see `CopyLedger`), at most a part of all that the engine has.
-Blocks beyond that are not copied.
+Blocks beyond that are not copied, or wait where a request asks for them in the arena. Nothing holds
+those that wait: they are copied if vLLM still finds them by their hashes when their turn comes.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import cycle
 from typing import Any, Final
 
 import numpy as np
@@ -13,15 +18,19 @@ import numpy as np
 from omni_connector.copies.prefix_jobs import StoreSaveSpec
 from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, RequestBlocks
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
+from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, whole_blocks
 from omni_connector.prefix.block_changes import BlockChanges
-from omni_connector.prefix.host_blocks import Candidate, HostBlocks
-from omni_connector.prefix.prompts import SharedPrompt, whole_blocks
+from omni_connector.prefix.hints import Candidate
+from omni_connector.prefix.host_blocks import MAX_IN_ORDER, HostBlocks
+from omni_connector.prefix.prompts import SharedPrompt
 from omni_connector.stats import Stats
 from omni_connector.stores.recently import Recently
 
 # Copies under way hold at most one in so many KV blocks.
 _HELD_PART: Final = 4
+
+# Of the blocks that wait, so many at most are looked at in a step, which that must not delay.
+_AT_ONCE: Final = 256
 
 # A block that was sent to the store is not sent again for so many seconds.
 _RECENT_S: Final = 30.0
@@ -46,18 +55,19 @@ class PrefixSaves:
     """Starts the copies of blocks that have filled.
 
     Args:
-        prompts: by request; others share nothing.
         tokens_a_step: by so many at most an answer grows in a step.
         prefix: of the store's keys.
         host: the arenas of this host; None keeps nothing there.
         stores: whether there is a store.
         ledger, groups, group_ids, num_blocks, hash_of, clock, stats, changes: as `SharedPrefix`.
+
+    Attributes:
+        waiting: blocks for later steps, even of no tokens, and prompts that are over behind theirs.
     """
 
     def __init__(
         self,
         *,
-        prompts: Mapping[str, SharedPrompt],
         tokens_a_step: int,
         prefix: str,
         host: HostBlocks | None,
@@ -66,12 +76,11 @@ class PrefixSaves:
         groups: tuple[GroupShape, ...],
         group_ids: tuple[int, ...],
         num_blocks: int,
-        hash_of: Callable[[int], bytes | None],
+        hash_of: Callable[[int, int], bytes | None],
         clock: Callable[[], float],
         stats: Stats,
         changes: BlockChanges[Any] | None,
     ) -> None:
-        self._prompts = prompts
         self._tokens_a_step = tokens_a_step
         self._step = 0
         # The prompts to look at, by the number of the step. Most steps fill no block of an answer.
@@ -89,6 +98,7 @@ class PrefixSaves:
         self._ledger = ledger
         self._groups = groups
         self._group_ids = group_ids
+        self._num_blocks = num_blocks
         self._max_held = max(1, num_blocks // _HELD_PART)
         self._hash_of = hash_of
         self._clock = clock
@@ -96,6 +106,8 @@ class PrefixSaves:
         self._changes = changes
         self.num_held = 0
         self._keeping: set[int] = set()
+        self.waiting: deque[Candidate | SharedPrompt] = deque()
+        self._places = cycle(range(1024))  # so that prompts differ whose blocks wait
         self._sent = Recently(_RECENT_S, clock)
 
     def build(
@@ -112,7 +124,7 @@ class PrefixSaves:
         """
         filled: dict[tuple[int, bytes], Candidate] = {}
         self._step += 1
-        for place, prompt in enumerate(self._due.pop(self._step, ())):
+        for prompt in self._due.pop(self._step, ()):
             request, steps = prompt.request, 1
             # Until it is scheduled, its blocks may be those of a load under way.
             if tokens := scheduled.get(request.request_id):
@@ -122,32 +134,77 @@ class PrefixSaves:
                     continue
                 end = request.num_computed_tokens + tokens
                 if end >= prompt.fills_at:
-                    self._save(meta, place, prompt, end, blocks_of, filled)
+                    self._save(meta, next(self._places), prompt, end, blocks_of, filled)
                 lacks = prompt.fills_at - max(end, request.num_tokens)
                 if lacks > 0:  # it writes an answer
                     steps = -(-lacks // self._tokens_a_step)
                     if not prompt.hints.asks_arena:
                         steps += -(self._step + steps) % self._together
             self.look_at(prompt, steps)
-        if self._host is not None and filled:
-            self._keep(meta, self._host, list(filled.values()))
+        if self._host is None:
+            return
+        if self.waiting:
+            self._keep_waiting(meta, self._host)
+        new = list(filled.values())
+        if self.waiting:  # whoever may wait does so, too
+            self._keep(meta, self._host, [each for each in new if each.hints.keeps_here], 0)
+            new = [each for each in new if not each.hints.keeps_here]
+        self._keep(meta, self._host, new, self._max_held - self.num_held)
 
     def look_at(self, prompt: SharedPrompt, steps: int = 1) -> None:
         """Look in so many steps whether blocks of a prompt that vLLM schedules have filled."""
-        self.forget(prompt)
+        self._forget(prompt)
         if prompt.hints.cache != "no":
             prompt.due = self._step + steps
             self._due.setdefault(prompt.due, {})[prompt] = None
 
-    def forget(self, prompt: SharedPrompt) -> None:
+    def finish(self, prompt: SharedPrompt) -> None:
         """The prompt's request is over."""
+        self._forget(prompt)
+        if self.waiting and prompt.hints.keeps_here:
+            self.waiting.append(prompt)
+        else:
+            self._put_in_order(prompt)
+
+    def _put_in_order(self, prompt: SharedPrompt) -> None:
+        # One job of one group leaves its slots in order.
+        if self._host is not None and prompt.keeps * len(self._groups) > 1:
+            ends = [min(sent, MAX_IN_ORDER) for sent in prompt.sent]
+            hashes = [prompt.full_hashes(g, 0, end) for g, end in enumerate(ends)]
+            self._host.finished([prompt.keys(of_group) for of_group in hashes])
+
+    def _forget(self, prompt: SharedPrompt) -> None:
         if due := self._due.get(prompt.due):
             due.pop(prompt, None)
             if not due:
                 del self._due[prompt.due]
 
-    def _keep(self, meta: CopyWork, host: HostBlocks, filled: list[Candidate]) -> None:
-        spec, dropped = host.keep(filled, self._max_held - self.num_held)
+    def _keep_waiting(self, meta: CopyWork, host: HostBlocks) -> None:
+        """Copy blocks whose turn it is, as many as there is room for."""
+        room = min(_AT_ONCE, host.room(self._max_held - self.num_held))
+        turn: dict[tuple[int, bytes], Candidate] = {}
+        over: list[SharedPrompt] = []
+        while self.waiting:
+            first = self.waiting[0]
+            if isinstance(first, SharedPrompt):
+                over.append(first)
+            elif len(turn) < room and (name := (first.group, first.block_hash)) not in turn:
+                whose = self._group_ids[first.group]
+                there = self._hash_of(whose, first.block_id) == first.cached_as
+                turn[name] = first if there else replace(first, block_id=NULL_BLOCK_ID)
+            else:
+                break
+            self.waiting.popleft()
+        self._keep(meta, host, list(turn.values()), room)
+        for prompt in over:
+            self._put_in_order(prompt)
+
+    def _keep(self, meta: CopyWork, host: HostBlocks, filled: list[Candidate], most: int) -> None:
+        if not filled:
+            return
+        later = self._num_blocks - len(self.waiting)  # if more wait, many of them have gone
+        spec, dropped, waiting = host.keep(filled, most, later)
+        self.waiting += waiting
         if dropped:
             self._stats.count("blocks_dropped", dropped)
         if spec is None:
@@ -177,8 +234,8 @@ class PrefixSaves:
     ) -> None:
         groups: list[tuple[int, list[int]]] = []
         hashes: list[bytes] = []
-        number = 0
-        blocks = None
+        number, blocks = 0, None
+        tenant, hints = prompt.tenant, prompt.hints
         for g, shape in enumerate(self._groups):
             first, end = prompt.sent[g], computed // shape.block_size
             filled = prompt.full_hashes(g, first, end) if end > first else []
@@ -189,19 +246,21 @@ class PrefixSaves:
                     blocks = blocks_of(prompt.request.request_id).blocks
                 table = blocks[self._group_ids[g]][first : first + len(filled)]
                 part = [each.block_id for each in table]
-                part = whole_blocks(shape, part, filled, self._hash_of)
+                hash_of = partial(self._hash_of, self._group_ids[g])
+                part = whole_blocks(shape, part, filled, hash_of)
                 if self._host is not None:
                     keys, lacking = prompt.keys(filled), range(len(filled))
-                    if len(filled) > _MANY and not prompt.hints.asks_arena:
+                    if len(filled) > _MANY and not hints.asks_arena:
                         lacking = np.flatnonzero(self._host.lacks(g, keys, here=False)).tolist()
                     new: list[tuple[int, bytes, bytes]] = []
                     for i in lacking:
                         key, block_id = keys[i], part[i]
                         if block_id != NULL_BLOCK_ID:
-                            whose, hints = place, prompt.hints
+                            one = Candidate(g, key, block_id, place, tenant, hints, filled[i])
                             if (other := kept.get((g, key))) is not None:
-                                whose, hints = other.prompt, hints.joined(other.hints)
-                            kept[g, key] = Candidate(g, key, block_id, whose, prompt.tenant, hints)
+                                joined = hints.joined(other.hints)
+                                one = replace(one, prompt=other.prompt, hints=joined)
+                            kept[g, key] = one
                             new.append((first + i, key, filled[i]))
                     if self._changes is not None:
                         self._changes.filled(prompt.request, g, new)
@@ -211,7 +270,8 @@ class PrefixSaves:
                     number += stored
             groups.append((first, block_ids))
             hashes += filled
-        prompt.keeps += bool(hashes) and self._host is not None
+        if hashes and self._host is not None:
+            prompt.keeps += 1 + hints.keeps_here  # some may have to wait
         pairs = zip(prompt.sent, self._groups, strict=True)
         prompt.fills_at = min((sent + 1) * shape.block_size for sent, shape in pairs)
         if not number:
@@ -220,8 +280,11 @@ class PrefixSaves:
         spec = StoreSaveSpec(
             blocks=BlockSpans.of(groups), prefix=prompt.key_prefix(self._prefix), hashes=hashes
         )
-        job_id = self._ledger.start(spec.blocks, lambda failure: self._let_go(number), soon=_COPY_S)
-        meta.saves[job_id] = spec
+
+        def ended(failure: str | None) -> None:
+            self.num_held -= number
+
+        meta.saves[self._ledger.start(spec.blocks, ended, soon=_COPY_S)] = spec
 
     def _stored(
         self,
@@ -250,9 +313,6 @@ class PrefixSaves:
             block_ids.append(block_id)
         return block_ids, stored
 
-    def _let_go(self, num_blocks: int) -> None:
-        self.num_held -= num_blocks
-
     def void(self, prefix: str) -> None:
         """What is being kept belongs to other weights, and what was stored may have to be again.
 
@@ -261,4 +321,5 @@ class PrefixSaves:
         """
         self._prefix = prefix
         self._ledger.revoke(self._keeping)
+        self.waiting.clear()
         self._sent = Recently(_RECENT_S, self._clock)

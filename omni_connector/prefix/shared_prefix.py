@@ -24,14 +24,14 @@ from omni_connector.copies.prefix_jobs import HostLoadSpec, StoreLoadSpec
 from omni_connector.errors import OmniError
 from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, EngineRequest
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec
+from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec, shares
 from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.explain import ExplainedEngine, Explainer
 from omni_connector.prefix.hints import NO_HINTS, Hints, tenant_of
-from omni_connector.prefix.host_blocks import MAX_IN_ORDER, HostBlocks, Wanted
+from omni_connector.prefix.host_blocks import HostBlocks, Wanted
 from omni_connector.prefix.lookups import Lookup, StoreLookups
 from omni_connector.prefix.misses import Misses
-from omni_connector.prefix.prompts import SharedPrompt, shares
+from omni_connector.prefix.prompts import SharedPrompt
 from omni_connector.prefix.saves import PrefixSaves
 from omni_connector.stats import UNREACHABLE, Stats
 from omni_connector.stores.recently import BlockName
@@ -61,7 +61,8 @@ class SharedPrefix:
         hash_block_size: tokens of one of a request's hashes; divides every group's block size.
         num_blocks: KV blocks of this engine.
         tokens_a_step: by so many at most an answer grows in a step.
-        hash_of: says by which hash vLLM's own prefix cache finds a block; None where it does not.
+        hash_of: says by which hash vLLM's own prefix cache finds a block in one of vLLM's groups;
+            None where it does not.
         weights_fixed: a reset changes no weights, so that what is stored stays true.
         lookup_timeout: seconds a request waits for the store's answer.
         load_timeout: seconds for the bytes.
@@ -86,7 +87,7 @@ class SharedPrefix:
         hash_block_size: int,
         num_blocks: int,
         tokens_a_step: int,
-        hash_of: Callable[[int], bytes | None],
+        hash_of: Callable[[int, int], bytes | None],
         weights_fixed: bool,
         lookup_timeout: float,
         load_timeout: float,
@@ -122,7 +123,6 @@ class SharedPrefix:
         self._failed: list[EngineRequest] = []
         self._explainer: Explainer | None = None
         self.saves = PrefixSaves(
-            prompts=self._prompts,
             tokens_a_step=tokens_a_step,
             prefix=prefix,
             host=host,
@@ -370,13 +370,8 @@ class SharedPrefix:
         prompt = self._prompts.pop(request_id, None)
         if prompt is None:
             return
-        self.saves.forget(prompt)
         self._ledger.revoke(prompt.jobs)
-        # One job of one group leaves its slots in order.
-        if self._host is not None and prompt.keeps * len(self._groups) > 1:
-            ends = [min(sent, MAX_IN_ORDER) for sent in prompt.sent]
-            hashes = [prompt.full_hashes(g, 0, end) for g, end in enumerate(ends)]
-            self._host.finished([prompt.keys(of_group) for of_group in hashes])
+        self.saves.finish(prompt)
         if self._changes is not None and prompt.lookup is not None:
             for g, held in enumerate(prompt.lookup.held or ()):
                 self._changes.looked_up(prompt.request, g, prompt.hashes[g], held.blocks)

@@ -207,7 +207,16 @@ def being_kept(half: "OmniScheduler") -> tuple[int, int]:
     shared = half._shared
     if shared is None:
         return 0, 0
-    return 0 if shared._host is None else shared._host._busy, shared.saves.num_held
+    keeping = () if shared._host is None else shared._host._keeping
+    return sum(len(spec.slots) for spec in keeping), shared.saves.num_held
+
+
+def waiting(half: "OmniScheduler") -> set[tuple[int, bytes]]:
+    """Return the group and key of each block that is to be kept when earlier copies have ended."""
+    from omni_connector.prefix.hints import Candidate
+
+    waits = () if half._shared is None else half._shared.saves.waiting
+    return {(each.group, each.block_hash) for each in waits if isinstance(each, Candidate)}
 
 
 def now(half: "OmniScheduler") -> float:

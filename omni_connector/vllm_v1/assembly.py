@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
 from omni_connector.config import OmniConfig
+from omni_connector.copies.sizing import arena_sizing
 from omni_connector.errors import ConfigError
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
@@ -52,7 +53,7 @@ from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.requests import token_hasher
 from omni_connector.vllm_v1.scheduler import OmniScheduler
 from omni_connector.vllm_v1.specs import group_specs, state_refusal, transferred_groups
-from omni_connector.vllm_v1.surroundings import Surroundings, arena_sizing
+from omni_connector.vllm_v1.surroundings import Surroundings
 from omni_connector.vllm_v1.worker import OmniWorker
 
 if TYPE_CHECKING:
@@ -75,8 +76,7 @@ def make_worker(
         ConfigError: a setting of a transport is wrong.
         MissingDependencyError: Mooncake is needed and not installed.
     """
-    transfer = vllm_config.kv_transfer_config
-    parallel = vllm_config.parallel_config
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     assert transfer is not None
     rank = parallel.rank % parallel.tensor_parallel_size  # there is one pipeline stage
     sizing = arena_sizing(config, vllm_config, kv_cache_config)
@@ -346,9 +346,9 @@ class _Assembly:
         pool = None if self._directory is None else self._directory.pool
         return KVEvents(pool, self._ours.groups, self._group_ids, self._hash_block_size)
 
-    def _hash_of(self, block_id: int) -> bytes | None:
+    def _hash_of(self, group_id: int, block_id: int) -> bytes | None:
         named = self._manager.block_pool.blocks[block_id].block_hash
-        return None if named is None else get_block_hash(named)
+        return get_block_hash(named) if named and get_group_id(named) == group_id else None
 
     def _host_blocks(self, prefix: str) -> HostBlocks | None:
         """The arenas of this host; None where this engine does not share its own."""

@@ -399,8 +399,8 @@ class OmniScheduler:
         return False, answer
 
     def copying(self) -> bool:
-        """Whether copies hold blocks, so that a later step has to free them."""
-        return bool(self._ledger)
+        """Whether a later step has to free blocks that copies hold, or to copy more."""
+        return bool(self._ledger) or (self._shared is not None and bool(self._shared.saves.waiting))
 
     def settle(self, look: Callable[[], Ended | None]) -> None:
         """See `CopyLedger.settle`."""

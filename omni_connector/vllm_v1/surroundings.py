@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from omni_connector.config import FileStoreSettings, OmniConfig, StoreSettings
-from omni_connector.copies.sizing import ArenaSizing
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
 from omni_connector.kv.copying import BlockCopier, Sharing, make_copier
 from omni_connector.net.links import Sockets, ZmqSockets
@@ -23,10 +22,6 @@ from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.opening import open_block_store
 from omni_connector.transports.choice import Transports, make_transports
 from omni_connector.turns import StartTurns, TurnThread
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 @dataclass(frozen=True)
@@ -64,24 +59,3 @@ class Surroundings:
 
 SURROUNDINGS: Final = Surroundings()
 """Those of an engine in production."""
-
-
-def arena_sizing(
-    config: OmniConfig, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
-) -> ArenaSizing:
-    """What the configuration of an engine says of the arena of one rank."""
-    parallel = vllm_config.parallel_config
-    ranks = parallel.tensor_parallel_size
-    given = config.arena_bytes()
-    sharers = ranks * max(1, parallel.data_parallel_size_local)
-    caches = 0
-    if vllm_config.device_config.device_type == "cpu":  # in the same memory, page by page
-        caches = sharers * sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
-    return ArenaSizing(
-        given=None if given is None else given // ranks,
-        cache_blocks=kv_cache_config.num_blocks,
-        max_tokens=vllm_config.model_config.max_model_len,
-        sharers=sharers,
-        reserved=caches,
-        huge_pages=config.huge_pages,
-    )

@@ -130,9 +130,12 @@ class FavourMachine(RuleBasedStateMachine):
     def keep(self, tenant: int, first: int, count: int, most: int) -> None:
         keys = self.keys(tenant, first, count)
         lacking = count - len(self.pool.find(0, keys))
-        chosen, slots, over_quota, dropped = self.pool.keep(0, keys, most, tenant)
+        chosen, slots, over_quota, dropped, beyond = self.pool.keep(0, keys, most, tenant)
         assert len(chosen) == len(slots) <= most
         assert len(chosen) == lacking - over_quota - dropped
+        assert len(beyond) <= min(max(0, lacking - most), dropped, self.pool._num_available)
+        assert len(slots) + len(beyond) <= 6  # its quota
+        assert not self.pool.find(0, [keys[i] for i in beyond]).size
         if len(slots):
             self.saves.append(slots)
 
@@ -250,7 +253,7 @@ def test_of_a_tenant_beyond_its_quota_what_was_used_longest_ago_goes(quota: int)
     pool = SlotPool(10)
     pool.quota = quota
     for number in range(5):
-        _, slots, over_quota, _ = pool.keep(0, [b"%d" % number], 1, tenant=1)
+        _, slots, over_quota, *_ = pool.keep(0, [b"%d" % number], 1, tenant=1)
         assert over_quota == (not quota)
         pool.filled(slots)
         pool.let_go(slots)

@@ -6,13 +6,16 @@ import dataclasses
 import time
 
 import pytest
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from omni_connector.copies import loading
 from omni_connector.errors import PeerUnreachableError
 from omni_connector.prefix import neighbours as module
+from omni_connector.prefix.hints import Candidate
 from omni_connector.prefix.neighbours import HostNeighbours
 from omni_connector.testing.simulation import check
 from omni_connector.testing.toy import BLOCK
+from omni_connector.testing.toy import FAMILIES as GROUPS
 from omni_connector.transports.shm import SharedMemoryTransport
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt, slots, wait
@@ -499,6 +502,162 @@ def test_a_pin_outlives_its_request(sharer):
     alone.abort(request_id)
     assert_clean(alone)
     assert pinned(alone) >= 6
+
+
+LONG = prompt(20 * BLOCK)
+
+
+@pytest.fixture
+def small(sharer):
+    """Makes engines of 41 KV blocks, of which copies may hold ten; their own cache has `LONG`, and
+    their arena has nothing."""
+
+    def make(tokens=LONG, **options):
+        extra = {"pin_part": 1.0, **options.pop("extra", slots(64))}
+        made = sharer(extra=extra, usable_blocks=40, **options)
+        publish(made, tokens, params=hints(cache="no"))
+        assert kept(made) == 0
+        return made
+
+    return make
+
+
+def ask(engine, params, tokens=LONG, **options):
+    """Have an engine compute a prompt, all of which it has, while no copy ends; the copier."""
+    held = engine.hold(saves=True)
+    request_id = engine.submit(tokens, params=params, **options)
+    engine.run(lambda: engine.done(request_id))
+    return held
+
+
+def under_way(engine):
+    """How many blocks of an engine copies hold."""
+    return engine.half._shared.saves.num_held
+
+
+def brought(sharer, tokens=LONG):
+    """How many blocks of a prompt another engine of the host loads."""
+    other = sharer()
+    other.generate([*tokens, 5])
+    assert not other.failures()
+    return other.count("tokens_from_host") // BLOCK
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("hint", [{"pin_s": 600}, {"prefetch": True}], ids=["pin", "prefetch"])
+def test_what_vllm_has_is_kept_wholly_though_few_copies_may_be_under_way(
+    sharer, tokens, family, hint
+):
+    extra = {**slots(200), "pin_part": 1.0}
+    groups = len(GROUPS[family])
+    alone = sharer(family=family, extra=extra, usable_blocks=22 * groups)
+    publish(alone, LONG, params=hints(cache="no"))
+    assert kept(alone) == 0
+    held = ask(alone, hints(**hint))
+    assert 0 < under_way(alone) <= (22 * groups + 1) // 4
+    held.open()
+    assert_clean(alone)
+    assert (alone.count("blocks_dropped"), alone.count("pins_refused")) == (0, 0)
+    assert pinned(alone) == (kept(alone) if "pin_s" in hint else 0)
+    other = sharer(family=family)
+    other.generate([*LONG, 5], 6)
+    assert other.count("tokens_from_host") == 20 * BLOCK
+    assert not other.failures()
+
+
+def test_copies_of_what_waits_hold_no_more_than_others(small, tokens):
+    alone = small()
+    held = ask(alone, hints(pin_s=600))
+    assert (under_way(alone), pinned(alone)) == (10, 0)
+    other = prompt(12 * BLOCK, seed=1)
+    request_id = alone.submit(other, params=hints(pin_s=600))
+    alone.run(lambda: alone.done(request_id))
+    assert under_way(alone) == 10
+    held.open()
+    assert_clean(alone)
+    assert (kept(alone), pinned(alone), alone.count("blocks_dropped")) == (32, 32, 0)
+
+
+def test_what_vllm_evicts_before_its_turn_is_counted(small, sharer):
+    alone = small()
+    held = ask(alone, hints(pin_s=600))
+    for seed in (1, 2):
+        request_id = alone.submit(prompt(20 * BLOCK, seed=seed), params=hints(cache="no"))
+        alone.run(lambda: alone.done(request_id))  # noqa: B023
+    held.open()
+    assert_clean(alone)
+    assert (kept(alone), pinned(alone)) == (10, 10)
+    assert (alone.count("blocks_dropped"), alone.count("pins_refused")) == (10, 10)
+    assert brought(sharer) == 10
+
+
+def test_what_waits_is_not_read_from_a_block_that_another_group_has_got(sharer):
+    alone = sharer(family="window and full", extra=slots(200), usable_blocks=44)
+    publish(alone, LONG, params=hints(cache="no"))
+    held = ask(alone, hints(prefetch=True))
+    waiting = [each for each in alone.half._shared.saves.waiting if isinstance(each, Candidate)]
+    assert waiting
+    for each in waiting:  # as if vLLM had computed the prompt again, and dealt its blocks otherwise
+        named = make_block_hash_with_group_id(BlockHash(each.cached_as), 1 - each.group)
+        alone.half._manager.block_pool.blocks[each.block_id]._block_hash = named
+    held.open()
+    assert_clean(alone)
+    assert alone.count("blocks_dropped") == len(waiting)
+
+
+def test_what_waits_is_kept_though_its_request_is_aborted(small, sharer):
+    alone = small()
+    held = alone.hold(saves=True)
+    request_id = alone.submit(LONG, max_tokens=50, params=hints(pin_s=600))
+    alone.run(lambda: alone.answers[request_id].tokens)
+    alone.abort(request_id)
+    held.open()
+    assert_clean(alone)
+    assert (pinned(alone), brought(sharer)) == (20, 20)
+
+
+def test_what_waits_is_void_with_its_weights(small):
+    alone = small()
+    held = ask(alone, hints(pin_s=600))
+    assert alone.half._shared.saves.waiting
+    alone.half.reset_cache()
+    held.open()
+    assert_clean(alone)
+    assert (kept(alone), pinned(alone), alone.usage) == (0, 0, (0, 0, 0))
+
+
+def test_the_end_of_what_was_kept_in_parts_goes_first(small, sharer):
+    alone = small(extra=slots(24))
+    publish(alone, LONG, params=hints(prefetch=True))
+    assert kept(alone) == 20
+    crowd(alone, 2)
+    assert brought(sharer) == 16
+
+
+@pytest.mark.parametrize(
+    ("extra", "salt", "stays"),
+    [(slots(12), None, 12), ({**slots(32), "tenant_quota": 0.5}, "a", 16)],
+    ids=["arena", "quota"],
+)
+def test_of_what_has_no_room_in_the_arena_the_beginning_is_kept(small, sharer, extra, salt, stays):
+    alone = small(extra=extra)
+    publish(alone, LONG, params=hints(cache="no"), salt=salt)
+    publish(alone, LONG, params=hints(prefetch=True), salt=salt)
+    assert kept(alone) == stays
+    other = sharer()
+    other.generate([*LONG, 5], salt=salt)
+    assert other.count("tokens_from_host") == stays * BLOCK
+
+
+def test_of_two_that_ask_for_blocks_that_wait_the_later_pin_counts(small):
+    alone = small()
+    held = ask(alone, hints(pin_s=0.01))
+    request_id = alone.submit(LONG, params=hints(pin_s=600))
+    alone.run(lambda: alone.done(request_id))
+    held.open()
+    assert_clean(alone)
+    alone.directory.pool.end_pins(alone.half._clock() + 5)
+    assert (pinned(alone), alone.count("pins_refused")) == (20, 0)
 
 
 def test_of_what_two_requests_ask_for_a_block_the_more_is_done(sharer):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from omni_connector.testing.simulation.engines.settings import EngineShape, Policy, Role
-from omni_connector.testing.simulation.hints import hinted
+from omni_connector.testing.simulation.hints import hinted, overlong
 from omni_connector.testing.simulation.plan import Event, Plan, blocks_of, groups_of
 from omni_connector.testing.simulation.scenes import hosted, sized, staged
 
@@ -45,7 +45,8 @@ def plan_of(seed: int) -> Plan:
     if scene is plan:
         scene = hosted(plan, random.Random(f"host {seed}"))
     native = random.Random(f"native {seed}").random() >= _WITHOUT_NATIVE_OFTEN
-    return replace(hinted(scene, random.Random(f"hints {seed}")), native=native)
+    plan = hinted(scene, random.Random(f"hints {seed}"))
+    return replace(overlong(plan, random.Random(f"overlong {seed}")), native=native)
 
 
 def _engines(draw: random.Random) -> tuple[EngineShape, ...]:

@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from omni_connector.testing.simulation.plan import Event, Plan
+from omni_connector.testing.simulation.plan import SLOW_S, Event, Plan, blocks_of, groups_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,13 @@ _NONSENSE: Final[tuple[Wish, ...]] = (
     Wish({"pin_s": 600.0, "cache": 0}, pin_s=600.0),
 )
 
+_ASKED: Final = (
+    Wish({"pin_s": 600.0}, pin_s=600.0),
+    Wish({"prefetch": True}, prefetch=True),
+)
+
 _OFTEN: Final = 0.5
+_OVERLONG_OFTEN: Final = 0.1
 _SALTED_OFTEN: Final = 0.4
 
 
@@ -64,6 +70,43 @@ def hinted(plan: Plan, draw: random.Random) -> Plan:
     often = draw.choice((0.3, 0.7, 1.0))
     events = tuple(_hinted(event, draw, salts, often) for event in plan.events)
     return replace(plan, engines=engines, events=events)
+
+
+def overlong(plan: Plan, draw: random.Random) -> Plan:
+    """The same with an engine that is asked to pin or fetch prompts of which its own cache has more
+    blocks than may be copied at once, for some of the plans whose engines share their arenas; the
+    plan itself for the others.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    if not plan.engines[0].hosts or draw.random() >= _OVERLONG_OFTEN:
+        return plan
+    engine = draw.choice(plan.engines)
+    least = blocks_of(engine.family, engine.block_size, draw.choice((0, 1, 4)))
+    groups = groups_of(engine.family)
+    few = replace(engine, blocks=least, slots=groups * draw.choice((10, 20, 40)), step_s=0.0)
+    events = list(plan.events[:4])
+    for family in draw.sample(range(3), 3):
+        how = {"engine": engine.name, "tokens": 1, "priority": 0, "salt": None}
+        prompt = family, draw.choice((33, 37))
+        for acts, wish in (
+            (draw.choice((0, 100)), Wish({"cache": "no"}, keeps=False)),
+            (draw.choice((30, 300)), draw.choice(_ASKED)),
+        ):
+            served = how | {"prompt": prompt, "wish": wish}
+            events.append(Event("serve", served, acts, len(events)))
+        if draw.random() < 0.3:
+            reset = {"engine": engine.name, "connector": True}
+            events.append(Event("reset", reset, draw.choice((3, 10, 30)), len(events)))
+        if draw.random() < 0.3:
+            events.append(Event("abort", {"number": 0}, draw.choice((3, 10, 30)), len(events)))
+    return replace(
+        plan,
+        engines=tuple(few if each is engine else each for each in plan.engines),
+        events=tuple(replace(each, number=number) for number, each in enumerate(events)),
+        trouble=plan.trouble | {"slow_copies": draw.choice((SLOW_S, 0.1))},
+    )
 
 
 def _hinted(

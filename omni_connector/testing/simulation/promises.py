@@ -82,6 +82,8 @@ class Promises:
         self._pins: dict[bytes, _Pin] = {}  # by what is in the header of the slot
         self._handed: dict[int, int] = {}  # slots that hand-offs took, and in which generation
         self._seen: Mapping[int, bytes] = {}
+        # Blocks that wait until earlier copies have ended: whose they are, and of which group.
+        self._late: list[tuple[str, Wish, int, list[bytes]]] = []
 
     def look(self, half: Any, names: Mapping[int, bytes], stored: Iterable[str]) -> None:
         """Look at a scheduler half that has just built a step.
@@ -101,6 +103,9 @@ class Promises:
             slots = inspection.pinned(half)
             before, self._pinned = self._pinned, set(inspection.tags(half)[slots].tolist())
         now = self._engine.world.now
+        late, self._late = self._late, []
+        for asked in late:
+            self._asks(half, *asked, now, before)
         for request_id in self._engine.latest:
             request = self._engine.scheduler.requests.get(request_id)
             if request is None:
@@ -109,11 +114,12 @@ class Promises:
             for g, keys in self._newly_filled(half, request):
                 self._remember(request, wish, keys)
                 if hosts and (wish.prefetch or wish.pin_s):
-                    self._asks(half, request, wish, g, keys, now, before)
+                    self._asks(half, request_id, wish, g, keys, now, before)
         self._nothing_unwanted(names, stored)
         if hosts:
             self._pins_stay(set(names.values()), now)
             self._bounds_hold(half, slots, names)
+            self._copies_hold_few(half)
 
     def _notice_reset(self, half: Any) -> None:
         beginnings = inspection.key_beginnings(half)
@@ -122,6 +128,7 @@ class Promises:
             self._went_on |= self._engine.scheduler.requests.keys()
             self._filled.clear()  # they may be filled anew, for other weights
             self._asked.clear()
+            self._late.clear()
             self._pins.clear()
             self._pinned.clear()
 
@@ -143,25 +150,30 @@ class Promises:
     def _asks(
         self,
         half: Any,
-        request: Any,
+        request_id: str,
         wish: Wish,
         group: int,
         keys: list[bytes],
         now: float,
         before: set[int],
     ) -> None:
-        """A request wants these blocks, which the step fills, to be kept here, or pinned."""
-        tags = inspection.tags_of_blocks(half, group, keys).tolist()
+        """A request wants these blocks, which the step fills, to be kept here, or pinned: now, or
+        when it is their turn."""
         if wish.pin_s:
-            self._asked.update(tags)
-        if request.request_id in self._went_on:  # which of its blocks are kept is not known here
+            self._asked.update(inspection.tags_of_blocks(half, group, keys).tolist())
+        if request_id in self._went_on:  # which of its blocks are kept is not known here
             return
+        waiting = inspection.waiting(half)
+        if late := [key for key in keys if (group, key) in waiting]:
+            self._late.append((request_id, wish, group, late))
+            keys = [key for key in keys if (group, key) not in waiting]
+        tags = inspection.tags_of_blocks(half, group, keys).tolist()
         whole = inspection.keeps_all(half, group)
         here = [inspection.in_arena(half, group, key) for key in keys]
         if whole and not all(here) and self._evicts_nothing(half):
             raise Violation(
                 "hint_ignored",
-                f"{self._engine.name} does not keep blocks of {request.request_id}",
+                f"{self._engine.name} does not keep blocks of {request_id}",
             )
         if not wish.pin_s:
             return
@@ -178,7 +190,7 @@ class Promises:
         if refused and shape.tenant_quota == 1 and room >= 1:
             raise Violation(
                 "hint_ignored",
-                f"{shape.name} does not pin {refused} blocks of {request.request_id}, "
+                f"{shape.name} does not pin {refused} blocks of {request_id}, "
                 "although they are in its arena, and there is room",
             )
 
@@ -246,6 +258,11 @@ class Promises:
                     f"{shape.name} keeps {number} blocks of tenant {salt!r}, {pinned_of[salt]} of "
                     f"them pinned, in {num_slots} slots",
                 )
+
+    def _copies_hold_few(self, half: Any) -> None:
+        most = self._engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks // 4
+        if (held := inspection.being_kept(half)[1]) > max(1, most):
+            raise Violation("beyond_bounds", f"copies of {self._engine.name} hold {held} blocks")
 
 
 def arena_is_free(half: Any) -> bool:

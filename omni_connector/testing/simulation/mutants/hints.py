@@ -215,6 +215,51 @@ HINTS: Final = (
         ),
     ),
     mutant(
+        "of a long prompt only a part is pinned",
+        "blocks that are asked for do not wait for the end of the copies under way",
+        (
+            "omni_connector.prefix.saves",
+            "        self.waiting += waiting\n",
+            "",
+        ),
+    ),
+    mutant(
+        "what waits is saved whatever its block holds",
+        "blocks whose turn it is are copied although vLLM has given them to others",
+        (
+            "omni_connector.prefix.saves",
+            "                there = self._hash_of(whose, first.block_id) == first.cached_as\n",
+            "                there = True\n",
+        ),
+    ),
+    mutant(
+        "what waits is forgotten at rest",
+        "an engine without requests and copies makes no further step for blocks that wait",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            " or (self._shared is not None and bool(self._shared.saves.waiting))\n",
+            "\n",
+        ),
+    ),
+    mutant(
+        "what waits outlives its weights",
+        "blocks that waited when the weights changed are kept as those of the new ones",
+        (
+            "omni_connector.prefix.saves",
+            "        self.waiting.clear()\n",
+            "",
+        ),
+    ),
+    mutant(
+        "what waits takes its turn early",
+        "copies of blocks that have waited hold more KV blocks than copies may",
+        (
+            "omni_connector.prefix.saves",
+            "        room = min(_AT_ONCE, host.room(self._max_held - self.num_held))\n",
+            "        room = host.room(_AT_ONCE)\n",
+        ),
+    ),
+    mutant(
         "what is being loaded is saved",
         "blocks of a request that vLLM does not schedule yet are saved, too",
         (

@@ -322,7 +322,7 @@ MENDED: Final = (
         "windows in part are kept",
         "a block whose first tokens were not loaded is copied into the arena with its hash",
         (
-            "omni_connector.prefix.prompts",
+            "omni_connector.kv.spans",
             '    if shape.attention_type == "all":\n        return block_ids\n',
             '    if shape.attention_type != "last":\n        return block_ids\n',
         ),

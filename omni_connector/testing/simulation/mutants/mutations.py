@@ -14,8 +14,8 @@ OWN: Final = (
         "what is copied for the store is not held",
         (
             "omni_connector.prefix.saves",
-            "spec.blocks, lambda failure: self._let_go(number)",
-            "BlockSpans.of(()), lambda failure: self._let_go(number)",
+            "self._ledger.start(spec.blocks, ended,",
+            "self._ledger.start(BlockSpans.of(()), ended,",
         ),
     ),
     mutant(

@@ -103,7 +103,7 @@ SHARING: Final = (
         "slots that were filled count as being filled",
         (
             "omni_connector.prefix.host_blocks",
-            "        self._busy -= len(spec.slots)\n",
+            "        self._keeping.discard(spec)\n",
             "",
         ),
     ),
@@ -183,7 +183,7 @@ SHARING: Final = (
         "the last state is that of all blocks",
         "the state at a step's end is kept for each block that the step has filled",
         (
-            "omni_connector.prefix.prompts",
+            "omni_connector.kv.spans",
             "    return [\n        block_id if hash_of(block_id) == key else NULL_BLOCK_ID\n",
             '    if shape.attention_type == "last" and hash_of(block_ids[-1]) == hashes[-1]:\n'
             "        return block_ids[-1:] * len(block_ids)\n"
