@@ -79,7 +79,7 @@ def test_only_the_user_can_read_the_file_which_is_of_one_process_and_half(tmp_pa
 def test_without_a_span_there_is_no_thread_and_no_file(tmp_path: Path) -> None:
     threads = threading.active_count()
     trace = Trace(str(tmp_path), "engine", "scheduler")
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     trace.close()
     trace.close()
     assert not list(tmp_path.iterdir())

@@ -333,7 +333,7 @@ def test_close_is_idempotent_and_leaves_nothing(
     assert not inspection.channel_runs(channel)
     assert not inspection.channel_runs(engine.channel)
     assert list(folder.iterdir()) == []
-    assert open_files() == before
+    assert open_files() <= before
 
 
 def test_lease_requests_under_way_fail_when_the_channel_closes(

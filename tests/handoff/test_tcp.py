@@ -184,11 +184,11 @@ def test_without_an_address_no_port_is_open(
     engine = start_engine(key=KEY)
     assert start_asker(KEY).request_lease(engine, engine.handoff()).result(LONG)
     assert engine.channel.tcp_address is None
-    assert open_ports() == before
+    assert open_ports() <= before
     second = start_engine("second.sock", listen_tcp=LOOPBACK, key=KEY)
-    assert open_ports() == before | {port_of(second)}
+    assert open_ports() - before == {port_of(second)}
     second.channel.close()
-    assert open_ports() == before
+    assert open_ports() <= before
 
 
 def test_who_does_not_serve_opens_no_port(compatibility: CompatibilityKey) -> None:
@@ -196,7 +196,7 @@ def test_who_does_not_serve_opens_no_port(compatibility: CompatibilityKey) -> No
     channel = ControlChannel(compatibility=compatibility, listen_tcp=LOOPBACK, key=KEY)
     try:
         assert channel.tcp_address is None
-        assert open_ports() == before
+        assert open_ports() <= before
     finally:
         channel.close()
 
@@ -760,7 +760,7 @@ def test_close_leaves_nothing(
     for _ in range(2):
         asker.channel.close()
         engine.channel.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert list(folder.iterdir()) == []
 
 
@@ -800,7 +800,7 @@ def test_a_unix_socket_that_is_taken_leaves_no_port_open(start_engine: StartEngi
     before = open_ports()
     with pytest.raises(TransportError, match="engine_id"):
         start_engine(listen_tcp=LOOPBACK, key=KEY)
-    assert open_ports() == before
+    assert open_ports() <= before
 
 
 def names(**known: str) -> Callable[..., list[Any]]:

@@ -118,7 +118,7 @@ def test_more_memory_than_there_can_be_is_refused_cleanly() -> None:
     before = open_fds()
     with pytest.raises(TransportError):
         Arena.create(1 << 50, 1 << 20)
-    assert open_fds() == before
+    assert open_fds() <= before
 
 
 def test_epochs_differ() -> None:
@@ -237,7 +237,7 @@ def test_forged_superblock_is_refused(
     with pytest.raises(error):
         ArenaView.open(fd, epoch=b"e" * 16, n_slots=N_SLOTS, slot_bytes=SLOT_BYTES)
     os.close(fd)
-    assert open_fds() == before
+    assert open_fds() <= before
 
 
 def test_faithful_forgery_is_accepted() -> None:
@@ -312,7 +312,7 @@ def test_closed_arena_refuses_and_held_arrays_stay_valid() -> None:
         with pytest.raises(TransportError, match="closed"):
             call()
     del held, seen, call
-    assert open_fds() == before
+    assert open_fds() <= before
 
 
 def allocated(arena: Arena) -> int:

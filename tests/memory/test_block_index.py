@@ -425,7 +425,7 @@ def test_closing_is_idempotent_and_a_view_outlives_its_owner() -> None:
     assert found(view, 1) == [(2, 3)]
     for _ in range(2):
         view.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     for closed in (
         lambda: index.fd,
         lambda: index.find(some_tags(1)),

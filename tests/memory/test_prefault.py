@@ -112,7 +112,7 @@ def test_all_of_it_is_allocated_and_mapped(
     assert "The arena's memory is allocated" in caplog.text
     prefaulter.stop()
     prefaulter.stop()
-    assert open_fds() == before
+    assert open_fds() <= before
     memory.mapped.close()
 
 
@@ -206,7 +206,7 @@ def test_closing_meanwhile_leaves_nothing(delay: float, caplog: pytest.LogCaptur
     process = arena._prefaulter and arena._prefaulter._process
     arena.close()
     assert process is None or process.returncode is not None
-    assert open_fds() == before
+    assert open_fds() <= before
     assert mappings() <= mapped
     assert not [record for record in caplog.records if record.levelname != "INFO"]
 
@@ -279,7 +279,7 @@ def test_a_reader_maps_what_is_there_and_allocates_nothing(
     assert resident(mapped) >= SIZE
     prefaulter.stop()
     mapped.close()
-    assert len(open_fds()) == len(before)
+    assert len(open_fds()) <= len(before)
 
 
 def test_a_reader_gives_up_where_nothing_comes(
@@ -294,7 +294,7 @@ def test_a_reader_gives_up_where_nothing_comes(
 
 
 def test_a_reader_that_is_closed_while_it_waits_leaves_nothing() -> None:
-    before, threads = open_fds(), threading.active_count()
+    before, mapped, threads = open_fds(), mappings(), threading.active_count()
     with (
         Arena.create(64, MIB) as arena,
         ArenaView.open(
@@ -302,9 +302,9 @@ def test_a_reader_that_is_closed_while_it_waits_leaves_nothing() -> None:
         ) as view,
     ):
         assert not view.slots[3].any()
-    assert open_fds() == before
-    assert threading.active_count() == threads
-    assert "omni-connector-arena" not in Path("/proc/self/maps").read_text()
+    assert open_fds() <= before
+    assert threading.active_count() <= threads
+    assert mappings() <= mapped
 
 
 @pytest.mark.parametrize("broken", ["os.dup", "threading.Thread.start"])
@@ -325,4 +325,4 @@ def test_a_view_that_cannot_be_mapped_in_advance_is_read_nevertheless(
         arena.publish(0, 1, b"key", 0, 0)
         assert view.verify(0, 1).key == b"key"
         view.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before

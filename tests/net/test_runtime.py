@@ -267,7 +267,7 @@ def test_failure_to_listen_leaves_nothing(place: Path, monkeypatch: pytest.Monke
     with pytest.raises(TransportError, match="cannot listen"):
         listen(place / "name.sock")
     assert os.listdir(place) == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_folder_that_is_gone_is_an_error_of_ours(place: Path) -> None:

@@ -32,11 +32,11 @@ def test_a_put_without_descriptors_fails_in_words_and_leaves_nothing(
         with spare(count):
             done = [connector.put("0", "1", "key", b"object")[0] for _ in range(3)]
         if not all(done):
-            assert memfds() == before
+            assert memfds() <= before
             assert "raise `ulimit -n`" in caplog.text
         assert connector.put("0", "1", "key", b"object")[0]
         assert connector.get("0", "1", "key") == (b"object", 6)
-    assert memfds() == before
+    assert memfds() <= before
 
 
 def test_with_enough_descriptors_a_put_works(place: Path) -> None:

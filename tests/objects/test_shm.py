@@ -340,5 +340,5 @@ def test_no_descriptor_is_left(place: Path) -> None:
             assert one.put("0", "1", "key", b"object")[0]
             assert other.get("0", "1", "key") == (b"object", 6)
     assert os.listdir(place) == []
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert threading.active_count() <= threads

@@ -280,8 +280,8 @@ def test_no_descriptor_is_left(place: Path) -> None:
                 other.export(third, "name")
             one.withdraw(endpoint)
     assert os.listdir(place) == []
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert threading.active_count() <= threads
 
 
 @pytest.fixture
