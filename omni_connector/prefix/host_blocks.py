@@ -163,6 +163,8 @@ class HostBlocks:
     def _find_group(
         self, engines: Sequence[Neighbour], group: int, hashes: list[bytes], whole: bool
     ) -> FoundBlocks:
+        if not hashes:
+            return FoundBlocks(NONE, NONE, NONE)
         tags = tags_of(self._key_prefix, group, hashes)
         if whole:
             return FoundBlocks(*find_prefix([each.index for each in engines], tags))

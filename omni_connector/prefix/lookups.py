@@ -102,7 +102,6 @@ class StoreLookups:
         self._owning_ranks = [
             sorted({owning_rank(shape, rank) for rank in range(ranks)}) for shape in groups
         ]
-        self._step = max(1, _MAX_KEYS // sum(map(len, self._owning_ranks)))
         self._queue: deque[Lookup] = deque()
         self._closing = False
         self._thread = start("omni-lookup", self._turn)
@@ -146,8 +145,10 @@ class StoreLookups:
     def _answer(self, lookup: Lookup) -> list[Held]:
         found: list[list[bool]] = [[] for _ in lookup.hashes]
         total = max(map(len, lookup.hashes))
-        for first in range(0, total, self._step):
-            asked = [(g, h) for g, hs in enumerate(lookup.hashes) for h in hs[first:][: self._step]]
+        pairs = zip(self._owning_ranks, lookup.hashes, strict=True)
+        step = max(1, _MAX_KEYS // max(1, sum(len(ranks) for ranks, of in pairs if of)))
+        for first in range(0, total, step):
+            asked = [(g, h) for g, of in enumerate(lookup.hashes) for h in of[first : first + step]]
             keys = [
                 block_key(lookup.prefix, g, rank, block_hash)
                 for g, block_hash in asked

@@ -93,6 +93,18 @@ def test_long_prompts_are_asked_for_in_parts_up_to_the_first_gap(
     assert (held.reach(0), held.reach(13), held.misses) == (12, 20, [12])
 
 
+def test_groups_of_which_nothing_is_asked_make_no_part_smaller(
+    made: list[StoreLookups], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "_MAX_KEYS", 10)
+    shelf, hashes = SwitchedShelf(), names(40)
+    shelf.entries = {block_key("p", 3, 0, each): b"" for each in hashes if each != hashes[12]}
+    made.append(StoreLookups(shelf.connect(), [FULL] * 10, 1, time.monotonic))
+    held = ask(made[0], [[], [], [], hashes, *[[] for _ in range(6)]]).held
+    assert len(shelf.asked) == 20
+    assert [each.reach(0) for each in held] == [0, 0, 0, 12, 0, 0, 0, 0, 0, 0]
+
+
 def test_before_a_window_there_may_be_gaps(
     made: list[StoreLookups], monkeypatch: pytest.MonkeyPatch
 ) -> None:
