@@ -83,7 +83,7 @@ def overlong(plan: Plan, draw: random.Random) -> Plan:
     if not plan.engines[0].hosts or draw.random() >= _OVERLONG_OFTEN:
         return plan
     engine = draw.choice(plan.engines)
-    least = blocks_of(engine.family, engine.block_size, draw.choice((0, 1, 4)))
+    least = blocks_of(engine.family, engine.block_size, draw.choice((2, 3, 4)))
     groups = groups_of(engine.family)
     few = replace(engine, blocks=least, slots=groups * draw.choice((10, 20, 40)), step_s=0.0)
     events = list(plan.events[:4])

@@ -28,8 +28,8 @@ from omni_connector.testing.simulation import HASHES_VARIABLE
 from omni_connector.testing.simulation.check import held_by, leftovers, sizes
 from omni_connector.testing.simulation.cluster import Cluster
 from omni_connector.testing.simulation.engines.engine import SimulatedEngine
-from omni_connector.testing.simulation.engines.settings import HANDOFF_TTL_S
-from omni_connector.testing.simulation.plan import Plan
+from omni_connector.testing.simulation.engines.settings import HANDOFF_TTL_S, EngineShape
+from omni_connector.testing.simulation.plan import LONGEST, Plan, groups_of
 from omni_connector.testing.simulation.promises import arena_is_free
 from omni_connector.testing.simulation.surroundings.world import Killed, Violation
 
@@ -139,11 +139,11 @@ def _run(cluster: Cluster, plan: Plan, errors: "_Errors") -> None:
         world.run(lambda last=last: world.acts >= last, world.now + 5.0)  # type: ignore[misc]
         getattr(cluster, event.what)(**event.how)
         look()
-    _settle(cluster, look)
+    _settle(cluster, plan, look)
     _nothing_is_left(cluster, before)
 
 
-def _settle(cluster: Cluster, look: Any) -> None:
+def _settle(cluster: Cluster, plan: Plan, look: Any) -> None:
     world = cluster.world
 
     def quieten() -> None:
@@ -162,7 +162,7 @@ def _settle(cluster: Cluster, look: Any) -> None:
         world.run(lambda end=end: world.now >= end, end)  # type: ignore[misc]
         look()
         if not seconds and not cluster.excuses:
-            _nothing_waits_for_its_time(cluster)
+            _nothing_waits_for_its_time(cluster, plan)
     for name in sorted(cluster.deaf):
         cluster.serve(name, (0, 1), 1, 0)
     quieten()
@@ -174,7 +174,7 @@ def _settle(cluster: Cluster, look: Any) -> None:
         look()
 
 
-def _nothing_waits_for_its_time(cluster: Cluster) -> None:
+def _nothing_waits_for_its_time(cluster: Cluster, plan: Plan) -> None:
     """Where nothing went wrong, leases and slots end with their requests, not with their time to
     live; and nothing fails as it does where something goes wrong."""
     for engine in cluster.engines.values():
@@ -187,10 +187,20 @@ def _nothing_waits_for_its_time(cluster: Cluster) -> None:
         faults = _FAULTS if cluster.voids or engine.shape.hosts else _FAULTS | _STALE
         if cluster.liars:  # an index that lies may name a slot of another group, of another length
             faults = faults - {"peer_refused"}
+        if _pins_take_room(engine.shape, plan):  # its lease gets too old meanwhile
+            faults = faults - {"peer_unreachable"}
         if failures := engine.failures & faults:
             raise Violation(
                 "request_failed", f"{engine.name} counts {sorted(failures)}, and nothing went wrong"
             )
+
+
+def _pins_take_room(shape: EngineShape, plan: Plan) -> bool:
+    """Whether a prompt that is to be handed on may wait for slots until a pin has ended."""
+    left = shape.slots - int(shape.pin_part * shape.slots)
+    return left < groups_of(shape.family) * -(-LONGEST // shape.block_size) and any(
+        event.how["wish"].pin_s for event in plan.events if event.how.get("wish")
+    )
 
 
 def _nothing_is_left(cluster: Cluster, before: dict[SimulatedEngine, dict[str, int]]) -> None:
