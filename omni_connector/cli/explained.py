@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
-from math import lcm
+from math import lcm, prod
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
 
-from omni_connector.errors import OmniError, ProtocolError
+from omni_connector.errors import OmniError, ProtocolError, TransportError
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import BlockSpans, shares
 from omni_connector.net.status import plain
@@ -43,6 +43,7 @@ from omni_connector.prefix.prompts import reach
 
 _ANSWER_S: Final = 5.0
 _IN_ALL_S: Final = 60.0  # for all answers of one engine
+_FIRST_POLL_S: Final = 0.001  # a store that is near takes no longer
 _POLL_S: Final = 0.01
 
 OWN, ARENA, HOST, STORE, MISSING = "own", "arena", "host", "store", "missing"
@@ -128,7 +129,7 @@ class AskedEngine:
     """
 
     def __init__(self, path: Path) -> None:
-        self.begin()
+        self.begin(0)
         self._connection = Connection(path, time.monotonic() + _ANSWER_S)
         try:
             self.engine: Final = self._ask(AskEngine(), ThisEngine)
@@ -137,8 +138,9 @@ class AskedEngine:
             raise
         self.name: Final = plain(self.engine.engine_id)
 
-    def begin(self) -> None:
-        """What is asked from now on has all of its time."""
+    def begin(self, tokens: int) -> None:
+        """From now on it is asked about a prompt of so many tokens, and has all of its time."""
+        self._tokens = tokens
         self._until = time.monotonic() + _IN_ALL_S
 
     def close(self) -> None:
@@ -146,11 +148,19 @@ class AskedEngine:
         self._connection.close()
 
     def _ask(self, question: msgspec.Struct, kind: type[_Answer]) -> _Answer:
-        deadline = min(time.monotonic() + _ANSWER_S, self._until)
-        answer, _ = self._connection.ask(question, ANSWERS, deadline)
+        answer, _ = self._connection.ask(question, ANSWERS, time.monotonic() + _ANSWER_S)
         if not isinstance(answer, kind):
             raise ProtocolError(f"the engine answers with {type(answer).__name__}")
         return answer
+
+    def _ask_part(self, question: msgspec.Struct, kind: type[_Answer]) -> _Answer:
+        """About a part of a prompt, which may have too many of them."""
+        if time.monotonic() >= self._until:
+            raise TransportError(
+                f"the prompt is too long to be explained within {_IN_ALL_S:g} s: it has "
+                f"{self._tokens} tokens, in {len(self.engine.groups)} groups of KV blocks"
+            )
+        return self._ask(question, kind)
 
     def hashes(self, tokens: Sequence[int], salt: str | None) -> list[bytes]:
         """Of all the full blocks."""
@@ -160,7 +170,7 @@ class AskedEngine:
         for start in range(0, len(tokens) // size * size, step):
             part = list(tokens[start : start + step])
             after = found[-1] if found else None
-            hashes = self._ask(AskHashes(after, part, salt), Hashes).hashes
+            hashes = self._ask_part(AskHashes(after, part, salt), Hashes).hashes
             if len(hashes) != len(part) // size:
                 raise ProtocolError(f"{len(hashes)} hashes of {len(part)} tokens")
             found += hashes
@@ -173,7 +183,7 @@ class AskedEngine:
         cached: list[bool] = []
         owners: list[str | None] = []
         for part in _parts(hashes):
-            places = self._ask(AskPlaces(group, tuple(part)), Places)
+            places = self._ask_part(AskPlaces(group, tuple(part)), Places)
             if len(places.cached) != len(part):
                 raise ProtocolError(f"{len(places.cached)} places of {len(part)} blocks")
             cached += places.cached
@@ -208,16 +218,17 @@ class AskedEngine:
         return _padded(found, len(hashes), False)
 
     def _held(self, question: AskStored) -> Sequence[bool] | None:
-        deadline = time.monotonic() + STORE_S + _ANSWER_S
+        deadline, wait = time.monotonic() + STORE_S + _ANSWER_S, _FIRST_POLL_S
         while time.monotonic() < deadline:
-            answer = self._ask(question, Stored)
+            answer = self._ask_part(question, Stored)
             if answer.late:
                 return None
             if answer.held is not None:
                 if len(answer.held) != len(question.hashes):
                     raise ProtocolError("the store's answer has another length")
                 return answer.held
-            time.sleep(_POLL_S)
+            time.sleep(wait)
+            wait = min(2 * wait, _POLL_S)
         return None
 
     def cause(self, block: int, key: bytes, beginning: Sequence[int], first: bytes) -> str:
@@ -253,7 +264,7 @@ def explained(
     Raises:
         OmniError: the engine does not answer, or makes no sense.
     """
-    asked.begin()
+    asked.begin(len(tokens))
     engine, remarks = asked.engine, []
     shapes, unit = engine.groups, lcm(*(shape.block_size for shape in engine.groups))
     last = (len(tokens) - 1) // unit * unit  # the last token is computed, for its logits
@@ -263,14 +274,9 @@ def explained(
     start = _reach(shapes, [cached for cached, _ in places], unit, 0, last)
     there = [[owner is not None for owner in owners] for _, owners in places]
     end = _reach(shapes, there, unit, start, last)
-    stored = [[False] * len(each) for each in there]
-    late = False
+    stored, late = [[False] * len(each) for each in there], False
     if engine.stores and end < last:
-        for g, each in enumerate(of_groups):
-            before = start // shapes[g].block_size
-            held = asked.stored(g, each, [True] * before + there[g][before:])
-            late = late or held is None
-            stored[g] = held or stored[g]
+        stored, late = _stored(asked, of_groups, there, start)
         if late:
             remarks.append(f"the store did not answer within {STORE_S:g} s")
         either = [list(map(max, *pair)) for pair in zip(there, stored, strict=True)]
@@ -313,6 +319,30 @@ def explained(
         },
         remarks=remarks,
     )
+
+
+def _stored(
+    asked: AskedEngine, hashes: list[list[bytes]], there: list[list[bool]], start: int
+) -> tuple[list[list[bool]], bool]:
+    """Which blocks the store holds, as far as it matters from `start` on, where the arenas have
+    those that are `there`; and whether it was late."""
+    shapes = asked.engine.groups
+    stored = [[False] * len(each) for each in hashes]
+    # No prefix goes beyond the first gap of a group that keeps all tokens, so these come first.
+    whole = [g for g, shape in enumerate(shapes) if shape.attention_type == "all"]
+    end = max(map(prod, zip(map(len, hashes), (shape.block_size for shape in shapes), strict=True)))
+    for g in sorted(range(len(shapes)), key=lambda g: g not in whole):
+        size = shapes[g].block_size
+        first, count = start // size, -(-end // size)
+        known = ([True] * first + there[g][first:])[:count]
+        held = asked.stored(g, hashes[g][:count], known)
+        if held is None:
+            return stored, True
+        stored[g] = _padded(held, len(hashes[g]), False)
+        if g in whole:
+            either = list(map(max, held, known))
+            end = min(end, Held.of(either).reach(first) * size)
+    return stored, False
 
 
 def _step(engine: ThisEngine, shape: GroupShape) -> int:

@@ -40,7 +40,8 @@ KIND: Final = "e-"
 TOKENS_AT_ONCE: Final = 1024
 """Of a prompt, hashed in one answer; more where one block has more."""
 
-BLOCKS_AT_ONCE: Final = 256
+BLOCKS_AT_ONCE: Final = 768
+"""As many as fit into a message, however long their hashes are."""
 
 STORE_S: Final = 2.0
 """Seconds after which a store has not answered."""

@@ -8,6 +8,7 @@ import json
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,10 +25,23 @@ from omni_connector.cli.explain import Asking
 from omni_connector.cli.explained import AskedEngine, Explanation, Miss, explained
 from omni_connector.cli.main import main
 from omni_connector.errors import ConfigError, OmniError
-from omni_connector.net.packets import read_answer
+from omni_connector.net.packets import MAX_MESSAGE_BYTES, read_answer
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE, runtime_dir
 from omni_connector.net.status import EngineStatus, StatusFile
-from omni_connector.prefix.explain import Explainer, Tokenizer
+from omni_connector.prefix.explain import (
+    BLOCKS_AT_ONCE,
+    AskCause,
+    AskEngine,
+    AskHashes,
+    AskPlaces,
+    AskStored,
+    Cause,
+    Explainer,
+    Hashes,
+    Places,
+    Stored,
+    Tokenizer,
+)
 from omni_connector.testing.hostile import explain as hostile
 from omni_connector.testing.hostile.mutation import distort_msgpack
 
@@ -105,6 +119,92 @@ def test_a_prompt_of_any_length(asked: AskedEngine, length: int) -> None:
     assert found.computed + sum(found.sources.values()) == length
     if found.missing is not None:
         assert found.missing.first_token + found.missing.tokens < length
+
+
+def test_a_prompt_that_takes_too_long_is_called_too_long(
+    engine: Explainer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(explained_module, "_IN_ALL_S", 0.0)
+    assert main(["explain", "--json", "--tokens", json.dumps(TOKENS)]) == 1
+    (remark,) = json.loads(capsys.readouterr().out)["remarks"]
+    assert "the prompt is too long to be explained within 0 s: it has 100 tokens" in remark
+
+
+def test_a_prompt_of_too_many_tokens_is_called_so(
+    engine: Explainer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "MAX_TOKENS", 99)
+    assert main(["explain", "--json", "--tokens", json.dumps(TOKENS)]) == 2
+    assert "from 1 to 99 tokens, not 100" in capsys.readouterr().err
+
+
+class ManyGroups:
+    """Answers for an engine with many groups of many blocks, of which the store has some.
+
+    Args:
+        engine: answers the rest.
+        groups: of the engine: each second one keeps a window.
+        held: how many of the blocks of each group the store holds.
+        longest: of its blocks' hashes, in bytes.
+    """
+
+    def __init__(self, engine: Explainer, groups: int, held: int, longest: int = 32) -> None:
+        this = engine.answer(AskEngine())[0]
+        full, window = this.groups  # type: ignore[attr-defined]
+        self.this = msgspec.structs.replace(this, groups=(full, window) * (groups // 2))
+        self.held = held
+        self.bytes = longest
+        self.largest = 0
+        self.asked: Counter[int] = Counter()
+
+    def ask(self, question: Any, answers: Any, deadline: float) -> tuple[Any, None]:
+        self.largest = max(self.largest, len(msgspec.msgpack.encode(question)))
+        packet = msgspec.msgpack.encode(self.answer(question))
+        self.largest = max(self.largest, len(packet))
+        return read_answer(packet, [], answers)[0], None
+
+    def answer(self, question: Any) -> Any:
+        match question:
+            case AskHashes():
+                first = 0 if question.after is None else int.from_bytes(question.after[-8:]) + 1
+                count = len(question.tokens) // self.this.hash_block_size  # type: ignore[attr-defined]
+                return Hashes(tuple(n.to_bytes(self.bytes) for n in range(first, first + count)))
+            case AskPlaces():
+                nobody = len(question.hashes)
+                return Places((False,) * nobody, (-1,) * nobody, ())
+            case AskStored():
+                self.asked[question.group] += len(question.hashes)
+                return Stored(tuple(int.from_bytes(h) < self.held for h in question.hashes))
+            case AskCause():
+                return Cause("never_seen")
+        return self.this
+
+    def close(self) -> None:
+        pass
+
+
+def test_of_many_groups_and_blocks_a_summary_is_made(
+    engine: Explainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = 4096
+    many = ManyGroups(engine, groups=20, held=blocks, longest=64)
+    monkeypatch.setattr(explained_module, "Connection", lambda path, deadline: many)
+    found = explained(AskedEngine(Path("many")), [], [7] * (16 * blocks + 1), None)
+    assert found.sources["store"] == 16 * blocks
+    assert [len(group["runs"]) for group in found.groups] == [1] * 20
+    assert many.largest < MAX_MESSAGE_BYTES
+
+
+def test_what_no_prefix_reaches_is_not_asked_of_the_store(
+    engine: Explainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks, held = 20 * BLOCKS_AT_ONCE, 100
+    many = ManyGroups(engine, groups=4, held=held)
+    monkeypatch.setattr(explained_module, "Connection", lambda path, deadline: many)
+    found = explained(AskedEngine(Path("many")), [], [7] * (16 * blocks), None)
+    assert found.sources["store"] == 16 * held
+    assert many.asked[0] <= BLOCKS_AT_ONCE
+    assert many.asked[1] == many.asked[2] == many.asked[3] == held
 
 
 def test_an_engine_that_answers_nonsense_is_an_error_of_ours(
