@@ -6,7 +6,8 @@
 # the cores themselves. Arguments go to pytest, for both; where they choose tests by marks (-m),
 # there is one part. Ends with what failed and a line for each part, and fails if one failed.
 #
-#   VENV   the environment   (default: .venv)
+#   VENV   the environment             (default: .venv)
+#   ONLY   marks of the tests to run   (default: any)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -39,6 +40,7 @@ finish() {
     exit "$status"
 }
 
-run "without engines" -n 3 --dist loadfile -m "not e2e and not beside" "$@"
-run "with engines" -m "e2e or beside" "$@"
+marked=${ONLY:+($ONLY) and }
+run "without engines" -n 3 --dist loadfile -m "${marked}not e2e and not beside" "$@"
+run "with engines" -m "${marked}(e2e or beside)" "$@"
 finish

@@ -48,11 +48,11 @@ for version in $versions; do
         failed=1
     else
         # 5, no test collected, is a failure too.
-        "$venv/bin/python" -m pytest -m "vllm or e2e" "$@" 2>&1 | tee "$log"
+        VENV=$venv ONLY="vllm or e2e" scripts/run_tests.sh "$@" 2>&1 | tee "$log"
         code=${PIPESTATUS[0]}
         result="passed"
         if [ "$code" != 0 ]; then result="FAILED ($code)"; failed=1; fi
-        result="$result: $(tail -n 1 "$log")"
+        result="$result: $(tail -n 2 "$log" | paste -sd ' ')"
     fi
     rm -f "$log"
     lines+=("vLLM $version  $result")

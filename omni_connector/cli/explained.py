@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
-from math import lcm, prod
+from math import lcm
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -330,7 +330,7 @@ def _stored(
     stored = [[False] * len(each) for each in hashes]
     # No prefix goes beyond the first gap of a group that keeps all tokens, so these come first.
     whole = [g for g, shape in enumerate(shapes) if shape.attention_type == "all"]
-    end = max(map(prod, zip(map(len, hashes), (shape.block_size for shape in shapes), strict=True)))
+    end = max(len(each) * shape.block_size for each, shape in zip(hashes, shapes, strict=True))
     for g in sorted(range(len(shapes)), key=lambda g: g not in whole):
         size = shapes[g].block_size
         first, count = start // size, -(-end // size)
