@@ -148,12 +148,16 @@ def first_token_seconds(client: Client, body: dict[str, Any]) -> float:
     return time.perf_counter() - start
 
 
+def random_prompt(draw: random.Random, tokens: int) -> list[int]:
+    return [draw.randrange(3, 512) for _ in range(tokens)]
+
+
 def hand_off(
     prefiller: Client, decoder: Client, draw: random.Random, tokens: int, yardstick: Yardstick
 ) -> Sample:
     """Hand one fresh prompt off. One token more than whole blocks: the decode engine computes
     exactly one token, in the hand-off and in the local hit alike."""
-    prompt = [draw.randrange(3, 512) for _ in range(tokens + 1)]
+    prompt = random_prompt(draw, tokens + 1)
     params = prefill(prefiller, prompt)
     body = completion(prompt, max_tokens=1)
     remote = first_token_seconds(decoder, {**body, "kv_transfer_params": params})
@@ -178,10 +182,12 @@ def measure(
         first.client() as prefiller,
         second.client() as decoder,
     ):
-        # Every block and slot that will be used is touched once before anything is timed.
+        # Every block and slot that will be used is written once before anything is timed; the
+        # decode engine computes a prompt too, as not every connector writes there.
         longest = max(lengths)
         for _ in range(KV_CACHE_BYTES // (longest * TOKEN_BYTES) + 1):
             hand_off(prefiller, decoder, draw, longest, yardstick)
+            first_token_seconds(decoder, completion(random_prompt(draw, longest), max_tokens=1))
         samples = {}
         for tokens in lengths:
             for _ in range(2):

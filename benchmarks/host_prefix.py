@@ -26,7 +26,7 @@ from typing import Any
 
 import handoff
 import lmcache_server
-from handoff import ARENA_GIB, TOKEN_BYTES, Memcpy, Sample, first_token_seconds
+from handoff import ARENA_GIB, TOKEN_BYTES, Memcpy, Sample, first_token_seconds, random_prompt
 
 from omni_connector.testing.engines import Client, Engine, completion
 from omni_connector.testing.models import make_model
@@ -48,7 +48,7 @@ SHARED = {
 
 def hit(writer: Client, reader: Client, draw: random.Random, tokens: int, memcpy: Memcpy) -> Sample:
     """Share one fresh prompt. One token more than whole blocks, as in `handoff.hand_off`."""
-    body = completion([draw.randrange(3, 512) for _ in range(tokens + 1)], max_tokens=1)
+    body = completion(random_prompt(draw, tokens + 1), max_tokens=1)
     writer.post("/v1/completions", body)
     time.sleep(SAVED_S)
     remote = first_token_seconds(reader, body)

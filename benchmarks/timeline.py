@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import matplotlib as mpl
-from handoff import ARENA_GIB, HANDOFF_TTL_S, PAUSE_S, RESULTS, TOKEN_BYTES, engines
+from handoff import ARENA_GIB, HANDOFF_TTL_S, PAUSE_S, RESULTS, TOKEN_BYTES, engines, random_prompt
 
 from omni_connector.testing.engines import completion, prefill
 from omni_connector.testing.models import make_model
@@ -57,7 +57,7 @@ def record(model: Path, folder: Path, repeats: int) -> list[list[Span]]:
         client = Trace(str(folder / "spans"), "client", "client")
         with contextlib.closing(client), first.client() as prefiller, second.client() as decoder:
             for _ in range(WARM_UPS + repeats):
-                prompt = [draw.randrange(3, 512) for _ in range(TOKENS + 1)]
+                prompt = random_prompt(draw, TOKENS + 1)
                 began = now()
                 params = prefill(prefiller, prompt)
                 client.span("prefill request", began)
