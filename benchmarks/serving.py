@@ -371,12 +371,12 @@ def plot(results: Results, concurrencies: Sequence[int], path: Path) -> None:
 def compare(
     place: Place, requests: Mapping[int, int], warm_up: int, names: Sequence[str], rounds: int
 ) -> Iterator[Results]:
-    """The results so far, after each round; the order turns round by round."""
+    """The results so far, after each configuration; the order turns round by round."""
     found: dict[str, list[dict[int, Load]]] = {name: [] for name in names}
     for number in range(1, rounds + 1):
         for name in names if number % 2 else reversed(names):
             found[name].append(measure(place, name, connectors()[name], requests, warm_up, number))
-        yield found
+            yield {each: loads for each, loads in found.items() if loads}
 
 
 def idle(
@@ -463,7 +463,7 @@ def main() -> None:
             by_concurrent = QUICK_REQUESTS if quick else REQUESTS
             peers = arguments.connector or ([OURS] if quick else list(connectors())[1:])
             names = [NONE, *peers]
-            # Written after each round, so that a run cut short leaves what it measured.
+            # Written each time, so that a run cut short leaves what it measured.
             for results in compare(place, by_concurrent, warm_up, names, rounds):
                 text = markdown(results, about, by_concurrent)
                 (output / "serving.md").write_text(text)

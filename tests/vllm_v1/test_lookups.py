@@ -81,28 +81,18 @@ def test_a_block_is_held_when_all_ranks_have_it(made: list[StoreLookups]) -> Non
     assert [held.blocks for held in lookup.held] == [[True, False, False], [False, False, True]]
 
 
+@pytest.mark.parametrize(("groups", "asked"), [(1, 0), (10, 3)])
 def test_long_prompts_are_asked_for_in_parts_up_to_the_first_gap(
-    made: list[StoreLookups], monkeypatch: pytest.MonkeyPatch
+    made: list[StoreLookups], monkeypatch: pytest.MonkeyPatch, groups: int, asked: int
 ) -> None:
     monkeypatch.setattr(lookups, "_MAX_KEYS", 10)
     shelf, hashes = SwitchedShelf(), names(40)
-    shelf.entries = {block_key("p", 0, 0, each): b"" for each in hashes if each != hashes[12]}
-    made.append(StoreLookups(shelf.connect(), [FULL], 1, time.monotonic))
-    held = ask(made[0], [hashes]).held[0]
-    assert len(shelf.asked) == 20
-    assert (held.reach(0), held.reach(13), held.misses) == (12, 20, [12])
-
-
-def test_groups_of_which_nothing_is_asked_make_no_part_smaller(
-    made: list[StoreLookups], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lookups, "_MAX_KEYS", 10)
-    shelf, hashes = SwitchedShelf(), names(40)
-    shelf.entries = {block_key("p", 3, 0, each): b"" for each in hashes if each != hashes[12]}
-    made.append(StoreLookups(shelf.connect(), [FULL] * 10, 1, time.monotonic))
-    held = ask(made[0], [[], [], [], hashes, *[[] for _ in range(6)]]).held
-    assert len(shelf.asked) == 20
-    assert [each.reach(0) for each in held] == [0, 0, 0, 12, 0, 0, 0, 0, 0, 0]
+    shelf.entries = {block_key("p", asked, 0, each): b"" for each in hashes if each != hashes[12]}
+    made.append(StoreLookups(shelf.connect(), [FULL] * groups, 1, time.monotonic))
+    held = ask(made[0], [hashes if g == asked else [] for g in range(groups)]).held
+    assert len(shelf.asked) == 20  # the other groups make no part smaller
+    assert [each.reach(0) for each in held] == [12 if g == asked else 0 for g in range(groups)]
+    assert (held[asked].reach(13), held[asked].misses) == (20, [12])
 
 
 def test_before_a_window_there_may_be_gaps(
