@@ -13,11 +13,11 @@ a whole nor the workers' metadata. Some announce preemptions late or not at all,
 a block that is being copied is given to nobody. The worker half serves all of them.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.request import RequestStatus
 
 from omni_connector.errors import LayoutError
 from omni_connector.plugin import CONNECTOR_NAME
@@ -113,13 +113,19 @@ def keeps_kv_on_host(kv_cache_config: "KVCacheConfig") -> bool:
     return any(getattr(group, "host_resident", False) for group in kv_cache_config.kv_cache_groups)
 
 
-def waiting_with_blocks(scheduler: Any) -> Iterable["Request"]:
-    """Requests that wait in vLLM's scheduler and have KV blocks nevertheless.
+def pauses_wait_for_loads(scheduler: Any) -> bool:
+    """Whether vLLM's pause (`mode=wait`) ends requests whose KV is being loaded: from 0.31 on.
 
-    From 0.31 on they have a queue of their own; with 0.30 none is told apart.
-    """
-    waiting: Iterable[Request] = getattr(scheduler, "kv_holding_waiting", ())
-    return waiting
+    Else they keep their KV blocks, and no cache can be reset until the engine goes on."""
+    return hasattr(scheduler, "kv_holding_waiting")
+
+
+def loaded_and_waiting(scheduler: Any) -> list["Request"]:
+    """Requests that vLLM's scheduler lets wait, with KV blocks, after their KV was loaded."""
+    if pauses_wait_for_loads(scheduler):
+        waiting = scheduler.kv_holding_waiting
+        return [each for each in waiting if each.status == RequestStatus.WAITING]
+    return [scheduler.requests[each] for each in scheduler.finished_recving_kv_req_ids]
 
 
 def cross_layer_dims(attn_backend: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from omni_connector.testing import no_op, reference, soak
 
+from . import vllm_itself
 from .probe import EXTENSION as PROBE
 from .share_probe import EXTENSION as SHARE_PROBE
 from .store_probe import EXTENSION as STORE_PROBE
@@ -84,7 +85,7 @@ CONFIGURATIONS = {
         {**ours(), "kv_connector_module_path": "omni_connector.vllm_v1.connector"},
         arguments=(
             *("--block-size", "32", "--no-enable-prefix-caching"),
-            *("--speculative-config", json.dumps(NGRAM)),
+            *(() if vllm_itself.DRAFTS else ("--speculative-config", json.dumps(NGRAM))),
         ),
         environment={"VLLM_PLUGINS": ""},
         forked=False,

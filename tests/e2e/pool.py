@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import pytest
+
 from omni_connector.testing.engines import SERVER, Engine, EngineError, Process
 from omni_connector.testing.models import make_model
 from omni_connector.testing.soak import held
 
-from . import kv
+from . import kv, vllm_itself
 from .configurations import CONFIGURATIONS, Configuration
 from .families import BY_RECIPE
 from .fork_server import STACKS, ForkServer
@@ -190,8 +192,12 @@ class Pool:
     def take(self, *wanted: tuple[str, str, str], **settings: Any) -> list[Member]:
         """Running engines by (configuration, recipe, name); those of other names are others.
 
-        They are started together where they are not running yet.
+        They are started together where they are not running yet. A test of a model that this vLLM
+        does not compute is skipped.
         """
+        for _, recipe, _ in wanted:
+            if why := vllm_itself.obstacle(recipe):
+                pytest.skip(why)
         self.begin(*wanted, **settings)
         starting = {key: self._begun.pop(key) for key in wanted if key in self._begun}
         try:
@@ -206,6 +212,8 @@ class Pool:
     def begin(self, *wanted: tuple[str, str, str], **settings: Any) -> None:
         """Start engines that a later test takes, without waiting for them."""
         for key in wanted:
+            if vllm_itself.obstacle(key[1]):
+                continue
             member = self._members.get(key)
             if member is not None and member.engine.alive:
                 self._members[key] = self._members.pop(key)  # the latest used are kept

@@ -8,6 +8,7 @@ import pytest
 from omni_connector.testing.engines import EngineError
 from omni_connector.testing.reference import ROUNDING
 
+from . import vllm_itself
 from .families import FAMILIES
 from .harness import Pair
 from .pool import Pool
@@ -16,6 +17,7 @@ from .prompts import new_salt, random_prompt
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("unlike")]
 
 
+@pytest.mark.skipif(bool(vllm_itself.DRAFTS), reason=vllm_itself.DRAFTS)
 @pytest.mark.supports("speculative decoding by n-grams", "Llama")
 def test_drafts_from_the_prompt(pool: Pool) -> None:
     # It has blocks of another size, too, and no prefix cache.

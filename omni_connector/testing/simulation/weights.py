@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from vllm.v1.core.sched.interface import PauseState
 
 from omni_connector.testing.simulation.engines.engine import SimulatedEngine
+from omni_connector.vllm_v1.compat import pauses_wait_for_loads
 
 if TYPE_CHECKING:
     from omni_connector.testing.simulation.cluster import Cluster
@@ -36,6 +37,10 @@ def updating(
         only: the engine that gets other weights; None: all of them.
     """
     world = cluster.world
+    if mode == "wait" and not all(
+        pauses_wait_for_loads(each.scheduler) for each in cluster.engines.values()
+    ):
+        mode = "abort"
     state = PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW
     if sleep:
         running = connector = True

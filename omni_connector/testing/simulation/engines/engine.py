@@ -44,7 +44,7 @@ from omni_connector.testing.simulation.surroundings.world import (
 )
 from omni_connector.testing.toy import reference
 from omni_connector.testing.toy_runner import ToyRunner, WrongBytes
-from omni_connector.vllm_v1.compat import waiting_with_blocks
+from omni_connector.vllm_v1.compat import loaded_and_waiting
 
 _IDLE_S = 1.0
 _SLOT_BYTES = 4096
@@ -330,10 +330,7 @@ class SimulatedEngine(Actor):
     def stalled(self) -> bool:
         """Whether vLLM itself cannot go on: requests whose KV was loaded hold all blocks, none of
         them runs, and it preempts only what runs."""
-        waiting = waiting_with_blocks(self.scheduler)
-        return not self.scheduler.running and any(
-            request.status == RequestStatus.WAITING for request in waiting
-        )
+        return not self.scheduler.running and any(loaded_and_waiting(self.scheduler))
 
     def shutdown(self) -> None:
         """End both halves, in vLLM's order."""
