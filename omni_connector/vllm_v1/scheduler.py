@@ -270,7 +270,8 @@ class OmniScheduler:
                     self._trace.begin(request_id, "room", after="lease")
         if matched == 0 and self._shared is not None:
             matched = self._shared.matched_tokens(request, num_computed_tokens)
-        return matched, bool(matched)
+        # Prompt log-probabilities need the whole prompt computed; vLLM 0.30 does not see to that.
+        return (0, False) if request.skip_reading_prefix_cache else (matched, bool(matched))
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external: int

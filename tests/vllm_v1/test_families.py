@@ -197,6 +197,25 @@ def test_a_prompt_whose_logprobs_are_asked_for_is_not_handed_off_where_it_would_
     assert_clean(prefill, decode)
 
 
+@pytest.mark.parametrize("family", ["full", "state and full"])
+def test_a_prompt_whose_logprobs_are_asked_for_is_loaded_by_nobody(engine, monkeypatch, family):
+    prefill, decode = engine("kv_producer", family=family), engine("kv_consumer", family=family)
+    connector, asked, matched = decode.scheduler.connector, prompt(50), []
+    ask = connector.get_num_new_matched_tokens
+
+    def noted(request, num_computed_tokens):
+        matched.append(ask(request, num_computed_tokens))
+        return matched[-1]
+
+    monkeypatch.setattr(connector, "get_num_new_matched_tokens", noted)
+    params = prefill.generate(asked, params=HANDOFF).params
+    expected = engine(family=family).generate(asked, 6).tokens
+    assert decode.generate(asked, 6, params=params, prompt_logprobs=1).tokens == expected
+    assert matched == [(0, False)]
+    assert decode.count("tokens_loaded") == 0
+    assert_clean(prefill, decode)
+
+
 def test_a_prefill_that_is_cut_ends_with_one_token(engine):
     prefill = engine("kv_producer", family="state and full")
     decode = engine("kv_consumer", family="state and full")
