@@ -114,16 +114,16 @@ def keeps_kv_on_host(kv_cache_config: "KVCacheConfig") -> bool:
 
 
 def pauses_wait_for_loads(scheduler: Any) -> bool:
-    """Whether vLLM's pause (`mode=wait`) ends requests whose KV is being loaded: from 0.31 on.
+    """Whether vLLM's pause (`mode=wait`) ends requests whose KV is being loaded: from 0.32 on.
 
     Else they keep their KV blocks, and no cache can be reset until the engine goes on."""
-    return hasattr(scheduler, "kv_holding_waiting")
+    return hasattr(scheduler, "prefix_replay_group_ids")  # it came with that
 
 
 def loaded_and_waiting(scheduler: Any) -> list["Request"]:
     """Requests that vLLM's scheduler lets wait, with KV blocks, after their KV was loaded."""
-    if pauses_wait_for_loads(scheduler):
-        waiting = scheduler.kv_holding_waiting
+    waiting = getattr(scheduler, "kv_holding_waiting", None)  # from 0.31 on
+    if waiting is not None:
         return [each for each in waiting if each.status == RequestStatus.WAITING]
     return [scheduler.requests[each] for each in scheduler.finished_recving_kv_req_ids]
 
