@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-matrix lint simulate mutants bench clean
+.PHONY: help setup demo test test-unit test-matrix lint simulate mutants mutants-sample bench clean
 
 help:
 	@echo "make demo       two engines, a router, and KV cache handed from one to the other"
@@ -17,6 +17,7 @@ help:
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make simulate SEEDS=0:10000  explore orders; the result goes to benchmarks/results"
 	@echo "make mutants    how soon the simulation finds small faults; the table goes to benchmarks/results"
+	@echo "make mutants-sample  which of 300 mutants that a library makes no check finds; takes hours"
 	@echo "make bench      benchmarks; tables and plots go to benchmarks/results"
 	@echo "make setup      only make or update $(VENV)"
 	@echo "make clean      remove caches, made models and $(VENV)"
@@ -51,6 +52,14 @@ simulate: setup
 mutants: setup
 	$(BIN)/python -m omni_connector.testing.simulation.mutants --jobs 2 \
 		--keep benchmarks/results/mutants.md $(ARGS)
+
+# mutmut is not among the development tools: its needs would make `make setup` heavier for all, and
+# this is run seldom. Pinned, as another version's operators would draw another sample.
+MUTMUT := mutmut==3.8.1 libcst==1.9.0 coverage==7.17.3
+mutants-sample: setup
+	$(BIN)/python -m pip install --quiet --no-deps --target .mutants/packages --upgrade $(MUTMUT)
+	PYTHONPATH=.:.mutants/packages $(BIN)/python -m benchmarks.mutants_sample \
+		measure ask table --jobs 2 $(ARGS)
 
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)

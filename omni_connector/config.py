@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -38,6 +38,11 @@ Admission = Literal["auto", "all", "second_sight"]
 """Which new blocks an arena keeps: `all`; at `second_sight`, those that were there or were passed
 over not long ago; `auto`, all of them until the arena is full, and then as long as at least one
 in 32 of them is used again, else at second sight."""
+
+HintName = Literal["no", "prefetch", "high", "pin_s"]
+"""A hint of a request: `no` and `high` are values of `cache`."""
+
+ALL_HINTS: Final[tuple[HintName, ...]] = get_args(HintName)
 
 _Settings = TypeVar("_Settings", bound=msgspec.Struct)
 
@@ -161,7 +166,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             `hugetlb` the arena's size must be set.
         namespace: engines that share a namespace (and a user) can find each other.
         model_id: what peers compare to know whether both run the same weights; None takes the
-            model's name and revision.
+            content of the model's files, or its name and revision where that is unknown.
         weights: `fixed` declares that this engine's weights stay those of `model_id` until it ends,
             whatever is reset; `may_change` promises nothing.
         handoff: whether prompts are handed off; not where another connector beside this one does.
@@ -169,7 +174,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             are reused.
         arena_wait_s: seconds that a prefill request waits for room in a full arena before it is
             computed without hand-off.
-        load_timeout_s: seconds that a decode engine waits for a peer's answer and for the bytes.
+        load_timeout_s: seconds that a decode engine waits for a peer's answer, and again for the
+            bytes, from the load's first piece on.
         copy_threads: threads that work on one copy between KV blocks and slots of a KV cache in
             the host's memory, of each rank; None takes the cores that the rank has beside vLLM's
             compute threads, 4 at most.
@@ -183,9 +189,12 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         share: whether this engine keeps full blocks in its arena, and shares them with the engines
             of its user and namespace on this host.
         admission: which new blocks it keeps.
-        tenant_quota: part of the arena that kept blocks of one cache salt may take, and part of the
-            pinned blocks that may be its own.
-        pin_part: part of the arena that requests may pin.
+        hints: which hints of requests are followed.
+        tenants: cache salts that are tenants of their own, `*` for any salt. All other requests
+            together are one tenant.
+        tenant_quota: part of the arena that kept blocks of one tenant may take, and part of what
+            `pin_part` gives that may be its own.
+        pin_part: part of the arena that requests may pin, or have favoured by `cache: high`.
         store: where prefixes are shared with engines on any host, a Mooncake Store (`master`) or a
             folder of files (`path`); None shares none.
         trace: folder to which the engine writes what took how long; None writes nothing.
@@ -210,6 +219,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     mooncake: MooncakeSettings = MooncakeSettings()
     share: bool = True
     admission: Admission = "auto"
+    hints: tuple[HintName, ...] = ALL_HINTS
+    tenants: tuple[str, ...] = ()
     tenant_quota: float = 1.0
     pin_part: float = 0.25
     store: StoreSettings | FileStoreSettings | None = None
@@ -263,6 +274,12 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         for key in ("tenant_quota", "pin_part"):
             if not 0 <= getattr(self, key) <= 1:
                 raise ConfigError(f"{key} must be between 0 and 1, not {getattr(self, key)!r}")
+        if self.tenant_quota < 1 and not self.tenants:
+            raise ConfigError(
+                "tenant_quota needs tenants: a list of the cache salts that have a quota of their "
+                "own, or ['*'] where a gateway sets the cache_salt of each request, because "
+                "clients that choose their salts would get a new quota with each"
+            )
         if self.copy_threads is not None and not 1 <= self.copy_threads <= MAX_COPY_THREADS:
             raise ConfigError(
                 f"copy_threads must be between 1 and {MAX_COPY_THREADS}, not {self.copy_threads}"

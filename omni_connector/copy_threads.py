@@ -112,13 +112,27 @@ def traced(trace: Trace, name: str, job_id: int, work: Work, request_id: str = "
 
 
 class _Job:
-    def __init__(self, job_id: int, work: Work, writes: frozenset[int]) -> None:
+    """A job of a thread.
+
+    Attributes:
+        due_at: seconds of the clock when it goes on; `UNTIL_NOTIFIED` where only a notification or
+            its cancellation ends the wait.
+        looks: whether it goes on then only to look whether what it waits for has come.
+        queued: seconds in which it could have gone on, but other jobs did.
+    """
+
+    def __init__(self, job_id: int, work: Work, writes: frozenset[int], now: float) -> None:
         self.job_id = job_id
         self.writes = writes
         self.cancelled = False
-        self.waits = 0.0
+        self.due_at = now
+        self.looks = False
+        self.queued = 0.0
         self.seconds = 0.0
         self.pieces = work(lambda: self.cancelled)
+
+    def is_due(self, now: float) -> bool:
+        return self.cancelled or self.due_at <= now
 
 
 class CopyThread:
@@ -129,6 +143,7 @@ class CopyThread:
         affinity: cores it may run on; None leaves those of the creating thread.
         start: starts it.
         on_end: called on the thread when a job has ended.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -137,15 +152,16 @@ class CopyThread:
         affinity: frozenset[int] | None = None,
         start: StartTurns = TurnThread,
         on_end: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._on_end = on_end
+        self._clock = clock
         self._changed = threading.Condition()
         self._queue: deque[_Job] = deque()
         self._running: _Job | None = None
         self._ended: list[Outcome] = []
         self._closing = False
         self._notified = 0
-        self._slept = False  # since the last turn
         self._thread = start(name, self._turn, cores=affinity)
 
     def submit(self, job_id: int, work: Work, writes: Iterable[int] = ()) -> None:
@@ -155,13 +171,25 @@ class CopyThread:
             writes: the KV blocks that it fills, of which none is good if it raises.
         """
         with self._changed:
-            self._queue.append(_Job(job_id, work, frozenset(writes)))
+            self._queue.append(_Job(job_id, work, frozenset(writes), self._clock()))
         self._thread.wake()
+
+    def queued(self) -> float:
+        """Seconds in which the job that asks could have gone on, but other jobs did. A job asks
+        while it makes a piece."""
+        running = self._running
+        return 0.0 if running is None else running.queued
 
     @property
     def works(self) -> bool:
         """Whether jobs are under way."""
         return bool(self._queue) or self._running is not None
+
+    def under_way(self) -> set[int]:
+        """The jobs that have not ended. Any thread may ask."""
+        with self._changed:
+            running = () if self._running is None else (self._running,)
+            return {job.job_id for job in (*self._queue, *running)}
 
     @property
     def has_ended(self) -> bool:
@@ -201,9 +229,11 @@ class CopyThread:
         """Let the jobs go on that wait for this; returns at once."""
         with self._changed:
             self._notified += 1  # for one that looks just now, and is about to wait
-            waiting = [job for job in self._queue if job.waits]
+            now = self._clock()
+            waiting = [job for job in self._queue if job.due_at > now]
             for job in waiting:
-                job.waits = 0.0
+                job.due_at = now
+                job.looks = False
         if waiting:
             self._thread.wake()
 
@@ -229,14 +259,10 @@ class CopyThread:
 
     def _turn(self) -> float | None:
         with self._changed:
-            for each in self._queue if self._slept else ():
-                if each.waits < WOKEN:  # whatever ended the sleep
-                    each.waits = 0.0
-            self._slept = False
-            due = (i for i, each in enumerate(self._queue) if each.cancelled or not each.waits)
-            place = next(due, None)
+            began = self._clock()
+            place = next((i for i, each in enumerate(self._queue) if each.is_due(began)), None)
             if place is None:
-                return None if self._closing else self._pause()
+                return None if self._closing else self._pause(began)
             job = self._running = self._queue[place]
             del self._queue[place]
             notified = self._notified
@@ -254,25 +280,28 @@ class CopyThread:
         job.seconds += time.perf_counter() - started
         with self._changed:
             self._running = None
+            now = self._clock()
+            for each in self._queue:
+                if not each.looks:
+                    each.queued += max(0.0, now - max(began, each.due_at))
             if outcome is not None:
                 outcome.seconds = job.seconds
                 if job.job_id != NO_JOB_ID:
                     self._ended.append(outcome)
             else:
                 waits = goes_on is not True and notified == self._notified
-                job.waits = max(0.0, goes_on or _NOT_YET_S) if waits else 0.0
+                job.due_at = now + (max(0.0, goes_on or _NOT_YET_S) if waits else 0.0)
+                job.looks = waits
                 self._queue.insert(place, job)
-            pause = self._pause() if outcome is None and job.waits else 0.0
+            pause = self._pause(now) if outcome is None and job.due_at > now else 0.0
         if outcome is not None:
             self._on_end()
         return pause
 
-    def _pause(self) -> float:
+    def _pause(self, now: float) -> float:
         """Seconds until a job is due. Holds the lock."""
-        waits = [0.0 if each.cancelled else each.waits for each in self._queue]
-        pause = min(waits, default=WOKEN)
-        self._slept = pause > 0
-        return pause
+        due_at = (now if each.cancelled else each.due_at for each in self._queue)
+        return max(0.0, min(due_at, default=WOKEN) - now)
 
 
 def none_ended(threads: Iterable[CopyThread]) -> bool:

@@ -13,10 +13,18 @@ stripe at once, with a part of the secret that begins 8 bytes later for each. Af
 block) the sums are scrambled, and the secret begins anew. The last stripe has a part of its own.
 """
 
+import ctypes
+import errno
+import functools
+import logging
+import mmap
+import os
 from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
+
+logger = logging.getLogger("vllm.omni_connector.native")
 
 _SECRET: Final = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
@@ -303,3 +311,33 @@ declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 
 !0 = !{{i32 1}}
 """
+
+
+class CodeDeniedError(OSError):
+    """The kernel does not let this process run code that it has written."""
+
+
+@functools.cache
+def code_is_denied() -> bool:
+    """Whether the kernel does not let this process run code that it has written; says so once.
+
+    Hardened kernels, SELinux and seccomp filters deny it. LLVM does not look at the answer, and the
+    process would end with SIGSEGV at the first call. So this asks as LLVM does: for memory that was
+    written to become executable.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    with mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
+        page[0] = 1
+        # The address is that of a buffer, which must be gone before the page can be unmapped.
+        address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+        wanted = mmap.PROT_READ | mmap.PROT_EXEC
+        denied = bool(libc.mprotect(address, mmap.PAGESIZE, wanted))
+        code = ctypes.get_errno() or errno.EACCES
+    if denied:
+        logger.warning(
+            "This process may not run code that it compiles (mprotect: %s), so numpy and Python "
+            "copy KV blocks and look them up, more slowly",
+            os.strerror(code),
+        )
+    return denied

@@ -153,6 +153,8 @@ def native_copy() -> NativeCopy | None:
     try:
         copy = NativeCopy()
         _check(copy)
+    except native_code.CodeDeniedError:  # which it has said
+        return None
     except Exception as error:  # noqa: BLE001 - whatever it is, numpy does the work
         logger.warning("KV blocks are copied by numpy: there is no native copy (%s)", error)
         return None
@@ -163,8 +165,11 @@ def compiled(code: str) -> Any:
     """Machine code of LLVM's, which is there as long as what this returns.
 
     Raises:
+        CodeDeniedError: the kernel lets nobody run it.
         Exception: whatever keeps llvmlite from compiling it; or there is none.
     """
+    if native_code.code_is_denied():
+        raise native_code.CodeDeniedError("compiled code may not run here")
     llvm: Any = importlib.import_module("llvmlite.binding")
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()

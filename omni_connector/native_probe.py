@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_connector.native_code import CodeDeniedError
 from omni_connector.native_copy import compiled
 
 logger = logging.getLogger("vllm.omni_connector.native")
@@ -146,6 +147,8 @@ def native_probe() -> NativeProbe | None:
         if sys.byteorder != "little":
             raise OSError("the lowest byte of a word is not its first")
         engine = compiled(_CODE)
+    except CodeDeniedError:  # which `compiled` has said
+        return None
     except Exception as error:  # noqa: BLE001 - whatever it is, numpy does the work
         logger.warning("blocks are looked up by numpy: there is no native look-up (%s)", error)
         return None

@@ -21,6 +21,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_connector.native_code import CodeDeniedError
 from omni_connector.native_copy import compiled
 
 logger = logging.getLogger("vllm.omni_connector.native")
@@ -320,6 +321,8 @@ def native_calls() -> tuple[_Call, _Call] | None:
         if sys.byteorder != "little":
             raise OSError("the lowest byte of a word is not its first")
         engine = compiled(_CODE)
+    except CodeDeniedError:  # which `compiled` has said
+        return None
     except Exception as error:  # noqa: BLE001 - whatever it is, a dict does the work
         logger.warning("slots are looked up in a dict: there is no native table (%s)", error)
         return None

@@ -22,6 +22,9 @@ PEER: Final = "peer:"
 UNREACHABLE: Final = "peer_unreachable"
 """The kind of failure of a peer that does not answer, or whose bytes do not come in time."""
 
+LEASE_EXPIRED: Final = "lease_expired"
+"""The kind of failure of a hand-off whose lease ended before its KV was loaded."""
+
 # What each name stands for, as vLLM's metrics say it.
 COUNTERS: Final = {
     "bytes_saved": "Bytes copied from KV blocks to slots.",
@@ -40,7 +43,9 @@ COUNTERS: Final = {
     "blocks_passed_over": "KV blocks not kept, being new where hardly any are used again.",
     "blocks_over_quota": "KV blocks not kept, as their tenant had its part of the arena in use.",
     "pins_refused": "KV blocks that were not pinned: beyond what may be, or not in the arena.",
+    "high_refused": "KV blocks that `cache: high` was asked for, beyond what may have it.",
     "bad_hints": "Hints of requests that were unknown, wrong, or cannot be followed here.",
+    "hints_refused": "Hints of requests that the setting `hints` does not allow.",
     "store_misses": "Prompts of which the shared store held nothing beyond the local prefix.",
     "handoffs_offered": "Finished prefills whose KV a peer may lease.",
     "handoffs_received": "Prompts whose KV was loaded from a peer.",

@@ -32,6 +32,10 @@ WATCH_S: Final = 1.0
 _WATCH_CLOSE_S: Final = 1.0
 
 
+MakeLock = Callable[[], contextlib.AbstractContextManager[object]]
+"""Makes a lock that threads of an engine share; `threading.Lock`, or that of the simulation."""
+
+
 class Sleep(Protocol):
     """How a thread waits between turns."""
 

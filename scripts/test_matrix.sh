@@ -52,7 +52,8 @@ for version in $versions; do
         code=${PIPESTATUS[0]}
         result="passed"
         if [ "$code" != 0 ]; then result="FAILED ($code)"; failed=1; fi
-        result="$result: $(tail -n 2 "$log" | paste -sd ' ')"
+        parts=$(grep -aE '^with(out)? engines: ' "$log" || tail -n 1 "$log")
+        result="$result: ${parts//$'\n'/ }"
     fi
     rm -f "$log"
     lines+=("vLLM $version  $result")

@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from omni_connector.net.peers import HostPort
 from omni_connector.testing.ports import free_port
+
+from .stopping import stop
 
 _START_S = 30.0
 
@@ -30,16 +33,18 @@ class Master:
 
     Args:
         folder: where its log goes.
+        host: the loopback address that it listens at.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
+        self._host = host
         self._log = folder / "master.log"
         self._process: subprocess.Popen[bytes] | None = None
         self.port = free_port()
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return str(HostPort(self._host, self.port))
 
     def start(self) -> None:
         """Start it, also anew on the same port, and wait until it accepts connections."""
@@ -47,7 +52,7 @@ class Master:
             self._process = subprocess.Popen(
                 [
                     _program("mooncake_master"),
-                    "--rpc_address=127.0.0.1",
+                    f"--rpc_address={self._host}",
                     f"--rpc_port={self.port}",
                     "--metrics_host=127.0.0.1",
                     f"--metrics_port={free_port()}",
@@ -59,7 +64,7 @@ class Master:
         deadline = time.monotonic() + _START_S
         while True:
             try:
-                socket.create_connection(("127.0.0.1", self.port), 1.0).close()
+                socket.create_connection((self._host, self.port), 1.0).close()
                 return
             except OSError:
                 if self._process.poll() is not None or time.monotonic() > deadline:
@@ -68,7 +73,8 @@ class Master:
 
     def stop(self) -> None:
         """Let it answer nobody, until `go_on`."""
-        self._signal(signal.SIGSTOP)
+        assert self._process is not None
+        stop(self._process.pid)
 
     def go_on(self) -> None:
         self._signal(signal.SIGCONT)

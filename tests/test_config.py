@@ -63,7 +63,7 @@ def test_pages_give_the_defaults_that_hold(page: str) -> None:
         ("integrity", "generation"),
         ("weights", "fixed"),
         ("trace", "/tmp/spans"),
-        ("tenant_quota", 0.5),
+        ("tenant_quota", 1),
         ("pin_part", 0),
     ],
 )
@@ -259,6 +259,25 @@ def test_a_number_out_of_range_names_the_key(key: str, value: float) -> None:
         load({key: value})
     with pytest.raises(ConfigError, match=f"{key} must be a positive number, not"):
         load(**{f"OMNI_CONNECTOR_{key.upper()}": str(value)})
+
+
+@pytest.mark.parametrize("tenants", [("*",), ("a", "b")])
+def test_a_quota_is_for_tenants_that_the_operator_knows(tenants: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="tenant_quota needs tenants: a list of the cache salts"):
+        load({"tenant_quota": 0.5})
+    given = load({"tenant_quota": 0.5, "tenants": list(tenants)})
+    assert given == load(
+        OMNI_CONNECTOR_TENANT_QUOTA="0.5", OMNI_CONNECTOR_TENANTS=", ".join(tenants)
+    )
+    assert (given.tenants, given.tenant_quota) == (tenants, 0.5)
+
+
+@pytest.mark.parametrize("names", [(), ("no", "prefetch"), ("high", "pin_s")])
+def test_hints_are_allowed_by_name(names: tuple[str, ...]) -> None:
+    assert load({"hints": list(names)}).hints == names
+    assert load(OMNI_CONNECTOR_HINTS=",".join(names)).hints == names
+    with pytest.raises(ConfigError, match="hints must be a list, each item 'no' or 'prefetch'"):
+        load({"hints": ["cache"]})
 
 
 @pytest.mark.parametrize("key", ["tenant_quota", "pin_part"])

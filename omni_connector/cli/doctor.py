@@ -5,6 +5,7 @@ Each check returns what it found, or raises an error whose message says what to 
 fails does not stop the others, but that nothing else is made of settings that cannot be read.
 """
 
+import contextlib
 import os
 import platform
 import socket
@@ -26,18 +27,23 @@ from omni_connector.memory.arena_size import (
     LARGEST_PART,
     ORDINARY_PART,
     USEFUL_CACHES,
-    available_bytes,
 )
 from omni_connector.memory.huge_pages import explain, pool
+from omni_connector.memory.reservations import unclaimed_bytes
 from omni_connector.net.keys import load_key
 from omni_connector.net.listener import local_address
-from omni_connector.net.peers import parse_listen
+from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import runtime_dir
 from omni_connector.plugin import CONNECTOR_NAME, require_supported_vllm, supported_range
 from omni_connector.stores.file_folder import BlockFolder
 from omni_connector.stores.file_store import FileBlockStore
 from omni_connector.transports.choice import make_transports
-from omni_connector.transports.mooncake_lib import engine_module, store_module, wheel_name
+from omni_connector.transports.mooncake_lib import (
+    engine_module,
+    family_of,
+    store_module,
+    wheel_name,
+)
 
 _GIB: Final = 1 << 30
 _IMPORT_S: Final = 180.0
@@ -82,7 +88,7 @@ def _plugin() -> str:
     script = _LOOK_FOR_PLUGIN.format(name=CONNECTOR_NAME)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", script],
+            [sys.executable, "-P", "-c", script],  # not what lies in the working directory
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -167,9 +173,10 @@ def _memory(config: OmniConfig) -> str:
     wanted = config.arena_bytes()
     limit = memory_limit_bytes()
     if wanted is None:
-        there = available_bytes()
+        there = unclaimed_bytes()
         return (
-            f"{there / _GIB:.1f} GiB available of {limit / _GIB:.1f} GiB: the arena of an engine "
+            f"{there / _GIB:.1f} GiB available of {limit / _GIB:.1f} GiB, without what other "
+            "arenas will still take: the arena of an engine "
             f"that starts now takes {there / ORDINARY_PART / _GIB:.1f} GiB, up to "
             f"{there / LARGEST_PART / _GIB:.1f} where one prompt needs more, and no more than "
             f"{USEFUL_CACHES} times its KV cache"
@@ -204,13 +211,44 @@ def _transports(config: OmniConfig) -> str:
 
 
 def _mooncake(config: OmniConfig) -> str:
-    if isinstance(config.store, StoreSettings):
-        store_module()
     if find_spec("mooncake") is None:
+        if isinstance(config.store, StoreSettings):
+            store_module()
         _transports(config)  # which may need it
         return f"not installed; nothing that is configured needs it: pip install {wheel_name()}"
-    engine_module()
-    return "installed, with the system libraries that it needs"
+    remarks = []
+    with closing(make_transports(config)) as made:
+        used = made.details().get("mooncake")
+    if used is not None:
+        remarks.append(_engine_addresses(config, used["host"]))
+    if isinstance(config.store, StoreSettings):
+        remarks.append(_store_addresses(config.store))
+    if not remarks:  # nothing here needs it: whether it can be loaded is worth knowing all the same
+        engine_module()
+    return "; ".join(["installed, with the system libraries that it needs", *remarks])
+
+
+def _engine_addresses(config: OmniConfig, host: str | None) -> str:
+    """What an engine's Mooncake connects to, from what the settings say of its own address."""
+    peers = Peers(config.peers)
+    if host is None and peers.family is None:
+        return "the address of the first peer decides whether it connects to IPv4 or to IPv6"
+    family = peers.family if host is None else family_of(host)
+    engine_module(family)
+    if peers.family not in (None, family):
+        raise CheckFailedError(
+            f"peers: {', '.join(config.peers)} are {peers.family} addresses, but Mooncake starts "
+            f"on {host} (`mooncake.host`, else `listen`) and connects to {family} alone: name "
+            "hosts of one family everywhere"
+        )
+    return f"it connects to {family} addresses alone, as {host or 'all of `peers`'} is one"
+
+
+def _store_addresses(settings: StoreSettings) -> str:
+    host = settings.host or settings.master.rpartition(":")[0].strip("[]")
+    family = family_of(host)
+    store_module(family)
+    return f"the store's client connects to {family} addresses alone, as {host} is one"
 
 
 def _store(config: OmniConfig) -> str:
@@ -219,9 +257,34 @@ def _store(config: OmniConfig) -> str:
         return "none; engines share no prefixes through a store"
     if not isinstance(settings, FileStoreSettings):
         return f"a Mooncake Store whose master is {settings.master}; it was not asked"
-    store = FileBlockStore(settings)
+    folder, key = BlockFolder(settings.path), f"doctor/{os.urandom(8).hex()}"
+    missing = [
+        each
+        for each in (os.path.dirname(folder.path_of(key)), settings.path)
+        if not os.path.lexists(each)
+    ]
     try:
-        key, row = f"doctor/{os.urandom(8).hex()}", store.buffer(1, 4096)
+        _try_store(settings, key)
+        free = folder.free_bytes()
+    finally:
+        for each in missing:
+            with contextlib.suppress(OSError):  # an engine uses it by now
+                os.rmdir(each)
+    size = settings.size_bytes()
+    limit = "a tenth of what is free" if size is None else f"{size / _GIB:.1f} GiB"
+    return f"files in {settings.path}, up to {limit}; {free / _GIB:.1f} GiB are free there"
+
+
+def _try_store(settings: FileStoreSettings, key: str) -> None:
+    """Store a block, load it and remove it.
+
+    Raises:
+        CheckFailedError: it does not come back.
+        ConfigError: the folder cannot be used.
+    """
+    store = FileBlockStore(settings, sweeps=False)
+    try:
+        row = store.buffer(1, 4096)
         row[:] = 7
         stored = store.put([key], row, [4096], timeout=_STORE_S)
         row[:] = 0
@@ -232,10 +295,6 @@ def _store(config: OmniConfig) -> str:
             raise CheckFailedError(f"{settings.path} takes no blocks, or loses them ({kinds})")
     finally:
         store.close()
-    size = settings.size_bytes()
-    limit = "a tenth of what is free" if size is None else f"{size / _GIB:.1f} GiB"
-    free = BlockFolder(settings.path).free_bytes()
-    return f"files in {settings.path}, up to {limit}; {free / _GIB:.1f} GiB are free there"
 
 
 CHECKS: Final[tuple[tuple[str, Callable[[], str]], ...]] = (

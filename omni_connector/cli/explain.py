@@ -66,9 +66,9 @@ class Asking:
         try:
             (salt or "").encode()
             if tokens is not None:
-                return cls(None, _token_ids(sys.stdin.read() if tokens == "-" else tokens), salt)
+                return cls(None, _token_ids(_standard_input() if tokens == "-" else tokens), salt)
             text = file.read_text("utf-8") if file is not None else prompt
-            return cls(sys.stdin.read() if prompt == "-" else text, None, salt, trusts_code)
+            return cls(_standard_input() if prompt == "-" else text, None, salt, trusts_code)
         except (OSError, UnicodeError) as error:
             raise ConfigError(f"the prompt cannot be read: {error}") from error
 
@@ -91,6 +91,12 @@ class Asking:
         if not 1 <= len(ids) <= MAX_TOKENS:
             raise ConfigError(f"a prompt has from 1 to {MAX_TOKENS} tokens, not {len(ids)}")
         return ids
+
+
+def _standard_input() -> str:
+    if sys.stdin is None:
+        raise ConfigError("the prompt cannot be read: standard input is closed")
+    return sys.stdin.read()
 
 
 def _token_ids(text: str) -> list[int]:

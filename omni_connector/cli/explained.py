@@ -441,8 +441,11 @@ def _why_apart(engine: ThisEngine, other: ThisEngine) -> str | None:
         return f"the prefix cache of {'this one' if engine.alone else 'it'} was reset"
     if other.socket in engine.neighbours:
         return None
+    weights = [each.traits.get("weights") for each in (engine, other)]
     for name, ours in engine.traits.items():
         theirs = other.traits.get(name)
+        if name == "model" and all(weights):  # they tell more than names do
+            continue
         if ours != theirs:
             return plain(f"another {name.replace('_', ' ')}: {theirs!r}, here {ours!r}")
     return "they have not met yet"

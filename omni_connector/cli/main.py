@@ -7,6 +7,7 @@
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -38,9 +39,13 @@ and what a request with this prompt would load and compute. Prompts with LoRA ad
 cannot be asked for."""
 
 
-def _cache_dir() -> Path:
+def _cache_dir() -> Path | None:
+    """Where the demo keeps its model; None for a user without a home, as containers may have."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    try:
+        root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    except RuntimeError:
+        return None
     return root / "omni-connector"
 
 
@@ -97,7 +102,8 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         default=_cache_dir(),
         metavar="DIR",
-        help="where the generated model is kept (default: %(default)s)",
+        help="where the generated model is kept (default: %(default)s; without a home this must be "
+        "given)",
     )
     demo.add_argument(
         "--logs",
@@ -168,6 +174,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line given, `sys.argv` by default; return the exit status."""
+    _prepare_streams()
     options = parser().parse_args(arguments)
     try:
         status = _run(options)
@@ -183,6 +190,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _end(str(error), 2)
     except KeyboardInterrupt:
         return _end("interrupted", 130)
+
+
+def _prepare_streams() -> None:
+    """Make sure that the standard streams can be used, whatever this process was started with."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # it was closed; no other file, and no socket, may get its number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # tables may have what its encoding has not
+            stream.reconfigure(errors="replace")
 
 
 def _end(why: str, status: int) -> int:
@@ -225,6 +248,8 @@ def _run(options: argparse.Namespace) -> int:
             trusts_code=options.trust_remote_code,
         )
         return explain(asking, options.namespace, options.engine, as_json=options.json)
+    if options.cache is None:
+        raise ConfigError("demo: this user has no home folder: give --cache DIR")
     require_supported_vllm()  # vLLM also brings `rich`, with which the demo prints
     from omni_connector.cli.demo import LENGTHS, demo
 

@@ -9,6 +9,7 @@ from omni_connector.net.runtime import (
     RUNTIME_DIR_VARIABLE,
     check_private,
     namespace_dir,
+    of_kernel,
     runtime_root,
 )
 from omni_connector.net.status import plain, read
@@ -17,13 +18,13 @@ _OTHERS: Final = 20
 
 
 def existing_folder(namespace: str) -> Path | None:
-    """The folder of a namespace; None where there is none.
+    """The folder of this kernel's engines of a namespace; None where there is none.
 
     Raises:
         ConfigError: as `check_private`, of this folder or that of all namespaces.
     """
     folder = namespace_dir(namespace)
-    for path in (folder.parent, folder):
+    for path in (folder.parent.parent, folder.parent, folder):
         if not os.path.lexists(path):
             return None
         check_private(path)
@@ -53,9 +54,9 @@ def _others(folder: Path) -> list[str]:
     others: list[str] = []
     root = runtime_root()
     for name in sorted(os.listdir(root)) if root.is_dir() else ():
-        if (root / name).is_dir() and root / name != folder and len(others) < _OTHERS:
+        if (root / name).is_dir() and root / name != folder.parent and len(others) < _OTHERS:
             try:
-                if read(root / name)[0]:
+                if read(of_kernel(root / name))[0]:
                     others.append(plain(name))
             except OSError:  # it is gone
                 continue

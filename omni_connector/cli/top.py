@@ -97,7 +97,8 @@ class Reading:
 
     def state(self, engine: EngineStatus) -> str:
         """`live`, or `silent`; see `SILENT_S`."""
-        return "silent" if self.time - engine.written > SILENT_S else "live"
+        # What was written long after now is from before the clock was set back.
+        return "silent" if abs(self.time - engine.written) > SILENT_S else "live"
 
     def total(self) -> EngineStatus:
         """All engines together, as if they were one."""
@@ -141,6 +142,9 @@ class History:
             older, newer = self._last.get(key, (None, engine))
             if engine.written > newer.written:
                 older, newer = newer, engine
+            elif engine.written < newer.written:  # the clock was set back
+                older = None
+                newer = engine
             last[key] = older, newer
         self._last = last
 

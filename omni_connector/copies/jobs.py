@@ -58,7 +58,10 @@ class LoadSpec(TransferSpec):
             of the peer.
         generations: int64 `(m,)`, of each of the m slots.
         arenas: the peer's arenas, one a rank, each in all ways that it can be read.
-        timeout: seconds from its arrival until the job is given up.
+        timeout: seconds from its first piece until the job is given up. Time in which it could go
+            on, but other jobs did, does not count.
+        lease: seconds from its arrival in which the peer holds the slots for it; None where nothing
+            is leased.
         keys: what the headers of these slots must say (m,), objects; None where a lease says that
             they hold what is wanted.
         source: what the peer keeps; None where all its slots hold the bytes of our blocks.
@@ -73,6 +76,7 @@ class LoadSpec(TransferSpec):
     generations: NDArray[np.int64]
     arenas: tuple[tuple[Endpoint, ...], ...]
     timeout: float
+    lease: float | None = None
     keys: NDArray[np.object_] | None = None
     source: CompatibilityKey | None = None
 

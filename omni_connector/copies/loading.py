@@ -2,6 +2,7 @@
 """Filling this rank's KV blocks with the slots of a peer's ranks."""
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,10 +28,11 @@ from omni_connector.kv.copying import BlockCopier, BlockCopy
 from omni_connector.kv.heads import HeadSlice, head_sources
 from omni_connector.kv.shapes import GroupShape, converter, same_bytes
 from omni_connector.kv.spans import NULL_BLOCK_ID
-from omni_connector.stats import failure_kind
+from omni_connector.memory.arena import Arena
+from omni_connector.stats import LEASE_EXPIRED, failure_kind
 from omni_connector.transports import Endpoint, RemoteArena
 from omni_connector.transports.choice import Transports
-from omni_connector.transports.peer_arenas import OpenArenas, PeerArenas
+from omni_connector.transports.peer_arenas import OpenArenas, OwnArena, PeerArenas
 from omni_connector.transports.reading import (
     PENDING_S,
     FetchAhead,
@@ -112,6 +114,10 @@ class _Step:
             )
 
 
+class _LeaseEndedError(OmniError):
+    """The peer may use the slots of a hand-off for others: nothing more is read of them."""
+
+
 class Loader:
     """Makes the work of load jobs, and keeps the arenas that they read.
 
@@ -124,7 +130,9 @@ class Loader:
         clock: seconds, monotonic.
         start: starts the threads that fetch.
         notify: has the works that wait go on; called on any thread.
+        queued: seconds in which the work that asks could have gone on, but others did.
         threads: that share one copy.
+        own: the arena of this rank and its endpoints; None where it has none.
     """
 
     def __init__(
@@ -140,14 +148,23 @@ class Loader:
         clock: Callable[[], float],
         start: StartTurns,
         notify: Callable[[], object],
+        queued: Callable[[], float] = lambda: 0.0,
         threads: int = 1,
+        own: tuple[Arena, tuple[Endpoint, ...]] | None = None,
     ) -> None:
         self._clock = clock
+        self._queued = queued
         sizes = batch_blocks(layout)
         # Of fetched and of mapped slots: those have a part for each thread.
         self._batches = sizes, [-(-size // threads) * threads for size in sizes]
         self._threads = PeerThreads(start, notify)
-        self._arenas = PeerArenas(transports, self._threads, clock, start=start)
+        self._arenas = PeerArenas(
+            transports,
+            self._threads,
+            clock,
+            start=start,
+            own=None if own is None else {own[1]: OwnArena(own[1][0], own[0])},
+        )
         self._copier = copier
         self._layout = layout
         self._groups = groups
@@ -158,10 +175,12 @@ class Loader:
 
     def work(self, job_id: int, job: LoadSpec, fence: object) -> Work:
         """The body of a job; see `Work`. Blocks that it could not fill are zero when it ends."""
-        deadline = self._clock() + job.timeout
+        lease_ends = math.inf if job.lease is None else self._clock() + job.lease
+        deadline = lease_ends
         outcome = Outcome(job_id)
         waiting: deque[_Step] = deque()
-        arenas = self._arenas.open()
+        # What is not leased can be computed as well: it waits for no peer.
+        arenas = self._arenas.open(waits=job.keys is None)
         remotes: _Remotes = {}
         attach_anew = False
         ahead: FetchAhead[_Step] = FetchAhead(
@@ -172,7 +191,8 @@ class Loader:
         )
 
         def work(cancelled: Callable[[], bool]) -> Generator[bool | float, None, Outcome]:
-            nonlocal attach_anew
+            nonlocal attach_anew, deadline
+            give_up_at = self._clock() + job.timeout - self._queued()
             try:
                 steps, zeros = self._steps(job)
                 waiting.extend(steps)
@@ -183,11 +203,12 @@ class Loader:
                     if cancelled():
                         outcome.failure = "cancelled"
                         break
-                    if (left := deadline - self._clock()) <= 0:
-                        raise PeerUnreachableError("the bytes were not there in time")
+                    if self._clock() >= lease_ends:
+                        raise _LeaseEndedError("the lease ended before all was loaded")
+                    deadline = min(lease_ends, give_up_at + self._queued())
                     step = waiting[0]
                     if not self._attached(job, arenas, remotes):
-                        yield left
+                        yield self._left(deadline)
                         continue
                     if steps:
                         sizes = self._batches[arenas.mapped]
@@ -198,7 +219,7 @@ class Loader:
                     try:
                         slots = self._slots(job, step, list(waiting), ahead, arenas, remotes)
                         if isinstance(slots, float):
-                            yield min(slots, left)
+                            yield min(slots, self._left(deadline))
                             continue
                         try:
                             if step.plan.converter is None:
@@ -221,10 +242,11 @@ class Loader:
                     outcome.size += len(step.block_ids) * self._layout.group_bytes[step.group]
                     yield True
             except Exception as error:  # whatever it is, the request must not wait for ever
-                outcome.failure = failure_kind(error, "load_failed")
+                expired = isinstance(error, _LeaseEndedError)
+                outcome.failure = LEASE_EXPIRED if expired else failure_kind(error, "load_failed")
                 # A slot that nobody has leased may hold another block by now: the arena is as good.
                 of_a_slot = isinstance(error, StaleSlotError | ChecksumError)
-                attach_anew = job.keys is None or not of_a_slot
+                attach_anew = not expired and (job.keys is None or not of_a_slot)
                 logger.warning(
                     "Loading KV of request %s from %s failed (%s): %s",
                     job.request_id,
@@ -246,10 +268,21 @@ class Loader:
 
         return work
 
+    def attach_ahead(self, endpoints: tuple[Endpoint, ...]) -> bool:
+        """See `PeerArenas.attach_ahead`. Any thread may call this."""
+        return self._arenas.attach_ahead(endpoints)
+
     def close(self) -> None:
         """Let go of the peers' arenas. No work may be under way."""
         self._threads.close()
         self._arenas.close()
+
+    def _left(self, deadline: float) -> float:
+        """For how many seconds a load may wait. What is there is loaded after the deadline too."""
+        left = deadline - self._clock()
+        if left <= 0:
+            raise PeerUnreachableError("the bytes were not there in time")
+        return left
 
     def _steps(self, spec: LoadSpec) -> tuple[list[_Step], list[tuple[int, Blocks]]]:
         """The steps of a job, and group and blocks of what no slot holds a part of."""
@@ -266,7 +299,7 @@ class Loader:
             begins = indices // per_slot * per_block
             end = first + own.stop - own.start
             there = block_ids != NULL_BLOCK_ID
-            filled = there & (begins + per_block > first) & (begins < end)
+            filled = there & (begins + per_block > first) & (begins < end) & (end > first)
             if (unread := block_ids[there & ~filled]).size:
                 zeros.append((g, unread))
             numbers = np.unique(begins[filled, None] + np.arange(per_block))
@@ -288,11 +321,16 @@ class Loader:
 
     def _attached(self, job: LoadSpec, arenas: OpenArenas, remotes: _Remotes) -> bool:
         """Whether all arenas that a job reads are there; begins to attach those that are not."""
-        for group, size in enumerate(job.slots.group_sizes):
-            for endpoints in _endpoints(job, self._plan(job.source, group)) if size else ():
-                if endpoints not in remotes and (found := arenas.get(endpoints)) is not None:
-                    remotes[endpoints] = found
-        return len(remotes) == len(arenas.addresses)
+        wanted = dict.fromkeys(
+            endpoints
+            for group, size in enumerate(job.slots.group_sizes)
+            if size
+            for endpoints in _endpoints(job, self._plan(job.source, group))
+        )
+        for endpoints in wanted:
+            if endpoints not in remotes and (found := arenas.get(endpoints)) is not None:
+                remotes[endpoints] = found
+        return len(remotes) == len(wanted)
 
     def _slots(
         self,

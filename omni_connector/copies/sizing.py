@@ -10,8 +10,14 @@ import torch
 from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.memory.arena_size import ArenaSize, arena_size, available_bytes
+from omni_connector.memory.arena_size import ArenaSize, arena_size
 from omni_connector.memory.huge_pages import HugePages
+from omni_connector.memory.reservations import (
+    Reservation,
+    deployment_id,
+    sizing_lock,
+    unclaimed_bytes,
+)
 
 logger = logging.getLogger("vllm.omni_connector.worker")
 
@@ -27,6 +33,7 @@ class ArenaSizing:
         sharers: arenas of this deployment on this host.
         reserved: bytes of memory that are taken but perhaps not in use yet.
         huge_pages: which pages the arena has, as the configuration says.
+        deployment: names the deployment among all on the host; see `reservations`.
     """
 
     given: int | None
@@ -35,6 +42,19 @@ class ArenaSizing:
     sharers: int = 1
     reserved: int = 0
     huge_pages: HugePages = "auto"
+    deployment: str = ""
+
+    def reserve(
+        self, slot_bytes: int, groups: tuple[GroupShape, ...]
+    ) -> tuple[ArenaSize, Reservation]:
+        """The size of the arena, and the claim on its memory that other engines see from now on.
+
+        Raises:
+            ConfigError: as `size`.
+        """
+        with sizing_lock():
+            size = self.size(slot_bytes, groups)
+            return size, Reservation(self.deployment, size.slots * slot_bytes)
 
     def size(self, slot_bytes: int, groups: tuple[GroupShape, ...]) -> ArenaSize:
         """How many slots the arena has, and why.
@@ -45,9 +65,10 @@ class ArenaSizing:
         if self.given is not None:
             size = ArenaSize(self.given // slot_bytes, "arena_gib")
         else:
-            available = available_bytes()
+            unclaimed = unclaimed_bytes(self.deployment)
+            # The engine's own cache may be in memory already, at least in part.
             size = arena_size(
-                available=max(available - self.reserved, available // 2),
+                available=max(unclaimed - self.reserved, unclaimed // 2),
                 slot_bytes=slot_bytes,
                 cache_blocks=self.cache_blocks,
                 prompt_blocks=self.prompt_blocks(groups),
@@ -125,4 +146,5 @@ def arena_sizing(config: OmniConfig, vllm_config: Any, kv_cache_config: Any) -> 
         sharers=sharers,
         reserved=caches,
         huge_pages=config.huge_pages,
+        deployment=deployment_id(f"{config.namespace}/{vllm_config.kv_transfer_config.engine_id}"),
     )

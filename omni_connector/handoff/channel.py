@@ -30,7 +30,7 @@ from omni_connector.net.links import Sockets, ZmqSockets
 from omni_connector.net.listener import TcpListener
 from omni_connector.net.peers import HostPort, parse_host, parse_host_port
 from omni_connector.net.resolver import Resolver
-from omni_connector.turns import StartTurns, TurnThread
+from omni_connector.turns import MakeLock, StartTurns, TurnThread
 
 logger = logging.getLogger("vllm.omni_connector.handoff")
 
@@ -65,6 +65,7 @@ class ControlChannel:
         clock: seconds, monotonic.
         start: starts the thread.
         sockets: opens the sockets; the channel closes it. None: ZeroMQ's.
+        lock: makes a lock.
 
     Raises:
         zmq.ZMQError: the Unix socket cannot be bound.
@@ -85,6 +86,7 @@ class ControlChannel:
         clock: Callable[[], float] = time.monotonic,
         start: StartTurns = TurnThread,
         sockets: Sockets | None = None,
+        lock: MakeLock = threading.Lock,
     ) -> None:
         self._compatibility = compatibility
         self._server = server
@@ -95,7 +97,7 @@ class ControlChannel:
         self._commands: deque[Callable[[], None]] = deque()
         self._closing = False
         self._ended = False
-        self._post_lock = threading.Lock()
+        self._post_lock = lock()
         self._peers: dict[str, _Peer] = {}
         self._told: set[tuple[str, str]] = set()
         self._resolver = Resolver()

@@ -11,11 +11,13 @@ fails.
 """
 
 import secrets
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import groupby, takewhile
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from omni_connector.kv.ledger import Block
 from omni_connector.memory.slot_index import Ints, SlotKey
 from omni_connector.memory.slot_pool import NONE, SlotPool
 from omni_connector.net.status import Usage
+from omni_connector.turns import MakeLock
 
 
 class LeaseState(Enum):
@@ -79,6 +82,19 @@ class Handoff:
         return np.concatenate([*self.slots, NONE])
 
 
+class LeaseAnswer(NamedTuple):
+    """What `SlotDirectory.lease` answers.
+
+    Attributes:
+        handoff: the one that is leased; None where none is. It may end at any time.
+        until: when the lease ends, in seconds of the clock.
+    """
+
+    state: LeaseState
+    handoff: Handoff | None = None
+    until: float = 0.0
+
+
 class SlotDirectory:
     """Keeps the hand-offs of an arena, and their leases.
 
@@ -87,6 +103,7 @@ class SlotDirectory:
         clock: seconds, monotonic.
         ttl: seconds that a hand-off waits for a lease request, and a lease for its release.
         randbytes: returns so many bytes that nobody can guess.
+        lock: makes the lock.
     """
 
     def __init__(
@@ -95,12 +112,13 @@ class SlotDirectory:
         clock: Callable[[], float],
         ttl: float,
         randbytes: Callable[[int], bytes] = secrets.token_bytes,
+        lock: MakeLock = threading.Lock,
     ) -> None:
         self.num_slots = num_slots
         self._clock = clock
         self._ttl = ttl
         self._randbytes = randbytes
-        self.pool = SlotPool(num_slots)
+        self.pool = SlotPool(num_slots, lock)
         self._lock = self.pool.lock
         self._handoffs: dict[bytes, Handoff] = {}
         self._twins: dict[Hashable, dict[bytes, Handoff]] = {}
@@ -200,7 +218,7 @@ class SlotDirectory:
 
     def lease(
         self, token: bytes, num_tokens: int, digest: bytes, kind: DigestKind, lease: Hashable
-    ) -> tuple[LeaseState, Handoff | None]:
+    ) -> LeaseAnswer:
         """Lease a hand-off's slots to a peer for `ttl` seconds.
 
         Copies of its last blocks may still be under way: each slot's header tells readers when the
@@ -214,22 +232,22 @@ class SlotDirectory:
         with self._lock:
             handoff = self._handoffs.get(token)
         if handoff is None:
-            return LeaseState.UNKNOWN, None
+            return LeaseAnswer(LeaseState.UNKNOWN)
         prompt = handoff.prompt
         if prompt.num_tokens != num_tokens or not secrets.compare_digest(
             prompt.digest(kind), digest
         ):
-            return LeaseState.OTHER_PROMPT, None
+            return LeaseAnswer(LeaseState.OTHER_PROMPT)
         with self._lock:
             if handoff.closed:
-                return LeaseState.UNKNOWN, None
+                return LeaseAnswer(LeaseState.UNKNOWN)
             if self._waits(handoff):
-                return LeaseState.PENDING, None
+                return LeaseAnswer(LeaseState.PENDING)
             until = self._ends[token] = self._clock() + self._ttl
             handoff.leases[lease] = self._leases[token, lease] = until
             self._ends.move_to_end(token)
             self._leases.move_to_end((token, lease))
-            return LeaseState.GRANTED, handoff
+            return LeaseAnswer(LeaseState.GRANTED, handoff, until)
 
     def pending(self, token: bytes) -> bool:
         """Whether a lease request for this hand-off has to wait; cheaper than `lease`."""

@@ -31,7 +31,7 @@ from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, EngineRequest, RequestBlocks
 from omni_connector.kv.shapes import GroupShape, same_bytes
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
-from omni_connector.stats import Stats
+from omni_connector.stats import LEASE_EXPIRED, Stats
 
 logger = logging.getLogger("vllm.omni_connector.receiver")
 
@@ -131,6 +131,7 @@ class HandoffReceiver:
         self._queued: dict[int, LoadSpec] = {}
         self._failed: list[EngineRequest] = []
         self._void: list[EngineRequest] = []
+        self._late: list[EngineRequest] = []
         self._idle = 0.0
         self._idle_since: float | None = clock()
 
@@ -171,7 +172,7 @@ class HandoffReceiver:
             return 0
         margin = min(_LEASE_MARGIN_S, _LEASE_MARGIN * load.lease.granted.lease_s)
         if self._clock() > load.lease.expires - margin:
-            self._give_up(load, "lease_expired", "the lease ended before there was room to load")
+            self._give_up(load, LEASE_EXPIRED, "the lease ended before there was room to load")
             return 0
         if self._is_old(load):
             return self._ask_again(load, load.lease)
@@ -334,7 +335,8 @@ class HandoffReceiver:
             slots=BlockSpans.of(slots),
             generations=np.array(generations, np.int64),
             arenas=lease.handshake_reply.arenas,
-            timeout=min(self._timeout, lease.expires - self._clock()),
+            timeout=self._timeout,
+            lease=lease.expires - self._clock(),
             source=source,
         )
 
@@ -366,6 +368,11 @@ class HandoffReceiver:
         if load.void:
             self._void.append(load.request)
             return
+        if failure == LEASE_EXPIRED:  # no fault: there was more to load than the lease's time
+            self.incomplete.pop(load.request.request_id, None)
+            self._stats.fail(failure)
+            self._late.append(load.request)
+            return
         if failure is not None:
             self.incomplete.pop(load.request.request_id, None)
         if failure is None:
@@ -393,6 +400,11 @@ class HandoffReceiver:
         """vLLM's requests whose loads have ended since the last call, but are void."""
         void, self._void = self._void, []
         return void
+
+    def take_late(self) -> list[Any]:
+        """vLLM's requests whose leases have ended since the last call, before all was loaded."""
+        late, self._late = self._late, []
+        return late
 
     def take_failed(self) -> list[Any]:
         """vLLM's requests whose loads have failed since the last call."""

@@ -52,6 +52,7 @@ class _Send:
     first_blocks: list[int]
     keys: list[list[SlotKey | None]]
     copied: list[int]  # for each group the first block that is yet to be copied
+    block_ids: set[int] = field(default_factory=set)  # that the copied blocks were read from
     wait_until: float | None = None
     handoff: Handoff | None = None
     refusal: str | None = None
@@ -208,6 +209,7 @@ class HandoffSender:
             self._refuse(send, "not_computed", "vLLM has freed blocks that the next token reads")
             self._abandon(send)
             return {}
+        send.block_ids.update(tables[g][i].block_id for g, i in filled)
         if not chosen:  # another hand-off has, or had, all of them copied
             return {}
         spec = _spec(send, handoff, chosen, tables, self._directory.pool.header_keys)
@@ -247,27 +249,18 @@ class HandoffSender:
                 self._refuse(send, "weights_changed", "the prefix cache was reset meanwhile")
                 continue
             send.handoff, send.wait_until, send.jobs = None, None, {}
+            send.block_ids.clear()
             del self._admitted[request_id]
             send.copied = list(send.first_blocks)
         self._tried = None
         self._on_complete()
         return voided
 
-    def loads_failed(self) -> None:
-        """vLLM computes tokens anew that another connector beside this one should have loaded: what
-        was copied of them is of no use."""
+    def loads_failed(self, block_ids: set[int]) -> None:
+        """Another connector beside this one has failed to load these KV blocks, which vLLM computes
+        anew: what was copied of them, or computed upon them, is of no use."""
         for send in self._admitted.values():
-            computed = send.request.num_computed_tokens
-            ends = zip(send.copied, send.first_blocks, self._groups, strict=True)
-            runs = send.request.status.name == "RUNNING"  # others are computed anew as a whole
-            if (
-                runs
-                and send.refusal is None
-                and any(
-                    copied > max(first, -(-computed // shape.block_size))
-                    for copied, first, shape in ends
-                )
-            ):
+            if send.refusal is None and not send.block_ids.isdisjoint(block_ids):
                 self._ledger.revoke(send.jobs)
                 self._refuse(send, "load_failed", "a load of another connector has failed")
 

@@ -161,7 +161,7 @@ class ControlServer:
             self._count("denied_unknown_token")
             return LeaseDenied(request.sequence, "unknown_token")
         lease = connection, request.sequence
-        state, handoff = self._directory.lease(
+        state, handoff, until = self._directory.lease(
             request.token, request.num_tokens, request.digest, request.digest_kind, lease
         )
         if state is LeaseState.PENDING:
@@ -169,11 +169,13 @@ class ControlServer:
         if handoff is None:
             self._count(f"denied_{state.value}")
             return LeaseDenied(request.sequence, state.value)
+        # The engine's thread may have ended the hand-off by now. So nothing is read of it that
+        # changes; the peer learns of the end by the slots' generations.
         groups = tuple(
             tuple(zip(slots.tolist(), generations.tolist(), strict=True))
             for slots, generations in zip(handoff.slots, handoff.generations, strict=True)
         )
-        lease_s = max(0.0, handoff.leases[lease] - self._clock())
+        lease_s = max(0.0, until - self._clock())
         return LeaseGranted(
             request.sequence,
             handoff.prompt.num_tokens,

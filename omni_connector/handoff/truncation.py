@@ -22,8 +22,11 @@ def truncation_refusal(request: Any, num_tokens: int) -> str | None:
         # All that is left would be loaded. vLLM then computes the last loaded token once more, for
         # its logits, upon states that have it already, and windows that begin after its own.
         return "passed_on"
-    if request.skip_reading_prefix_cache:  # prompt log-probabilities are wanted for all tokens
-        return "prompt_logprobs"
+    if request.skip_reading_prefix_cache:
+        # vLLM sets it too where log-probabilities are wanted of all tokens of the prompt.
+        sampling = request.sampling_params
+        logprobs = sampling is not None and sampling.prompt_logprobs is not None
+        return "prompt_logprobs" if logprobs else "skip_reading_prefix_cache"
     if any(
         feature.mm_position.offset + feature.mm_position.length > num_tokens
         for feature in request.mm_features

@@ -11,6 +11,7 @@ from typing import Final
 from omni_connector.handoff.channel import TICK_S, ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
 from omni_connector.net.runtime import tidy
+from omni_connector.turns import MakeLock
 
 _SWEEP_S: Final = 10.0
 
@@ -24,6 +25,7 @@ class Upkeep:
         directory: whose leases it ends. None where nothing is handed off.
         valid: whether the directory's KV is of the engine's weights; it voids the directory if not.
         tell: writes the engine's status to the folder; not called on the engine's thread.
+        lock: makes a lock.
 
     Attributes:
         channel: its thread calls `tick`.
@@ -37,6 +39,7 @@ class Upkeep:
         directory: SlotDirectory | None = None,
         valid: Callable[[], bool] = lambda: True,
         tell: Callable[[], object] = lambda: None,
+        lock: MakeLock = threading.Lock,
     ) -> None:
         self._folder = folder
         self._clock = clock
@@ -46,7 +49,7 @@ class Upkeep:
         self.channel: ControlChannel | None = None
         self._next_sweep = clock() + _SWEEP_S
         self._next_expiry = clock()
-        self._lock = threading.Lock()
+        self._lock = lock()
         self.events: defaultdict[str, int] = defaultdict(int)
 
     def tick(self) -> None:

@@ -15,8 +15,7 @@ MAX_GROUPS: Final = 256
 Text = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
 
-_EQUAL: Final = (
-    "model",
+_BESIDES: Final = (
     "dtype",
     "quantization",
     "overrides",
@@ -32,7 +31,7 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine keeps in its slots.
 
     Attributes:
-        model: model id and revision.
+        model: `model_id`, or the model's name and revision.
         dtype: dtype of the weights and activations.
         kv_dtype: dtype of the KV cache.
         quantization: method and settings of the weights' quantization; "" where there is none.
@@ -44,6 +43,8 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         groups: the cache groups, in the order in which their slots are leased.
         numerics: the settings that change what the model computes. It is left out, and not "",
             where there are none: the names of stored blocks depend on the encoded key.
+        weights: identifies the files of configuration and weights. It is left out where `model` is
+            a `model_id`, or where the files are unknown.
     """
 
     model: Text
@@ -57,6 +58,7 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
     overrides: Text = ""
     scales: Text = ""
     numerics: Text | UnsetType = UNSET
+    weights: Text | UnsetType = UNSET
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pickled(self)
@@ -67,10 +69,16 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         del fields["groups"]
         return {name: "" if value is UNSET else value for name, value in fields.items()}
 
+    def of_sharing(self) -> "CompatibilityKey":
+        """The same without a name that says less than the weights do; equal for all that share."""
+        return msgspec.structs.replace(self, model="") if self.weights else self
+
     def difference(self, reader: "CompatibilityKey") -> tuple[str, object, object] | None:
         """Why `reader` cannot read our slots: what differs, with both values; None if it can."""
         ours, theirs = self.values(), reader.values()
-        for field in _EQUAL:
+        # Names tell two engines apart only where their weights do not.
+        fields = ("weights", *_BESIDES) if self.weights and reader.weights else ("model", *_BESIDES)
+        for field in fields:
             if ours[field] != theirs[field]:
                 return field, ours[field], theirs[field]
         return groups_difference(

@@ -151,11 +151,17 @@ class BlockCopier(ABC):
         """
 
     @abstractmethod
-    def pin(self, slots: NDArray[np.uint8]) -> None:
+    def pin(self, slots: NDArray[np.uint8]) -> bool:
         """Prepare slots for faster copies, where the device knows any; optional.
 
+        May be called on any thread, for some slots after others, and during copies.
+
         Args:
-            slots: `(n_slots, slot_bytes)`, writable; they must stay mapped until `close`.
+            slots: `(n_slots, slot_bytes)`, writable; they must stay mapped until `close`. Their
+                memory is allocated if it is not there yet.
+
+        Returns:
+            Whether the device has taken them; where it has not, it takes no others either.
         """
 
     @abstractmethod
@@ -296,8 +302,9 @@ class CpuCopier(BlockCopier):
     def fence(self) -> None:
         return None
 
-    def pin(self, slots: NDArray[np.uint8]) -> None:
+    def pin(self, slots: NDArray[np.uint8]) -> bool:
         """Do nothing: the host reads all of its memory equally well."""
+        return False
 
     def begin(
         self, groups: Sequence[int], slots: NDArray[np.uint8], count: int

@@ -2,6 +2,8 @@
 """A CUDA stream beside the engine's own."""
 
 import contextlib
+import logging
+import threading
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -9,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from omni_connector.kv.staging import Stream
+
+logger = logging.getLogger("vllm.omni_connector.staging")
 
 
 class CudaStream(Stream):
@@ -21,7 +25,10 @@ class CudaStream(Stream):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # The arena is registered piece by piece on one thread, and let go of on another.
+        self._registering = threading.Lock()
         self._registered: list[int] = []
+        self._closed = False
 
     def active(self) -> AbstractContextManager[object]:
         # Entering a stream also makes its device the current one.
@@ -51,28 +58,37 @@ class CudaStream(Stream):
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.int8, pin_memory=True)
 
+    def device_buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.int8, device=self._device)
+
+    def to_device(self, ids: NDArray[np.int64]) -> torch.Tensor:
+        # From pageable memory torch waits until the copy is there.
+        return torch.from_numpy(np.ascontiguousarray(ids)).to(self._device)
+
     def pin(self, slots: NDArray[np.uint8]) -> bool:
         address = slots.ctypes.data
-        if address in self._registered:
-            return False
-        # Portable (1): pinned for every context of the process. A refusal (a kernel limit,
-        # memory that cannot be registered) leaves the pinned buffers, which are always right.
-        with torch.cuda.device(self._device):
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            code = runtime.cudaHostRegister(address, slots.nbytes, 1)
-        if int(code) != 0:
-            # The runtime remembers the refusal, and tells it to the next kernel of this thread:
-            # to this one, and not to one of the engine's.
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self._device)
-            return False
-        self._registered.append(address)
-        return True
+        with self._registering:
+            if self._closed or address in self._registered:
+                return False
+            # Portable (1): pinned for every context of the process. A refusal (a kernel limit,
+            # memory that cannot be registered) leaves the pinned buffers, which are always right.
+            with torch.cuda.device(self._device):
+                runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                code = runtime.cudaHostRegister(address, slots.nbytes, 1)
+            if int(code) != 0:
+                # The runtime remembers the refusal, and tells it to the next kernel of this thread:
+                # to this one, and not to one of the engine's.
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device=self._device)
+                return False
+            self._registered.append(address)
+            return True
 
     def close(self) -> None:
-        with torch.cuda.device(self._device):
+        with self._registering, torch.cuda.device(self._device):
+            self._closed = True
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            while self._registered:
-                code = runtime.cudaHostUnregister(self._registered.pop())
-                if int(code) != 0:
-                    raise RuntimeError(f"cudaHostUnregister failed with CUDA error {int(code)}")
+            codes = [int(runtime.cudaHostUnregister(each)) for each in self._registered]
+            self._registered = []
+        if any(codes):  # after a failure of the device, all do; its memory goes with the process
+            logger.warning("cudaHostUnregister failed with CUDA errors %s", sorted(set(codes)))

@@ -286,8 +286,8 @@ class TracedCopier(BlockCopier):
         self._inner.zero(group, block_ids, fence=fence)
         self._trace.span("zero", began, group=group, blocks=len(block_ids))
 
-    def pin(self, slots: NDArray[np.uint8]) -> None:
-        self._inner.pin(slots)
+    def pin(self, slots: NDArray[np.uint8]) -> bool:
+        return self._inner.pin(slots)
 
     def close(self) -> None:
         self._inner.close()

@@ -2,19 +2,20 @@
 """The copy jobs of an engine: saves and loads, of hand-offs and of the shared store alike.
 
 A job has one start and one end: done, failed or cancelled, once every rank has said so. From its
-start to its end each of its blocks has a reference of ours in vLLM's block pool, and nothing else
-keeps it: whatever happens to its request (preemption, abort, its end, a window that moves on), vLLM
-gives the block to nobody, so that nobody zeroes it or writes to it. A request that goes on writes
-to no token that it has computed; only a recurrent state is written in place, until its block is
-full. So a request whose state is handed off ends with the step that computes it, and the states of
-full blocks alone are shared.
+start until no rank touches them any more each of its blocks has a reference of ours in vLLM's block
+pool, and nothing else keeps it: whatever happens to its request (preemption, abort, its end, a
+window that moves on), vLLM gives the block to nobody, so that nobody zeroes it or writes to it. A
+request that goes on writes to no token that it has computed; only a recurrent state is written in
+place, until its block is full. So a request whose state is handed off ends with the step that
+computes it, and the states of full blocks alone are shared.
 """
 
 import enum
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -29,9 +30,11 @@ CANCELLED: Final = "cancelled"
 Ended = tuple[Mapping[int, int], Mapping[int, str]]
 """What `CopyLedger.report` takes."""
 
-# So long jobs are waited for that hold up vLLM, and so often it is looked whether they have ended.
-_SETTLE_S: Final = 0.5
+SETTLE_S: Final = 0.5
+"""Longest wait, in seconds, for jobs that block a reset of vLLM's prefix cache."""
+
 _LOOK_S: Final = 0.001
+"""Seconds between two looks at whether they have ended."""
 
 End = Callable[[str | None], None]
 """Called once with the kind of failure, `CANCELLED`, or None when all ranks have copied."""
@@ -55,6 +58,7 @@ class EnginePool(Protocol):
     def blocks(self) -> Sequence[EngineBlock]: ...
     def touch(self, blocks: Sequence[Any], /) -> None: ...
     def free_blocks(self, blocks: Iterable[Any], /) -> None: ...
+    def get_num_free_blocks(self) -> int: ...
 
 
 class RequestBlocks(Protocol):
@@ -151,6 +155,11 @@ class CopyLedger:
         self._jobs[job_id] = _Job(block_ids, self._ranks, end, self._clock() + soon)
         return job_id
 
+    def blocks_of(self, job_ids: Iterable[int]) -> set[int]:
+        """The blocks of those of these jobs that have not ended."""
+        jobs = (self._jobs.get(each) for each in job_ids)
+        return {block_id for job in jobs if job is not None for block_id in job.block_ids}
+
     def revoke(self, job_ids: Iterable[int]) -> None:
         """Tell the workers to stop jobs that nobody wants any more; they end all the same."""
         self._revoked.update(job_id for job_id in job_ids if job_id in self._jobs)
@@ -173,20 +182,56 @@ class CopyLedger:
             if job.ranks_left <= 0:
                 del self._jobs[job_id]
                 self._revoked.discard(job_id)
-                # In this order, so that vLLM evicts the end of a prefix before its beginning.
-                self._pool.free_blocks([self._pool.blocks[i] for i in reversed(job.block_ids)])
+                self._let_go(job)
                 job.end(job.failure)
 
+    def _let_go(self, job: _Job) -> None:
+        block_ids, job.block_ids = job.block_ids, []
+        # In this order, so that vLLM evicts the end of a prefix before its beginning.
+        self._pool.free_blocks([self._pool.blocks[each] for each in reversed(block_ids)])
+
     def settle(self, look: Callable[[], Ended | None]) -> None:
-        """Wait half a second at most until all jobs have ended.
+        """Wait `SETTLE_S` seconds at most until all jobs have ended.
 
         Args:
             look: tells of those that have ended since; None if there is nothing to wait for.
         """
-        deadline = self._clock() + _SETTLE_S
+        deadline = self._clock() + SETTLE_S
         while self._jobs and self._clock() < deadline and (ended := look()) is not None:
             self.report(*ended)
             if not ended[0]:
+                time.sleep(_LOOK_S)
+
+    @property
+    def holds_alone(self) -> bool:
+        """Whether jobs hold blocks, and nothing else holds any."""
+        held = Counter(each for job in self._jobs.values() for each in job.block_ids)
+        blocks = self._pool.blocks
+        used = len(blocks) - self._pool.get_num_free_blocks() - 1  # vLLM's null block is never free
+        return (
+            bool(held)
+            and used == len(held)
+            and all(blocks[each].ref_cnt == count for each, count in held.items())
+        )
+
+    def settle_blocks(self, ended: Callable[[Collection[int]], Collection[int] | None]) -> None:
+        """Wait `SETTLE_S` seconds at most until no job touches its blocks, and let go of them. The
+        jobs end later, with the reports of the workers.
+
+        Args:
+            ended: returns those of these jobs that have ended on every rank; None if that cannot be
+                learned.
+        """
+        deadline = self._clock() + SETTLE_S
+        while waiting := [job_id for job_id, job in self._jobs.items() if job.block_ids]:
+            over = ended(waiting)
+            if over is None:
+                return
+            for job_id in over:
+                self._let_go(self._jobs[job_id])
+            if not over:
+                if self._clock() >= deadline:
+                    return
                 time.sleep(_LOOK_S)
 
     def frees_soon(self) -> bool:

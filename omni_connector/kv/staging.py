@@ -4,9 +4,10 @@
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
 from typing import Final
 
@@ -31,15 +32,34 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class Stream(ABC):
-    """An order of work on a device, beside the engine's own."""
+    """An order of work on a device, beside the engine's own.
+
+    The device does the work some time after it was launched: in the order in which it was put on
+    this stream, and in any order beside that of other streams. Only a fence orders two streams, and
+    only `finish` tells the host that what it reads or reuses is there.
+    """
 
     @abstractmethod
     def active(self) -> AbstractContextManager[object]:
-        """While entered, work is put on this stream."""
+        """While entered, `launch` puts work on this stream."""
+
+    def launch(
+        self, work: Callable[[], object], *, host: torch.Tensor | None = None, lands: bool = False
+    ) -> None:
+        """Have the device do `work` later.
+
+        Args:
+            work: one operation of torch on the device's tensors. CUDA's kernels and copies are
+                asynchronous by themselves, so calling it puts it on the active stream.
+            host: the memory of the host that it uses, which lies in one `host_buffer` or in one
+                piece that was pinned.
+            lands: whether it writes that memory, which nobody may read before it is finished.
+        """
+        work()
 
     @abstractmethod
     def fence(self) -> object:
-        """Mark the engine's work so far."""
+        """Mark the engine's work so far; called on the engine's thread."""
 
     @abstractmethod
     def wait(self, fence: object) -> None:
@@ -51,15 +71,42 @@ class Stream(ABC):
 
     @abstractmethod
     def finish(self, mark: object | None) -> None:
-        """Block until what `mark` marked is done, or all of this stream's work if None."""
+        """Block until what `mark` marked is done, or all of this stream's work if None.
+
+        Raises:
+            RuntimeError: the device has failed; it does no more of this stream's work.
+        """
 
     @abstractmethod
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """An int8 tensor in host memory that this stream copies to and from fastest."""
+        """An int8 tensor in host memory that this stream copies to and from fastest.
+
+        Raises:
+            RuntimeError: there is no memory.
+        """
+
+    @abstractmethod
+    def device_buffer(self, nbytes: int) -> torch.Tensor:
+        """An int8 tensor in the device's memory.
+
+        Raises:
+            RuntimeError: there is no memory.
+        """
+
+    @abstractmethod
+    def to_device(self, ids: NDArray[np.int64]) -> torch.Tensor:
+        """A copy of `ids` on the device, complete when this returns.
+
+        Raises:
+            RuntimeError: there is no memory.
+        """
 
     @abstractmethod
     def pin(self, slots: NDArray[np.uint8]) -> bool:
-        """Let this stream copy to and from `slots` itself; returns whether it can."""
+        """Let this stream copy to and from `slots` itself; returns whether it can.
+
+        May be called on any thread; after `close` it returns False.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -115,24 +162,26 @@ class GroupOnDevice:
             _words(canonical, reserved_of(pages))[1],
         )
 
-    def gather(self, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
+    def gather(self, stream: Stream, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
         """Copy blocks to the rows of `staged`, int8 `(n, row_bytes)`, contiguous."""
+        if not self.parts:  # rows of no bytes are no whole words
+            return
         rows = staged.view(self.word)
         for part in self.parts:
-            torch.index_select(part.blocks, 0, block_ids, out=part.of(rows))
+            stream.launch(partial(torch.index_select, part.blocks, 0, block_ids, out=part.of(rows)))
 
-    def scatter(self, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
+    def scatter(self, stream: Stream, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
         """Copy the rows of `staged`, int8 `(n, row_bytes)`, contiguous, to blocks."""
-        rows = staged.view(self.word)
+        rows = staged.view(self.word) if self.parts else staged
         for part in self.parts:
-            part.blocks.index_copy_(0, block_ids, part.of(rows))
+            stream.launch(partial(part.blocks.index_copy_, 0, block_ids, part.of(rows)))
         for padding in self.padding:
-            padding.index_fill_(0, block_ids, 0)
+            stream.launch(partial(padding.index_fill_, 0, block_ids, 0))
 
-    def zero(self, block_ids: torch.Tensor) -> None:
+    def zero(self, stream: Stream, block_ids: torch.Tensor) -> None:
         """Zero blocks, padding included."""
         for reserved in self.reserved:
-            reserved.index_fill_(0, block_ids, 0)
+            stream.launch(partial(reserved.index_fill_, 0, block_ids, 0))
 
 
 def _words(
@@ -141,7 +190,7 @@ def _words(
     """Bytes of the widest word that divides all of these segments, and views of them, in all
     blocks, as such words."""
     # Devices gather element by element: bytes one at a time would be the slowest choice.
-    width = 8 if segments else 1
+    width = 8
     for segment in segments:
         distances = (distance for _, distance in segment.dims)
         width = gcd(
@@ -155,23 +204,73 @@ def _words(
     return width, tuple(canonical.view(segment, _WORDS[width]) for segment in segments)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pinned:
+    """Host memory that the device copies to and from itself.
+
+    Attributes:
+        starts, ends: addresses of the pieces that were pinned, in order `(pieces,)`. No copy may
+            cross from one piece to the next.
+    """
+
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    @classmethod
+    def none(cls) -> "_Pinned":
+        """No memory at all."""
+        return cls(np.empty(0, np.int64), np.empty(0, np.int64))
+
+    def beside(self, start: int, end: int) -> "_Pinned":
+        """The same, and one piece more."""
+        at = int(np.searchsorted(self.starts, start))
+        return _Pinned(np.insert(self.starts, at, start), np.insert(self.ends, at, end))
+
+    def pieces_of(self, rows: NDArray[np.int64], nbytes: int) -> NDArray[np.int64] | None:
+        """The piece that each row lies in; None unless each lies in one.
+
+        Args:
+            rows: addresses `(n,)`.
+            nbytes: of each row.
+        """
+        pieces = np.searchsorted(self.starts, rows, side="right") - 1
+        if not len(self.starts) or (pieces < 0).any() or (rows + nbytes > self.ends[pieces]).any():
+            return None
+        return pieces
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
-    """Blocks that fit a staging buffer: which buffer, and their places in the call."""
+    """Blocks that fit a staging buffer.
+
+    Attributes:
+        buffer: which of the two buffers.
+        first: the place of the first of them in the call.
+        block_ids: on the device `(n,)`.
+        slot_ids: their slots `(n,)`.
+        pieces: the pinned piece that each slot lies in `(n,)`; None where the bytes cross through a
+            buffer of the host, as one of the slots lies in none.
+    """
 
     buffer: int
     first: int
-    block_ids: NDArray[np.int64]
+    block_ids: torch.Tensor
     slot_ids: NDArray[np.int64]
+    pieces: NDArray[np.int64] | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One save or load: what its batches have in common."""
+    """One save or load: what its batches have in common.
+
+    Attributes:
+        slots: those of the copy, as a tensor; None where the device may not use them itself.
+        sums: the checksums `(n,)`.
+    """
 
     copy: BlockCopy
     on_device: GroupOnDevice
-    direct: torch.Tensor | None
+    slots: torch.Tensor | None
     sums: NDArray[np.uint64]
 
 
@@ -199,24 +298,28 @@ class StagedCopier(BlockCopier):
     ) -> None:
         super().__init__(layout)
         self._stream = stream
-        self._device = canonical.device
         self._groups = [
             GroupOnDevice.of(canonical, group) for group in range(len(layout.group_bytes))
         ]
         self._rows = max(1, staging_bytes // layout.slot_bytes)
         self._staged: list[torch.Tensor] = []
         self._bounced: list[torch.Tensor] = []
-        self._pinned: list[tuple[int, int]] = []
+        self._pinned = _Pinned.none()
+        self._refused = False
         # The staging buffers serve one call at a time.
         self._lock = threading.Lock()
 
     def fence(self) -> object:
         return self._stream.fence()
 
-    def pin(self, slots: NDArray[np.uint8]) -> None:
-        if self._stream.pin(slots):
-            address = slots.ctypes.data
-            self._pinned.append((address, address + slots.nbytes))
+    def pin(self, slots: NDArray[np.uint8]) -> bool:
+        if self._refused or not self._stream.pin(slots):
+            self._refused = True
+            return False
+        address = slots.ctypes.data
+        # One assignment: copies on other threads look at it without a lock.
+        self._pinned = self._pinned.beside(address, address + slots.nbytes)
+        return True
 
     def _copy(
         self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
@@ -227,10 +330,11 @@ class StagedCopier(BlockCopier):
 
     def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
         with self._lock, self._stream.active():
+            on_device = self._stream.to_device(block_ids)
             if fence is not None:
                 self._stream.wait(fence)
             try:
-                self._groups[group].zero(self._to_device(block_ids))
+                self._groups[group].zero(self._stream, on_device)
             finally:
                 self._stream.finish(None)
 
@@ -239,28 +343,37 @@ class StagedCopier(BlockCopier):
             logger.error("A copy does not end: the device may hang. Its memory is left to it")
             return
         try:
-            self._stream.finish(None)
+            try:
+                self._stream.finish(None)
+            except RuntimeError as error:
+                logger.warning("The device has failed before its last copies ended: %s", error)
             self._stream.close()
+        finally:
             self._groups = []
             self._staged = []
             self._bounced = []
-            self._pinned = []
-        finally:
+            self._pinned = _Pinned.none()
             self._lock.release()
 
     def _call(self, copy: BlockCopy) -> _Call:
-        slots = copy.slots
-        address = slots.ctypes.data
-        last = address + (len(slots) - 1) * slots.strides[0] + slots.shape[1]
-        direct = None
-        if (
-            slots.flags.writeable
-            and slots.strides[0] >= slots.shape[1]
-            and any(first <= address and last <= end for first, end in self._pinned)
-        ):
-            direct = torch.from_numpy(slots.view(np.int8))
+        slots = None
+        # A tensor cannot be read-only, and the slots of peers are.
+        if copy.slots.flags.writeable and copy.slots.strides[0] >= copy.slots.shape[1]:
+            slots = torch.from_numpy(copy.slots.view(np.int8))
         sums = np.zeros(len(copy.block_ids), np.uint64)
-        return _Call(copy, self._groups[copy.group], direct, sums)
+        return _Call(copy, self._groups[copy.group], slots, sums)
+
+    def _batches(self, call: _Call, block_ids: torch.Tensor) -> Iterator[_Batch]:
+        copy, size = call.copy, call.on_device.row_bytes
+        aligned = max(1, -(-size // SLOT_ALIGNMENT)) * SLOT_ALIGNMENT
+        rows = self._rows * self._layout.slot_bytes // aligned
+        for number, first in enumerate(range(0, len(block_ids), rows)):
+            slot_ids = copy.slot_ids[first : first + rows]
+            pieces = None
+            if call.slots is not None:
+                addresses = copy.slots.ctypes.data + slot_ids * copy.slots.strides[0]
+                pieces = self._pinned.pieces_of(addresses, size)
+            yield _Batch(number % 2, first, block_ids[first : first + rows], slot_ids, pieces)
 
     def _pump(
         self,
@@ -270,19 +383,16 @@ class StagedCopier(BlockCopier):
         end: Callable[[_Call, _Batch], None],
     ) -> bool:
         """Run all batches; each ends while the next is under way. Returns False if cancelled."""
-        block_ids, slot_ids = call.copy.block_ids, call.copy.slot_ids
-        pages = max(1, -(-call.on_device.row_bytes // SLOT_ALIGNMENT))
-        rows = self._rows * self._layout.slot_bytes // (pages * SLOT_ALIGNMENT)
         with self._lock, self._stream.active():
+            # All of them at once, and before the fence, as the host waits until they are there.
+            block_ids = self._stream.to_device(call.copy.block_ids)
             if call.copy.fence is not None:
                 self._stream.wait(call.copy.fence)
             under_way: tuple[object, _Batch] | None = None
             try:
-                for number, first in enumerate(range(0, len(block_ids), rows)):
+                for batch in self._batches(call, block_ids):
                     if cancelled is not None and cancelled():
                         return False
-                    last = first + rows
-                    batch = _Batch(number % 2, first, block_ids[first:last], slot_ids[first:last])
                     start(call, batch)
                     before, under_way = under_way, (self._stream.mark(), batch)
                     if before is not None:
@@ -298,16 +408,16 @@ class StagedCopier(BlockCopier):
 
     def _out(self, call: _Call, batch: _Batch) -> None:
         staged = self._buffer(self._staged, call, batch)
-        call.on_device.gather(self._to_device(batch.block_ids), staged)
-        if call.direct is None:
-            self._buffer(self._bounced, call, batch).copy_(staged, non_blocking=True)
+        call.on_device.gather(self._stream, batch.block_ids, staged)
+        if batch.pieces is None:
+            self._cross(self._buffer(self._bounced, call, batch), staged, lands=True)
         else:
-            for rows, slots in self._pieces(call, batch, call.direct):
-                slots.copy_(staged[rows], non_blocking=True)
+            for rows, slots in self._pieces(call, batch):
+                self._cross(slots, staged[rows], lands=True)
 
     def _land(self, call: _Call, batch: _Batch) -> None:
         size = call.on_device.row_bytes
-        if call.direct is None:
+        if batch.pieces is None:
             bounced = self._buffer(self._bounced, call, batch).numpy().view(np.uint8)
             for row, slot in enumerate(batch.slot_ids.tolist()):
                 call.copy.slots[slot, :size] = bounced[row]
@@ -315,22 +425,27 @@ class StagedCopier(BlockCopier):
 
     def _in(self, call: _Call, batch: _Batch) -> None:
         staged = self._buffer(self._staged, call, batch)
-        if call.direct is None:
+        if batch.pieces is None:
             bounce = self._buffer(self._bounced, call, batch)
             bounced = bounce.numpy().view(np.uint8)
             for row, slot in enumerate(batch.slot_ids.tolist()):
                 bounced[row] = call.copy.slots[slot, : call.on_device.row_bytes]
             # The very bytes that the device gets: the slot may have changed since.
             self._hash(call, batch, bounced, range(len(batch.slot_ids)))
-            staged.copy_(bounce, non_blocking=True)
+            self._cross(staged, bounce)
         else:
-            for rows, slots in self._pieces(call, batch, call.direct):
-                staged[rows].copy_(slots, non_blocking=True)
-        call.on_device.scatter(self._to_device(batch.block_ids), staged)
+            for rows, slots in self._pieces(call, batch):
+                self._cross(staged[rows], slots)
+        call.on_device.scatter(self._stream, batch.block_ids, staged)
 
     def _landed(self, call: _Call, batch: _Batch) -> None:
-        if call.direct is not None:
+        if batch.pieces is not None:
             self._hash(call, batch, call.copy.slots, batch.slot_ids.tolist())
+
+    def _cross(self, target: torch.Tensor, source: torch.Tensor, *, lands: bool = False) -> None:
+        """Copy between the host and the device; `lands` says that the host's memory is written."""
+        copy = partial(target.copy_, source, non_blocking=True)
+        self._stream.launch(copy, host=target if lands else source, lands=lands)
 
     def _hash(
         self, call: _Call, batch: _Batch, rows: NDArray[np.uint8], indices: Sequence[int]
@@ -340,29 +455,27 @@ class StagedCopier(BlockCopier):
                 stored = rows[row, : call.on_device.row_bytes]
                 call.sums[batch.first + i] = xxhash.xxh3_64_intdigest(stored.data)
 
-    def _pieces(
-        self, call: _Call, batch: _Batch, direct: torch.Tensor
-    ) -> list[tuple[slice, torch.Tensor]]:
-        """The batch's rows beside the slots for them, both contiguous."""
+    def _pieces(self, call: _Call, batch: _Batch) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The batch's rows beside the slots for them, both contiguous, each in one pinned piece."""
+        slots = call.slots
+        assert slots is not None
+        assert batch.pieces is not None
         size = call.on_device.row_bytes
-        limit = len(batch.slot_ids) if size == direct.stride(0) else 1
-        pieces = []
-        for row, slot, count in consecutive(np.arange(len(batch.slot_ids)), batch.slot_ids, limit):
-            pieces.append((slice(row, row + count), direct[slot : slot + count, :size]))
-        return pieces
+        limit = len(batch.slot_ids) if size == slots.stride(0) else 1
+        rows = np.arange(len(batch.slot_ids))
+        changes = np.flatnonzero(np.diff(batch.pieces)) + 1
+        for some in np.split(rows, changes):
+            for row, slot, count in consecutive(some, batch.slot_ids[some], limit):
+                yield slice(row, row + count), slots[slot : slot + count, :size]
 
     def _buffer(self, pair: list[torch.Tensor], call: _Call, batch: _Batch) -> torch.Tensor:
         """Int8 `(n, row_bytes)`: the batch's part of a staging buffer."""
         nbytes = self._rows * self._layout.slot_bytes
         if not pair:
-            for _ in range(2):
-                if pair is self._staged:
-                    pair.append(torch.empty(nbytes, dtype=torch.int8, device=self._device))
-                else:
-                    pair.append(self._stream.host_buffer(nbytes))
+            on_device = pair is self._staged
+            make = self._stream.device_buffer if on_device else self._stream.host_buffer
+            # Both or neither: where memory lacks for the second, the next copy asks for both again.
+            pair += [make(nbytes), make(nbytes)]
         size = call.on_device.row_bytes
-        count = len(batch.block_ids)
+        count = len(batch.slot_ids)
         return pair[batch.buffer][: count * size].view(count, size)
-
-    def _to_device(self, ids: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(ids)).to(self._device)

@@ -185,6 +185,7 @@ class Arena(_Mapping):
         prefault: bool = False,
         huge_pages: HugePages = "auto",
         randbytes: Callable[[int], bytes] = os.urandom,
+        populated: Callable[[NDArray[np.uint8]], object] = lambda slots: None,
     ) -> Self:
         """Make an arena of `n_slots` slots of `slot_bytes` bytes, all of them free.
 
@@ -196,6 +197,8 @@ class Arena(_Mapping):
             huge_pages: `auto` takes those that the kernel gives to shared memory, `hugetlb` those
                 that were reserved, `off` none.
             randbytes: where the epoch, which names this arena, comes from.
+            populated: called on another thread, with the next slots whose memory `prefault` has
+                allocated: consecutive ones, in order, each once.
 
         Raises:
             ValueError: the geometry is out of range.
@@ -232,7 +235,8 @@ class Arena(_Mapping):
             ) from error
         arena = cls(fd, mapped, geometry, epoch)
         if prefault:
-            arena._prefaulter = Prefaulter(fd, mapped, huge_pages)
+            told = _Told(arena.slots, geometry.slots_at, populated)
+            arena._prefaulter = Prefaulter(fd, mapped, huge_pages, populated=told)
         return arena
 
     @property
@@ -339,10 +343,39 @@ class Arena(_Mapping):
             os.close(fd)
 
 
+class _Told:
+    """Passes on which slots are populated, as whole slots.
+
+    Args:
+        slots: of the arena.
+        slots_at: the byte at which they begin.
+        populated: see `Arena.create`.
+    """
+
+    def __init__(
+        self,
+        slots: NDArray[np.uint8],
+        slots_at: int,
+        populated: Callable[[NDArray[np.uint8]], object],
+    ) -> None:
+        self._slots = slots
+        self._slots_at = slots_at
+        self._populated = populated
+        self._first = 0
+
+    def __call__(self, end: int) -> None:
+        """All bytes of the file before `end` are there."""
+        slots = min(len(self._slots), max(0, end - self._slots_at) // self._slots.shape[1])
+        if slots > self._first:
+            first, self._first = self._first, slots
+            self._populated(self._slots[first:slots])
+
+
 class ArenaView(_Mapping):
     """A reader's side of an arena: a read-only mapping of a memfd that a peer sent."""
 
     _prefaulter: ReaderPrefaulter | None = None
+    _unread_fd = -1  # of the memfd, until the slots are first read
 
     @classmethod
     def open(
@@ -355,7 +388,8 @@ class ArenaView(_Mapping):
             epoch: that of the arena that was asked for.
             n_slots: the announced number of slots.
             slot_bytes: the announced bytes of each slot.
-            prefault: map in the background what the owner has allocated, before it is read.
+            prefault: once slots are first read, map in the background what the owner has allocated.
+                An arena of which nothing is read takes no page tables.
 
         Raises:
             PeerRefusedError: this is no memfd, or not sealed against change of size and writing.
@@ -385,18 +419,42 @@ class ArenaView(_Mapping):
         view = cls(mapped, geometry, epoch)
         if prefault:
             # Without it, pages are mapped as they are read.
-            with contextlib.suppress(OSError, RuntimeError):
-                view._prefaulter = ReaderPrefaulter(fd, mapped)
+            with contextlib.suppress(OSError):
+                view._unread_fd = os.dup(fd)
         return view
+
+    @property
+    def slots(self) -> NDArray[np.uint8]:
+        """As `_Mapping.slots`."""
+        if self._unread_fd >= 0 and (fd := self._take_fd()) >= 0:
+            try:
+                if self._map is not None:
+                    with contextlib.suppress(OSError, RuntimeError):
+                        self._prefaulter = ReaderPrefaulter(fd, self._map)
+            finally:
+                os.close(fd)
+        return super().slots
+
+    def _take_fd(self) -> int:
+        """The descriptor of the memfd, for whoever closes it; -1 from then on. Threads may take it
+        at the same time."""
+        with _barrier_lock:
+            fd, self._unread_fd = self._unread_fd, -1
+        return fd
 
     def close(self) -> None:
         """As `_Mapping.close`; the arena is not mapped any further."""
+        if (fd := self._take_fd()) >= 0:
+            os.close(fd)
         if self._prefaulter is not None:
             self._prefaulter.stop()
         super().close()
 
     def abandon(self) -> None:
         """As `close`, in a process that was forked; takes no lock, which may be held for ever."""
+        fd, self._unread_fd = self._unread_fd, -1
+        if fd >= 0:
+            os.close(fd)
         if self._prefaulter is not None:
             self._prefaulter.abandon()
         super().close()

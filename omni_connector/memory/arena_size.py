@@ -72,21 +72,35 @@ def arena_size(
     return ArenaSize(wanted, f"1/{LARGEST_PART} of {there}")
 
 
-def available_bytes(root: Path = Path("/")) -> int:
+def available_bytes(root: Path = Path("/"), *, claimed: int = 0, in_cgroup: int = 0) -> int:
     """Bytes of memory that the machine, and the cgroups of this process, have left.
 
     Args:
         root: the folder with /proc and /sys.
+        claimed: bytes of the machine's memory that others will take.
+        in_cgroup: those of them that are charged to the cgroups of this process.
     """
     available = memory_limit_bytes()
     for line in _lines(root / "proc/meminfo"):
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             available = min(available, int(value.split()[0]) * 1024)
-    return max(0, min([available, *_left_in_cgroups(root)]))
+    of_cgroups = [left - in_cgroup for _, left in _left_in_cgroups(root)]
+    return max(0, min([available - claimed, *of_cgroups]))
 
 
-def _left_in_cgroups(root: Path) -> Iterator[int]:
+def memory_cgroup(root: Path = Path("/")) -> int:
+    """A number of the innermost cgroup that limits this process's memory, the same in every
+    namespace; 0 where none does."""
+    for folder, _ in _left_in_cgroups(root):
+        try:
+            return folder.stat().st_ino
+        except OSError:  # it has just been removed
+            break
+    return 0
+
+
+def _left_in_cgroups(root: Path) -> Iterator[tuple[Path, int]]:
     for line in _lines(root / "proc/self/cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, own = rest.partition(":")
@@ -100,7 +114,7 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
         # In a container the path may be that of the host, where only the mount itself is visible.
         within = Path(own.strip().lstrip("/"))
         for folder in [mount / within, *(mount / parent for parent in within.parents)]:
-            yield from _left_in(folder, *names)
+            yield from ((folder, left) for left in _left_in(folder, *names))
 
 
 def _left_in(folder: Path, limit_file: str, use_file: str, reclaimable: str) -> Iterator[int]:

@@ -122,6 +122,11 @@ class EvictionOrder:
         self.pinned[numbers] = pinned
         self._move(numbers)
 
+    def privileged(self, numbers: Ints) -> NDArray[np.bool_]:
+        """Which of these slots are favoured or pinned."""
+        privileged: NDArray[np.bool_] = self._favoured[numbers] | self.pinned[numbers]
+        return privileged
+
     def requeue(self, numbers: Ints) -> None:
         """Those of these slots that are in the order, and not pinned, have been used until now.
         That is no other use of theirs."""

@@ -130,6 +130,8 @@ class Prefaulter:
         mapped: its owner's mapping, from the start of the file.
         huge_pages: the configured setting.
         available: bytes of memory that are left; below `spared_bytes` this ends.
+        populated: called on the thread each time that more of it is there, with the bytes from the
+            start that are. What it raises ends this.
     """
 
     def __init__(
@@ -138,11 +140,13 @@ class Prefaulter:
         mapped: mmap.mmap,
         huge_pages: HugePages = "auto",
         available: Callable[[], int] = available_bytes,
+        populated: Callable[[int], object] = lambda end: None,
     ) -> None:
         self._fd = os.dup(fd)
         self._steps: _Steps | None = _Steps(mapped, MADV_POPULATE_WRITE)
         self._huge_pages = huge_pages
         self._available = available
+        self._populated = populated
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -165,7 +169,8 @@ class Prefaulter:
             if self._process is not None:
                 self._process.kill()
         self._thread.join(_CLOSE_S)
-        self._steps = None  # or this would keep the mapping alive
+        self._steps = None  # or these would keep the mapping alive
+        self._populated = lambda end: None
 
     def _run(self) -> None:
         steps = self._steps
@@ -173,10 +178,12 @@ class Prefaulter:
         try:
             if steps.size < _LARGE:
                 self._whole = steps.map(0, steps.size, self._go_on)
+                if self._whole:
+                    self._populated(steps.size)
                 return
             with _shown_copies() as flag, self._start(steps.size, flag) as process:
                 self._whole = self._populate(steps, process)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             if not self._stopped.is_set():
                 logger.warning(
                     "The arena's memory is not allocated before it is needed, so that the first "
@@ -227,6 +234,7 @@ class Prefaulter:
             end = min(start + _WINDOW, steps.size)
             if not steps.map(start, end, self._go_on):
                 return False
+            self._populated(end)
         logger.info(
             "The arena's memory is allocated: %.2f GiB, %s",
             steps.size / GIB,

@@ -7,11 +7,13 @@ each block is copied once. A ready slot that has a key and that nobody holds is 
 there is room it is kept, and later prompts that begin like it use it. A *pinned* slot that nobody
 holds is cached, too, but no other block gets it before its pin ends.
 
-Slots that `keep` gives, and pinned ones, belong to a tenant; slots of hand-offs do not.
+Slots that `keep` gives, and privileged ones (pinned, or favoured by the order of eviction), belong
+to a tenant; slots of hand-offs do not.
 
 A prompt may have tens of thousands of blocks, so arrays hold what is known of the slots.
 """
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,8 +28,13 @@ from omni_connector.memory.arena_format import header_keys
 from omni_connector.memory.block_index import BlockIndex, Tags, tags_of
 from omni_connector.memory.eviction import EvictionOrder
 from omni_connector.memory.slot_index import Ints, SlotChanges, SlotIndex, SlotKey
+from omni_connector.turns import MakeLock
 
 Bools = NDArray[np.bool_]
+
+# Pins end at multiples of so many seconds, the next one after their time. So the pinned slots are
+# searched for ended pins at most four times a second, however many pins there are.
+_PIN_TICK_S: Final = 0.25
 
 NONE: Final[Ints] = np.empty(0, np.int64)
 """No slots."""
@@ -107,6 +114,7 @@ class SlotPool:
 
     Args:
         num_slots: of the arena.
+        lock: makes the lock.
 
     Attributes:
         lock: the pool's.
@@ -114,12 +122,13 @@ class SlotPool:
         generation: of each slot; it grows with each use. (slots,) int64.
         releases: changes when a slot becomes free or cached.
         num_cached: slots that are cached, pinned ones included.
+        num_privileged: slots that are favoured or pinned, in any state.
         quota: slots that may belong to one tenant; None bounds nobody.
         on_lost: is told the slots of copies that have failed, where somebody holds one of them.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self.lock = threading.Lock()
+    def __init__(self, num_slots: int, lock: MakeLock = threading.Lock) -> None:
+        self.lock = lock()
         self.listing: SlotListing | None = None
         self.generation: Ints = np.zeros(num_slots, np.int64)
         self.releases = 0
@@ -138,6 +147,10 @@ class SlotPool:
         self._order = EvictionOrder(num_slots)
         self._pinned_until = np.zeros(num_slots)
         self._next_end = float("inf")  # no pin ends before
+        # Which slots are favoured or pinned; how many are, in all and of each tenant.
+        self._privileged = np.zeros(num_slots, bool)
+        self.num_privileged = 0
+        self._privileged_of: Counter[int] = Counter()
         # To whom each slot belongs, 0 for nobody; and how many belong to each.
         self._tenant: Ints = np.zeros(num_slots, np.int64)
         self._kept_of: Counter[int] = Counter()
@@ -197,6 +210,7 @@ class SlotPool:
         if len(numbers) < count:
             evicted = self._order.evict(count - len(numbers))
             self.num_cached -= len(evicted)
+            self._count_privileged(evicted)
             self._disown(evicted)
             numbers = np.concatenate([numbers, evicted])
         if self.listing is not None:
@@ -292,54 +306,77 @@ class SlotPool:
     def _own(self, numbers: Ints, tenants: Ints | int) -> None:
         """These slots, which belong to nobody, belong to tenants now; to nobody where 0 is one."""
         self._tenant[numbers] = tenants
-        self._count_owned(numbers, 1)
+        self._count_owned(self._kept_of, numbers, 1)
 
     def _disown(self, numbers: Ints) -> None:
-        self._count_owned(numbers, -1)
+        self._count_owned(self._kept_of, numbers, -1)
         self._tenant[numbers] = 0
 
-    def _count_owned(self, numbers: Ints, each: int) -> None:
+    def _count_owned(self, counter: Counter[int], numbers: Ints, each: int) -> None:
         owners = self._tenant[numbers]
         tenants, counts = np.unique(owners[owners != 0], return_counts=True)
         for tenant, count in zip(tenants.tolist(), counts.tolist(), strict=True):
-            self._kept_of[tenant] += each * count
-            if not self._kept_of[tenant]:
-                del self._kept_of[tenant]
+            counter[tenant] += each * count
+            if not counter[tenant]:
+                del counter[tenant]
 
-    def favour(self, numbers: Ints) -> None:
-        """Slots that were found, in the order of their prompt, are evicted later than others, until
-        they hold other blocks."""
-        self._order.favour(numbers[::-1])
+    def _count_privileged(self, numbers: Ints) -> None:
+        """Count anew what was done to these different slots; before they get another owner."""
+        before, now = self._privileged[numbers], self._order.privileged(numbers)
+        for changed, each in ((numbers[now & ~before], 1), (numbers[before & ~now], -1)):
+            if len(changed):
+                self.num_privileged += each * len(changed)
+                self._count_owned(self._privileged_of, changed, each)
+        self._privileged[numbers] = now
 
-    def pin(self, numbers: Ints, tenant: int, until: float) -> int:
-        """Pin slots that were found, in the order of their prompt, for a tenant; returns how many
-        its quota allows. A pin that ends later stays as it is.
+    def privileged_of(self, tenant: int) -> int:
+        """How many slots of a tenant are favoured or pinned."""
+        return self._privileged_of[tenant]
 
-        A pin ends with `end_pins`, and with its block: when the slots are forgotten, or a copy has
-        failed.
+    def privileged(self, numbers: Ints) -> Bools:
+        """Which of these slots are favoured or pinned."""
+        return self._privileged[numbers]
+
+    def privilege(
+        self, numbers: Ints, tenant: int, *, favour: bool, pin_until: float | None
+    ) -> int:
+        """Favour or pin slots that were found, in the order of their prompt, for a tenant.
+
+        A favoured slot is evicted later than others, until it holds another block. A pin ends with
+        `end_pins`, and with its block: when the slots are forgotten, or a copy has failed. A pin
+        that ends later stays as it is.
+
+        Args:
+            pin_until: when their pin ends; None pins none.
+
+        Returns:
+            How many the quota of the tenant allows.
         """
         owned = self._tenant[numbers] != 0
-        self._pin(numbers[owned], until)  # before others of the tenant make room
+        kept = numbers[owned]
+        if len(kept):  # before others of the tenant make room
+            self._privilege(kept, favour, pin_until)
         more = numbers[~owned]
-        more = more[: self._room(tenant, len(more))]
-        self._own(more, tenant)
-        self._pin(more, until)
-        return int(np.count_nonzero(owned)) + len(more)
+        if len(more):
+            more = more[: self._room(tenant, len(more))]
+            self._own(more, tenant)
+            self._privilege(more, favour, pin_until)
+        return len(kept) + len(more)
 
-    def _pin(self, numbers: Ints, until: float) -> None:
-        former = self._pinned_until[numbers] * self.pinned(numbers)
-        self._pinned_until[numbers] = np.maximum(former, until)
-        self._next_end = min(self._next_end, until)
-        self._order.pin(numbers[::-1], pinned=True)
+    def _privilege(self, numbers: Ints, favour: bool, pin_until: float | None) -> None:
+        if favour:
+            self._order.favour(numbers[::-1])
+        if pin_until is not None:
+            end = math.ceil(pin_until / _PIN_TICK_S) * _PIN_TICK_S
+            former = self._pinned_until[numbers] * self.pinned(numbers)
+            self._pinned_until[numbers] = np.maximum(former, end)
+            self._next_end = min(self._next_end, end)
+            self._order.pin(numbers[::-1], pinned=True)
+        self._count_privileged(numbers)
 
     def pinned(self, numbers: Ints) -> Bools:
         """Which of these slots are pinned."""
         return self._order.pinned[numbers]
-
-    def pins(self, tenant: int) -> tuple[int, int]:
-        """How many slots are pinned in all, and how many of them belong to a tenant."""
-        numbers = np.flatnonzero(self._order.pinned)
-        return len(numbers), int(np.count_nonzero(self._tenant[numbers] == tenant))
 
     def end_pins(self, now: float) -> None:
         """End the pins whose time has come."""
@@ -352,6 +389,7 @@ class SlotPool:
         if len(due):
             # Most prompts have got their slots in ascending order.
             self._order.pin(due[::-1], pinned=False)
+            self._count_privileged(due)
             self.releases += 1
 
     def hold(self, numbers: Ints) -> None:
@@ -423,6 +461,7 @@ class SlotPool:
         lost = unheld[~self._ready[unheld]]
         self._keyed[lost] = False
         self._order.unused(lost)
+        self._count_privileged(lost)
         idle = unheld[~self._busy[unheld]]
         keep = self._ready[idle] & self._keyed[idle]
         kept, gone = idle[keep], idle[~keep]
@@ -432,6 +471,7 @@ class SlotPool:
         self._free[self._num_free : self._num_free + len(gone)] = np.sort(gone)[::-1]
         self._ready[gone] = False
         self._order.unused(gone)
+        self._count_privileged(gone)
         self._disown(gone)
         self._num_free += len(gone)
         self.releases += 1
@@ -442,7 +482,9 @@ class SlotPool:
         if self.listing is not None:
             self.listing.clear()
         self.num_cached = 0
-        self._settle(self._order.clear())
+        cached = self._order.clear()
+        self._count_privileged(np.flatnonzero(self._privileged))
+        self._settle(cached)
 
 
 def _content_hashes(group: int, keys: Sequence[SlotKey | None]) -> Ints:

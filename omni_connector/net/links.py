@@ -16,7 +16,7 @@ from omni_connector.net.forks import close_bound_to, forget_in_child
 from omni_connector.net.keys import ClusterKey
 from omni_connector.net.listener import TcpListener
 from omni_connector.net.peers import HostPort
-from omni_connector.net.runtime import appearing
+from omni_connector.net.runtime import appearing, identity, remove_own
 from omni_connector.net.zeromq import Link, Socket, make_context, prepare
 from omni_connector.turns import WOKEN, Sleep
 
@@ -73,7 +73,7 @@ class Sockets(Protocol):
         """
 
     def close(self) -> None:
-        """Close all sockets, and remove the path. Idempotent."""
+        """Close all sockets, and remove the path unless it is another's by now. Idempotent."""
 
 
 class ZmqSockets:
@@ -85,6 +85,8 @@ class ZmqSockets:
 
     def __init__(self) -> None:
         self._path: Path | None = None
+        self._identity = (0, 0)
+        self._listener: TcpListener | None = None
         self.poller: Poller = ZmqPoller()
         try:
             self._context = make_context()
@@ -99,6 +101,7 @@ class ZmqSockets:
         taken = f"another engine listens at {path}; give each engine its own engine_id"
         with appearing(path, hidden, taken):
             router.bind(f"ipc://{hidden}")
+            self._identity = identity(hidden)
         self._path = path
         forget_in_child(self, ZmqSockets._abandon)
         return router
@@ -111,7 +114,8 @@ class ZmqSockets:
     def serve_tcp(
         self, address: HostPort, key: ClusterKey, clock: Callable[[], float]
     ) -> TcpListener:
-        return TcpListener(self._context, address, key, clock)
+        self._listener = TcpListener(self._context, address, key, clock)
+        return self._listener
 
     def exists(self, path: str) -> bool:
         return os.path.exists(path)
@@ -120,11 +124,14 @@ class ZmqSockets:
         return Link(self._context, target, key)
 
     def close(self) -> None:
+        path, self._path = self._path, None
         try:
-            if self._path is not None:
-                self._path.unlink(missing_ok=True)
+            if path is not None:  # while the socket is open, no other file has its inode's number
+                remove_own(path, self._identity)
         finally:
             self._context.destroy(linger=0)
+            if self._listener is not None:
+                self._listener.close()
 
 
 class ZmqPoller:

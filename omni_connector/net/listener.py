@@ -6,9 +6,14 @@ RFC 27); all others it refuses. A connection that is not admitted within `HANDSH
 and at most `MAX_CONNECTIONS` are kept at once, so that strangers can use up neither memory nor
 file descriptors. An admitted peer that sends an endless message is cut off, too: libzmq would
 buffer all of it.
+
+libzmq accepts whoever comes, and unbinding its listener would end all connections of it. So we hold
+the listening socket, too: at the limit a filter on it has the kernel drop who else wants to
+connect, until there is room.
 """
 
 import contextlib
+import ctypes
 import logging
 import os
 import resource
@@ -43,12 +48,20 @@ _ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
 _ZAP_DOMAIN: Final = b"omni-control"
 _AT_ONCE: Final = 256
-_BIND_FILES: Final = 4
+_BIND_FILES: Final = 6
+# Connections that wait to be accepted. Those of a burst are accepted before we can close the door.
+_BACKLOG: Final = 32
 _LOOK_S: Final = 0.5
 # Heartbeats are no messages: some 50 bytes every 3 seconds.
 _IDLE_BYTES_PER_S: Final = 1024
 # Of Linux' struct tcp_info.
 _BYTES_RECEIVED: Final = struct.Struct("=128xQ")
+# Of Linux' asm-generic/socket.h, which Python does not name.
+_SO_ATTACH_FILTER: Final = 26
+_SO_DETACH_FILTER: Final = 27
+# A program of classic BPF of one instruction (BPF_RET | BPF_K): keep 0 bytes of each packet.
+_DROP: Final = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0), 8)
+_DROP_ALL: Final = struct.pack("@HP", 1, ctypes.addressof(_DROP))
 
 
 class TcpListener:
@@ -84,13 +97,18 @@ class TcpListener:
         self._next_look = clock()
         self._connections: dict[int, _Connection] = {}
         self._limit = _connection_limit()
-        try:
-            self._listen(context, address, key)
-        except zmq.ZMQError as error:
-            raise TransportError(f"cannot listen at {address}: {reason(error)}") from error
-        forget_in_child(self, lambda listener: close_bound_to(listener.bound))
+        self._open = True
+        with contextlib.ExitStack() as undo:
+            try:
+                self._listen(context, address, key, undo)
+            except (zmq.ZMQError, OSError) as error:
+                raise TransportError(f"cannot listen at {address}: {reason(error)}") from error
+            self._files = undo.pop_all()
+        forget_in_child(self, TcpListener._abandon)
 
-    def _listen(self, context: Context, address: HostPort, key: ClusterKey) -> None:
+    def _listen(
+        self, context: Context, address: HostPort, key: ClusterKey, undo: contextlib.ExitStack
+    ) -> None:
         self._admission = _Admission(context, key, self._warn)
         self.router = context.socket(zmq.ROUTER)
         prepare(self.router)
@@ -102,20 +120,35 @@ class TcpListener:
         self.router.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
         self.router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, True)  # no answer is a refusal
         self._monitor = self.router.get_monitor_socket(zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED)
-        # libzmq ends the process where it has no descriptor with which to look for the address.
+        # libzmq ends the process where one of its threads gets no descriptor.
         require_spare(_BIND_FILES, f"listening at {address}")
+        # Two that are always there, so that connections can be shut when there are no others.
+        self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        undo.callback(os.close, self._null)
+        self._spare = os.dup(self._null)
+        undo.callback(os.close, self._spare)
+        self._listening = undo.enter_context(_bound_socket(address, bound))
+        self.bound = self._listening.getsockname()[:2]
+        self.address = HostPort(address.host, self.bound[1])
+        handed_over = os.dup(self._listening.fileno())
         try:
-            self.router.bind(f"tcp://{bound}")
-        except zmq.ZMQError as error:
-            if error.errno in NO_MORE:
-                raise
-            raise ConfigError(
-                f"listen: cannot listen at {address}: {error.strerror}; it must be an address of "
-                "this host, and a port that nobody has, or 0"
-            ) from error
-        port = int(self.router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self.bound = (bound.host, port)
-        self.address = HostPort(address.host, port)
+            self.router.setsockopt(zmq.USE_FD, handed_over)  # libzmq closes it
+            self.router.bind(f"tcp://{HostPort(*self.bound)}")
+        except zmq.ZMQError:
+            os.close(handed_over)
+            raise
+
+    def close(self) -> None:
+        """Let go of the port, once the context has closed the router. Idempotent."""
+        self._files.close()
+
+    def _abandon(self) -> None:
+        # In a process that was forked. Nothing may close these numbers once more.
+        self._files.pop_all()
+        self._listening.detach()
+        close_bound_to(self.bound)
+        os.close(self._spare)
+        os.close(self._null)
 
     @property
     def watched(self) -> list[Socket]:
@@ -135,7 +168,7 @@ class TcpListener:
         return [frame.bytes for frame in frames]
 
     def attend(self, ready: dict[Any, int]) -> None:
-        """Admit or refuse new connections; close those above the limit, and endless messages.
+        """Admit or refuse new connections; keep out those above the limit, end endless messages.
 
         To be called about twice a second, whether or not anything is ready.
         """
@@ -149,6 +182,8 @@ class TcpListener:
             self._next_look = self._clock() + _LOOK_S
             for number, connection in self._connections.items():
                 self._look_at(number, connection)
+            if not self._open and len(self._connections) < self._limit:
+                self._let_in(True)
 
     def _count(self, event: Any) -> None:
         number = int(event["value"])
@@ -156,9 +191,20 @@ class TcpListener:
             self._connections.pop(number, None)
             return
         self._connections[number] = _Connection(self._clock())
-        if len(self._connections) > self._limit:
+        if self._open and len(self._connections) >= self._limit:
+            self._let_in(False)
+        if len(self._connections) > self._limit:  # it was accepted before the door was closed
             self._shut(number)
-            self._warn(f"there are {self._limit} connections already; a further one is refused")
+
+    def _let_in(self, open_: bool) -> None:
+        self._open = open_
+        with contextlib.suppress(OSError):  # a sandbox may have no filters; then all are shut
+            if open_:
+                self._listening.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+            else:
+                self._listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _DROP_ALL)
+        if not open_:
+            self._warn(f"there are {self._limit} connections already; further ones have to wait")
 
     def _look_at(self, number: int, connection: "_Connection") -> None:
         now, received = self._clock(), 0
@@ -184,20 +230,33 @@ class TcpListener:
     @contextlib.contextmanager
     def _file(self, number: int) -> Iterator[socket.socket | None]:
         # The number may be another file's by now. So the file is duplicated, then looked at, and
-        # used only if it is a connection to our port.
+        # used only if it is a connection to our port. The duplicate takes the place of `_spare`, as
+        # there may be no other descriptor.
         try:
-            duplicate = os.dup(number)
+            os.dup2(number, self._spare, inheritable=False)
         except OSError:  # closed already
             yield None
             return
         try:
-            file = socket.socket(fileno=duplicate)
+            file = self._connection_of(self._spare)
+            try:
+                with contextlib.suppress(OSError):  # its peer may have closed the connection
+                    yield file
+            finally:
+                if file is not None:
+                    file.detach()
+        finally:
+            os.dup2(self._null, self._spare, inheritable=False)
+
+    def _connection_of(self, descriptor: int) -> socket.socket | None:
+        try:
+            file = socket.socket(fileno=descriptor)
         except OSError:  # no socket
-            os.close(duplicate)
-            yield None
-            return
-        with file, contextlib.suppress(OSError):  # its peer may have closed the connection
-            yield file if file.getsockname()[:2] == self.bound else None
+            return None
+        if file.getsockname()[:2] == self.bound:
+            return file
+        file.detach()
+        return None
 
     def _warn(self, text: str) -> None:
         self._warnings.warn("Control channel at %s: %s", self.address, text)
@@ -262,6 +321,31 @@ def local_address(address: HostPort) -> HostPort:
             "reach; name the address that peers shall use"
         )
     return bound
+
+
+def _bound_socket(address: HostPort, bound: HostPort) -> socket.socket:
+    """A socket that listens at `bound`, for peers that are told `address`.
+
+    Raises:
+        ConfigError: it cannot listen there.
+        OSError: there are no more descriptors.
+    """
+    family = socket.AF_INET6 if ":" in bound.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setblocking(False)
+        listening.bind(bound)
+        listening.listen(_BACKLOG)
+    except OSError as error:
+        listening.close()
+        if error.errno in NO_MORE:
+            raise
+        raise ConfigError(
+            f"listen: cannot listen at {address}: {error.strerror}; it must be an address of "
+            "this host, and a port that nobody has, or 0"
+        ) from error
+    return listening
 
 
 def _connection_limit() -> int:

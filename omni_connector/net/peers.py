@@ -63,6 +63,12 @@ class Peers:
             else:
                 self._networks.append(ipaddress.ip_network(found))
 
+    @property
+    def family(self) -> str | None:
+        """`IPv4` or `IPv6` where all entries are addresses of that family, else None."""
+        found = {f"IPv{network.version}" for network in self._networks}
+        return found.pop() if len(found) == 1 and not self._names else None
+
     def allows(self, host: str) -> bool:
         """Whether `host`, an address or a name, is listed; False for what is neither."""
         try:

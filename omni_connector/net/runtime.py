@@ -5,6 +5,12 @@ A process that is killed leaves its socket behind; `sweep` removes sockets that 
 A socket gets its name only once it accepts: before, it has a temporary name. `sweep` and new
 sockets take turns by a lock on the folder itself, so that a socket that is about to listen is not
 taken for a dead one; the kernel drops the lock of a process that is killed.
+
+A Unix socket belongs to the kernel that bound it, also where its file lies on a file system that
+hosts share: every other kernel refuses connections to it, as it does to a dead one. So engines of
+one kernel have a folder of their own within the namespace's, and no other host's entries in sight:
+
+    <runtime root>/<namespace>/<digest of the kernel's boot and of the mount>/<sockets>
 """
 
 import contextlib
@@ -14,6 +20,7 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import socket
 import stat
 import tempfile
@@ -43,6 +50,15 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _ADDRESS: Final = re.compile(r"[a-z]-[0-9a-f]{24}\.sock")
 _POLL_S: Final = 0.005
 
+# Drawn anew at each boot. Containers of one kernel share it, and reach each other's sockets,
+# whatever their network and process namespaces are.
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_KERNEL: Final = re.compile(r"[0-9a-f]{8}")
+
+FOREIGN_SILENCE_S: Final = 7 * 86400.0
+"""A folder of another kernel in which nothing has changed for so many seconds is that of an earlier
+boot, or of a host that has gone. Each sweep changes the time of its own folder."""
+
 
 def runtime_root() -> Path:
     """Where the folders of all namespaces lie; it may not exist yet.
@@ -65,25 +81,41 @@ def runtime_root() -> Path:
 
 
 def namespace_dir(namespace: str) -> Path:
-    """The folder of a namespace in `runtime_root`; it may not exist yet.
+    """The folder in `runtime_root` of this kernel's engines of a namespace; it may not exist yet.
 
     Raises:
         ConfigError: as `runtime_root`.
     """
-    return runtime_root() / _short(namespace)
+    return of_kernel(runtime_root() / _short(namespace))
+
+
+def of_kernel(folder: Path) -> Path:
+    """The folder of this kernel's engines within the folder of a namespace."""
+    # One file system may be mounted twice, with other options. Its inodes are others then, and
+    # sockets bound in one mount refuse connections made in the other.
+    device = next(each for each in (folder, *folder.parents) if each.exists()).stat().st_dev
+    return folder / hashlib.sha256(f"{_boot()}/{device}".encode()).hexdigest()[:8]
+
+
+def _boot() -> str:
+    """What this kernel shares with no other, nor with itself after a restart."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:  # a sandbox may hide it; then engines of one host name are taken to be near
+        return f"host {socket.gethostname()}"
 
 
 def runtime_dir(namespace: str = "default") -> Path:
-    """The folder of a namespace in `runtime_root`. It is made if need be, private to this user.
+    """The folder of `namespace_dir`. It is made if need be, private to this user.
 
     Args:
-        namespace: any name; engines that share it find each other.
+        namespace: any name; engines of one kernel that share it find each other.
 
     Raises:
         ConfigError: as `check_private`, or the folder cannot be made.
     """
     folder = namespace_dir(namespace)
-    for path in (folder.parent, folder):
+    for path in (folder.parent.parent, folder.parent, folder):
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o700)
@@ -101,7 +133,8 @@ def loopback_key() -> ClusterKey:
     Raises:
         ConfigError: as `runtime_dir` and `own_key`.
     """
-    return own_key(runtime_dir().parent / _KEY)
+    runtime_dir()
+    return own_key(runtime_root() / _KEY)
 
 
 def check_private(folder: Path) -> None:
@@ -246,7 +279,8 @@ def listen(path: Path, *, backlog: int = 64) -> socket.socket:
 
 
 def sweep(folder: Path, *, timeout: float = LOCK_TIMEOUT_S) -> list[str]:
-    """Remove all of this user's sockets in a runtime folder that nobody listens on.
+    """Remove all of this user's sockets in a runtime folder that nobody listens on, and folders of
+    other kernels that have been silent for `FOREIGN_SILENCE_S`.
 
     Returns:
         The names removed.
@@ -263,6 +297,7 @@ def sweep(folder: Path, *, timeout: float = LOCK_TIMEOUT_S) -> list[str]:
                 if is_dead(folder / name):
                     (folder / name).unlink(missing_ok=True)
                     removed.append(name)
+            _sweep_silent(folder)
         except OSError as error:
             raise TransportError(
                 f"cannot sweep the runtime folder {folder}: {reason(error)}"
@@ -270,6 +305,23 @@ def sweep(folder: Path, *, timeout: float = LOCK_TIMEOUT_S) -> list[str]:
     if removed:
         logger.info("Removed %d dead sockets from %s", len(removed), folder)
     return removed
+
+
+def _sweep_silent(folder: Path) -> None:
+    if not _KERNEL.fullmatch(folder.name):
+        return
+    os.utime(folder)
+    # Both times are the file system's, whatever the clocks of the hosts say.
+    now = folder.stat().st_mtime
+    with os.scandir(folder.parent) as entries:
+        others = [each.name for each in entries if _KERNEL.fullmatch(each.name)]
+    for name in others:
+        other = folder.with_name(name)
+        with contextlib.suppress(OSError, ConfigError):  # it is gone, or not ours to remove
+            if now - other.lstat().st_mtime > FOREIGN_SILENCE_S:
+                check_private(other)
+                shutil.rmtree(other)
+                logger.info("Removed %s: nothing has changed there for a week", other)
 
 
 def tidy(folder: Path) -> None:
@@ -280,8 +332,25 @@ def tidy(folder: Path) -> None:
         logger.debug("Dead sockets were not removed from %s: %s", folder, error)
 
 
+def identity(path: Path) -> tuple[int, int]:
+    """What tells the file at a path from any other that may take its place.
+
+    Raises:
+        OSError: there is none.
+    """
+    status = os.lstat(path)
+    return status.st_dev, status.st_ino
+
+
+def remove_own(path: Path, own: tuple[int, int]) -> None:
+    """Remove a file, unless another one has taken its place. Raises nothing if it is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        if identity(path) == own:
+            path.unlink()
+
+
 def is_dead(path: Path) -> bool:
-    """Whether nobody listens at a socket that exists. Does not wait.
+    """Whether nobody listens at a socket of this kernel that exists. Does not wait.
 
     Raises:
         OSError: there are no more descriptors.

@@ -28,6 +28,7 @@ from msgspec import Meta, Struct
 from omni_connector import __version__
 from omni_connector.net.forks import forget_in_child
 from omni_connector.stats import FAILURE, PEER
+from omni_connector.turns import MakeLock
 
 logger = logging.getLogger("vllm.omni_connector.status")
 
@@ -197,6 +198,7 @@ class StatusReport:
             what is reported even while it is 0.
         usage: what the arena holds now.
         clock: seconds, monotonic.
+        lock: makes a lock.
     """
 
     def __init__(
@@ -205,6 +207,7 @@ class StatusReport:
         engine: EngineStatus,
         usage: Callable[[], Usage],
         clock: Callable[[], float],
+        lock: MakeLock = threading.Lock,
     ) -> None:
         self._file = file
         self._engine = msgspec.structs.replace(
@@ -217,7 +220,7 @@ class StatusReport:
         )
         self._usage = usage
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = lock()
         self._prompt_tokens = self._cached_tokens = 0
         self._counts = Counter(engine.counts)
         self._failures: Counter[str] = Counter()

@@ -114,6 +114,19 @@ class Connection:
         try:
             self._socket.settimeout(_left(deadline, self.path))
             self._socket.send(_encoder.encode(question), socket.MSG_NOSIGNAL)
+        except OSError as error:
+            self.close()
+            raise PeerUnreachableError(f"no answer from {self.path}: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+        return self.answer(answers, deadline, with_fd)
+
+    def answer(
+        self, answers: Decoder[Any], deadline: float, with_fd: bool = False
+    ) -> tuple[Any, int | None]:
+        """The answer to a question that was sent with `tell`; see `ask`."""
+        try:
             self._socket.settimeout(_left(deadline, self.path))
             packet, descriptors = receive(self._socket, with_fd=with_fd)
             return read_answer(packet, descriptors, answers, with_fd)
@@ -123,6 +136,10 @@ class Connection:
         except BaseException:
             self.close()
             raise
+
+    def fileno(self) -> int:
+        """The descriptor, which can be read once there is an answer."""
+        return self._socket.fileno()
 
     def tell(self, note: Struct) -> bool:
         """Send a message that has no answer; return whether it was sent. Never waits."""
@@ -225,17 +242,17 @@ class Listener:
         """
         listening = runtime.listen(path)
         try:
-            status = os.lstat(path)
+            identity = runtime.identity(path)
         except OSError as error:
             listening.close()
             raise TransportError(f"somebody removed the socket {path}: {error}") from error
         with self._lock:
             if not self._stopped.is_set():
-                self._sockets[path] = listening, (status.st_dev, status.st_ino)
+                self._sockets[path] = listening, identity
                 self._do(lambda: self._watch(listening, self._accept))
                 return
+        runtime.remove_own(path, identity)
         listening.close()
-        path.unlink(missing_ok=True)
         raise TransportError(f"cannot listen at {path}: the connector is closed")
 
     def remove(self, path: Path) -> None:
@@ -293,10 +310,7 @@ class Listener:
         # The path is removed while the socket still accepts, so that nobody is refused. If the
         # path is another socket's by now, it is left alone.
         listening, identity = self._sockets.pop(path)
-        with contextlib.suppress(FileNotFoundError):
-            status = os.lstat(path)
-            if (status.st_dev, status.st_ino) == identity:
-                path.unlink()
+        runtime.remove_own(path, identity)
         return listening
 
     def _do(self, task: Callable[[], None]) -> None:

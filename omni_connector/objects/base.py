@@ -44,25 +44,31 @@ class ObjectKey:
         parts = (name.encode("utf-8", "surrogatepass") for name in names)
         return hashlib.sha256(b"".join(b"%d:%b" % (len(part), part) for part in parts)).digest()
 
-    def mentions(self, request_id: str) -> bool:
-        """Whether the key belongs to this request: it is the id, or contains the id as a whole.
+    def belongs_to(self, request_id: str) -> bool:
+        """Whether this is the key of a request: the id itself, or one of the two formats of KV.
 
-        An id ends at any character but a letter, a digit, `-` and `.`: `req-1` is neither in
-        `req-10` nor in `req-1-0`. The stages and ranks that the key formats
-        `omni_{from}_to_{to}_kv_cache_{id}` and `{id}_{from}_0_{rank}_{rank}` put around an id are
-        not taken for ids.
+        >>> ObjectKey("0", "1", "omni_0_to_1_kv_cache_user_1").belongs_to("user_1")
+        True
+        >>> ObjectKey("0", "1", "user_1_0_0_2_3").belongs_to("user_1")
+        True
+        >>> ObjectKey("0", "1", "omni_0_to_1_kv_cache_user_1_2").belongs_to("user_1")
+        False
+
+        An id may contain any characters. So it ends where the format says: in
+        `omni_{from}_to_{to}_kv_cache_{id}` with the key, and in
+        `{id}_{from}_0_{sender's rank}_{receiver's rank}` where the last four fields begin.
         """
         if not request_id or request_id not in self.key:
             return False
-        if request_id == self.key:
-            return True
-        start, end = re.escape(self.from_stage), re.escape(self.to_stage)
-        own = re.sub(rf"\Aomni_{start}_to_{end}_kv_cache_", "", self.key)
-        own = re.sub(rf"(?<=.)_{start}_0_\d+_\d+\Z", "", own, flags=re.DOTALL)
-        inner = r"[^\W_]|[-.]"
-        before = rf"(?<!{inner})" if re.match(inner, request_id[0]) else ""
-        after = rf"(?!{inner})" if re.match(inner, request_id[-1]) else ""
-        return re.search(before + re.escape(request_id) + after, own) is not None
+        return request_id in (self.key, self._id_in_format())
+
+    def _id_in_format(self) -> str | None:
+        prefix = f"omni_{self.from_stage}_to_{self.to_stage}_kv_cache_"
+        if self.key.startswith(prefix):
+            return self.key.removeprefix(prefix)
+        ranks = rf"(.+)_{re.escape(self.from_stage)}_0_[0-9]+_[0-9]+"
+        found = re.fullmatch(ranks, self.key, flags=re.DOTALL)
+        return None if found is None else found[1]
 
     def __str__(self) -> str:
         key = self.key if len(self.key) <= 80 else f"{self.key[:77]}..."
@@ -115,7 +121,7 @@ class OmniConnector(Service):
 
     @abstractmethod
     def drop_objects(self, request_id: str) -> int:
-        """Free what was stored here for a request (`ObjectKey.mentions`); returns how many."""
+        """Free what was stored here for a request (`ObjectKey.belongs_to`); returns how many."""
 
     def put(
         self, from_stage: str | int, to_stage: str | int, put_key: str, data: object
@@ -185,5 +191,9 @@ class OmniConnector(Service):
             return None
 
     def cleanup(self, request_id: str) -> None:
-        """Free what was put here under keys of this request (`ObjectKey.mentions`)."""
+        """Free what was put here under keys of this request (`ObjectKey.belongs_to`).
+
+        Args:
+            request_id: a request's id, or the whole key that was put.
+        """
         self.drop_objects(request_id)

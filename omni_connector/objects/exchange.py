@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -19,6 +20,7 @@ import msgspec
 
 from omni_connector.errors import (
     OmniError,
+    PeerRefusedError,
     PeerUnreachableError,
     ProtocolError,
     StaleSlotError,
@@ -29,7 +31,16 @@ from omni_connector.memory.buffers import Buffers
 from omni_connector.net.forks import forget_in_child
 from omni_connector.objects.base import ObjectKey, OmniConnector, check_times
 from omni_connector.objects.object_store import ObjectStore
-from omni_connector.objects.peer import Find, Found, Line, Missing, Peer, Read, read_object
+from omni_connector.objects.peer import (
+    PROTOCOL,
+    Find,
+    Found,
+    Line,
+    Missing,
+    Peer,
+    Read,
+    read_object,
+)
 from omni_connector.transports.base import ArenaTransport, Endpoint
 from omni_connector.turns import Watch
 
@@ -119,6 +130,8 @@ class Exchange(OmniConnector, Generic[Address]):
         self._lock = threading.Lock()
         self._own: _Own | None = None
         self._peers: dict[Address, Peer] = {}
+        # Peers of which a warning was logged, the latest one last.
+        self._warned: OrderedDict[Hashable, None] = OrderedDict()
         self._watch = Watch(self._let_go)
         # Held while the arena is made, so that it is made once.
         self._making = threading.Lock()
@@ -320,6 +333,8 @@ class Exchange(OmniConnector, Generic[Address]):
             except (OmniError, OSError) as error:
                 # One peer that fails must not hide what the others have.
                 logger.debug("asked %s for an object: %s", holder.address, error)
+                if isinstance(error, PeerRefusedError | ProtocolError):
+                    self._warn_of(holder.address, error)
                 unreachable |= isinstance(error, PeerUnreachableError)
                 continue
             if held is not None:
@@ -327,6 +342,20 @@ class Exchange(OmniConnector, Generic[Address]):
         if unreachable:
             self._tidy()
         return sorted(found, key=lambda each: -each[0].stored.stamp)
+
+    def _warn_of(self, address: Hashable, error: Exception) -> None:
+        """Say once of a peer that we do not understand each other, though it may have objects."""
+        with self._lock:
+            if address in self._warned:
+                return
+            self._warned[address] = None
+            if len(self._warned) > _MAX_PEERS:
+                self._warned.popitem(last=False)
+        logger.warning(
+            "No object is found at %s: %s. Senders and receivers must run the same minor version "
+            "of omni-connector (protocol %d of objects here)",
+            *(address, error, PROTOCOL),
+        )
 
     def _check_open(self) -> None:
         if self._closed:

@@ -19,6 +19,9 @@ SHARED_MEMORY: Final = "SharedMemoryConnector"
 MOONCAKE_STORE: Final = "MooncakeStoreConnector"
 MOONCAKE_ENGINE: Final = "MooncakeTransferEngineConnector"
 
+ENGINE_PORT: Final = 50051
+"""Port of a sender's `MooncakeTransferEngineConnector`, by default; vLLM-Omni's default, too."""
+
 # Settings that pipelines give to every connector. One that does not know them ignores them.
 _FOREIGN_SETTINGS: Final = frozenset(
     ("stage_id", "role", "from_stage", "to_stage", "type", "shm_threshold_bytes", "wakeup_scope")

@@ -8,6 +8,7 @@ settings, and asks there where an object is.
 import logging
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Annotated, Any, Final, Literal, TypeVar
@@ -25,8 +26,10 @@ from omni_connector.net.packets import Refusal
 from omni_connector.net.peers import HostPort, Peers, is_loopback, parse_host
 from omni_connector.net.resolver import Resolver
 from omni_connector.net.runtime import loopback_key
+from omni_connector.net.warnings import Warnings
 from omni_connector.net.zeromq import Link, make_context
 from omni_connector.objects.exchange import Exchange
+from omni_connector.objects.factory import ENGINE_PORT
 from omni_connector.objects.object_store import DEFAULT_TTL_S, object_geometry
 from omni_connector.objects.peer import ENCODER, QUESTIONS, Answer, Find, Found, Missing, Read
 from omni_connector.transports.base import Endpoint
@@ -38,12 +41,14 @@ logger = logging.getLogger(__name__)
 
 _PASS_S: Final = 0.1
 _AT_ONCE: Final = 64
+_MAX_NAMED: Final = 1024  # hosts; more than a pipeline has
 _CLOSE_S: Final = 5.0
 _CATCH_UP_S: Final = 0.3
 
 # Names that vLLM-Omni's configurations use for "the address that others reach".
 _ANY_HOST: Final = frozenset({"auto", "", "*", "0.0.0.0", "::"})
-_ELSEWHERE: Final = "192.0.2.1"  # it is in no network, so the way there is the default route
+# These are in no network, so the way there is the default route.
+_ELSEWHERE: Final = ("192.0.2.1", "2001:db8::1")
 _DISCARD_PORT: Final = 9  # nothing is sent there
 
 _Message = TypeVar("_Message")
@@ -79,7 +84,7 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
         self,
         *,
         host: str = "127.0.0.1",
-        zmq_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 50051,
+        zmq_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = ENGINE_PORT,
         protocol: Literal["tcp", "rdma"] = "tcp",
         device_name: str = "",
         memory_pool_size: Annotated[int, msgspec.Meta(gt=0)] | None = None,
@@ -95,13 +100,15 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if host in _ANY_HOST:
-            host = address_towards(HostPort(sender_host or _ELSEWHERE, _DISCARD_PORT))
+            host = _own_address(sender_host)
         self._process = os.getpid()
         self._host = _parse_host(host)
         self._port = zmq_port
         self._allowed = Peers(peers)
         # By rank. The sender of rank None is asked where metadata names nobody.
         self._senders: dict[int | None, HostPort] = {}
+        # Hosts of senders that requests named, the latest one last.
+        self._named: OrderedDict[str, None] = OrderedDict()
         self._key = None if key_file is None else load_key(key_file)
         self._context = make_context()
         self._resolver = Resolver()
@@ -147,6 +154,21 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
         if not 0 < port < 1 << 16:
             raise ValueError(f"{sender_zmq_port!r} is no port")
         self._senders[sender_rank] = HostPort(_parse_host(sender_host), port)
+
+    def allow_sender(self, sender_host: str) -> None:
+        """Allow `get` to ask this host where its metadata names it, as a host of `peers`.
+
+        Who calls this trusts the host: a request's orchestrator has named it as the sender.
+
+        Raises:
+            ValueError: this is no host.
+        """
+        host = _parse_host(sender_host)
+        with self._lock:
+            self._named[host] = None
+            self._named.move_to_end(host)
+            if len(self._named) > _MAX_NAMED:
+                self._named.popitem(last=False)
 
     def listen(self) -> HostPort:
         """Start to listen, which else the first `put` does; returns where.
@@ -232,7 +254,7 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
     def _may_ask(self, host: str) -> bool:
         # A host that the caller named as its sender is allowed as one of `peers` is.
         named = any(sender.host == host for sender in list(self._senders.values()))
-        return named or is_loopback(host) or self._allowed.allows(host)
+        return named or host in self._named or is_loopback(host) or self._allowed.allows(host)
 
     def _require_key(self, host: str) -> None:
         if self._key is None and not is_loopback(host):
@@ -311,6 +333,7 @@ class ObjectServer:
     ) -> None:
         self._answer = answer
         self._note = note
+        self._warnings = Warnings(logger)
         with ExitStack() as undo:
             self._poller = ZmqPoller()
             undo.callback(self._poller.close)
@@ -355,6 +378,7 @@ class ObjectServer:
 
     def _end(self) -> None:
         self._context.destroy(0)
+        self._listener.close()
         self._poller.close()
 
     def _answer_some(self) -> None:
@@ -364,16 +388,20 @@ class ObjectServer:
                 sender, *frames = self._listener.receive()
             except zmq.Again:
                 return
+            answer: Found | Missing | Refusal
             try:
                 question = _decode(frames, QUESTIONS)
             except ProtocolError as error:
-                logger.debug("%s", error)
-                continue
-            if isinstance(question, Read):
-                self._note(question)
-                continue
+                # Without an answer an asker of another version would wait for its deadline.
+                self._warnings.warn("%s", error)
+                answer = Refusal(str(error)[:200])
+            else:
+                if isinstance(question, Read):
+                    self._note(question)
+                    continue
+                answer = self._answer(question)
             try:
-                router.send_multipart([sender, ENCODER.encode(self._answer(question))], zmq.NOBLOCK)
+                router.send_multipart([sender, ENCODER.encode(answer)], zmq.NOBLOCK)
             except zmq.ZMQError as error:  # the asker has gone, or takes no message
                 logger.debug("An answer about an object was not sent: %s", error)
 
@@ -390,6 +418,21 @@ def _decode(frames: list[bytes], decoder: msgspec.msgpack.Decoder[_Message]) -> 
         return decoder.decode(frames[0])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"a message about an object is malformed: {error}") from error
+
+
+def _own_address(sender_host: str | None) -> str:
+    """The address of this machine towards a sender; without one, its IPv4 or else IPv6 address.
+
+    Raises:
+        PeerUnreachableError: there is no way there.
+    """
+    if sender_host is not None:
+        return address_towards(HostPort(sender_host, _DISCARD_PORT))
+    ipv4, ipv6 = _ELSEWHERE
+    try:
+        return address_towards(HostPort(ipv4, _DISCARD_PORT))
+    except PeerUnreachableError:
+        return address_towards(HostPort(ipv6, _DISCARD_PORT))
 
 
 def _parse_host(host: str) -> str:

@@ -121,10 +121,10 @@ class MooncakeStoreConnector(OmniConnector):
         )
         self._prefix = f"{namespace}/objects"
         self.object_timeout = object_timeout
-        self._pinned = evicted_last()
         self._client = StoreClient.open(settings)
         try:
             self._client.wait(object_timeout)
+            self._pinned = evicted_last()
         except BaseException:
             self._client.close()
             raise
@@ -207,7 +207,7 @@ class MooncakeStoreConnector(OmniConnector):
             dropped = [
                 (digest, version)
                 for digest, (key, version) in self._stored.items()
-                if key.mentions(request_id)
+                if key.belongs_to(request_id)
             ]
             for digest, _ in dropped:
                 del self._stored[digest]

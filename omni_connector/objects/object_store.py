@@ -215,9 +215,9 @@ class ObjectStore:
         return None if entry is None else entry[1]
 
     def drop(self, request_id: str) -> int:
-        """Free the objects whose keys mention a request; returns how many there were."""
+        """Free the objects of a request; returns how many there were."""
         with self._lock:
-            dropped = [d for d, (key, _) in self._objects.items() if key.mentions(request_id)]
+            dropped = [d for d, (key, _) in self._objects.items() if key.belongs_to(request_id)]
             for digest in dropped:
                 self._remove(digest)
         return len(dropped)

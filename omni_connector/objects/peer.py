@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from omni_connector.errors import (
     ChecksumError,
+    PeerRefusedError,
     PeerUnreachableError,
     ProtocolError,
     StaleSlotError,
@@ -27,6 +28,7 @@ from omni_connector.errors import (
 from omni_connector.memory.arena import Arena
 from omni_connector.memory.buffers import Buffers
 from omni_connector.net.packets import Refusal, require_protocol
+from omni_connector.net.status import plain
 from omni_connector.objects import codec
 from omni_connector.objects.object_store import StoredObject
 from omni_connector.shared_work import share_out
@@ -157,6 +159,7 @@ class Peer:
 
         Raises:
             PeerUnreachableError: it gives no answer.
+            PeerRefusedError: it refuses to answer, as it has another version of the protocol.
             OmniError: as `Line.ask`.
         """
         now = time.monotonic()
@@ -173,7 +176,9 @@ class Peer:
             if self._line is None:
                 self._line = self._connect(deadline)
             answer, _ = self._line.ask(Find(digest), ANSWERS, deadline)
-            if isinstance(answer, Refusal) or answer.digest != digest:
+            if isinstance(answer, Refusal):
+                raise PeerRefusedError(f"the peer refuses: {plain(answer.reason[:200])}")
+            if answer.digest != digest:
                 raise ProtocolError(f"{self.address} answers another question")
         except BaseException:
             self._hang_up()

@@ -6,7 +6,7 @@ A hint that cannot be followed is counted, and fails no request. Hints move no b
 tenants, as the cache salt is a part of what names a block.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Annotated, Any, Final, Literal
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from omni_connector.config import HintName
 from omni_connector.memory.slot_index import SlotKey
 from omni_connector.memory.slot_pool import SlotPool
 from omni_connector.stats import Stats
@@ -26,6 +27,9 @@ XARGS_PREFIX: Final = "omni_"
 
 MAX_PIN_S: Final = 86400.0
 """No block is pinned for longer."""
+
+ANY_SALT: Final = "*"
+"""Stands for all cache salts, each a tenant of its own."""
 
 # Of more hints than these, none is read.
 _MAX_HINTS: Final = 16
@@ -56,6 +60,14 @@ class Hints(msgspec.Struct, frozen=True):
     def asks_arena(self) -> bool:
         """Whether it takes an arena to follow them."""
         return self.keeps_here or self.cache == "high"
+
+    def allowed(self, names: Collection[HintName]) -> "tuple[Hints, int]":
+        """What of these the operator lets requests ask, and how many he does not."""
+        cache = self.cache if self.cache == "normal" or self.cache in names else "normal"
+        pin_s = self.pin_s if "pin_s" in names else 0.0
+        prefetch = self.prefetch and "prefetch" in names
+        refused = (self.cache != cache) + (self.pin_s != pin_s) + (self.prefetch != prefetch)
+        return Hints(cache, pin_s, prefetch), refused
 
     def joined(self, other: "Hints") -> "Hints":
         """What two requests ask for a block that both have."""
@@ -125,20 +137,34 @@ def _fitting(given: object, *, strict: bool) -> tuple[dict[str, Any], int]:
     return known, len(given) - len(known)
 
 
-def tenant_of(cache_salt: str | None) -> int:
-    """What the slots of a tenant are marked with, never 0. All requests without a salt are one."""
-    salt = b"" if cache_salt is None else b"=" + cache_salt.encode("utf-8", "surrogatepass")
+def tenant_of(cache_salt: str | None, tenants: Collection[str] = (ANY_SALT,)) -> int:
+    """What the slots of a tenant are marked with, never 0.
+
+    Args:
+        cache_salt: of a request, which its client may have chosen.
+        tenants: salts that are tenants of their own; with `ANY_SALT` among them, each salt is one.
+            All other requests together are one tenant, those without a salt among them.
+    """
+    if cache_salt is None or not (ANY_SALT in tenants or cache_salt in tenants):
+        salt = b""
+    else:
+        salt = b"=" + cache_salt.encode("utf-8", "surrogatepass")
     return int.from_bytes(blake2b(salt, digest_size=8).digest(), "little", signed=True) or 1
 
 
-class Favours:
-    """Follows the hints of requests in this engine's arena.
+class HintPolicy:
+    """Follows the hints of requests in this engine's arena, as far as the operator allows.
+
+    A slot is *privileged* if it is pinned or if `cache: high` favours it. Both are bounded
+    together, because clients choose their hints: whoever asks for everything gets no more than the
+    part that the operator gives to hints.
 
     Args:
         pool: the slots.
         clock: seconds, monotonic; that of `SlotPool.end_pins`.
-        pin_part: part of the slots that may be pinned.
-        tenant_quota: part of all slots, and of those that may be pinned, that one tenant may have.
+        pin_part: part of the slots that may be privileged.
+        tenant_quota: part of all slots, and of those that may be privileged, that one tenant may
+            have.
         stats: counts what is refused.
     """
 
@@ -154,7 +180,7 @@ class Favours:
         self._clock = clock
         num_slots = len(pool.generation)
         pool.quota = int(tenant_quota * num_slots) if tenant_quota < 1 else None
-        self._max_pinned = int(pin_part * num_slots)
+        self._max_privileged = int(pin_part * num_slots)
         self._max_of_tenant = int(tenant_quota * pin_part * num_slots)
         self._stats = stats
 
@@ -166,15 +192,19 @@ class Favours:
         if hints.cache != "high" and not hints.pin_s:
             return
         with self._pool.lock:
-            slots = self._pool.find(group, keys)
-            if hints.cache == "high":
-                self._pool.favour(slots)
-            if not hints.pin_s:
-                return
-            pinned, of_tenant = self._pool.pins(tenant)
-            room = max(0, min(self._max_pinned - pinned, self._max_of_tenant - of_tenant))
-            known = self._pool.pinned(slots)
-            allowed = slots[known | ((~known).cumsum() <= room)]
-            granted = self._pool.pin(allowed, tenant, self._clock() + hints.pin_s)
-        if len(keys) > granted:
+            pool = self._pool
+            slots = pool.find(group, keys)
+            left = self._max_privileged - pool.num_privileged
+            left_of_tenant = self._max_of_tenant - pool.privileged_of(tenant)
+            room = max(0, min(left, left_of_tenant))
+            known = pool.privileged(slots)
+            granted = pool.privilege(
+                slots[known | ((~known).cumsum() <= room)],
+                tenant,
+                favour=hints.cache == "high",
+                pin_until=self._clock() + hints.pin_s if hints.pin_s else None,
+            )
+        if hints.cache == "high" and len(slots) > granted:
+            self._stats.count("high_refused", len(slots) - granted)
+        if hints.pin_s and len(keys) > granted:
             self._stats.count("pins_refused", len(keys) - granted)

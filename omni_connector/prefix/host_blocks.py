@@ -22,8 +22,9 @@ from omni_connector.memory.arena_format import header_keys
 from omni_connector.memory.block_index import BlockIndex, Tags, find_prefix, tags_of
 from omni_connector.memory.slot_index import Ints
 from omni_connector.memory.slot_pool import NONE, Bools, SlotPool
-from omni_connector.prefix.hints import Candidate, Favours
-from omni_connector.prefix.neighbours import Arenas, Neighbour, Neighbours
+from omni_connector.prefix.attaching import Arenas
+from omni_connector.prefix.hints import Candidate, HintPolicy
+from omni_connector.prefix.neighbours import Neighbour, Neighbours
 from omni_connector.stats import Stats
 
 NOBODY: Final = -1
@@ -111,7 +112,7 @@ class HostBlocks:
         groups: what this engine keeps.
         key_prefix: what the keys of this engine's blocks have in common.
         load_timeout: seconds for the bytes.
-        favours: follows hints in the own arena.
+        hint_policy: follows hints in the own arena.
         admission: which new blocks are kept.
         stats: counts blocks that are not kept.
     """
@@ -126,12 +127,12 @@ class HostBlocks:
         groups: tuple[GroupShape, ...],
         key_prefix: bytes,
         load_timeout: float,
-        favours: Favours,
+        hint_policy: HintPolicy,
         admission: Admission,
         stats: Stats,
     ) -> None:
         self._pool = pool
-        self._favours = favours
+        self._hint_policy = hint_policy
         self._admission: Final = admission
         self._stats = stats
         self._own = Neighbour(index, arenas, own=True)
@@ -297,7 +298,7 @@ class HostBlocks:
             wait = set(waiting)
             now = [each for each in candidates if each not in wait]
             for (tenant, hints), run in groupby(now, key=attrgetter("tenant", "hints")):
-                self._favours.grant(hints, tenant, g, _hashes(run))
+                self._hint_policy.grant(hints, tenant, g, _hashes(run))
             groups[g] = 0, [each.block_id for each in kept]
             keys += header_keys(self._key_prefix, g, _hashes(kept))
         numbers = np.concatenate([NONE, *slots])

@@ -23,6 +23,9 @@ CLOSE_S: Final = 5.0
 _MAX_KEYS: Final = 2048
 """The most keys that the store is asked for at once."""
 
+# The store has this part of a lookup's time: what it has answered by then is used.
+_ANSWER_PART: Final = 0.8
+
 _DISTRUST_S: Final = 600.0
 
 
@@ -135,14 +138,15 @@ class StoreLookups:
             return 0.0  # its request has gone on without an answer
         try:
             held = self._answer(lookup)
-            # A client of a store that did not answer in time says that it holds nothing.
             if self._clock() < lookup.deadline:
                 lookup.held = held
         except Exception:  # the request goes on at its deadline, and this thread with the next
             logger.exception("A lookup in the shared store failed; please report it")
         return 0.0
 
-    def _answer(self, lookup: Lookup) -> list[Held]:
+    def _answer(self, lookup: Lookup) -> list[Held] | None:
+        """What the store has said in time that it holds; None where it has said nothing."""
+        late = False
         found: list[list[bool]] = [[] for _ in lookup.hashes]
         total = max(map(len, lookup.hashes))
         pairs = zip(self._owning_ranks, lookup.hashes, strict=True)
@@ -154,11 +158,16 @@ class StoreLookups:
                 for g, block_hash in asked
                 for rank in self._owning_ranks[g]
             ]
-            left = lookup.deadline - self._clock()
-            answers = iter(self._store.exists(keys, timeout=max(0.0, left)))
+            asked_at = self._clock()
+            timeout = _ANSWER_PART * max(0.0, lookup.deadline - asked_at)
+            answers = iter(self._store.exists(keys, timeout=timeout))
+            late = self._clock() >= asked_at + timeout
             for name in asked:
                 ranks = list(islice(answers, len(self._owning_ranks[name[0]])))
                 found[name[0]].append(all(ranks) and name not in self._distrusted)
             if any(w and not all(found[g][first:]) for g, w in enumerate(self._whole)):
                 break  # no prefix goes beyond it
+        # A client of a store that did not answer in time says that it holds nothing.
+        if late and not any(map(any, found)):
+            return None
         return [Held.of(blocks) for blocks in found]

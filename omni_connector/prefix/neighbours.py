@@ -4,11 +4,16 @@
 Each engine has a socket in the runtime folder, where it gives its index to whoever asks, and says
 whose it is. Nobody is told who comes: a thread looks into the folder about once a second. So no
 process is special, and an engine that dies is gone when its connection ends.
+
+An engine that does not answer, as one that was stopped, delays nobody: all newcomers are asked at
+once, and a neighbour counts only once every rank of this engine has its arenas attached.
 """
 
 import logging
 import os
+import select
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +31,7 @@ from omni_connector.memory.slot_index import Ints
 from omni_connector.net import runtime
 from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
 from omni_connector.net.unix import Connection, Listener
+from omni_connector.prefix.attaching import Arenas, Ranks
 from omni_connector.transports import Endpoint
 from omni_connector.turns import StartTurns, TurnThread
 
@@ -35,7 +41,14 @@ LOOK_S: Final = 1.0
 """Seconds between two looks into the runtime folder."""
 
 _KIND: Final = "i-"
+# Longest wait for the answers of newcomers, in seconds; and for room in the queue of one of them.
 _ANSWER_S: Final = 1.0
+_CONNECT_S: Final = 0.05
+# For so many seconds after an engine was met, ranks are asked so often for its arenas.
+_FRESH_S: Final = 1.0
+_SOON_S: Final = 0.01
+# Longest time in which nobody looks whether this engine ends.
+_WAIT_S: Final = 0.1
 _CLOSE_S: Final = 2.0
 # An engine that could not be met is tried again after so many seconds.
 _AGAIN_S: Final = 5.0
@@ -44,9 +57,6 @@ _AVOID_S: Final = 30.0
 _MAX_HITS: Final = 1024
 _MAX_MESSAGES: Final = 16
 _MAX_NEIGHBOURS: Final = 256
-
-Arenas = tuple[tuple[Endpoint, ...], ...]
-"""The arenas of an engine, one a rank, each in all ways that it can be read."""
 
 
 class AskIndex(msgspec.Struct, frozen=True, tag="ask-index"):
@@ -117,7 +127,7 @@ class Neighbours(Protocol):
     """The other engines of the host that share. The engine's thread calls this, and never waits."""
 
     def present(self) -> Sequence[Neighbour]:
-        """Those that are there now."""
+        """Those that are there now, and whose arenas every rank of this engine has attached."""
 
     def hit(self, neighbour: Neighbour, slots: Ints, generations: Ints) -> None:
         """Its slots are read, in these generations; it is told soon."""
@@ -140,6 +150,7 @@ class Household:
         readers: digest of what engines must agree in to read each other's slots, 16 bytes.
         index: its own; closed by its owner, after the neighbours.
         arenas: its own.
+        ranks: its own, which attach the arenas of neighbours; closed with the neighbours.
         on_hits: called with slots and generations that a neighbour has read, on another thread;
             must not block.
     """
@@ -149,6 +160,7 @@ class Household:
     readers: bytes
     index: BlockIndex
     arenas: Arenas
+    ranks: Ranks
     on_hits: Callable[[Ints, Ints], None]
 
 
@@ -156,6 +168,8 @@ class Household:
 class _Met:
     connection: Connection
     neighbour: Neighbour
+    since: float
+    attached: bool = False
 
 
 class HostNeighbours:
@@ -183,6 +197,7 @@ class HostNeighbours:
         self._gives = GiveIndex(household.readers, index.epoch, index.num_slots, household.arenas)
         self._fd = os.dup(index.fd)
         self._lock = threading.Lock()
+        self._looks = threading.Lock()  # one look at a time
         self._met: dict[str, _Met] = {}
         self._present: tuple[Neighbour, ...] = ()
         self._avoided: dict[Neighbour, float] = {}
@@ -190,6 +205,7 @@ class HostNeighbours:
         self._why_not: dict[str, str] = {}
         self._hits: defaultdict[Neighbour, list[tuple[Ints, Ints]]] = defaultdict(list)
         self._closing = False
+        self._next_look = clock()
         self._listener = Listener(QUESTIONS, self._answer)
         try:
             self._listener.add(self._own)
@@ -214,22 +230,38 @@ class HostNeighbours:
 
     def look(self) -> None:
         """Find who has come and who has gone, and tell the others of hits. May wait for a peer."""
-        here = set(self._sockets())
-        for name, met in list(self._met.items()):
-            if not met.connection.alive:
-                self._leave(name)
-        for name in sorted(here - self._met.keys())[: _MAX_NEIGHBOURS - len(self._met)]:
-            if self._closing:
-                return
-            self._meet(name)
-        self._not_before = {n: at for n, at in self._not_before.items() if n in here}
-        self._why_not = {n: why for n, why in self._why_not.items() if n in here}
-        now, there = self._clock(), [each.neighbour for each in self._met.values()]
+        with self._looks:
+            here = set(self._sockets())
+            for name, met in list(self._met.items()):
+                if not met.connection.alive:
+                    self._leave(name)
+            self._follow()
+            self._meet(sorted(here - self._met.keys())[: _MAX_NEIGHBOURS - len(self._met)])
+            self._not_before = {n: at for n, at in self._not_before.items() if n in here}
+            self._why_not = {n: why for n, why in self._why_not.items() if n in here}
+            self._tell()
+
+    def _follow(self) -> None:
+        """See what the ranks have attached, and who is present by that."""
+        mets = list(self._met.values())
+        attached = self._household.ranks.attached([met.neighbour.arenas for met in mets])
+        now = self._clock()
         with self._lock:
+            there = [met.neighbour for met in mets]
             avoided = {each: self._avoided.get(each, now) for each in there}
             self._avoided = {each: until for each, until in avoided.items() if now < until}
-            self._present = tuple(each for each in there if each not in self._avoided)
-        self._tell()
+            for met, is_attached in zip(mets, attached, strict=True):
+                met.attached = is_attached
+            self._present = tuple(
+                met.neighbour for met in mets if met.attached and met.neighbour not in self._avoided
+            )
+
+    def _attaches(self) -> bool:
+        """Whether engines that were met lately are about to be attached."""
+        now = self._clock()
+        return any(
+            not met.attached and now < met.since + _FRESH_S for met in list(self._met.values())
+        )
 
     def close(self) -> None:
         if self._closing:
@@ -241,16 +273,24 @@ class HostNeighbours:
         self._present = ()
         for name in list(self._met):
             self._leave(name)
+        self._household.ranks.close()
         os.close(self._fd)
 
     def _turn(self) -> float | None:
         if self._closing:
             return None
         try:
-            self.look()
+            if self._attaches() and self._clock() < self._next_look:
+                with self._looks:
+                    self._follow()
+            else:
+                self._next_look = self._clock() + LOOK_S
+                self.look()
         except Exception:  # the next look may do better
             logger.exception("Looking for engines to share with failed; please report it")
-        return LOOK_S
+        if self._attaches():
+            return _SOON_S
+        return max(_SOON_S, self._next_look - self._clock())
 
     def _sockets(self) -> list[str]:
         try:
@@ -260,19 +300,49 @@ class HostNeighbours:
             return []
         return [name for name in names if name.startswith(_KIND) and name != self._own.name]
 
-    def _meet(self, name: str) -> None:
+    def _meet(self, names: Sequence[str]) -> None:
+        """Ask newcomers for their indexes, all at once, and take the answers as they come."""
+        deadline = time.monotonic() + _ANSWER_S
+        asked: dict[int, tuple[str, Connection]] = {}
+        poll = select.poll()
+        try:
+            for name in names:
+                if (connection := self._asked(name)) is not None:
+                    asked[connection.fileno()] = name, connection
+                    poll.register(connection.fileno(), select.POLLIN)
+            while asked and not self._closing and (left := deadline - time.monotonic()) > 0:
+                soon = _SOON_S if self._attaches() else _WAIT_S
+                for descriptor, _ in poll.poll(1000 * min(left, soon)):
+                    poll.unregister(descriptor)
+                    self._answered(*asked.pop(descriptor))
+                self._follow()
+        finally:
+            for name, connection in asked.values():
+                connection.close()
+                logger.debug("%s is not met: it does not answer", name)
+
+    def _asked(self, name: str) -> Connection | None:
+        """A connection to a newcomer whose index was asked for; None where nobody takes the
+        question now, or it was asked lately."""
         now = self._clock()
         if now < self._not_before.get(name, now):
-            return
+            return None
         self._not_before[name] = now + _AGAIN_S
-        deadline = now + _ANSWER_S
         try:
-            connection = Connection(self._household.folder / name, deadline)
+            connection = Connection(self._household.folder / name, time.monotonic() + _CONNECT_S)
         except (OmniError, OSError) as error:  # of descriptors there may be no more
             logger.debug("%s is not met: %s", name, error)
-            return
+            return None
+        if connection.tell(AskIndex()):
+            return connection
+        connection.close()
+        return None
+
+    def _answered(self, name: str, connection: Connection) -> None:
         try:
-            neighbour = self._ask(connection, deadline)
+            reply, descriptor = connection.answer(ANSWERS, time.monotonic() + _CONNECT_S, True)
+            assert descriptor is not None
+            neighbour = opened(reply, descriptor, self._household, name)
         except (OmniError, OSError) as error:
             connection.close()
             # Engines of other models are no fault, and are met again and again.
@@ -284,14 +354,9 @@ class HostNeighbours:
         except BaseException:
             connection.close()
             raise
-        self._met[name] = _Met(connection, neighbour)
+        self._met[name] = _Met(connection, neighbour, self._clock())
         del self._not_before[name]
         logger.info("Sharing prefixes with the engine at %s", name)
-
-    def _ask(self, connection: Connection, deadline: float) -> Neighbour:
-        reply, descriptor = connection.ask(AskIndex(), ANSWERS, deadline, with_fd=True)
-        assert descriptor is not None
-        return opened(reply, descriptor, self._household, connection.path.name)
 
     def _leave(self, name: str) -> None:
         # The engine's thread may be looking something up: the mapping goes with its last user.

@@ -313,13 +313,16 @@ class PrefixSaves:
             block_ids.append(block_id)
         return block_ids, stored
 
-    def void(self, prefix: str) -> None:
+    def void(self, prefix: str, *, stores: bool) -> None:
         """What is being kept belongs to other weights, and what was stored may have to be again.
 
         Args:
             prefix: of the store's keys from now on.
+            stores: whether other engines may have the same prefix. If not, nothing is stored: it
+                would only take the place of blocks that somebody can use.
         """
         self._prefix = prefix
+        self._stores = self._stores and stores
         self._ledger.revoke(self._keeping)
         self.waiting.clear()
         self._sent = Recently(_RECENT_S, self._clock)

@@ -14,12 +14,13 @@ Blocks are copied when they have filled, and held until the copy has ended (see 
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
+from omni_connector.config import HintName
 from omni_connector.copies.prefix_jobs import HostLoadSpec, StoreLoadSpec
 from omni_connector.errors import OmniError
 from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, EngineRequest
@@ -66,6 +67,8 @@ class SharedPrefix:
         weights_fixed: a reset changes no weights, so that what is stored stays true.
         lookup_timeout: seconds a request waits for the store's answer.
         load_timeout: seconds for the bytes.
+        allowed_hints: which hints of requests are followed.
+        tenants: as for `tenant_of`.
         clock: seconds, monotonic.
         randbytes: makes so many bytes that nobody can guess.
         stats: where to count.
@@ -91,6 +94,8 @@ class SharedPrefix:
         weights_fixed: bool,
         lookup_timeout: float,
         load_timeout: float,
+        allowed_hints: Collection[HintName],
+        tenants: Collection[str],
         clock: Callable[[], float],
         randbytes: Callable[[int], bytes],
         stats: Stats,
@@ -113,6 +118,8 @@ class SharedPrefix:
         self._load_timeout = load_timeout
         self._clock = clock
         self._stats = stats
+        self._allowed_hints = frozenset(allowed_hints)
+        self._tenants = frozenset(tenants)
         self._hints: dict[str, Hints] = {}  # of requests that are not added yet
         self._prompts: dict[str, SharedPrompt] = {}
         self._queued: dict[int, TransferSpec] = {}
@@ -152,10 +159,16 @@ class SharedPrefix:
         except OmniError as error:
             logger.warning("`omni-connector explain` does not know this engine: %s", error)
 
-    def hint(self, request_id: str, hints: Hints) -> bool:
-        """What a request asks, before it is added; returns whether that cannot be followed."""
+    def hint(self, request_id: str, asked: Hints) -> Hints:
+        """What a request asks, before it is added; returns what of that is followed."""
+        hints, refused = asked.allowed(self._allowed_hints)
+        if refused:
+            self._stats.count("hints_refused", refused)
+        if self._host is None and hints.asks_arena:
+            self._stats.count("bad_hints")
+            hints = NO_HINTS
         self._hints[request_id] = hints
-        return self._host is None and hints.asks_arena
+        return hints
 
     def add(self, request: EngineRequest, *, stops_early: bool = False, adapter: str = "") -> None:
         """A request has arrived: ask what is held of its prompt.
@@ -172,7 +185,7 @@ class SharedPrefix:
             adapter=adapter,
             block_sizes=self._block_sizes,
             sent=[0] * len(self._groups),
-            tenant=tenant_of(request.cache_salt),
+            tenant=tenant_of(request.cache_salt, self._tenants),
             hints=self._hints.pop(request.request_id, NO_HINTS),
         )
         self._prompts[request.request_id] = prompt
@@ -181,7 +194,9 @@ class SharedPrefix:
     def _look_up(self, prompt: SharedPrompt) -> None:
         prompt.admitted, prompt.local, prompt.found, prompt.waits = False, None, None, False
         prompt.hashes = [prompt.full_hashes(g, 0, None) for g in range(len(self._groups))]
-        if self._lookups is not None and any(prompt.hashes):
+        prompt.lookup = None
+        alone = self._prefix != self._engines_prefix  # nobody stores anything under this prefix
+        if self._lookups is not None and not alone and any(prompt.hashes):
             deadline = self._clock() + self._lookup_timeout
             prompt.lookup = Lookup(prompt.key_prefix(self._prefix), prompt.hashes, deadline)
             self._lookups.ask(prompt.lookup)
@@ -222,6 +237,18 @@ class SharedPrefix:
         prompt.offered = max(0, reach - num_computed)
         prompt.missed = not prompt.offered and num_computed < last and bool(prompt.lookup)
         return prompt.offered
+
+    def not_asked(self, request_id: str, num_computed: int | None) -> None:
+        """Nothing is looked up for a request, as its tokens beyond these can be loaded from a peer.
+
+        If another connector beside this one loads them instead, they are not kept before vLLM has
+        heard whether that worked.
+
+        Args:
+            num_computed: None once it is known that the peer's are loaded.
+        """
+        if prompt := self._prompts.get(request_id):
+            prompt.had = num_computed
 
     def offers(self, request_id: str) -> bool:
         """Whether tokens that vLLM now allocates blocks for are to be loaded by us."""
@@ -404,7 +431,7 @@ class SharedPrefix:
                 self._host.rename(self._prefix.encode())
         if self._changes is not None:
             self._changes.void()
-        self.saves.void(self._prefix)
+        self.saves.void(self._prefix, stores=self._weights_fixed)
         for prompt in self._prompts.values():
             # What vLLM computes anew is stored anew. A request that goes on with blocks from before
             # the reset stores nothing.

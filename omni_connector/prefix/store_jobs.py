@@ -109,7 +109,7 @@ class StoreJobs:
         self._closing = False
         # From the threads; `Stats` belongs to the engine's.
         self._events: deque[tuple[str, int]] = deque()
-        self.loads = CopyThread("omni-store-load", affinity, start, on_end)
+        self.loads = CopyThread("omni-store-load", affinity, start, on_end, clock)
         self._sender = start("omni-store-put", self._send)
 
     def count_into(self, stats: Stats) -> None:

@@ -3,14 +3,21 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from omni_connector.errors import TransportError
 from omni_connector.objects.base import OmniConnector
 from omni_connector.objects.codec import Pieces
-from omni_connector.objects.factory import ConnectorSpec, OmniConnectorFactory
+from omni_connector.objects.factory import (
+    ENGINE_PORT,
+    MOONCAKE_ENGINE,
+    ConnectorSpec,
+    OmniConnectorFactory,
+)
 from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.payload import KVCacheTransferData
 from omni_connector.stage.receiving import read_payload
@@ -19,12 +26,15 @@ from omni_connector.stage.tp import PORT_STRIDE, ReceiveKey, Topology
 logger = logging.getLogger(__name__)
 
 # Connectors of which each rank listens, or connects, at a port of its own.
-_RANKED_PORTS: Final = ("MooncakeTransferEngineConnector",)
+_RANKED_PORTS: Final = (MOONCAKE_ENGINE,)
 
 _SEND_TRIES: Final = 3
 _SEND_BACK_OFF_S: Final = 0.1
 _FIRST_POLL_S: Final = 0.01
 _LAST_POLL_S: Final = 0.5
+
+# Requests whose keys are remembered for `cleanup`. Keys of older ones are found by their format.
+_MAX_REMEMBERED: Final = 1 << 16
 
 LEAST_ASK_S: Final = 0.5
 """What peers have to answer in any case, also where the deadline is near."""
@@ -45,6 +55,7 @@ class TransferStats:
         receive_failures: requests whose KV came, but could not be used.
         connector_failures: connectors that did not start.
         companion_failures: requests whose companions could not be collected.
+        disagreements: requests whose KV came to some ranks and not to others, so that none used it.
     """
 
     sent: int = 0
@@ -57,6 +68,23 @@ class TransferStats:
     receive_failures: int = 0
     connector_failures: int = 0
     companion_failures: int = 0
+    disagreements: int = 0
+
+
+class Sender(NamedTuple):
+    """Where the sender's rank 0 is asked.
+
+    Attributes:
+        host: its address.
+        port: its port; rank r listens at this + 16 r. None where only the host is known.
+    """
+
+    host: str
+    port: int | None
+
+    def port_of(self, rank: int) -> int | None:
+        """The port of one of its ranks."""
+        return None if self.port is None else self.port + PORT_STRIDE * rank
 
 
 class ConnectorLink:
@@ -88,7 +116,11 @@ class ConnectorLink:
         self._counting = threading.Lock()
         self._connector: Any = None
         self._closed = False
-        self._sender: tuple[str, int | None] | None = None
+        # The sender of requests that name none.
+        self._sender: Sender | None = None
+        # `sender`: that of the request which this thread receives.
+        self._asked = threading.local()
+        self._keys: OrderedDict[str, set[str]] = OrderedDict()
 
     @property
     def connector(self) -> Any:
@@ -109,8 +141,10 @@ class ConnectorLink:
             for name, count in counts.items():
                 setattr(self.stats, name, getattr(self.stats, name) + count)
 
-    def put(self, stages: tuple[str, str], key: str, data: KVCacheTransferData) -> int:
-        """Put a payload under a key; return its bytes.
+    def put(
+        self, stages: tuple[str, str], key: str, data: KVCacheTransferData, request_id: str
+    ) -> int:
+        """Put a payload of a request under a key; return its bytes.
 
         Raises:
             TransportError: three tries failed, 0.1 s and 0.2 s apart.
@@ -138,6 +172,7 @@ class ConnectorLink:
                 logger.warning("put of %r failed", key, exc_info=True)
                 continue
             if done:
+                self._remember(request_id, key)
                 return int(size)
             reason = "the connector refused it"
         raise TransportError(f"{key!r} was not put in {_SEND_TRIES} tries: {reason}")
@@ -184,7 +219,7 @@ class ConnectorLink:
         Returns:
             Whether they are there.
         """
-        sender = _find_sender(info, stage)
+        sender = find_sender(info, stage)
         if sender is None:
             return False
         with self._lock:
@@ -192,11 +227,33 @@ class ConnectorLink:
             self._tell(self._connector)
         return True
 
+    @contextmanager
+    def asking(self, sender: Sender | None) -> Iterator[None]:
+        """What this thread gets meanwhile comes from this sender; None changes nothing.
+
+        Requests have senders of their own where a stage has replicas, and several requests are
+        received at a time. So the sender of one is never that of the others.
+        """
+        before = self._request_sender()
+        self._asked.sender = sender or before
+        try:
+            yield
+        finally:
+            self._asked.sender = before
+
     def cleanup(self, request_id: str) -> None:
-        """Free what was put for a request."""
-        connector = self._connector
-        if connector is not None:
-            connector.cleanup(request_id)
+        """Free what was put for a request.
+
+        The connector is told the keys themselves. It alone could not tell which requests those of
+        hooks are of.
+        """
+        with self._lock:
+            connector = self._connector
+            keys = self._keys.pop(request_id, None)
+        if connector is None:
+            return
+        for key in sorted(keys or {request_id}):
+            connector.cleanup(key)
 
     def close(self) -> None:
         """Close the connector, for good. Idempotent."""
@@ -210,15 +267,12 @@ class ConnectorLink:
         connector = self.connector
         if connector is None:
             return None
-        metadata = None
-        host, port = self._sender or (None, None)
-        if rank is not None and port is not None:
-            metadata = {"source_host": host, "source_port": port + PORT_STRIDE * rank}
         # Connectors of others know no timeout.
         limit: dict[str, float] = {}
         if isinstance(connector, OmniConnector):
             limit["timeout"] = max(deadline - self._clock(), LEAST_ASK_S)
         try:
+            metadata = self._place(connector, rank)
             return connector.get(
                 from_stage=stages[0], to_stage=stages[1], get_key=key, metadata=metadata, **limit
             )
@@ -226,6 +280,40 @@ class ConnectorLink:
             # As for `put`; the next poll may succeed.
             logger.warning("get of %r failed", key, exc_info=True)
             return None
+
+    def _place(self, connector: Any, rank: int | None) -> dict[str, Any] | None:
+        """The metadata that names the sender to ask; None for the one that the connector knows.
+
+        Args:
+            connector: gets the metadata.
+            rank: that of the sender, where there are several. Where there is one, only connectors
+                that take a sender's address are told a request's own.
+        """
+        own = self._request_sender()
+        if own is None:
+            sender = self._sender
+            if rank is None or sender is None or sender.port is None:
+                return None
+        elif rank is None and not callable(getattr(connector, "update_sender_info", None)):
+            return None
+        else:
+            sender = own if own.port is not None else Sender(own.host, ENGINE_PORT)
+            allow = getattr(connector, "allow_sender", None)
+            if callable(allow):
+                allow(sender.host)
+        if rank is None:
+            rank = self._topology().rank
+        return {"source_host": sender.host, "source_port": sender.port_of(rank)}
+
+    def _request_sender(self) -> Sender | None:
+        return getattr(self._asked, "sender", None)
+
+    def _remember(self, request_id: str, key: str) -> None:
+        with self._lock:
+            self._keys.setdefault(request_id, set()).add(key)
+            self._keys.move_to_end(request_id)
+            if len(self._keys) > _MAX_REMEMBERED:
+                self._keys.popitem(last=False)
 
     def _create(self) -> Any:
         settings = dict(self._config.connector_config or {})
@@ -252,14 +340,23 @@ class ConnectorLink:
         found: dict[str, Any] = {"from_stage": from_stage or "0", "to_stage": to_stage or "1"}
         if sends:
             found["role"] = "sender"
-            if "zmq_port" in settings:
-                found["zmq_port"] = self._own_port(int(settings["zmq_port"]))
+            base = settings.get("zmq_port", ENGINE_PORT)
+            # With 0 the system chooses a port for each rank.
+            if base != 0:
+                found["zmq_port"] = self._own_port(int(base))
         elif config.need_recv_cache:
             found["role"] = "receiver"
+            if self._sender is None:
+                self._sender = find_sender(
+                    {
+                        "host": settings.get("sender_host"),
+                        "zmq_port": settings.get("sender_zmq_port"),
+                    },
+                    "",
+                )
             if self._sender is not None:
-                host, port = self._sender
-                found["sender_host"] = host
-                found["sender_zmq_port"] = None if port is None else self._own_port(port)
+                found["sender_host"] = self._sender.host
+                found["sender_zmq_port"] = self._sender.port_of(self._topology().rank)
         return found
 
     def _own_port(self, base: int) -> int:
@@ -268,9 +365,8 @@ class ConnectorLink:
     def _tell(self, connector: Any) -> None:
         tell = getattr(connector, "update_sender_info", None)
         if self._sender is not None and callable(tell):
-            host, port = self._sender
             try:
-                tell(host, None if port is None else self._own_port(port))
+                tell(self._sender.host, self._sender.port_of(self._topology().rank))
             except Exception:  # as for `put`
                 logger.warning("The connector refuses its sender's address", exc_info=True)
 
@@ -282,7 +378,16 @@ def _pack(connector: Any, data: KVCacheTransferData) -> Any:
     return Pieces(data.to_pieces()) if isinstance(connector, OmniConnector) else data.to_bytes()
 
 
-def _find_sender(info: object, stage: str) -> tuple[str, int | None] | None:
+def find_sender(info: object, stage: str) -> Sender | None:
+    """The sender's place in what an orchestrator says; see the manager's `update_sender_info`.
+
+    Args:
+        info: `host` and `zmq_port`, or a dict of these by stage.
+        stage: which of the stages.
+
+    Returns:
+        None where it names no host, or something that is no port.
+    """
     if not isinstance(info, Mapping):
         return None
     if "host" not in info:
@@ -297,4 +402,4 @@ def _find_sender(info: object, stage: str) -> tuple[str, int | None] | None:
         return None
     if not isinstance(host, str) or not host or (port is not None and not 0 < port < 1 << 16):
         return None
-    return host, port
+    return Sender(host, port)

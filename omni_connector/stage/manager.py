@@ -12,9 +12,14 @@ import torch
 
 from omni_connector.errors import ConfigError, TransportError
 from omni_connector.stage.config import OmniKVCacheConfig, read_model_config, read_vllm_config
-from omni_connector.stage.distributed import ParallelGroups, group_size, receive_once
+from omni_connector.stage.distributed import (
+    Agreement,
+    ParallelGroups,
+    group_size,
+    receive_together,
+)
 from omni_connector.stage.extract import LayerKV, extract_kv_cache
-from omni_connector.stage.link import ConnectorLink, TransferStats
+from omni_connector.stage.link import ConnectorLink, Sender, TransferStats, find_sender
 from omni_connector.stage.payload import KVCacheTransferData
 from omni_connector.stage.receiving import check_tokens, place
 from omni_connector.stage.tp import (
@@ -85,6 +90,8 @@ class OmniKVTransferManager:
         self.send_stages = config.send_stages()
         self.recv_stages = config.recv_stages()
         self._link = ConnectorLink(config, lambda: self._topology, clock, sleep)
+        self._clock = clock
+        self._sleep = sleep
         self.stats = self._link.stats
         self.last_failures: dict[str, str] = {}
         self.kv_send_key_builder: SendKeyBuilder | None = None
@@ -227,20 +234,19 @@ class OmniKVTransferManager:
         """Wait for the KV of a request and set it on the request.
 
         Args:
-            req: has a `request_id`, and perhaps a `kv_sender_info` for `update_sender_info`.
+            req: has a `request_id`, and perhaps a `kv_sender_info` in the form that
+                `update_sender_info` takes: the sender of this request alone.
             target_device: as `receive_kv_cache_for_request`.
 
         Returns:
             Whether it came.
         """
-        sender_info = getattr(req, "kv_sender_info", None)
-        if sender_info:
-            self.update_sender_info(sender_info, sender_stage_id=self.recv_stages[0])
         request_id = getattr(req, "request_id", None)
         if not request_id:
             logger.warning("The request has no id, so no KV cache can be received for it")
             return False
-        data, _ = self.receive_kv_cache_for_request(request_id, target_device)
+        with self._link.asking(self._sender_of(req)):
+            data, _ = self.receive_kv_cache_for_request(request_id, target_device)
         if data is None:
             return False
         self.apply_kv_cache_to_request(req, data)
@@ -257,8 +263,9 @@ class OmniKVTransferManager:
         Args:
             req: its `sampling_params` may have `cfg_kv_request_ids`.
             cfg_kv_collect_func: called with the request id, those ids, this manager and the
-                device; what it returns is set on the `sampling_params` by name. If it raises,
-                the log and `stats.companion_failures` say so.
+                device; what it returns is set on the `sampling_params` by name. What it receives
+                on this thread comes from the request's sender. If it raises, the log and
+                `stats.companion_failures` say so.
             target_device: as `receive_kv_cache_for_request`.
 
         Returns:
@@ -270,7 +277,8 @@ class OmniKVTransferManager:
         companions = getattr(params, "cfg_kv_request_ids", None)
         if companions and cfg_kv_collect_func is not None:
             try:
-                collected = cfg_kv_collect_func(req.request_id, companions, self, target_device)
+                with self._link.asking(self._sender_of(req)):
+                    collected = cfg_kv_collect_func(req.request_id, companions, self, target_device)
                 for name, value in (collected or {}).items():
                     setattr(params, name, value)
             except Exception:
@@ -290,6 +298,8 @@ class OmniKVTransferManager:
         Without tensor parallelism rank 0 receives, and gives what it got to the other ranks. With
         tensor parallelism each rank receives for itself; but where ranks share the branches of
         classifier-free guidance, the first rank of each such group receives, and gives to the rest.
+        Tensor-parallel ranks agree before any of them uses what it received: unless the same came
+        to all of them, each takes it off its request and returns False.
 
         Args:
             req: as `receive_multi_kv_cache`.
@@ -300,25 +310,56 @@ class OmniKVTransferManager:
             Whether the request's own KV came; the same on all ranks of a group.
 
         Raises:
-            RuntimeError: a rank died, or the process group's own timeout is over.
+            RuntimeError: a rank died, a process group's own timeout is over, or the first
+                tensor-parallel rank gave no verdict in time. What this rank received was taken off
+                the request.
         """
         groups = self._parallel_groups or ParallelGroups.find()
         group = None
         if group_size(groups.world) > 1:
             group = groups.world if self._topology.single else groups.cfg
         if group_size(group) == 1:
-            return self.receive_multi_kv_cache(req, cfg_kv_collect_func, target_device)
-        return receive_once(
-            group,
+            group = None
+        agreement = self._agreement(req, groups, target_device)
+        came = False
+
+        def receive() -> bool:
+            nonlocal came
+            came = self.receive_multi_kv_cache(req, cfg_kv_collect_func, target_device)
+            return came
+
+        if group is None and agreement is None:
+            return receive()
+        request_id = str(getattr(req, "request_id", None))
+        used = receive_together(
+            request_id,
             _owners(req),
-            lambda: self.receive_multi_kv_cache(req, cfg_kv_collect_func, target_device),
-            target_device,
+            receive,
+            share=group,
+            agreement=agreement,
+            device=target_device,
         )
+        if came and not used:
+            self._link.count(disagreements=1)
+            logger.warning("KV cache of request %s is not used: not all ranks have it", request_id)
+        return used
+
+    def _agreement(
+        self, req: Any, groups: ParallelGroups, device: torch.device | None
+    ) -> Agreement | None:
+        """Of the tensor-parallel ranks of this stage; None where this is the only one."""
+        config = self.config
+        group = groups.of_tensor_parallel(self._topology.to_tp)
+        if self._topology.single or not config.need_recv_cache or group_size(group) == 1:
+            return None
+        companions = getattr(getattr(req, "sampling_params", None), "cfg_kv_request_ids", None)
+        patience = config.recv_timeout * (1 + len(companions or ()))
+        return Agreement(group, patience, device, self._clock, self._sleep)
 
     def update_sender_info(
         self, sender_info: dict[str, Any], sender_stage_id: str | int | None = None
     ) -> None:
-        """Tell where the sender is, before a KV cache is received from it.
+        """Tell where the sender of requests is that do not name theirs (`kv_sender_info`).
 
         Args:
             sender_info: `host` and `zmq_port` of the sender's rank 0, or a dict of these by stage.
@@ -381,13 +422,23 @@ class OmniKVTransferManager:
             ]
         try:
             return sum(
-                self._link.put(stages, key, part) for key, part in zip(keys, parts, strict=True)
+                self._link.put(stages, key, part, request_id)
+                for key, part in zip(keys, parts, strict=True)
             )
         except TransportError:
             # Some receivers must not find their part where others never will.
             if len(keys) > 1:
                 self._link.cleanup(request_id)
             raise
+
+    def _sender_of(self, req: Any) -> Sender | None:
+        info = getattr(req, "kv_sender_info", None)
+        if not info or not self.config.need_recv_cache:
+            return None
+        sender = find_sender(info, str(self.recv_stages[0]))
+        if sender is None:
+            logger.warning("The sender info %r names no host and port to connect to", info)
+        return sender
 
     def _receive(self, request_id: str) -> tuple[dict[str, Any], int] | None:
         stages = self._configured(

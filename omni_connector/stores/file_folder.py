@@ -8,6 +8,7 @@ All methods block as long as the file system does.
 """
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -22,6 +23,9 @@ _PARTS: Final = 256
 _NAME: Final = re.compile(r"[0-9a-f]{38}\.kv")
 _TEMPORARY: Final = re.compile(r"[0-9a-f]{16}\.new")
 _LOCK: Final = ".sweep"
+
+GONE: Final = (errno.ENOENT, errno.ESTALE)
+"""Of a file that another host has removed, NFS says on any call that its handle is stale."""
 
 
 class BlockFile(NamedTuple):
@@ -55,11 +59,13 @@ class BlockFolder:
         """Make the folder if it is missing, for this user alone, and check who can write to it.
 
         Raises:
-            ConfigError: its parent is missing, it is no folder, or others can put files into it.
+            ConfigError: its parent is missing, it is no folder, others can put files into it, or
+                can put another folder in its place.
             OSError: the file system fails.
         """
         path = self.path
         try:
+            _check_parent(os.path.dirname(os.path.normpath(path)))
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o700)
             link, status = os.lstat(path), os.stat(path)
@@ -69,6 +75,8 @@ class BlockFolder:
                 f"{os.path.dirname(path)} first"
             ) from error
         trusted = (os.geteuid(), 0)
+        if stat.S_ISLNK(link.st_mode):
+            _check_parent(os.path.dirname(os.path.realpath(path)))
         if link.st_uid not in trusted or status.st_uid not in trusted:
             raise ConfigError(
                 f"store.path: {path} belongs to user {status.st_uid}, not to {os.geteuid()} who "
@@ -86,6 +94,50 @@ class BlockFolder:
         """Where the block of a key lies. Any text is a key, and none leads out of the folder."""
         name = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()
         return f"{self.path}/{name[:2]}/{name[2:]}.kv"
+
+    def status(self, path: str) -> os.stat_result | None:
+        """What the file system says of a block's file; None where there is none.
+
+        Raises:
+            OSError: the file system fails.
+        """
+        try:
+            found = os.stat(path, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            return None
+        return found if stat.S_ISREG(found.st_mode) else None
+
+    def touch(self, path: str, now_ns: int) -> None:
+        """Say that a block was used at this time of the wall clock."""
+        with contextlib.suppress(OSError):  # gone, or on a disk that cannot be written to
+            os.utime(path, ns=(now_ns, now_ns))
+
+    def open(self, path: str) -> int:
+        """A descriptor from which a block can be read. What is no file is removed.
+
+        Raises:
+            FileNotFoundError: there is no file.
+            OSError: the file system fails.
+        """
+        # Whoever can write to the folder may have put a pipe there, whose opening would wait.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            fd = os.open(path, flags)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, or a socket
+                raise
+            self.remove(path)
+            raise FileNotFoundError(errno.ENOENT, "It is no file", path) from error
+        try:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                return fd
+            self.remove(path)
+            raise FileNotFoundError(errno.ENOENT, "It is no file", path)
+        except BaseException:
+            os.close(fd)
+            raise
 
     def write(self, path: str, content: memoryview, wanted: Callable[[], bool]) -> bool:
         """Store a block.
@@ -164,3 +216,25 @@ class BlockFolder:
         """What the file system has left for this user."""
         status = os.statvfs(self.path)
         return status.f_bavail * status.f_frsize
+
+
+def _check_parent(parent: str) -> None:
+    """Make sure that nobody else can rename the folder that lies in this one.
+
+    Raises:
+        ConfigError: somebody can.
+        OSError: the file system fails.
+    """
+    status = os.stat(parent)
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(
+            f"store.path: the parent folder {parent} belongs to user {status.st_uid}, who could "
+            f"put another folder in its place; take a folder within one of user {os.geteuid()}, "
+            "who runs this engine"
+        )
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"store.path: others can write to the parent folder {parent} (mode "
+            f"{status.st_mode & 0o7777:o}), and so put another folder in its place; take a folder "
+            "within one of your own, or set the parent's sticky bit"
+        )

@@ -12,11 +12,11 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from omni_connector.config import FileStoreSettings
 from omni_connector.errors import ConfigError, TransportError
 from omni_connector.memory.pool import pages
 from omni_connector.stores.block_store import BlockStore, Rows, check_rows, in_pages
-from omni_connector.stores.file_folder import BlockFolder
+from omni_connector.stores.file_folder import GONE, BlockFolder
 from omni_connector.stores.file_sweep import Sweeper
 from omni_connector.turns import StartTurns, Turns, TurnThread
 
@@ -38,6 +38,12 @@ _STEP_S: Final = 10.0
 # A call that got not one answer in so long, or all of its time, has met a file system that hangs.
 _HANGS_S: Final = 0.1
 _MAX_CALLS: Final = 16
+# A look-up that one thread has not ended after `_ALONE_S` seconds is of files that a server or a
+# disk must be asked for. So many more threads then ask beside it, each for `_A_THREAD` keys at
+# least. They are threads of their own, so that look-ups that hang leave others to puts and gets.
+_ALONE_S: Final = 0.002
+_BESIDE: Final = 7
+_A_THREAD: Final = 16
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 60.0
 
@@ -46,34 +52,88 @@ _LONGEST_PAUSE_S: Final = 60.0
 _TOUCH_S: Final = 60.0
 _TOUCH_STEP_NS: Final = 1000
 
-# Of a file that another host has removed, NFS says on any call that its handle is stale.
-_GONE: Final = (errno.ENOENT, errno.ESTALE)
-
 _BOUNCE_BYTES: Final = 1 << 20
 
+_Result = TypeVar("_Result")
 
-class _Call:
-    """The answers of one call, which its caller may stop waiting for.
+
+class FileCall:
+    """One call: its questions, which several threads answer, and its answers.
+
+    Its caller may stop waiting for it.
+
+    Args:
+        questions: each answers for one key.
 
     Attributes:
         lock: is held where a row is written to, and where the caller gives up.
-        answers: one for each key.
-        answered: how many keys have been dealt with.
+        ended: is set once all questions are answered, or one has failed.
+        answers: one for each question.
+        answered: how many questions have been dealt with.
+        error: why no more questions are answered.
+        later: what is to be done when all is answered, and nobody waits for.
         given_up: nobody waits any more: nothing may be written to rows, or stored.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, questions: "Sequence[_Question]") -> None:
         self.lock = threading.Lock()
-        self.answers = [False] * count
+        self.ended = threading.Event()
+        self.answers = [False] * len(questions)
         self.answered = 0
+        self.error: BaseException | None = None
+        self.later: deque[Callable[[], object]] = deque()
         self.given_up = False
+        self._questions = questions
+        self._next = 0
 
     def wanted(self) -> bool:
         """Whether somebody waits for the rest of the answers."""
         return not self.given_up
 
+    def step(self) -> bool:
+        """Answer the next question, on any thread; returns whether there may be more to do."""
+        number = self.take()
+        if number is not None:
+            return self.answer(number)
+        try:
+            what = self.later.popleft()
+        except IndexError:
+            return False
+        what()
+        return True
 
-_Question = Callable[[_Call], bool]
+    def take(self) -> int | None:
+        """The next question that nobody answers yet; None where there is none, or none counts."""
+        with self.lock:
+            number = self._next
+            if number == len(self._questions) or not self.wanted() or self.error is not None:
+                return None
+            self._next += 1
+            return number
+
+    def answer(self, number: int) -> bool:
+        """Answer a question; returns whether there may be more to do."""
+        try:
+            found = self._questions[number](self)
+        except BaseException as error:  # noqa: BLE001 - its caller hears of it
+            self.fail(error)
+            return False
+        with self.lock:
+            if self.wanted():
+                self.answers[number] = found
+                self.answered += 1
+            if self.answered == len(self._questions):
+                self.ended.set()
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """Answer no more questions."""
+        with self.lock:
+            self.error = self.error or error
+        self.ended.set()
+
+
+_Question = Callable[[FileCall], bool]
 """Answers for one key, within a call."""
 
 
@@ -106,6 +166,20 @@ class _BackOff:
         self._pause = 0.0
 
 
+class Calls(Protocol):
+    """Makes calls that may take long; see `CallThreads`."""
+
+    def start(self, call: Callable[[], _Result]) -> "Future[_Result]":
+        """Make a call; its result or its exception is in the future once it has ended.
+
+        Raises:
+            TransportError: it cannot be made.
+        """
+
+    def close(self) -> None:
+        """Start nothing more. Idempotent."""
+
+
 class FileBlockStore(BlockStore):
     """Blocks in the files of a folder that any number of processes and hosts may share.
 
@@ -116,6 +190,10 @@ class FileBlockStore(BlockStore):
         settings: where the folder is, and how large it may become.
         clock: seconds, monotonic.
         start: starts the thread that sweeps.
+        sweeps: whether it sweeps.
+        wall: nanoseconds since the epoch, as files have them.
+        folder: where the blocks are; None takes that of the settings.
+        calls: makes calls that may take long; None uses threads.
 
     Raises:
         ConfigError: the folder cannot be made, or others could forge blocks in it. A file system
@@ -128,12 +206,21 @@ class FileBlockStore(BlockStore):
         *,
         clock: Callable[[], float] = time.monotonic,
         start: StartTurns = TurnThread,
+        sweeps: bool = True,
+        wall: Callable[[], int] = time.time_ns,
+        folder: BlockFolder | None = None,
+        calls: Calls | None = None,
     ) -> None:
         self._clock = clock
+        self._wall = wall
         self._start = start
-        self._folder = BlockFolder(settings.path)
-        self._sweeper = Sweeper(self._folder, settings.size_bytes(), clock)
-        self._calls = CallThreads("omni-store-files", _MAX_CALLS)
+        self._sweeps = sweeps
+        self._folder = folder or BlockFolder(settings.path)
+        self._sweeper = Sweeper(
+            self._folder, settings.size_bytes(), clock, lambda: self._wall() / 1e9
+        )
+        self._calls = calls or CallThreads("omni-store-files", _MAX_CALLS)
+        self._beside = CallThreads("omni-store-files", _BESIDE)
         self._lock = threading.Lock()
         self._failures: Counter[str] = Counter()
         self._closed = False
@@ -149,6 +236,7 @@ class FileBlockStore(BlockStore):
         wait([opening], _OPEN_S)
         if opening.done() and isinstance(error := opening.exception(), ConfigError):
             self._calls.close()
+            self._beside.close()
             raise error
 
     @property
@@ -157,11 +245,11 @@ class FileBlockStore(BlockStore):
             return dict(self._failures)
 
     def exists(self, keys: Sequence[str], *, timeout: float) -> list[bool]:
-        now = time.time_ns()
+        now = self._wall()
         asked = [
             partial(self._look_up, key, now - i * _TOUCH_STEP_NS) for i, key in enumerate(keys)
         ]
-        return self._in_time(self._lookups, asked, timeout)
+        return self._in_time(self._lookups, asked, timeout, beside=True)
 
     def buffer(self, rows: int, row_bytes: int) -> Rows:
         stride = in_pages(row_bytes)
@@ -192,37 +280,52 @@ class FileBlockStore(BlockStore):
             sweeping.wake()
             sweeping.join(CLOSE_S)
         self._calls.close()
+        self._beside.close()
 
     # Calls, on threads that nobody has to wait for.
 
     def _in_time(
-        self, back_off: _BackOff, questions: Sequence[_Question], timeout: float
+        self,
+        back_off: _BackOff,
+        questions: Sequence[_Question],
+        timeout: float,
+        *,
+        beside: bool = False,
     ) -> list[bool]:
-        """The answers to these questions; False for those that do not come in time."""
+        """The answers to these questions; False for those that do not come in time.
+
+        Args:
+            beside: whether several threads may ask, where one is slow.
+        """
         count = len(questions)
-        call = _Call(count)
+        call = FileCall(questions)
         if not count or self._closed:
             return call.answers
         if back_off.active:
             self._count("backed off", count)
             return call.answers
         try:
-            future = self._calls.start(lambda: self._answer_all(call, questions))
+            self._begin(call)
         except TransportError:  # so many calls hang
             self._count("busy", count)
             return call.answers
-        wait([future], timeout)
+        alone = min(timeout, _ALONE_S) if beside else timeout
+        ended = self._await(call, alone)
+        if not ended and alone < timeout:
+            with contextlib.suppress(TransportError):  # those that were started go on
+                for _ in range(min(_BESIDE, (count - call.answered) // _A_THREAD)):
+                    self._begin(call, beside=True)
+            ended = self._await(call, timeout - alone)
         with call.lock:
             call.given_up = True
-            answers, answered = list(call.answers), call.answered
-        if not future.done():
-            self._count("timeout", count - answered)
-            if not answered and timeout >= _HANGS_S:
-                back_off.failed(f"it did not answer in {timeout:g} s")
-            return answers
-        error = future.exception()
+            answers, answered, error = list(call.answers), call.answered, call.error
         if error is None:
-            back_off.worked()
+            if ended:
+                back_off.worked()
+            elif answered < count:
+                self._count("timeout", count - answered)
+                if not answered and timeout >= _HANGS_S:
+                    back_off.failed(f"it did not answer in {timeout:g} s")
             return answers
         self._prepared = False  # somebody may have removed the folder
         self._count(_kind(error), count - answered)
@@ -233,51 +336,65 @@ class FileBlockStore(BlockStore):
             logger.error("This should not happen; please report it", exc_info=error)
         return answers
 
-    def _answer_all(self, call: _Call, questions: Sequence[_Question]) -> None:
-        if not self._prepared:
-            self._prepare()
-        for i, question in enumerate(questions):
-            found = question(call)
-            with call.lock:
-                if not call.wanted():
-                    return
-                call.answers[i] = found
-                call.answered += 1
+    def _begin(self, call: FileCall, *, beside: bool = False) -> None:
+        """Have one thread more answer the questions of a call.
+
+        Raises:
+            TransportError: too many calls hang.
+        """
+        (self._beside if beside else self._calls).start(partial(self._work, call))
+
+    def _await(self, call: FileCall, seconds: float) -> bool:
+        """Wait until a call has ended, or for so long; returns whether it has."""
+        return call.ended.wait(seconds)
+
+    def _work(self, call: FileCall) -> None:
+        try:
+            if not self._prepared:
+                self._prepare()
+        except BaseException as error:  # noqa: BLE001 - its caller hears of it
+            call.fail(error)
+            return
+        while call.step():
+            pass
 
     def _prepare(self) -> None:
         self._folder.prepare()
         self._prepared = True
 
-    def _look_up(self, key: str, now_ns: int, call: _Call) -> bool:
+    def _look_up(self, key: str, now_ns: int, call: FileCall) -> bool:
         path = self._folder.path_of(key)
-        status = _status(path)
+        status = self._folder.status(path)
         if status is None:
             return False
-        _touch(path, status, now_ns)
+        if _is_old(status, now_ns):
+            call.later.append(partial(self._folder.touch, path, now_ns))
         return True
 
-    def _put(self, key: str, row: Rows, call: _Call) -> bool:
+    def _put(self, key: str, row: Rows, call: FileCall) -> bool:
         path = self._folder.path_of(key)
-        status = _status(path)
+        status = self._folder.status(path)
         if status is not None and status.st_size == row.nbytes:
-            _touch(path, status, time.time_ns())
+            now_ns = self._wall()
+            if _is_old(status, now_ns):
+                self._folder.touch(path, now_ns)
             return True
         stored = self._folder.write(path, row.data, call.wanted)
         self._sweeper.add(in_pages(row.nbytes))
         return stored
 
-    def _get(self, key: str, row: Rows, call: _Call) -> bool:
+    def _get(self, key: str, row: Rows, call: FileCall) -> bool:
         path = self._folder.path_of(key)
         try:
             return self._read_file(path, row, call)
         except OSError as error:
-            if error.errno not in _GONE:
+            if error.errno not in GONE:
                 raise
             self._count("missing", 1)
             return False
 
-    def _read_file(self, path: str, row: Rows, call: _Call) -> bool:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def _read_file(self, path: str, row: Rows, call: FileCall) -> bool:
+        fd = self._folder.open(path)
         try:
             if os.fstat(fd).st_size == row.nbytes:
                 return _read(fd, row, call)
@@ -291,7 +408,7 @@ class FileBlockStore(BlockStore):
         self._folder.remove(path)
         return False
 
-    def _discard(self, key: str, call: _Call) -> bool:
+    def _discard(self, key: str, call: FileCall) -> bool:
         return self._folder.remove(self._folder.path_of(key))
 
     def _count(self, kind: str, number: int) -> None:
@@ -302,7 +419,7 @@ class FileBlockStore(BlockStore):
 
     def _see_to_sweeping(self) -> None:
         with self._lock:
-            if self._sweeping is None and not self._closed:
+            if self._sweeping is None and self._sweeps and not self._closed:
                 self._sweeping = self._start("omni-store-sweep", self._turn)
             sweeping = self._sweeping
         if sweeping is not None and self._sweeper.urgent():
@@ -339,7 +456,7 @@ class FileBlockStore(BlockStore):
 
 
 def _for_each(
-    move: Callable[[str, Rows, _Call], bool],
+    move: Callable[[str, Rows, FileCall], bool],
     keys: Sequence[str],
     rows: Rows,
     lengths: Sequence[int],
@@ -352,7 +469,7 @@ def _for_each(
     ]
 
 
-def _read(fd: int, row: Rows, call: _Call) -> bool:
+def _read(fd: int, row: Rows, call: FileCall) -> bool:
     """Read a whole file into a row, if all of it comes while the caller waits."""
     at = 0
     while at < row.nbytes:
@@ -386,19 +503,8 @@ def _from_page_cache(fd: int, row: Rows, at: int) -> int | None:
         raise
 
 
-def _status(path: str) -> os.stat_result | None:
-    try:
-        return os.stat(path)
-    except OSError as error:
-        if error.errno not in _GONE:
-            raise
-        return None
-
-
-def _touch(path: str, status: os.stat_result, now_ns: int) -> None:
-    if abs(now_ns - status.st_mtime_ns) > _TOUCH_S * 1e9:
-        with contextlib.suppress(OSError):  # gone, or on a disk that cannot be written to
-            os.utime(path, ns=(now_ns, now_ns))
+def _is_old(status: os.stat_result, now_ns: int) -> bool:
+    return abs(now_ns - status.st_mtime_ns) > _TOUCH_S * 1e9
 
 
 def _kind(error: BaseException) -> str:

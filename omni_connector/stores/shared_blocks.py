@@ -32,26 +32,28 @@ CORRUPT: Final = "store_checksum_mismatch"
 """The kind of failure of a load that finds other bytes than were stored."""
 
 
-def key_prefix(namespace: str, compatibility: CompatibilityKey, hash_id: str) -> str:
+def key_prefix(
+    namespace: str, compatibility: CompatibilityKey, hash_id: str, vllm: str = ""
+) -> str:
     """The part of a key that says which engines can read the block.
 
     Args:
         namespace: engines share only with those of the same one.
-        compatibility: model, dtypes, quantization, ranks, the byte order of each group's pages, and
-            what else changes the numbers that a model computes.
+        compatibility: model, weights, dtypes, quantization, ranks, the byte order of each group's
+            pages, and what else changes the numbers that a model computes.
         hash_id: how blocks are hashed.
+        vllm: vLLM's version, for a store, which outlives it; "" for arenas.
     """
     # Entries always carry a checksum, whether slots do or not.
-    readers = msgspec.structs.replace(compatibility, integrity="")
-    digest = hashlib.blake2b(
-        msgspec.msgpack.encode((readers, hash_id)), digest_size=16, person=_MAGIC
-    )
+    readers = msgspec.structs.replace(compatibility.of_sharing(), integrity="")
+    what = (readers, hash_id, vllm) if vllm else (readers, hash_id)
+    digest = hashlib.blake2b(msgspec.msgpack.encode(what), digest_size=16, person=_MAGIC)
     return f"{namespace}/{digest.hexdigest()}"
 
 
 def readers_id(compatibility: CompatibilityKey, hash_id: str) -> bytes:
     """16 bytes, equal for engines that can read each other's slots and name blocks alike."""
-    what = msgspec.msgpack.encode((compatibility, hash_id))
+    what = msgspec.msgpack.encode((compatibility.of_sharing(), hash_id))
     return hashlib.blake2b(what, digest_size=16, person=_MAGIC).digest()
 
 

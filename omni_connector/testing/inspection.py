@@ -6,7 +6,7 @@ connector's private names stand in one place. Nothing here is needed to use the 
 """
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,17 @@ def halves(scheduler: Any, workers: Sequence[Any]) -> list[Any]:
     return [scheduler_half(scheduler), *map(worker_half, ours)]
 
 
+def halves_beside(scheduler: Any, workers: Sequence[Any]) -> list[Any]:
+    """Return the same of ours among the children of MultiConnector, where it is one of them."""
+    from omni_connector.vllm_v1.connector import OmniKVConnector
+
+    def ours(connector: Any) -> Any:
+        children = getattr(connector, "sub_connectors", [connector])
+        return next((each for each in children if isinstance(each, OmniKVConnector)), connector)
+
+    return halves(ours(scheduler), [ours(each) for each in workers])
+
+
 def directory(half: "OmniScheduler") -> "SlotDirectory | None":
     """Return what an engine keeps of its slots; None where it hands nothing off."""
     return half._directory
@@ -78,6 +89,56 @@ def first_waiting(half: "OmniScheduler") -> Any:
 def fetches(half: "OmniScheduler") -> dict[str, Any]:
     """Return what a decode engine knows of the hand-offs that it loads, by request id."""
     return {} if half._receiver is None else half._receiver._loads
+
+
+def hear_refusals(half: "OmniScheduler", heard: Callable[[str, str], object]) -> None:
+    """From now on be told of each hand-off that an engine refuses or gives up, or whose load fails:
+    the request's id and the kind of failure; and with "" as the kind of each lease that ends."""
+    sender, receiver = half._sender, half._receiver
+    if sender is not None:
+        refuse = sender._refuse
+
+        def refused(send: Any, reason: str, text: str) -> None:
+            heard(send.request.request_id, reason)
+            refuse(send, reason, text)
+
+        sender._refuse = refused  # type: ignore[method-assign]
+    if receiver is not None:
+        give_up, job_ended, release = receiver._give_up, receiver._job_ended, receiver._release
+
+        def released(load: Any) -> None:
+            if load.lease is not None:
+                heard(load.request.request_id, "")
+            release(load)
+
+        receiver._release = released  # type: ignore[method-assign]
+
+        def given_up(load: Any, kind: str, text: str) -> None:
+            heard(load.request.request_id, kind)
+            give_up(load, kind, text)
+
+        def ended(load: Any, num_tokens: int, failure: str | None) -> None:
+            if failure not in (None, "cancelled"):
+                heard(load.request.request_id, str(failure))
+            job_ended(load, num_tokens, failure)
+
+        receiver._give_up = given_up  # type: ignore[method-assign]
+        receiver._job_ended = ended  # type: ignore[method-assign]
+
+
+def watch_loads(half: "OmniScheduler", ends: "Callable[[Any, str | None], object]") -> None:
+    """Have a decode engine tell of each hand-off whose load ends, with the kind of failure, before
+    its lease is released."""
+    receiver = half._receiver
+    if receiver is None:
+        return
+    ended = receiver._job_ended
+
+    def tell(load: Any, num_tokens: int, failure: str | None) -> None:
+        ends(load, failure)
+        ended(load, num_tokens, failure)
+
+    receiver._job_ended = tell  # type: ignore[method-assign]
 
 
 def shares(half: "OmniScheduler") -> bool:
@@ -111,6 +172,14 @@ def key_beginnings(half: "OmniScheduler") -> tuple[bytes, ...]:
     assert half._shared._host is not None
     prefix = half._shared._host._key_prefix
     return tuple(header_keys(prefix, g, [b""])[0] for g in range(len(half._shared._groups)))
+
+
+def prefix_of_nobody_else(half: "OmniScheduler") -> str | None:
+    """Return what the keys of an engine's blocks begin with, if no other engine can have it."""
+    shared = half._shared
+    if shared is None or shared._prefix == shared._engines_prefix:
+        return None
+    return shared._prefix
 
 
 def shares_prefixes(half: "OmniScheduler") -> bool:
@@ -155,6 +224,14 @@ def pinned(half: "OmniScheduler") -> "Ints":
     """Return the slots of an engine that are pinned."""
     assert half._directory is not None
     return half._directory.pool._order.pinned.nonzero()[0]
+
+
+def privileged(half: "OmniScheduler") -> "Ints":
+    """Return the slots of an engine that are pinned or favoured."""
+    assert half._directory is not None
+    order = half._directory.pool._order
+    slots: Ints = (order.pinned | order._favoured).nonzero()[0]
+    return slots
 
 
 def free_for(half: "OmniScheduler", keys: "Sequence[Sequence[bytes | None]]") -> int:
@@ -289,7 +366,8 @@ def follows(half: "OmniWorker") -> bool:
     """Whether a rank's saves have copied all layers that the forward pass has told of."""
     thread = half._saves
     with thread._changed:
-        return thread._running is None and all(job.waits for job in thread._queue)
+        now = thread._clock()
+        return thread._running is None and all(job.due_at > now for job in thread._queue)
 
 
 def is_published(arena: "Arena", slot: int) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import torch
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -40,8 +41,12 @@ MAX_LENGTH: Final = 4096
 STATE_BYTES: Final = 3 * 7 * 2 + 5 * 5 * 4
 
 
-def write_model(folder: Path) -> Path:
-    """The configuration of a model of the toy's shape; there are no weights."""
+def write_model(folder: Path, weights: bytes = b"toy") -> Path:
+    """A model of the toy's shape for vLLM: its configuration, and a file of weights.
+
+    Args:
+        weights: what the file holds in the place of a tensor; no engine reads it.
+    """
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -58,10 +63,15 @@ def write_model(folder: Path) -> Path:
         "torch_dtype": "float16",
     }
     (folder / "config.json").write_text(json.dumps(config))
+    tensor = {"dtype": "U8", "shape": [len(weights)], "data_offsets": [0, len(weights)]}
+    header = json.dumps({"toy": tensor}).encode()
+    content = len(header).to_bytes(8, "little") + header + weights
+    (folder / "model.safetensors").write_bytes(content)
     return folder
 
 
 WINDOW: Final = 40
+CHUNK: Final = 16  # a multiple of each block size, as vLLM takes it to be
 
 FAMILIES: Final = {
     "full": ("full",),
@@ -70,6 +80,8 @@ FAMILIES: Final = {
     "state and full": ("state", "full"),
     "all three": ("full", "window", "state"),
     "latent": ("latent",),
+    "chunk": ("chunk",),
+    "chunk and full": ("chunk", "full"),
 }
 """The kinds of the cache groups, in their order."""
 
@@ -82,8 +94,13 @@ def kv_cache_config(
     ranks: int = 1,
     caching: bool = True,
     window: int = WINDOW,
+    states: str = "align",
 ) -> KVCacheConfig:
-    """Groups of `LAYERS` layers each, overlaid on the same bytes, as vLLM lays out LBHNC."""
+    """Groups of `LAYERS` layers each, overlaid on the same bytes, as vLLM lays out LBHNC.
+
+    Args:
+        states: `--mamba-cache-mode` where prefixes are cached: `align` or `all`.
+    """
     heads = max(1, HEADS // ranks)
     specs: dict[str, KVCacheSpec] = {
         "full": FullAttentionSpec(
@@ -95,6 +112,13 @@ def kv_cache_config(
             head_size=HEAD_SIZE,
             dtype=torch.float16,
             sliding_window=window,
+        ),
+        "chunk": ChunkedLocalAttentionSpec(
+            block_size=block_size,
+            num_kv_heads=heads,
+            head_size=HEAD_SIZE,
+            dtype=torch.float16,
+            attention_chunk_size=CHUNK,
         ),
     }
     # As MLA: no heads to share out, each rank keeps all of it.
@@ -109,7 +133,7 @@ def kv_cache_config(
         shapes=((3, 7), (5, 5)),
         dtypes=(torch.float16, torch.float32),
         page_size_padded=page,
-        mamba_cache_mode="align" if caching else "none",
+        mamba_cache_mode=states if caching else "none",
     )
     kinds = FAMILIES[family]
     groups = [
@@ -138,14 +162,24 @@ class Kind:
     """What the model keeps in one cache group.
 
     Attributes:
-        attention: `all` positions, a `window` of them, or a `state`.
+        attention: `all` positions, a `window` of them, a `chunk` of them, or a `state`.
         window: positions, the own one among them.
         size: bytes of a position, or of the state.
+        every: whether the state at the end of each block is kept, too.
     """
 
     attention: str
     window: int
     size: int
+    every: bool = False
+
+    def first_read(self, position: int) -> int:
+        """The first position before this one that is read with it."""
+        if self.attention == "window":
+            return max(0, position - self.window + 1)
+        if self.attention == "chunk":
+            return position // self.window * self.window
+        return max(0, position - 1) if self.attention == "state" else 0
 
 
 _MOST_DRAWN: Final = 10_000
@@ -164,7 +198,9 @@ class Mind:
         self._seen: list[Any] = []
         for kind in kinds:
             self._seen.append(
-                bytes(kind.size) if kind.attention == "state" else deque(maxlen=kind.window - 1)
+                bytes(kind.size)
+                if kind.attention == "state"
+                else deque(maxlen=kind.window - (kind.attention != "chunk"))
             )
         self._last: list[bytes] = []
         self._seed = b""
@@ -176,7 +212,8 @@ class Mind:
         return other
 
     def read(self, group: int, content: bytes) -> None:
-        """Take in what the cache holds: for a `window` the positions in order, else all of it.
+        """Take in what the cache holds: for a `window` or `chunk` the positions in order, else all
+        of it.
 
         The groups that keep `all` are read position by position of all of them.
         """
@@ -204,8 +241,10 @@ class Mind:
             drawn.append(content)
             if kind.attention == "all":
                 self._full.update(content)
-            elif kind.attention == "window":
+            elif kind.attention in ("window", "chunk"):
                 self._seen[group].append(content)
+                if kind.attention == "chunk" and len(self._seen[group]) == kind.window:
+                    self._seen[group].clear()  # the next position begins a chunk
             else:
                 self._seen[group] = content
         self._last = drawn
@@ -285,11 +324,13 @@ def kinds_of(config: KVCacheConfig, ranks: int) -> tuple[Kind, ...]:
     for group in config.kv_cache_groups:
         spec, layers = group.kv_cache_spec, len(group.layer_names)
         if isinstance(spec, MambaSpec):
-            found.append(Kind("state", 1, layers * ranks * spec.state_content_size_bytes))
+            size = layers * ranks * spec.state_content_size_bytes
+            found.append(Kind("state", 1, size, spec.mamba_cache_mode == "all"))
             continue
         heads = 1 if isinstance(spec, MLAAttentionSpec) else HEADS
         content = spec.page_size_bytes // spec.block_size // spec.num_heads
         window = getattr(spec, "sliding_window", None)
-        attention = "all" if window is None else "window"
-        found.append(Kind(attention, window or 1, layers * heads * content))
+        chunk = getattr(spec, "attention_chunk_size", None)
+        attention = "window" if window else "chunk" if chunk else "all"
+        found.append(Kind(attention, window or chunk or 1, layers * heads * content))
     return tuple(found)

@@ -4,8 +4,9 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, MLAAttentionSpec
+from vllm.v1.outputs import DraftTokenIds
 
 from omni_connector.testing.toy import HEADS, MAX_LENGTH, Mind, kinds_of
 
@@ -21,6 +23,7 @@ from omni_connector.testing.toy import HEADS, MAX_LENGTH, Mind, kinds_of
 class _Row:
     token_ids: list[int]
     tables: list[list[int]]
+    drafts: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -35,13 +38,20 @@ class _Put:
 @dataclass(slots=True)
 class _Part:
     """A request's part of a step: positions `start` to `end`, and what they leave in the cache, by
-    group and layer."""
+    group and layer.
+
+    Attributes:
+        tokens: those at its positions, drafts behind the tokens that are known.
+        minds: the model after the last known position, and after each draft; none in a chunk of a
+            prompt.
+    """
 
     request_id: str
     row: _Row
     start: int
     end: int
-    mind: Mind
+    tokens: list[int]
+    minds: list[Mind]
     puts: list[list[list[_Put]]]
 
 
@@ -54,11 +64,15 @@ class ToyRunner:
         weights: of the model; other weights, other KV.
 
     Attributes:
+        launch: has the device do a piece of work, now or later, after all that was launched before
+            it. Where it is later, `finish` says when.
         layer_computed: called in a forward pass with each attention layer, when the KV of the
             whole batch is written in it and none in the layers after it; None computes request
             by request. Layers that keep a state tell nothing, as in vLLM.
         halves: whether a batch is computed in two halves, one after the other, as vLLM does with
             `--enable-dbo`: each of them tells of all layers.
+        bad_blocks: blocks that a load should have filled for the step under way and did not. vLLM
+            discards the tokens of requests that have read them.
     """
 
     def __init__(
@@ -68,8 +82,10 @@ class ToyRunner:
         weights: bytes = b"",
     ) -> None:
         self.weights = weights
+        self.launch: Callable[[Callable[[], None]], object] = lambda work: work()
         self.layer_computed: Callable[[str], None] | None = None
         self.halves = False
+        self.bad_blocks: set[int] = set()
         self._kinds = kinds_of(config, len(kv_caches))
         self._groups: list[_Attention | _State] = []
         layers = {
@@ -90,10 +106,12 @@ class ToyRunner:
             if kind.attention == "state":
                 spec = group.kv_cache_spec
                 assert isinstance(spec, MambaSpec)
-                self._groups.append(_State(caches, spec.block_size, spec.state_content_size_bytes))
+                size = spec.state_content_size_bytes
+                self._groups.append(_State(caches, spec.block_size, size, every=kind.every))
             else:
                 heads = 1 if isinstance(group.kv_cache_spec, MLAAttentionSpec) else HEADS
                 self._groups.append(_Attention(caches, heads))
+        self._block_sizes = [each.kv_cache_spec.block_size for each in config.kv_cache_groups]
         self._rows: dict[str, _Row] = {}
 
     def execute(self, step: SchedulerOutput) -> tuple[list[str], list[list[int]]]:
@@ -105,45 +123,101 @@ class ToyRunner:
         """What happens to blocks before the forward pass: new ones are zeroed, shared ones
         copied."""
         if step.new_block_ids_to_zero:
-            blocks = np.asarray(step.new_block_ids_to_zero)
-            for cache in self._layers:
-                cache[blocks] = 0
+            self.launch(partial(self._zero, np.asarray(step.new_block_ids_to_zero)))
         for each in step.kv_cache_block_copies or ():
-            for cache in self._layers:
-                cache[each.dst_block_id] = cache[each.src_block_id]
+            self.launch(partial(self._copy_block, each.src_block_id, each.dst_block_id))
+
+    def _zero(self, blocks: NDArray[np.int64]) -> None:
+        for cache in self._layers:
+            cache[blocks] = 0
+
+    def _copy_block(self, source: int, target: int) -> None:
+        for cache in self._layers:
+            cache[target] = cache[source]
+
+    def finish(self) -> None:
+        """Wait until all that was launched is done."""
 
     def forward(self, step: SchedulerOutput) -> tuple[list[str], list[list[int]]]:
-        """The forward pass of a step that was prepared."""
+        """Launch the forward pass of a step that was prepared.
+
+        What is sampled is in the lists once the pass is done.
+        """
+        self.finish()  # the tokens that the step before sampled
         self._follow(step)
         computed = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
         cached = step.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        batch: list[_Part] = []
-        undone: list[_Put] = []
+        ends: dict[str, tuple[int, int]] = {}
         for request_id, num_tokens in step.num_scheduled_tokens.items():
-            start = computed[request_id]
-            batch.append(self._part(request_id, start, start + num_tokens))
-            undone += self._write(batch[-1])
-        if batch and self.layer_computed is not None:
-            self._write_by_layer(batch, undone, self.layer_computed)
-        sampled = []
-        for each in batch:
+            # A scheduler that runs ahead counts drafts that have turned out wrong since.
+            start = min(computed[request_id], len(self._rows[request_id].token_ids) - 1)
+            ends[request_id] = start, start + num_tokens
+        batch: list[_Part] = []
+        told = self.layer_computed if ends else None
+        self.launch(partial(self._compute, ends, batch, by_layer=told is not None))
+        if told is not None:
+            self._launch_layers(len(ends), batch, told)
+        sampled: list[list[int]] = [[] for _ in ends]
+        self.launch(partial(self._sample, batch, sampled))
+        return list(step.num_scheduled_tokens), sampled
+
+    def _compute(
+        self, ends: dict[str, tuple[int, int]], batch: list[_Part], *, by_layer: bool
+    ) -> None:
+        """Read what the requests need, and write it; or take it back, where layers follow."""
+        undone: list[_Put] = []
+        for request_id, (start, end) in ends.items():
+            batch.append(self._part(request_id, start, end))
+            undone += self._write(batch[-1], by_layer)
+        for put in reversed(undone):
+            put.cache[put.place] = put.content
+
+    def _sample(self, batch: list[_Part], sampled: list[list[int]]) -> None:
+        for part, of_part in zip(batch, sampled, strict=True):
+            self._sample_part(part, of_part)
+        self.bad_blocks.clear()
+
+    def _sample_part(self, part: _Part, sampled: list[int]) -> None:
+        """Add the tokens that a part of a step gives: one, and one more for each draft that is
+        right."""
+        row = part.row
+        row.drafts = []
+        drafts = part.tokens[len(row.token_ids) - part.start :]
+        for mind in part.minds:
+            position = len(row.token_ids) - 1
             # What was written is read once more: it, too, has to be where it belongs.
             stored = [
-                group.read(each.row.tables[g], each.end - 1, each.end).tobytes()
+                group.read(row.tables[g], position, position + 1).tobytes()
                 for g, group in enumerate(self._groups)
             ]
-            if each.end == len(each.row.token_ids):
-                token = each.mind.token(stored)
-                self.sampled(each.request_id, each.row.token_ids, token)
-                each.row.token_ids.append(token)
-                sampled.append([token])
-            else:
-                sampled.append([])  # a chunk of the prompt
-        return list(step.num_scheduled_tokens), sampled
+            token = mind.token(stored)
+            if self.bad_blocks and not self.bad_blocks.isdisjoint(itertools.chain(*row.tables)):
+                sampled[:] = [token]  # nobody will see it
+                return
+            self.sampled(part.request_id, row.token_ids, token)
+            row.token_ids.append(token)
+            sampled.append(token)
+            if len(sampled) > len(drafts) or drafts[len(sampled) - 1] != token:
+                break
+        if sampled:
+            row.drafts = self.proposed(row.token_ids)
+
+    def weights_of(self, request_id: str) -> bytes:
+        """The weights, and what else a request is computed with; to be overridden."""
+        return self.weights
+
+    def drafts(self) -> DraftTokenIds:
+        """What is proposed to follow the tokens that were sampled last."""
+        drafts = {request_id: row.drafts for request_id, row in self._rows.items() if row.drafts}
+        return DraftTokenIds(list(drafts), [list(each) for each in drafts.values()])
 
     def sampled(self, request_id: str, token_ids: list[int], token: int) -> None:
         """Called with each token sampled and those before it; to be overridden."""
+
+    def proposed(self, token_ids: list[int]) -> list[int]:
+        """Drafts of the tokens after these; to be overridden."""
+        return []
 
     def _follow(self, step: SchedulerOutput) -> None:
         for request_id in step.finished_req_ids:
@@ -163,54 +237,90 @@ class ToyRunner:
     def _part(self, request_id: str, start: int, end: int) -> _Part:
         """Read the cache, and draw what the request's next positions leave in it."""
         row = self._rows[request_id]
-        mind = Mind(self.weights, self._kinds)
+        mind = Mind(self.weights_of(request_id), self._kinds)
         full = []
         for g, (kind, group) in enumerate(zip(self._kinds, self._groups, strict=True)):
+            read = group.read(row.tables[g], kind.first_read(start), start)
             if kind.attention == "all":
-                full.append(group.read(row.tables[g], 0, start))
-            elif kind.attention == "window":
-                first = max(0, start - kind.window + 1)
-                mind.read(g, group.read(row.tables[g], first, start).tobytes())
+                full.append(read)
             else:
-                mind.read(g, group.read(row.tables[g], start - 1, start).tobytes())
+                mind.read(g, read.tobytes())
         if full:  # by position, as they were drawn
             mind.read_full(np.concatenate(full, axis=1).tobytes())
-        drawn = mind.steps(row.token_ids[start:end])
+        tokens = row.token_ids[start:end]
+        tokens += row.drafts[: end - start - len(tokens)]
+        # vLLM fills up the first step of a request that has no drafts yet.
+        tokens += [0] * (end - start - len(tokens))
+        last = len(row.token_ids) - 1
+        if end - 1 > last:
+            drawn, minds = [], []
+            for position, token in enumerate(tokens, start):
+                drawn.append(mind.step(token))
+                if position >= last:
+                    minds.append(mind.copy())
+        else:
+            drawn = mind.steps(tokens)
+            minds = [mind] * (end - 1 == last)
         puts = [
             group.puts(row.tables[g], start, end, [each[g] for each in drawn])
             for g, group in enumerate(self._groups)
         ]
-        return _Part(request_id, row, start, end, mind, puts)
+        return _Part(request_id, row, start, end, tokens, minds, puts)
 
-    def _write(self, part: _Part) -> list[_Put]:
+    def _write(self, part: _Part, by_layer: bool) -> list[_Put]:
         """Write it to the cache at once, as the next request of the batch may read it; returns
         what was there, where layers are told of."""
         before = []
         for puts in part.puts:
             for put in itertools.chain(*puts):
-                if self.layer_computed is not None:
+                if by_layer:
                     before.append(_Put(put.cache, put.place, put.cache[put.place].copy()))
                 put.cache[put.place] = put.content
         return before
 
-    def _write_by_layer(
-        self, batch: list[_Part], before: list[_Put], computed: Callable[[str], None]
+    def _launch_layers(
+        self, requests: int, batch: list[_Part], computed: Callable[[str], None]
     ) -> None:
-        """Take it all back, and write it layer by layer."""
-        for put in reversed(before):
-            put.cache[put.place] = put.content
-        halves = (batch[::2], batch[1::2]) if self.halves and len(batch) > 1 else (batch,)
+        """Write it layer by layer, and tell of each."""
+        every = slice(None)
+        halves = (
+            (slice(0, None, 2), slice(1, None, 2)) if self.halves and requests > 1 else (every,)
+        )
         for half, (name, g, number) in itertools.product(halves, self._order):
-            for part in half:
-                for put in part.puts[g][number]:
-                    put.cache[put.place] = put.content
+            self.launch(partial(self._write_layer, batch, half, g, number))
             if self._kinds[g].attention != "state":
                 computed(name)
 
+    def _write_layer(self, batch: list[_Part], half: slice, g: int, number: int) -> None:
+        for part in batch[half]:
+            for put in part.puts[g][number]:
+                put.cache[put.place] = put.content
+
+    def restore(
+        self,
+        token_ids: list[int],
+        start: int,
+        tables: Sequence[list[int]],
+        weights: bytes | None = None,
+    ) -> None:
+        """Write the KV of these tokens from `start` on to blocks that are there, as these weights
+        give it, or the model's own."""
+        mind = Mind(self.weights if weights is None else weights, self._kinds)
+        drawn = mind.steps(token_ids)
+        for g, group in enumerate(self._groups):
+            size = self._block_sizes[g]
+            for position in range(start, len(token_ids)):
+                if tables[g][position // size]:  # else nobody will read it
+                    puts = group.puts(tables[g], position, position + 1, [drawn[position][g]])
+                    for put in itertools.chain(*puts):
+                        put.cache[put.place] = put.content
+
     def spoil(self, block_ids: list[int], seed: int) -> None:
         """Fill whole blocks with noise, which no correct answer can come from."""
+        self.launch(partial(self._spoil, np.asarray(block_ids), seed))
+
+    def _spoil(self, blocks: NDArray[np.int64], seed: int) -> None:
         draw = np.random.default_rng(seed)
-        blocks = np.asarray(block_ids)
         for cache in self._layers:
             noise = draw.bytes(len(blocks) * math.prod(cache.shape[1:]))
             cache[blocks] = np.frombuffer(noise, np.uint8).reshape(-1, *cache.shape[1:])
@@ -291,9 +401,11 @@ def _split(block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 class _State:
-    """The layers of a group that keep one state, in the block of the last position."""
+    """The layers of a group that keep one state, in the block of the last position; or `every` one
+    at the end of a block, too."""
 
-    def __init__(self, layers: Layers, block_size: int, size: int) -> None:
+    def __init__(self, layers: Layers, block_size: int, size: int, *, every: bool) -> None:
+        self._every = every
         self._layers = [[rank.reshape(len(rank), -1)[:, :size] for rank in each] for each in layers]
         self._block_size = block_size
         self._size = size
@@ -309,9 +421,15 @@ class _State:
         self, table: list[int], start: int, end: int, content: list[bytes]
     ) -> list[list[_Put]]:
         """The state after `end` positions, by layer."""
-        block = self._block(table, end)
-        rows = iter(np.frombuffer(content[-1], np.uint8).reshape(-1, self._size))
-        return [[_Put(rank, block, next(rows)) for rank in layer] for layer in self._layers]
+        puts: list[list[_Put]] = [[] for _ in self._layers]
+        size = self._block_size
+        inner = range((start // size + 1) * size, end, size) if self._every else ()
+        for after in (*inner, end):
+            block = self._block(table, after)
+            rows = iter(np.frombuffer(content[after - start - 1], np.uint8).reshape(-1, self._size))
+            for number, layer in enumerate(self._layers):
+                puts[number] += [_Put(rank, block, next(rows)) for rank in layer]
+        return puts
 
     def _block(self, table: list[int], end: int) -> int:
         block = table[(end - 1) // self._block_size]

@@ -209,11 +209,13 @@ class Site(NamedTuple):
         namespace: engines that share it find each other.
         host: address of this machine that peers reach; None where none is configured.
         allows: whether a host may be connected to.
+        peers_family: `IPv4` or `IPv6` where all hosts of `peers` are addresses of that family.
     """
 
     namespace: str = "default"
     host: str | None = None
     allows: Callable[[str], bool] = is_loopback
+    peers_family: str | None = None
 
 
 class NoSettings(msgspec.Struct, frozen=True):

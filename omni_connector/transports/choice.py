@@ -203,6 +203,10 @@ class Transports:
         """The choices since the last call, one for each arena."""
         return [self._untold.popleft() for _ in range(len(self._untold))]
 
+    def details(self) -> dict[str, dict[str, Any]]:
+        """What each transport says of itself, by its name."""
+        return {transport.transport: transport.details() for transport in self._readers}
+
     def close(self) -> None:
         """Close them all. Idempotent."""
         for transport in self._readers:
@@ -288,6 +292,7 @@ def _make(name: str, kind: type[ArenaTransport], given: Any, config: OmniConfig)
         namespace=config.namespace,
         host=parse_listen(config.listen).host if config.listen else None,
         allows=lambda host: is_loopback(host) or allowed.allows(host),
+        peers_family=allowed.family,
     )
     settings = read_settings(where, kind.Settings, given)
     own = getattr(config, name, None)  # `mooncake` is also a key of the configuration

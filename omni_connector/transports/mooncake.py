@@ -43,7 +43,7 @@ from omni_connector.transports.base import (
     check_destination,
 )
 from omni_connector.transports.mooncake_engine import MemoryRange, TransferEngine
-from omni_connector.transports.mooncake_lib import engine_module
+from omni_connector.transports.mooncake_lib import engine_module, family_of, require_package
 
 _ADDRESS: Final = re.compile(
     r"(?P<protocol>tcp|rdma)://(?P<engine>[][A-Za-z0-9.:_-]+)/(?P<base>[0-9a-f]{1,16})\Z"
@@ -90,7 +90,15 @@ class MooncakeTransport(ArenaTransport):
 
     @classmethod
     def create(cls, settings: MooncakeSettings, site: Site) -> "MooncakeTransport":
-        engine_module()  # an engine that lacks it should not start, rather than fail each hand-off
+        # An engine that lacks Mooncake should not start, rather than fail each hand-off. But the
+        # import decides the address family. Where neither this machine's address nor `peers` tell
+        # the family, the import waits for the first peer.
+        host = settings.host or site.host
+        family = site.peers_family if host is None else family_of(host)
+        if family is None:
+            require_package()
+        else:
+            engine_module(family)
         return cls(settings=settings, host=site.host, allows=site.allows)
 
     def export(self, arena: Arena, name: str) -> Endpoint:
@@ -116,20 +124,22 @@ class MooncakeTransport(ArenaTransport):
     def withdraw(self, endpoint: Endpoint) -> None:
         self._take_back(endpoint.epoch)
 
+    def obstacle(self, endpoint: Endpoint) -> str | None:
+        try:
+            host, _ = _parse_address(endpoint.address)
+        except ProtocolError as error:
+            return str(error)
+        return self._engine.other_family(host)
+
     def attach(self, endpoint: Endpoint, *, timeout: float) -> "MooncakeArena":
         if endpoint.transport != self.transport:
             raise PeerRefusedError(f"{endpoint.transport!r} is not the transport {self.transport}")
-        found = _ADDRESS.match(endpoint.address)
-        try:
-            if found is None:
-                raise ValueError("it is malformed")
-            host, _ = parse_host_port(found["engine"])
-        except ValueError as error:
-            raise ProtocolError(
-                f"{endpoint.address!r} is no address of a Mooncake peer: {error}"
-            ) from None
+        host, found = _parse_address(endpoint.address)
         if not self._allows(host):
             raise PeerRefusedError(f"{host} is none of the hosts in `peers`")
+        unlike = self._engine.other_family(host)
+        if unlike is not None:
+            raise PeerRefusedError(unlike)
         if found["protocol"] != self._engine.protocol:
             raise PeerRefusedError(
                 f"the peer speaks {found['protocol']}, this engine {self._engine.protocol}"
@@ -153,6 +163,7 @@ class MooncakeTransport(ArenaTransport):
         with self._lock:
             found: dict[str, Any] = {
                 "protocol": self._engine.protocol,
+                "host": self._engine.host,
                 "exports": len(self._exports),
             }
             if self._closed:
@@ -172,6 +183,21 @@ class MooncakeTransport(ArenaTransport):
         if export is not None:
             self._engine.unregister(export.base)
             export.close()
+
+
+def _parse_address(address: str) -> tuple[str, re.Match[str]]:
+    """The host of an endpoint's address, and the parts of the address.
+
+    Raises:
+        ProtocolError: it is malformed.
+    """
+    found = _ADDRESS.match(address)
+    try:
+        if found is None:
+            raise ValueError("it is malformed")
+        return parse_host_port(found["engine"]).host, found
+    except ValueError as error:
+        raise ProtocolError(f"{address!r} is no address of a Mooncake peer: {error}") from None
 
 
 class _Export:

@@ -25,7 +25,13 @@ from omni_connector.bounded import CallThreads
 from omni_connector.errors import OmniError, PeerUnreachableError, TransportError
 from omni_connector.memory.nodes import copy_cores, threads_on
 from omni_connector.net.forks import forget_in_child
-from omni_connector.transports.mooncake_lib import never_destroy, store_module
+from omni_connector.net.peers import parse_host
+from omni_connector.transports.mooncake_lib import (
+    family_of,
+    never_destroy,
+    require_package,
+    store_module,
+)
 
 logger = logging.getLogger("vllm.omni_connector.transports")
 
@@ -135,7 +141,11 @@ class StoreClient:
         self, settings: ClientSettings, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.settings: Final = settings
-        self._module: Final = store_module()
+        host = settings.host or settings.master.rpartition(":")[0].strip("[]")
+        if _is_address(host):
+            store_module(family_of(host))
+        else:
+            require_package()  # the import waits until the name is looked up, in the background
         self._process: Final = os.getpid()
         self._clock = clock
         # A store must not be closed while a call uses it.
@@ -365,9 +375,10 @@ class StoreClient:
         for variable, value in _LIMITS.items():
             os.environ.setdefault(variable, value)
         StoreClient._started = True
-        store = self._module.MooncakeDistributedStore()
+        host = settings.host or own
+        store = store_module(family_of(host)).MooncakeDistributedStore()
         code = store.setup(
-            settings.host or own,
+            host,
             settings.metadata_server,
             settings.segment_bytes,
             0,
@@ -436,6 +447,13 @@ def _register(store: Any, memory: NDArray[np.uint8]) -> None:
     code = store.register_buffer(int(memory.ctypes.data), memory.nbytes)
     if code != OK:
         raise TransportError(f"Mooncake does not register {memory.nbytes} bytes: {name_of(code)}")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        return not isinstance(parse_host(host), str)
+    except ValueError:
+        return False
 
 
 def _reach(master: str) -> str:

@@ -26,8 +26,13 @@ from omni_connector.errors import PeerUnreachableError, TransportError
 from omni_connector.memory.nodes import copy_cores, threads_on
 from omni_connector.memory.pool import Pool
 from omni_connector.net.forks import forget_in_child
-from omni_connector.net.peers import HostPort, parse_host_port
-from omni_connector.transports.mooncake_lib import engine_module, never_destroy
+from omni_connector.net.peers import HostPort, parse_host, parse_host_port
+from omni_connector.net.resolver import resolve
+from omni_connector.transports.mooncake_lib import (
+    engine_module,
+    family_of,
+    never_destroy,
+)
 
 logger = logging.getLogger("vllm.omni_connector.transports")
 
@@ -73,6 +78,7 @@ class TransferEngine:
     def __init__(self, settings: MooncakeSettings, host: str | None) -> None:
         self._settings = settings
         self._host = host
+        self._family: str | None = None
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._engine: Any = None
@@ -89,6 +95,30 @@ class TransferEngine:
     def protocol(self) -> str:
         """What carries the bytes."""
         return self._settings.protocol
+
+    @property
+    def host(self) -> str | None:
+        """Address of this machine that peers reach; None while it is not known."""
+        return self._host
+
+    def other_family(self, peer: str) -> str | None:
+        """Why this engine cannot read from a peer by their address families; None where it may.
+
+        Args:
+            peer: an address. Of a name Mooncake itself takes an address of its own family.
+        """
+        if self._host is None or isinstance(parse_host(peer), str):
+            return None
+        if self._family is None:
+            self._family = family_of(self._host)
+        theirs = family_of(peer)
+        if theirs == self._family:
+            return None
+        return (
+            f"the peer's address {peer} is {theirs}, and Mooncake on {self._host} connects to "
+            f"{self._family} alone: give both hosts addresses of one family (`mooncake.host`, "
+            "`listen`, or the `host` of a connector)"
+        )
 
     @property
     def address(self) -> str:
@@ -225,7 +255,7 @@ class TransferEngine:
         # takes precedence.
         os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(math.ceil(self._settings.timeout_s)))
         os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)
-        engine = engine_module().TransferEngine()
+        engine = engine_module(family_of(host)).TransferEngine()
         settings = self._settings
         with threads_on(copy_cores()):
             code = engine.initialize(host, "P2PHANDSHAKE", settings.protocol, settings.device)
@@ -259,10 +289,11 @@ def address_towards(peer: HostPort) -> str:
     """The address that this machine has towards a peer; nothing is sent.
 
     Raises:
-        PeerUnreachableError: there is no route to the peer.
+        PeerUnreachableError: there is no route to the peer, or its name cannot be looked up.
     """
+    found = resolve(peer)
     try:
-        family, kind, _, _, address = socket.getaddrinfo(*peer, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, address = socket.getaddrinfo(*found, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])

@@ -4,15 +4,25 @@
 Threads of their own wait for peers; loads are notified when an arena is attached, or cannot be. A
 mapped arena is let go when its owner has gone and no load reads it. Nothing tells of the end of the
 owner of a fetched arena, which is let go when it was idle for a while.
+
+A load of a hand-off attaches what it reads, and waits for that. A load without a lease waits for no
+peer: what it reads must have been attached ahead of it. The own arena is never attached, but read
+in place.
 """
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.errors import OmniError, PeerUnreachableError, ProtocolError
+from omni_connector.memory.arena import Arena
+from omni_connector.memory.arena_format import SlotHeader
 from omni_connector.trace import now
 from omni_connector.transports import ArenaTransport, Endpoint, RemoteArena
 from omni_connector.transports.choice import Transports
@@ -21,6 +31,31 @@ from omni_connector.turns import WATCH_S, StartTurns, TurnThread, Watch
 
 ATTACH_S: Final = 10.0
 IDLE_S: Final = 10.0
+
+
+class OwnArena(RemoteArena):
+    """The arena of this rank itself, read in place; its owner closes it."""
+
+    def __init__(self, endpoint: Endpoint, arena: Arena) -> None:
+        self.endpoint = endpoint
+        self._arena = arena
+
+    @property
+    def slots(self) -> NDArray[np.uint8]:
+        return self._arena.slots
+
+    @property
+    def alive(self) -> bool:
+        return not self._arena.closed
+
+    def verify(self, slot: int, generation: int) -> SlotHeader:
+        try:
+            return self._arena.verify(slot, generation)
+        except IndexError as error:
+            raise ProtocolError(f"the own arena: {error}") from error
+
+    def close(self) -> None:
+        """It stays open."""
 
 
 class _Attached:
@@ -38,6 +73,11 @@ class _Attached:
     def failed(self) -> bool:
         """Whether it could not be attached."""
         return self.arena.done() and self.arena.exception() is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is attached, as far as is known to an owner that lives."""
+        return self.arena.done() and not self.failed and self.arena.result().alive
 
     def useless(self, now: float) -> bool:
         """Whether no load reads it, and none is expected to."""
@@ -57,6 +97,7 @@ class PeerArenas:
         clock: seconds, monotonic.
         period: seconds between two searches for owners that have gone.
         start: starts the thread that searches.
+        own: the arenas of this rank itself, by their endpoints.
     """
 
     def __init__(
@@ -66,7 +107,9 @@ class PeerArenas:
         clock: Callable[[], float] = time.monotonic,
         period: float = WATCH_S,
         start: StartTurns = TurnThread,
+        own: Mapping[tuple[Endpoint, ...], RemoteArena] | None = None,
     ) -> None:
+        self.own: Final = own or {}
         self._transports = transports
         self._threads = threads
         self._clock = clock
@@ -74,9 +117,9 @@ class PeerArenas:
         self._known: dict[str, _Attached] = {}
         self._watch = Watch(self.let_go, period, start)
 
-    def open(self) -> "OpenArenas":
-        """The arenas that one load reads."""
-        return OpenArenas(self)
+    def open(self, *, waits: bool = True) -> "OpenArenas":
+        """The arenas that one load reads; see there."""
+        return OpenArenas(self, waits=waits)
 
     def let_go(self) -> bool:
         """Close the arenas that nobody needs any more; returns whether there are others."""
@@ -112,6 +155,37 @@ class PeerArenas:
         self._watch.start()
         return known
 
+    def take_attached(self, endpoints: tuple[Endpoint, ...]) -> _Attached:
+        """The same, if it is attached already.
+
+        Raises:
+            PeerUnreachableError: it is not, or its owner has gone.
+        """
+        with self._lock:
+            for endpoint in endpoints:
+                known = self._known.get(endpoint.address)
+                if known is not None and known.endpoint == endpoint and known.ready:
+                    known.users += 1
+                    return known
+        raise PeerUnreachableError("the arena is not attached (any more)")
+
+    def attach_ahead(self, endpoints: tuple[Endpoint, ...]) -> bool:
+        """Have an arena attached before a load reads it; returns at once.
+
+        Returns:
+            Whether it is attached now. To keep it where nothing tells of its owner's end, call this
+            more often than every `IDLE_S` seconds.
+        """
+        if endpoints in self.own:
+            return True
+        try:
+            attached = self.take(endpoints)
+        except OmniError:  # no transport reaches it now; one may later
+            return False
+        ready = attached.ready
+        self.leave(attached, failed=False)
+        return ready
+
     def leave(self, attached: _Attached, *, failed: bool) -> None:
         """End a load's use of an arena. If that has failed it, the next load attaches it anew."""
         with self._lock:
@@ -143,10 +217,16 @@ class PeerArenas:
 
 
 class OpenArenas:
-    """The arenas that one load reads. One thread at a time uses this."""
+    """The arenas that one load reads. One thread at a time uses this.
 
-    def __init__(self, arenas: PeerArenas) -> None:
+    Args:
+        arenas: all that this rank reads.
+        waits: whether the load waits for arenas that are not attached yet.
+    """
+
+    def __init__(self, arenas: PeerArenas, *, waits: bool = True) -> None:
         self._arenas = arenas
+        self._waits = waits
         self._taken: dict[tuple[Endpoint, ...], _Attached] = {}
 
     @property
@@ -156,18 +236,21 @@ class OpenArenas:
 
     @property
     def mapped(self) -> bool:
-        """Whether all of these are read in place."""
+        """Whether all arenas that were asked for are read in place."""
         return all(attached.mapped for attached in self._taken.values())
 
     def get(self, endpoints: tuple[Endpoint, ...]) -> RemoteArena | None:
         """The arena with these endpoints; None while it is being attached.
 
         Raises:
-            OmniError: it cannot be attached.
+            OmniError: it cannot be attached, or is not and must not be waited for.
         """
+        if (own := self._arenas.own.get(endpoints)) is not None:
+            return own
         attached = self._taken.get(endpoints)
         if attached is None:
-            attached = self._taken[endpoints] = self._arenas.take(endpoints)
+            take = self._arenas.take if self._waits else self._arenas.take_attached
+            attached = self._taken[endpoints] = take(endpoints)
         return attached.arena.result() if attached.arena.done() else None
 
     def close(self, *, failed: bool) -> None:

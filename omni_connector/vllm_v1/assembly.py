@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
@@ -19,7 +20,7 @@ from omni_connector.errors import ConfigError
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
 from omni_connector.handoff.messages import TOKEN_BYTES, HandshakeReply
-from omni_connector.handoff.params import RemotePrefill, tcp_address
+from omni_connector.handoff.params import BadParamsError, RemotePrefill, tcp_address
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.server import ControlServer
@@ -32,11 +33,11 @@ from omni_connector.memory.slot_index import SlotChanges
 from omni_connector.memory.slot_pool import SlotListing
 from omni_connector.net.keys import load_key
 from omni_connector.net.peers import Peers, parse_listen
-from omni_connector.net.runtime import loopback_key, runtime_dir, socket_path, tidy
+from omni_connector.net.runtime import is_dead, loopback_key, runtime_dir, socket_path, tidy
 from omni_connector.net.status import EngineStatus, StatusReport, Usage
 from omni_connector.plugin import require_supported_vllm
 from omni_connector.prefix.explain import ExplainedEngine
-from omni_connector.prefix.hints import Favours
+from omni_connector.prefix.hints import HintPolicy
 from omni_connector.prefix.host_blocks import HostBlocks, touch
 from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.neighbours import Household
@@ -48,6 +49,7 @@ from omni_connector.trace import Trace
 from omni_connector.vllm_v1.compat import hash_block_size
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.identity import compatibility, hash_id
+from omni_connector.vllm_v1.load_room import LoadRoom
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.requests import token_hasher
@@ -80,6 +82,10 @@ def make_worker(
     assert transfer is not None
     rank = parallel.rank % parallel.tensor_parallel_size  # there is one pipeline stage
     sizing = arena_sizing(config, vllm_config, kv_cache_config)
+    shares = config.share and _sharing_refusal(vllm_config, kv_cache_config) is None
+    answer = partial(
+        surroundings.answer_for_rank, runtime_dir(config.namespace), str(transfer.engine_id), rank
+    )
     return OmniWorker(
         config=config,
         kv_cache_config=kv_cache_config,
@@ -89,9 +95,11 @@ def make_worker(
         ranks=parallel.tensor_parallel_size,
         arena_name=f"arena:{transfer.engine_id}:{rank}",
         arena=sizing if _has_arena(config, vllm_config, kv_cache_config) else None,
+        answer=answer if shares else None,
         store=_lending_store(config, vllm_config, kv_cache_config, surroundings),
         surroundings=surroundings,
         trace=_trace(config, transfer.engine_id, f"worker{rank}", surroundings),
+        adapters=surroundings.adapter_loads(vllm_config),
     )
 
 
@@ -147,7 +155,15 @@ class _Assembly:
         self._trace = _trace(config, self._engine_id, "scheduler", surroundings)
         self._epoch = surroundings.randbytes(TOKEN_BYTES)
         self._arenas = tuple(rank.endpoints for rank in ranks if rank.endpoints)
-        self._ours = compatibility(config, vllm_config, kv_cache_config, ranks)
+        weights = surroundings.weights_id(config, vllm_config)
+        self._ours = compatibility(config, vllm_config, kv_cache_config, ranks, weights)
+        # What it compares with those that it shares with. Nobody shares with an engine of unknown
+        # weights, because its own are named by a number that nobody else has.
+        self._shared_with = self._ours
+        self._known = weights is not None or config.model_id is not None
+        if not self._known:
+            nobody = f"unknown ({surroundings.randbytes(8).hex()})"
+            self._shared_with = msgspec.structs.replace(self._ours, weights=nobody)
         self._group_ids = tuple(transferred_groups(kv_cache_config))
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
         self._hash_id = hash_id(vllm_config, self._hash_block_size)
@@ -160,7 +176,12 @@ class _Assembly:
         self._directory = self._new_directory() if with_arena else None
         self._status = self._new_status()
         self._upkeep = Upkeep(
-            self._folder, self._clock, self._directory, self._weights.holds, self._status.tick
+            self._folder,
+            self._clock,
+            self._directory,
+            self._weights.holds,
+            self._status.tick,
+            surroundings.lock,
         )
         wanted = vllm_config.kv_events_config
         self._events = self._kv_events() if wanted and wanted.enable_kv_cache_events else None
@@ -186,6 +207,11 @@ class _Assembly:
             surroundings=self._surroundings,
             weights=self._weights,
             ledger=self._ledger,
+            room=LoadRoom(
+                self._manager.block_pool,
+                self._ours.groups,
+                self._vllm_config.num_speculative_tokens,
+            ),
             upkeep=self._upkeep,
             channel=channel,
             directory=directory,
@@ -206,6 +232,7 @@ class _Assembly:
             self._clock,
             self._config.handoff_ttl_s,
             self._surroundings.randbytes,
+            self._surroundings.lock,
         )
 
     def _new_status(self) -> StatusReport:
@@ -223,6 +250,7 @@ class _Assembly:
             ),
             Usage if self._directory is None else self._directory.status,
             self._clock,
+            self._surroundings.lock,
         )
 
     def _server(self, directory: SlotDirectory) -> ControlServer:
@@ -249,6 +277,7 @@ class _Assembly:
             clock=self._clock,
             start=self._surroundings.start,
             sockets=self._surroundings.sockets(),
+            lock=self._surroundings.lock,
         )
 
     def _sender(self, directory: SlotDirectory, channel: ControlChannel) -> HandoffSender:
@@ -287,9 +316,15 @@ class _Assembly:
         """Where to ask for a hand-off: at the Unix socket where there is one, else over TCP."""
         path = self._control_path(remote.remote_engine_id)
         # Whoever listens in this folder is an engine of this user on this host.
-        if remote.remote_host is None or path.exists():
+        near = path.exists()
+        if remote.remote_host is None or (near and _listens(path)):
             return f"ipc://{path}"
-        return f"tcp://{tcp_address(remote, self._peers, has_key=self._key is not None)}"
+        try:
+            return f"tcp://{tcp_address(remote, self._peers, has_key=self._key is not None)}"
+        except BadParamsError:
+            if near:  # an engine that has ended here says more than one that may not be asked
+                return f"ipc://{path}"
+            raise
 
     def _shared_prefix(self) -> SharedPrefix | None:
         """The scheduler half of sharing; None where nothing is configured, or can be used."""
@@ -300,18 +335,18 @@ class _Assembly:
             log = logger.info if config.store is None else logger.warning
             log("No prefix is shared: %s", refusal)
             return None
-        prefix = key_prefix(config.namespace, self._ours, self._hash_id)
+        prefix = partial(key_prefix, config.namespace, self._shared_with, self._hash_id)
         lookups = None
-        if config.store is not None:
+        if config.store is not None and self._known:
             store = surroundings.block_store(config.store, 0)
             lookups = StoreLookups(
                 store, self._ours.groups, self._ours.ranks, self._clock, surroundings.start
             )
         shared = SharedPrefix(
-            host=self._host_blocks(prefix),
+            host=self._host_blocks(prefix()),
             lookups=lookups,
             ledger=self._ledger,
-            prefix=prefix,
+            prefix=prefix(require_supported_vllm().version),
             groups=self._ours.groups,
             group_ids=self._group_ids,
             hash_block_size=self._hash_block_size,
@@ -321,6 +356,8 @@ class _Assembly:
             weights_fixed=config.weights == "fixed",
             lookup_timeout=0.0 if config.store is None else config.store.lookup_timeout_s,
             load_timeout=config.load_timeout_s,
+            allowed_hints=config.hints,
+            tenants=config.tenants,
             clock=self._clock,
             randbytes=surroundings.randbytes,
             stats=self._stats,
@@ -331,7 +368,7 @@ class _Assembly:
                 ExplainedEngine(
                     folder=self._folder,
                     engine_id=self._engine_id,
-                    compatibility=self._ours,
+                    compatibility=self._shared_with,
                     hash_id=self._hash_id,
                     model=self._vllm_config.model_config,
                     hash_block_size=self._hash_block_size,
@@ -363,9 +400,10 @@ class _Assembly:
                 Household(
                     folder=self._folder,
                     name=f"index:{self._engine_id}",
-                    readers=readers_id(self._ours, self._hash_id),
+                    readers=readers_id(self._shared_with, self._hash_id),
                     index=index,
                     arenas=self._arenas,
+                    ranks=self._surroundings.ranks(self._folder, self._engine_id, self._ours.ranks),
                     on_hits=partial(touch, pool),
                 ),
                 self._clock,
@@ -384,10 +422,20 @@ class _Assembly:
             groups=self._ours.groups,
             key_prefix=prefix.encode(),
             load_timeout=config.load_timeout_s,
-            favours=Favours(pool, self._clock, config.pin_part, config.tenant_quota, self._stats),
+            hint_policy=HintPolicy(
+                pool, self._clock, config.pin_part, config.tenant_quota, self._stats
+            ),
             admission=config.admission,
             stats=self._stats,
         )
+
+
+def _listens(path: Path) -> bool:
+    """Whether somebody may listen at a Unix socket: an engine that was killed leaves a dead one."""
+    try:
+        return not is_dead(path)
+    except OSError:  # there are no more descriptors; whoever connects says so
+        return True
 
 
 def _trace(

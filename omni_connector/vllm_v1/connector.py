@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omni_connector.plugin import require_supported_vllm
@@ -24,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 )
 
 from omni_connector.config import OmniConfig  # noqa: E402
+from omni_connector.kv.ledger import SETTLE_S  # noqa: E402
 from omni_connector.vllm_v1.assembly import make_scheduler, make_worker  # noqa: E402
 from omni_connector.vllm_v1.compat import (  # noqa: E402
     ReportingStats,
@@ -37,6 +39,7 @@ from omni_connector.vllm_v1.metadata import (  # noqa: E402
     OmniHandshakeMetadata,
     introduce_worker,
     introduced_workers,
+    introductions,
 )
 from omni_connector.vllm_v1.metrics import OmniPromMetrics, OmniStats  # noqa: E402
 from omni_connector.vllm_v1.scheduler import OmniScheduler  # noqa: E402
@@ -83,10 +86,18 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_half: OmniWorker | None = None
         self._reports = ReportPath()
         self._end_introduction: Callable[[], None] | None = None
+        self._beside_others = False
         if role == KVConnectorRole.WORKER:
             self._worker_half = make_worker(
                 self._config, vllm_config, kv_cache_config, self._surroundings()
             )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether vLLM drops the tokens in flight of a request that it preempts, and computes them
+        again: never. A hand-off that ends with such a token is whole: its copies were decided with
+        the step that computes the token, and hold the blocks that the request has lost."""
+        return False
 
     def _surroundings(self) -> Surroundings:
         # Data-parallel ranks wait for each other, for those with nothing to compute as well.
@@ -132,11 +143,17 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         reset = kv_cache_manager.reset_prefix_cache
 
         def settled_reset() -> bool:
-            # It does nothing while copies hold blocks, and an engine in its caller's process makes
-            # no step any more in which the scheduler half would hear of their end.
+            # It does nothing while copies hold blocks, and no step comes meanwhile in which the
+            # scheduler half would hear of their end.
             worker = get_kv_transfer_group() if has_kv_transfer_group() else None
-            if self._scheduler_half is not None and isinstance(worker, OmniKVConnector):
+            if self._scheduler_half is None:
+                pass
+            elif isinstance(worker, OmniKVConnector):
                 self._scheduler_half.settle(worker._worker.saves_ended)
+            else:
+                ranks = introductions(self._config, self._vllm_config)
+                asks = partial(self._surroundings().rank_copies, *ranks, SETTLE_S)
+                self._scheduler_half.settle_ranks(asks)
             return reset()
 
         kv_cache_manager.reset_prefix_cache = settled_reset  # type: ignore[method-assign]
@@ -220,16 +237,18 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         self._worker.register_kv_caches(kv_caches)
-        if has_kv_transfer_group() and get_kv_transfer_group() is not self:
+        self._beside_others = has_kv_transfer_group() and get_kv_transfer_group() is not self
+        alone = self._vllm_config.parallel_config.distributed_executor_backend == "uni"
+        if self._beside_others or not alone:  # the scheduler half cannot call this half
             assert self._worker.handshake is not None
             self._end_introduction = introduce_worker(
-                self._config, self._vllm_config, self._worker.handshake
+                self._config, self._vllm_config, self._worker.handshake, self._worker.ended
             )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         # The connector around this one, if there is one, tells all its children what the first of
         # them says that says anything, and some refuse what is not theirs.
-        return None if self._end_introduction is not None else self._worker.handshake
+        return None if self._beside_others else self._worker.handshake
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(connector_metadata, OmniConnectorMetadata)

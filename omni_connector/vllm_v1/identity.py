@@ -2,20 +2,54 @@
 """What peers compare of an engine: its model, what changes the model's numbers, and its hashes."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec import UNSET
+from vllm import envs
+from vllm.logger import init_logger
 
 from omni_connector.config import OmniConfig
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.numerics import digest, numerics_of
+from omni_connector.plugin import require_supported_vllm
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
 from omni_connector.vllm_v1.specs import group_shapes
+from omni_connector.vllm_v1.weight_files import (
+    NOT_THE_MODEL,
+    ModelFiles,
+    UnknownFilesError,
+    configuration_files,
+    digest_of_files,
+    files_of,
+    process_began,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-# What a model's configuration says of where it lies and what wrote it.
-_NOT_THE_MODEL: Final = ("_name_or_path", "transformers_version", "_commit_hash")
+logger = init_logger("vllm.omni_connector.identity")
+
+# Ways of vLLM to load weights that read them from the model's folder.
+_FROM_FOLDER: Final = frozenset(
+    {
+        "auto",
+        "hf",
+        "safetensors",
+        "fastsafetensors",
+        "instanttensor",
+        "mistral",
+        "pt",
+        "npcache",
+        "sharded_state",
+        "runai_streamer",
+        "runai_streamer_sharded",
+        "bitsandbytes",
+        "gguf",
+    }
+)
+_ALL_FORMATS: Final = frozenset({"pt", "npcache"})  # they read these beside safetensors, too
 
 
 def compatibility(
@@ -23,11 +57,13 @@ def compatibility(
     vllm_config: "VllmConfig",
     kv_cache_config: "KVCacheConfig",
     workers: Sequence[OmniHandshakeMetadata],
+    weights: str | None = None,
 ) -> CompatibilityKey:
     """The compatibility key of this engine.
 
     Args:
         workers: what each rank says of its caches.
+        weights: of `weights_id`.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     return CompatibilityKey(
@@ -38,10 +74,139 @@ def compatibility(
         kv_dtype=str(cache.cache_dtype),
         scales=scales_of_engine([each.scales for each in workers]),
         numerics=numerics_of(vllm_config),
+        weights=weights or UNSET,
         integrity=config.integrity,
         kv_heads=model.get_total_num_kv_heads(),
         ranks=vllm_config.parallel_config.tensor_parallel_size,
         groups=group_shapes(kv_cache_config, workers[0].page_orders, workers[0].attention),
+    )
+
+
+def weights_id(
+    config: OmniConfig, vllm_config: "VllmConfig", unchanged_since: float | None = None
+) -> str | None:
+    """Which configuration and weights this engine has loaded, by their files.
+
+    None where the operator says it with `model_id`, or where it is unknown, which is logged then.
+
+    Args:
+        unchanged_since: files that were written later may not be what vLLM has loaded; None takes
+            the beginning of this process.
+    """
+    if config.model_id is not None:
+        return None
+    try:
+        since = process_began() if unchanged_since is None else unchanged_since
+        return _weights_id(vllm_config, since)
+    except (UnknownFilesError, OSError) as error:
+        logger.warning(
+            "It is unknown which weights this engine has: %s. It shares prefixes with no other "
+            "engine and through no store, and hands off to engines whose model has the same name. "
+            "Set `model_id` to the same name on all engines that have the same weights",
+            error,
+        )
+        return None
+
+
+def _weights_id(vllm_config: "VllmConfig", unchanged_since: float) -> str:
+    model, load = vllm_config.model_config, vllm_config.load_config
+    path, how = model.model_weights or model.model, load.load_format
+    if how == "dummy":
+        return _dummy_id(vllm_config, unchanged_since)
+    if how == "tensorizer":
+        files = _tensorized(model, load.model_loader_extra_config)
+    elif how not in _FROM_FOLDER:
+        raise UnknownFilesError(f"load_format {how} does not say from which files it loads")
+    else:
+        place = _place(path, model, load)
+        if place.is_file():
+            configuration = configuration_files(place.parent)
+            files = ModelFiles(place.parent, tuple(configuration), (place,))
+        else:
+            files = files_of(
+                place, all_formats=how in _ALL_FORMATS, code=bool(model.trust_remote_code)
+            )
+    elsewhere = [
+        name
+        for name, value in model.hf_config.to_dict().items()
+        if name.endswith("_model_id") and isinstance(value, str) and value
+    ]
+    if elsewhere:
+        raise UnknownFilesError(f"some of its weights lie where {elsewhere[0]} says")
+    found = digest_of_files(files, unchanged_since)
+    extra = load.model_loader_extra_config
+    pattern = extra.get("pattern") if isinstance(extra, dict) else None
+    return found if pattern is None else digest([found, pattern])
+
+
+def _place(path: str, model: "ModelConfig", load: Any) -> Path:
+    """The file or folder from which vLLM loads.
+
+    Raises:
+        UnknownFilesError: it is not in this host's files.
+    """
+    if "://" in path:
+        raise UnknownFilesError(f"{path} is no path")
+    place = Path(path)
+    if place.exists():
+        return place.absolute()
+    if envs.VLLM_USE_MODELSCOPE:
+        raise UnknownFilesError(f"{path} is loaded from ModelScope")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:  # the workers have downloaded it
+        found: Any = snapshot_download(
+            path, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
+        )
+    except (HFValidationError, LocalEntryNotFoundError) as error:
+        raise UnknownFilesError(f"there are no files of {path} on this host") from error
+    snapshot = Path(found).absolute()
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    if commit and commit != snapshot.name:
+        raise UnknownFilesError(f"{path} was {commit} when it was loaded, and is {snapshot.name}")
+    return snapshot
+
+
+def _tensorized(model: "ModelConfig", extra: Any) -> ModelFiles:
+    """The files of a tensorized model: of all ranks, where its name has a place for the rank."""
+    uri = extra.get("tensorizer_uri") if isinstance(extra, dict) else extra.tensorizer_uri
+    if not uri or "://" in str(uri):
+        raise UnknownFilesError(f"tensorizer_uri {uri} is no path")
+    path = Path(str(uri)).absolute()
+    folder = path.parent
+    beginning, place, end = path.name.partition("%")
+    if place:
+        ending = end.partition("d")[2]
+        weights = [
+            each
+            for each in folder.iterdir()
+            if each.name.startswith(beginning) and each.name.endswith(ending)
+        ]
+    else:
+        weights = [path]
+    configured = Path(model.model)
+    configuration = configuration_files(configured) if configured.is_dir() else []
+    return ModelFiles(folder, tuple(configuration), tuple(sorted(weights)))
+
+
+def _dummy_id(vllm_config: "VllmConfig", unchanged_since: float) -> str:
+    """Dummy weights are drawn with one seed for each tensor, as large as one rank has it."""
+    model = vllm_config.model_config
+    if quantization_id(model):
+        raise UnknownFilesError("of quantized dummy weights some are not even written")
+    place = _place(model.model, model, vllm_config.load_config)
+    folder = place if place.is_dir() else place.parent
+    configuration = configuration_files(folder, code=bool(model.trust_remote_code))
+    said = digest_of_files(ModelFiles(folder, tuple(configuration), ()), unchanged_since)
+    return digest(
+        [
+            "dummy",
+            said,
+            vllm_config.parallel_config.tensor_parallel_size,
+            str(vllm_config.device_config.device_type),
+            require_supported_vllm().version,
+        ]
     )
 
 
@@ -82,7 +247,7 @@ def overrides_id(model: "ModelConfig") -> str:
     overrides = model.hf_overrides
     if callable(overrides) or model.hf_config_path:  # what they do shows in what they have made
         made = model.hf_config.to_dict()
-        overrides = {name: made[name] for name in made if name not in _NOT_THE_MODEL}
+        overrides = {name: made[name] for name in made if name not in NOT_THE_MODEL}
     return digest(overrides) if overrides else ""
 
 

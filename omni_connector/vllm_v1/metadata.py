@@ -5,7 +5,7 @@ vLLM carries it. But MultiConnector passes on the handshake metadata of one of i
 all of them. So beside other connectors the workers introduce themselves at sockets of their own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError, OmniError
+from omni_connector.handoff.adapters import AdapterLoad
 from omni_connector.kv.spans import TransferSpec
 from omni_connector.net.introductions import introduce, introduced
 from omni_connector.net.runtime import runtime_dir
@@ -49,15 +50,17 @@ class OmniConnectorMetadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class OmniWorkerMetadata(KVConnectorWorkerMetadata):
-    """Jobs that have ended since the last step.
+    """Jobs that have ended since the last step, and adapters that were loaded.
 
     Attributes:
         done: number of ranks that have finished each job, by job id.
         failed: why a job failed or was cancelled, on any rank, by job id.
+        adapters: that ranks have loaded.
     """
 
     done: dict[int, int] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    adapters: list[AdapterLoad] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "OmniWorkerMetadata":
         """Add up the reports of two ranks."""
@@ -65,7 +68,8 @@ class OmniWorkerMetadata(KVConnectorWorkerMetadata):
         done = dict(self.done)
         for job_id, ranks in other.done.items():
             done[job_id] = done.get(job_id, 0) + ranks
-        return OmniWorkerMetadata(done, {**other.failed, **self.failed})
+        failed = {**other.failed, **self.failed}
+        return OmniWorkerMetadata(done, failed, [*self.adapters, *other.adapters])
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +104,22 @@ class OmniHandshakeMetadata(KVConnectorHandshakeMetadata):
 
 
 def introduce_worker(
-    config: OmniConfig, vllm_config: "VllmConfig", handshake: OmniHandshakeMetadata
+    config: OmniConfig,
+    vllm_config: "VllmConfig",
+    handshake: OmniHandshakeMetadata,
+    ended: Callable[[Collection[int]], Collection[int]],
 ) -> Callable[[], None]:
     """Have a worker tell the scheduler half what it must know; returns what ends that.
+
+    Args:
+        ended: as for `introduce`.
 
     Raises:
         TransportError: another process has the socket of this rank.
     """
-    folder, engine_id, ranks = _introductions(config, vllm_config)
+    folder, engine_id, ranks = introductions(config, vllm_config)
     rank = vllm_config.parallel_config.rank % ranks
-    return introduce(folder, engine_id, rank, handshake.encode())
+    return introduce(folder, engine_id, rank, handshake.encode(), ended)
 
 
 def introduced_workers(
@@ -120,7 +130,7 @@ def introduced_workers(
     Raises:
         ConfigError: a worker tells nothing.
     """
-    folder, engine_id, ranks = _introductions(config, vllm_config)
+    folder, engine_id, ranks = introductions(config, vllm_config)
     found = {}
     for rank in range(ranks):
         try:
@@ -134,7 +144,7 @@ def introduced_workers(
     return found
 
 
-def _introductions(config: OmniConfig, vllm_config: "VllmConfig") -> tuple[Path, str, int]:
+def introductions(config: OmniConfig, vllm_config: "VllmConfig") -> tuple[Path, str, int]:
     """The folder where the workers of an engine introduce themselves, its id, and its ranks."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None

@@ -80,12 +80,16 @@ def take_hints(request: "Request", shared: SharedPrefix | None, stats: Stats) ->
     hints, bad = read_hints(known, None if sampling is None else sampling.extra_args)
     if hints == NO_HINTS and not bad and KEY not in known:
         return
-    ignored = hints.asks_arena if shared is None else shared.hint(request.request_id, hints)
-    if bad + ignored:
-        stats.count("bad_hints", bad + ignored)
+    if shared is None:
+        bad += hints.asks_arena
+        hints = NO_HINTS
+    else:
+        hints = shared.hint(request.request_id, hints)
+    if bad:
+        stats.count("bad_hints", bad)
     if KEY in known:
         request.kv_transfer_params = {key: known[key] for key in known if key != KEY} or None
-    if hints.prefetch and not ignored and request.kv_transfer_params is None:
+    if hints.prefetch and request.kv_transfer_params is None:
         answer_one_token(request)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
 
+from omni_connector.errors import OmniError
 from omni_connector.handoff.adapters import AdapterContents
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
@@ -27,6 +28,7 @@ from omni_connector.handoff.truncation import TRUNCATED, truncate, truncation_re
 from omni_connector.handoff.upkeep import Upkeep
 from omni_connector.handoff.weights import WeightsEpoch
 from omni_connector.kv.ledger import CopyLedger, Ended
+from omni_connector.net.introductions import CopiesOfRanks
 from omni_connector.net.status import StatusReport
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.stats import COUNTERS, GAUGES
@@ -38,6 +40,7 @@ from omni_connector.vllm_v1.compat import (
     worker_stats,
 )
 from omni_connector.vllm_v1.events import KVEvents
+from omni_connector.vllm_v1.load_room import LoadRoom
 from omni_connector.vllm_v1.metadata import OmniConnectorMetadata, OmniWorkerMetadata
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.requests import drop_unusable, prompt_of, recompute, take_hints
@@ -68,6 +71,7 @@ class OmniScheduler:
         surroundings: clock and threads.
         weights: their epoch.
         ledger: the copy jobs.
+        room: which loads may begin.
         upkeep: what is done beside the steps.
         channel: to peers; closed with this.
         directory, sender: slots, and what hands them off; None on an engine that hands nothing off.
@@ -89,6 +93,7 @@ class OmniScheduler:
         surroundings: Surroundings,
         weights: WeightsEpoch,
         ledger: CopyLedger,
+        room: LoadRoom,
         upkeep: Upkeep,
         channel: ControlChannel,
         directory: SlotDirectory | None,
@@ -105,6 +110,7 @@ class OmniScheduler:
         self._manager = manager
         self._weights = weights
         self._ledger = ledger
+        self._room = room
         self._upkeep = upkeep
         self._channel = channel
         self._directory = directory
@@ -115,7 +121,9 @@ class OmniScheduler:
         self._events = events
         self._stats = stats
         self._status = status
-        self._adapters = AdapterContents(self._clock, surroundings.start)
+        self._adapters = AdapterContents(
+            self._clock, vllm_config.parallel_config.tensor_parallel_size, surroundings.start
+        )
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
         self._fails_by_block = fails_by_block(kv_cache_config)
         # Where a group keeps its last tokens only, a prefill must end where the decode begins.
@@ -138,13 +146,13 @@ class OmniScheduler:
 
     def _begin_epoch(self) -> None:
         """Whatever was computed so far is void, here and at the peers that are reading it."""
-        self._weights.begin()
         if self._sender is not None:
             slots, generations = self._sender.void()
             self._void[0].extend(slots)
             self._void[1].extend(generations)
         elif self._directory is not None:  # it hands nothing off, so nobody has a lease
             self._directory.void()
+        self._weights.begin()  # the control thread gives leases from here on, so not before
         if self._receiver is not None:
             self._receiver.void()
         if self._shared is not None:
@@ -155,6 +163,7 @@ class OmniScheduler:
         self._follow_weights()
         take_hints(request, self._shared, self._stats)
         drop_unusable(request, self._stats)
+        self._adapters.begins(request)
         if not (request.kv_transfer_params or self._shared is not None):
             return
         if not self._adapters.arrives(request):
@@ -203,6 +212,7 @@ class OmniScheduler:
         num_tokens = request.num_prompt_tokens - 1
         prompt = prompt_of(request, num_tokens, self._hash_block_size, adapter)
         if prompt is None:
+            receiver.reject(remote)
             raise BadParamsError("prompt_embeds", "the prompt has no token ids")
         if prompt.num_tokens > 0:
             receiver.add(request, remote, prompt)
@@ -225,6 +235,7 @@ class OmniScheduler:
             logger.warning(
                 "Request %s is not handed off: its prompt has no token ids", request.request_id
             )
+            sender.add(request, Prompt(token_ids=(), num_tokens=0), refusal="prompt_embeds")
             return
         if num_tokens < 1:
             sender.add(request, prompt, refusal="nothing_to_hand_off")
@@ -249,6 +260,8 @@ class OmniScheduler:
         """How many tokens beyond these can be loaded; see `KVConnectorBase_V1`."""
         if request.request_id in self._waiting:
             return _ASK_AGAIN  # in each step, for each of them, so it is all that is looked at
+        if self._uncache_incomplete():
+            return _ASK_AGAIN  # vLLM may have found one for this request just now
         self._follow_weights()
         if self._adapters.waits(request):
             return _ASK_AGAIN
@@ -268,10 +281,21 @@ class OmniScheduler:
                 matched = self._receiver.matched_tokens(request_id, num_computed_tokens)
                 if self._trace is not None and matched is not None:
                     self._trace.begin(request_id, "room", after="lease")
-        if matched == 0 and self._shared is not None:
-            matched = self._shared.matched_tokens(request, num_computed_tokens)
+        if self._shared is not None and matched is not None:
+            if matched:
+                self._shared.not_asked(request.request_id, num_computed_tokens)
+            else:
+                matched = self._shared.matched_tokens(request, num_computed_tokens)
         # Prompt log-probabilities need the whole prompt computed; vLLM 0.30 does not see to that.
-        return (0, False) if request.skip_reading_prefix_cache else (matched, bool(matched))
+        if request.skip_reading_prefix_cache:
+            return 0, False
+        if matched == 0:
+            self._room.ends(request.request_id)
+        elif matched and not self._room.admits(
+            request, num_computed_tokens, num_computed_tokens + matched
+        ):
+            return _ASK_AGAIN
+        return matched, bool(matched)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external: int
@@ -279,14 +303,17 @@ class OmniScheduler:
         """Blocks were allocated; `num_external` of their tokens are ours to load."""
         shared = self._shared
         from_store = shared is not None and shared.offers(request.request_id)
+        if num_external > 0:
+            self._room.begins(request)
         if self._receiver is not None and request.kv_transfer_params:
             self._receiver.allocated(request, blocks, 0 if from_store else num_external)
             if self._trace is not None:
                 loads = num_external > 0 and not from_store
                 phase = "load" if loads else "scheduling"
                 self._trace.begin(request.request_id, phase, after="room")
-        self._uncache_incomplete()
         if shared is not None:
+            if num_external > 0 and not from_store:
+                shared.not_asked(request.request_id, None)  # these tokens are ours
             shared.allocated(request, blocks.get_block_ids, num_external if from_store else 0)
 
     def hit_sources(self, request: "Request", tokens: int) -> dict[Any, int]:
@@ -297,16 +324,20 @@ class OmniScheduler:
             sources[cache_hit_source(counter)] += number
         return +sources
 
-    def _uncache_incomplete(self) -> None:
-        """Let vLLM find no block by its hash that was not loaded as a whole. It gives them their
-        hashes when it schedules their request, and asks us before it looks at the next one."""
+    def _uncache_incomplete(self) -> bool:
+        """Let vLLM find no block by its hash that was not loaded as a whole; whether it could find
+        one until now. It gives them their hashes when it turns to their request, and may look at
+        the next request without another word to us (`Scheduler._ec_transfer_pending`)."""
         if self._receiver is None or not (incomplete := self._receiver.incomplete):
-            return
+            return False
         blocks = self._manager.block_pool.blocks
+        found = False
         for request_id, block_ids in list(incomplete.items()):
             if any(blocks[each].block_hash is not None for each in block_ids):
                 self._manager.evict_blocks(block_ids)
                 del incomplete[request_id]
+                found = True
+        return found
 
     def build_meta(self, scheduler_output: "SchedulerOutput") -> OmniConnectorMetadata:
         """This step's work for the workers."""
@@ -321,6 +352,7 @@ class OmniScheduler:
             meta.void, self._void = self._void, ([], [])
         if self._sender is not None:
             self._sender.build(meta, scheduler_output, self._manager.get_blocks)
+        self._room.scheduled(scheduler_output.num_scheduled_tokens)
         self._uncache_incomplete()
         if self._receiver is not None:
             self._receiver.build(meta, computes=not meta.idle)
@@ -344,12 +376,18 @@ class OmniScheduler:
                 self._trace.begin(request_id, "scheduling", after="load")
         if (counted := worker_stats(output)) is not None:
             self._status.add(counted.data)
-        if output.invalid_block_ids and self._sender is not None:
-            self._sender.loads_failed()
         report = output.kv_connector_worker_meta
+        if output.invalid_block_ids and self._sender is not None:
+            # Of our own loads nothing was copied, as a request that waits for one computes nothing.
+            failed = report.failed if isinstance(report, OmniWorkerMetadata) else ()
+            own = self._ledger.blocks_of(failed)
+            self._sender.loads_failed(output.invalid_block_ids - own)
         if not isinstance(report, OmniWorkerMetadata):
             return
         self._follow_weights()
+        for load in report.adapters:
+            if self._adapters.loaded(load, self._weights.number):
+                self._begin_epoch()
         self._ledger.report(report.done, report.failed)
         if self._receiver is not None:
             self._recompute_loaded(self._receiver, output)
@@ -360,6 +398,11 @@ class OmniScheduler:
     def _recompute_loaded(self, receiver: HandoffReceiver, output: "KVConnectorOutput") -> None:
         for request in receiver.take_void():
             # The KV has come, but of other weights than those it would be read with.
+            recompute(request, self._manager)
+        for request in receiver.take_late():
+            # The workers do not tell vLLM of these, so that its policy ends no request for them.
+            if self._shared is not None:
+                self._shared.load_nothing(request.request_id)
             recompute(request, self._manager)
         for request in receiver.take_failed():
             if self._shared is not None:
@@ -376,6 +419,7 @@ class OmniScheduler:
         """vLLM has taken over what a step has computed; returns the KV events since the last."""
         if self._computing:
             self._computing.popleft()
+        self._adapters.step_ended()
         if self._receiver is not None:
             self._receiver.step_ended()
         if self._waiting and self._sender is not None:
@@ -385,8 +429,10 @@ class OmniScheduler:
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """The request is over, in whatever way; see `SupportsHMA`."""
         self._follow_weights()
+        self._room.ends(request.request_id)
         if self._adapters.goes_on(request.request_id) and self._receiver is not None:
             self._receiver.decline(request.kv_transfer_params or {})  # nothing was asked for yet
+        self._adapters.ends(request.request_id)
         if self._shared is not None:
             self._shared.finish(request.request_id)
         answer: dict[str, Any] | None = None
@@ -406,6 +452,25 @@ class OmniScheduler:
     def settle(self, look: Callable[[], Ended | None]) -> None:
         """See `CopyLedger.settle`."""
         self._ledger.settle(look)
+
+    def settle_ranks(self, copies: Callable[[], CopiesOfRanks]) -> None:
+        """Wait until no copy of any rank touches KV blocks any more, where that alone blocks a
+        reset; see `CopyLedger.settle_blocks`.
+
+        Args:
+            copies: makes what asks the ranks.
+        """
+        if not self._ledger.holds_alone:
+            return
+        try:
+            ranks = copies()
+        except OmniError as error:
+            logger.warning("The prefix cache is not reset, as copies hold blocks (%s)", error)
+            return
+        try:
+            self._ledger.settle_blocks(ranks.ended)
+        finally:
+            ranks.close()
 
     def frees_soon(self) -> bool:
         """Whether blocks come free so soon that no request should be preempted for some."""

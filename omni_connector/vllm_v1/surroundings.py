@@ -6,22 +6,35 @@ turns and messages in the order that it draws.
 """
 
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from omni_connector.config import FileStoreSettings, OmniConfig, StoreSettings
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
 from omni_connector.kv.copying import BlockCopier, Sharing, make_copier
+from omni_connector.net.introductions import CopiesOfRanks, RankCopies
 from omni_connector.net.links import Sockets, ZmqSockets
 from omni_connector.net.status import StatusFile
+from omni_connector.prefix.attaching import (
+    AttachAhead,
+    Ranks,
+    RankSockets,
+    answer_for_rank,
+)
 from omni_connector.prefix.neighbours import HostNeighbours, Household, Neighbours
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.opening import open_block_store
 from omni_connector.transports.choice import Transports, make_transports
-from omni_connector.turns import StartTurns, TurnThread
+from omni_connector.turns import MakeLock, StartTurns, TurnThread
+from omni_connector.vllm_v1.adapter_loads import AdapterLoads, watch_adapter_loads
+from omni_connector.vllm_v1.identity import weights_id
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True)
@@ -32,11 +45,18 @@ class Surroundings:
         clock: seconds, monotonic.
         randbytes: makes so many bytes that nobody can guess.
         start: starts a thread.
+        lock: makes a lock that the threads of the scheduler half share.
         sockets: opens the sockets of the control channel.
         transports: opens the transports that a configuration asks for; told whether it offers any.
         block_store: opens a client of the shared store that lends so many bytes of memory to it.
+        rank_copies: asks the ranks of an engine which of their copies have ended.
         neighbours: finds the engines of this host that share prefixes.
+        answer_for_rank: lets the scheduler half ask a rank to attach arenas of neighbours; returns
+            what ends that.
+        ranks: asks them; of an engine in a runtime folder, by its id.
         copier: makes what copies between KV blocks and slots, with threads that share in it.
+        weights_id: which weights an engine has, by their files; see `identity.weights_id`.
+        adapter_loads: notes which LoRA adapters vLLM loads in a worker.
         status_file: makes the file, in a runtime folder, that `omni-connector top` reads.
         prefault: whether a thread prefaults the arena's memory.
         explains: whether a thread answers `omni-connector explain`.
@@ -46,11 +66,17 @@ class Surroundings:
     clock: Callable[[], float] = time.monotonic
     randbytes: Callable[[int], bytes] = secrets.token_bytes
     start: StartTurns = TurnThread
+    lock: MakeLock = threading.Lock
     sockets: Callable[[], Sockets] = ZmqSockets
     transports: Callable[[OmniConfig, bool], Transports] = make_transports
     block_store: Callable[[StoreSettings | FileStoreSettings, int], BlockStore] = open_block_store
+    rank_copies: Callable[[Path, str, int, float], CopiesOfRanks] = RankCopies
     neighbours: Callable[[Household, Callable[[], float], StartTurns], Neighbours] = HostNeighbours
+    answer_for_rank: Callable[[Path, str, int, AttachAhead], Callable[[], None]] = answer_for_rank
+    ranks: Callable[[Path, str, int], Ranks] = RankSockets
     copier: Callable[[CanonicalKVCaches, SlotLayout, Sharing], BlockCopier] = make_copier
+    weights_id: Callable[[OmniConfig, "VllmConfig"], str | None] = weights_id
+    adapter_loads: Callable[["VllmConfig"], AdapterLoads] = watch_adapter_loads
     status_file: Callable[[Path], StatusFile] = StatusFile
     prefault: bool = True
     explains: bool = True

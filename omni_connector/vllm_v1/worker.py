@@ -3,9 +3,11 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
 from vllm.logger import init_logger
 
 from omni_connector.config import OmniConfig
@@ -34,12 +36,16 @@ from omni_connector.kv.ledger import Ended
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import TransferSpec
 from omni_connector.memory.nodes import near_cores, process_cores
+from omni_connector.memory.reservations import Reservation
+from omni_connector.prefix.attaching import AttachAhead
 from omni_connector.prefix.store_jobs import StoreJobs
 from omni_connector.shared_work import Helpers
+from omni_connector.stats import LEASE_EXPIRED
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.trace import Trace
 from omni_connector.transports import Arena, Endpoint
 from omni_connector.transports.choice import Transports
+from omni_connector.vllm_v1.adapter_loads import AdapterLoads
 from omni_connector.vllm_v1.kernels import attention_of, kernel_orders, scales_id
 from omni_connector.vllm_v1.metadata import (
     OmniConnectorMetadata,
@@ -71,9 +77,12 @@ class OmniWorker:
         rank, ranks: of this worker, and how many its engine has.
         arena_name: under which peers find the arena, unique on this host; it need not be secret.
         arena: how large this rank's arena is; None where the engine hands nothing off.
+        answer: lets the scheduler half have arenas of neighbours attached; returns what ends that.
+            None shares nothing with them.
         store: where prefixes are shared, closed with this; None shares none.
         surroundings: clock, randomness and threads.
         trace: is told what takes how long, closed with this; None where nothing is traced.
+        adapters: which LoRA adapters vLLM has loaded; None where it loads none.
     """
 
     def __init__(
@@ -87,10 +96,13 @@ class OmniWorker:
         ranks: int,
         arena_name: str,
         arena: ArenaSizing | None,
+        answer: Callable[[AttachAhead], Callable[[], None]] | None = None,
         store: BlockStore | None = None,
         surroundings: Surroundings = SURROUNDINGS,
         trace: Trace | None = None,
+        adapters: AdapterLoads | None = None,
     ) -> None:
+        self._adapters = adapters
         self._trace = transports.trace = trace
         self._config = config
         self._surroundings = surroundings
@@ -101,10 +113,13 @@ class OmniWorker:
         self._ranks = ranks
         self._arena_name = arena_name
         self._sizing = arena
+        self._answer = answer
+        self._end_answers: Callable[[], None] | None = None
         self._store = store
         self._checksum = config.integrity == "full"
         self._fails_by_block = fails_by_block(kv_cache_config)
         self._arena: Arena | None = None
+        self._reservation: Reservation | None = None
         self._copier: BlockCopier | None = None
         self._handshake: OmniHandshakeMetadata | None = None
         self._saver: Saver | None = None
@@ -113,8 +128,9 @@ class OmniWorker:
         self._cores = near_cores(_PROCESS_CORES, frozenset(os.sched_getaffinity(0)))
         self._helpers = Helpers(self._cores)
         start, on_end = surroundings.start, self._helpers.tell_lender
-        self._saves = CopyThread("omni-save", self._cores, start, on_end)
-        self._loads = CopyThread("omni-load", self._cores, start, on_end)
+        clock = surroundings.clock
+        self._saves = CopyThread("omni-save", self._cores, start, on_end, clock)
+        self._loads = CopyThread("omni-load", self._cores, start, on_end, clock)
         self._threads = [self._saves, self._loads]
         self._metadata: OmniConnectorMetadata | None = None
         self._loads_started = self._saves_started = True
@@ -126,6 +142,7 @@ class OmniWorker:
             type[TransferSpec], tuple[CopyThread, Callable[[int, Any, object], Work]]
         ] = {}
         self._under_way: dict[int, TransferSpec] = {}
+        self._last_started = NO_JOB_ID  # jobs have ascending numbers
         self._loads_left: Counter[str] = Counter()  # of each request that waits for several
         self._finished_loads: set[str] = set()
         self._failed_loads: set[str] = set()
@@ -209,8 +226,12 @@ class OmniWorker:
             clock=self._surroundings.clock,
             start=self._surroundings.start,
             notify=self._loads.notify,
+            queued=self._loads.queued,
+            own=(self._arena, endpoints) if self._arena is not None else None,
         )
         self._bodies[LoadSpec] = self._bodies[HostLoadSpec] = self._loads, self._loader.work
+        if self._answer is not None:
+            self._end_answers = self._answer(self._loader.attach_ahead)
         self._handshake = OmniHandshakeMetadata(
             endpoints, orders, attention, scales_id(self._kv_cache_config, self._layers)
         )
@@ -223,15 +244,27 @@ class OmniWorker:
         groups: tuple[GroupShape, ...],
     ) -> tuple[Endpoint, ...]:
         slot_bytes = stretches.layout.slot_bytes
-        size = sizing.size(slot_bytes, groups)
+        if self._surroundings.prefault:
+            size, self._reservation = sizing.reserve(slot_bytes, groups)
+        else:
+            size = sizing.size(slot_bytes, groups)
+        reservation = self._reservation
+
+        def populated(slots: NDArray[np.uint8]) -> None:
+            if reservation is not None:
+                reservation.populated(slots.nbytes)
+            copier.pin(slots)
+
         self._arena = Arena.create(
             size.slots,
             slot_bytes,
             prefault=self._surroundings.prefault,
             huge_pages=sizing.huge_pages,
             randbytes=self._surroundings.randbytes,
+            populated=populated,
         )
-        copier.pin(self._arena.slots)
+        if not self._surroundings.prefault:
+            copier.pin(self._arena.slots)  # else piece by piece, as far as there is memory
         self._saver = Saver(
             arena=self._arena,
             copier=copier,
@@ -260,10 +293,13 @@ class OmniWorker:
         """End of a step: whatever the runner did not start by itself starts now."""
         self.start_loads()
         self.start_saves()
-        if self._metadata is not None and self._metadata.cancel:
+        metadata, self._metadata = self._metadata, None
+        if metadata is None:
+            return
+        self._last_started = max([self._last_started, *metadata.loads, *metadata.saves])
+        if metadata.cancel:
             for thread in self._threads:
-                thread.cancel(set(self._metadata.cancel))
-        self._metadata = None
+                thread.cancel(set(metadata.cancel))
 
     def start_loads(self) -> None:
         """Start the step's loads; returns at once. Once a step, before or after the forward."""
@@ -381,11 +417,21 @@ class OmniWorker:
             outcome.count_into(self._stats, spec.timed_as, spec.counted_as)
             return
         self._report.failed[outcome.job_id] = outcome.failure
-        if type(spec) is LoadSpec:
+        # What is late is computed here without vLLM's policy; see `OmniScheduler`.
+        if type(spec) is LoadSpec and outcome.failure != LEASE_EXPIRED:
             if self._fails_by_block:
                 self._bad_block_ids |= outcome.bad_block_ids
             else:
                 self._failed_loads.add(spec.request_id)
+
+    def ended(self, job_ids: Collection[int]) -> list[int]:
+        """Those of these jobs that touch their blocks no more, reported or not. Any thread may ask.
+
+        A job of a step that this rank has yet to make counts as one that has not ended.
+        """
+        last_started = self._last_started  # before the threads are asked
+        under_way = set().union(*(thread.under_way() for thread in self._threads))
+        return [each for each in job_ids if each <= last_started and each not in under_way]
 
     def saves_ended(self) -> Ended | None:
         """The jobs that have ended; None while there are loads, whose ends go with a step."""
@@ -407,8 +453,10 @@ class OmniWorker:
         return bad
 
     def take_report(self) -> OmniWorkerMetadata | None:
-        """Jobs that ended, for the scheduler half; None when there are none."""
-        if not self._report.done:
+        """What the scheduler half must know of; None when there is nothing."""
+        if self._adapters is not None:
+            self._report.adapters += self._adapters.take(self._rank)
+        if not (self._report.done or self._report.adapters):
             return None
         report, self._report = self._report, OmniWorkerMetadata()
         return report
@@ -430,6 +478,8 @@ class OmniWorker:
         if self._closed:
             return
         self._closed = True
+        if self._end_answers is not None:
+            self._end_answers()
         self._saves.close()
         self._loads.close()
         self._helpers.close(CLOSE_S)
@@ -444,5 +494,7 @@ class OmniWorker:
             self._copier.close()  # it may have pinned the arena's memory
         if self._arena is not None:
             self._arena.close()
+        if self._reservation is not None:
+            self._reservation.close()
         if self._trace is not None:
             self._trace.close()

@@ -16,6 +16,7 @@ from omni_connector.cli.main import main
 from omni_connector.config import OmniConfig
 from omni_connector.memory.huge_pages import Pool
 from omni_connector.net.keys import write_new_key
+from omni_connector.transports import mooncake_lib
 
 SLOW = ("vLLM", "plugin")
 
@@ -102,6 +103,17 @@ def test_a_plugin_that_vllm_was_told_to_leave_out_is_found(
     assert "VLLM_PLUGINS='another'" in finding.text
 
 
+def test_what_lies_in_the_working_directory_is_no_vllm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "only_here.py").write_text("print('found', 'here', '2', 'False')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "_LOOK_FOR_PLUGIN", "import only_here")
+    finding = _find("plugin")
+    assert not finding.ok
+    assert "No module named 'only_here'" in finding.text
+
+
 def test_a_wrong_vllm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "version", lambda name: "0.12.0")
     finding = _find("vLLM")
@@ -129,9 +141,12 @@ def test_a_misspelt_setting_is_found_once(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_settings_with_which_no_engine_starts_are_found(
-    given: dict[str, object], text: str, tmp_path: Path
+    given: dict[str, object], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "listen" in given:
+        # A doctor's own process imports Mooncake for this address, other tests have for IPv4.
+        family = "IPv6" if "[" in str(given["listen"]) else "IPv4"
+        monkeypatch.setattr(mooncake_lib, "_chosen", family)
         write_new_key(tmp_path / "key")
         given = {**given, "key_file": str(tmp_path / "key")}
     (finding,) = _wrong(given)
@@ -238,7 +253,7 @@ def test_an_arena_over_half_of_the_memory_is_remarked_on(monkeypatch: pytest.Mon
 
 
 def test_it_says_how_large_an_arena_is_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "available_bytes", lambda: 400 << 30)
+    monkeypatch.setattr(module, "unclaimed_bytes", lambda: 400 << 30)
     text = _find("memory").text
     assert "400.0 GiB available of" in text
     assert "takes 40.0 GiB, up to 100.0 where one prompt needs more" in text
@@ -285,7 +300,10 @@ def test_it_tries_the_folder_of_a_store(monkeypatch: pytest.MonkeyPatch, tmp_pat
     finding = _find("store")
     assert finding.ok, finding.text
     assert f"files in {folder}, up to 2.0 GiB" in finding.text
-    assert not list(folder.rglob("*.kv"))
+    assert not folder.exists(), "it is the engine's to make"
+    folder.mkdir(0o700)
+    assert _find("store").ok
+    assert not list(folder.iterdir())
     folder.chmod(0o777)
     finding = _find("store")
     assert not finding.ok

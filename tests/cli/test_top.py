@@ -177,6 +177,18 @@ def test_rates_are_those_between_two_writings(make: Make) -> None:
     assert look(1008.0) is None
 
 
+def test_a_clock_that_is_set_back_costs_one_rate(make: Make) -> None:
+    history = History()
+    for written, loaded in ((1000.0, 0), (1002.0, 200), (400.0, 300), (402.0, 700)):
+        now = engine(written=written, counts={"bytes_loaded": loaded})
+        reading = Reading("default", Path("/"), written, [now])
+        history.add(reading)
+        rates = history.rates(now, written)
+        assert rates is None if written in (1000.0, 400.0) else rates is not None
+    assert rates is not None
+    assert rates["bytes_loaded"] == 200.0
+
+
 def test_rates_of_engines_add_up(make: Make) -> None:
     history = History()
     files = [make(engine_id=name, written=1000.0) for name in "ab"]
@@ -203,7 +215,10 @@ def test_an_engine_that_writes_no_more_is_silent() -> None:
     reading = Reading("default", Path("/x"), 1000.0, [engine(written=1000.0 - SILENT_S - 1)])
     assert reading.state(reading.engines[0]) == "silent"
     assert "silent" in text(reading)
-    assert Reading("d", Path("/x"), 1000.0).state(engine(written=2000.0)) == "live"
+    reading = Reading("d", Path("/x"), 1000.0)
+    assert reading.state(engine(written=1000.0 + SILENT_S - 1)) == "live"
+    # It has written nothing since the clock was set back.
+    assert reading.state(engine(written=2000.0)) == "silent"
 
 
 def test_the_bar_shows_each_state_that_there_is() -> None:

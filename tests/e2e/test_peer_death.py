@@ -2,8 +2,6 @@
 """An engine is killed with SIGKILL before, during or after a hand-off; the other one goes on."""
 
 import http.client
-import os
-import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +13,7 @@ import pytest
 
 from omni_connector.testing.engines import Engine
 
+from ..stopping import stop_group
 from .harness import Case, Pair
 from .pool import Member, Pool
 from .prompts import new_salt
@@ -101,7 +100,7 @@ def test_decode_answers_when_prefill_is_killed(
     failures = pair.failures()
     # Stopped, the prefill engine can be asked and does not answer; then it is gone for good.
     assert pair.prefill_engine.process is not None
-    os.killpg(pair.prefill_engine.process.pid, signal.SIGSTOP)
+    stop_group(pair.prefill_engine.process.pid)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(pair.decode, during.prompt, salts[1], params[1])
         time.sleep(0.5)

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from omni_connector.errors import ArenaFullError
-from omni_connector.handoff.directory import Handoff, LeaseState, SlotDirectory
+from omni_connector.handoff.directory import Handoff, LeaseAnswer, LeaseState, SlotDirectory
 from omni_connector.handoff.messages import DIGEST_BYTES, TOKEN_BYTES
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.ledger import Block
@@ -55,7 +55,7 @@ def prompt(*tokens: int) -> Prompt:
 
 def request_lease(directory: SlotDirectory, handoff: Handoff, lease: int = 1) -> LeaseState:
     asked = handoff.prompt
-    state, granted = directory.lease(
+    state, granted, _ = directory.lease(
         handoff.token, asked.num_tokens, asked.digest("tokens"), "tokens", lease
     )
     assert (granted is handoff) == (state is LeaseState.GRANTED)
@@ -379,7 +379,7 @@ def test_a_lease_request_for_another_prompt_gets_nothing(directory: SlotDirector
         (4, right, "tokens"),
     ):
         answer = directory.lease(handoff.token, num_tokens, digest, kind, 1)  # type: ignore[arg-type]
-        assert answer == (LeaseState.OTHER_PROMPT, None)
+        assert answer == LeaseAnswer(LeaseState.OTHER_PROMPT)
     assert directory.usage()[2] == 0
     assert request_lease(directory, handoff) is LeaseState.GRANTED
 
@@ -435,6 +435,36 @@ def test_no_copy_may_start_into_the_slots_of_a_closed_handoff(clock: FakeClock) 
     assert directory.copying(closed, [(0, 0)]) is None
     directory.close(heir.token)
     assert directory.usage() == (0, 0, 0)
+
+
+def test_a_hand_off_that_is_leased_late_does_not_keep_later_ones(
+    directory: SlotDirectory, clock: FakeClock
+) -> None:
+    first, second = opened(directory, [None]), opened(directory, [None])
+    for handoff in (first, second):
+        fill(directory, handoff)
+        directory.commit(handoff)
+        clock.advance(10)
+    request_lease(directory, first)
+    clock.advance(TTL - 10)
+    assert directory.expire() == 1
+    assert (first.closed, second.closed) == (False, True)
+    assert directory.usage() == (1, 0, 1)
+
+
+def test_a_lease_that_is_renewed_does_not_keep_later_ones(
+    directory: SlotDirectory, clock: FakeClock
+) -> None:
+    handoff = opened(directory, [None])
+    fill(directory, handoff)
+    directory.commit(handoff)
+    for lease in (1, 2, 1):
+        request_lease(directory, handoff, lease)
+        clock.advance(10)
+    clock.advance(TTL - 20)
+    assert directory.expire() == 0
+    assert list(handoff.leases) == [1]
+    assert directory.usage() == (1, 0, 1)
 
 
 def test_void_drops_what_is_cached(directory: SlotDirectory) -> None:
@@ -665,7 +695,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     def request_lease(self, handoff: Handoff, right: bool, kind: str, lease: int) -> None:
         asked = handoff.prompt if right else prompt(*[7] * handoff.prompt.num_tokens)
         digest = asked.digest(kind)  # type: ignore[arg-type]
-        state, granted = self.directory.lease(
+        state, granted, until = self.directory.lease(
             handoff.token,
             asked.num_tokens,
             digest,
@@ -686,6 +716,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         waits = handoff.token in self.live and not self.leasable(handoff)
         assert self.directory.pending(handoff.token) == waits
         assert granted is (handoff if expected is LeaseState.GRANTED else None)
+        assert until == (self.clock() + TTL if granted is not None else 0.0)
 
     @rule(handoff=handoffs, lease=st.integers(1, 3))
     def release(self, handoff: Handoff, lease: int) -> None:
@@ -772,3 +803,40 @@ class DirectoryMachine(RuleBasedStateMachine):
 
 TestDirectoryMachine = DirectoryMachine.TestCase
 TestDirectoryMachine.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+
+
+def test_what_is_leased_again_goes_after_what_was_leased_since(
+    directory: SlotDirectory, clock: FakeClock
+) -> None:
+    """Hand-offs and leases end in the order of their times, not in that of their beginnings."""
+    first, second = opened(directory, [None]), opened(directory, [None])
+    for each in (first, second):
+        fill(directory, each)
+        directory.commit(each)
+    request_lease(directory, first, 1)
+    request_lease(directory, second, 2)
+    clock.advance(TTL / 2)
+    request_lease(directory, first, 1)
+    clock.advance(TTL / 2)
+    assert directory.expire() == 1
+    assert second.closed
+    assert not first.closed
+    assert list(first.leases) == [1]
+    clock.advance(TTL / 2)
+    assert directory.expire() == 1
+    assert directory.usage() == (0, 0, 0)
+
+
+def test_of_two_leases_the_one_that_is_renewed_outlives_the_other(
+    directory: SlotDirectory, clock: FakeClock
+) -> None:
+    handoff = opened(directory, [None])
+    fill(directory, handoff)
+    directory.commit(handoff)
+    for lease in (1, 2):
+        request_lease(directory, handoff, lease)
+    clock.advance(TTL / 2)
+    request_lease(directory, handoff, 1)
+    clock.advance(TTL / 2)
+    assert directory.expire() == 0
+    assert list(handoff.leases) == [1]

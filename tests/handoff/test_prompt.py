@@ -95,6 +95,16 @@ def test_what_else_changes_the_kv_changes_the_digest(
     assert make_prompt(extra=one).digest(kind) != make_prompt(extra=other).digest(kind)
 
 
+@pytest.mark.parametrize("length", [40, 1])
+def test_what_else_changes_the_kv_tells_prompts_of_one_engine_apart(
+    length: int, make_prompt: MakePrompt
+) -> None:
+    extras: list[tuple[str, ...]] = [(), ("salt=a",), ("salt=b",), ("lora=a",), ("mm=x@0+4",)]
+    prompts = [make_prompt(length, extra=extra) for extra in extras]
+    assert len({each.identity() for each in prompts}) == len(extras)
+    assert prompts[1].identity() == make_prompt(length, extra=("salt=a",)).identity()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_length_counts_and_what_follows_the_prompt_does_not(
     kind: DigestKind, make_prompt: MakePrompt
@@ -112,3 +122,19 @@ def test_hashes_and_tokens_cannot_stand_for_each_other() -> None:
     )
     plain = Prompt(token_ids=[0, 0, 0, 0], num_tokens=4)  # the same 32 bytes
     assert hashed.digest("blocks") != plain.digest("blocks")
+
+
+@pytest.mark.parametrize("block", [16, 64], ids=["hashed", "without hashes"])
+def test_prompts_of_other_kv_are_not_identical(make_prompt: MakePrompt, block: int) -> None:
+    """Identical prompts share the slots of a hand-off."""
+    one = make_prompt(40, block)
+    assert one.identity() == make_prompt(40, block).identity()
+    others = [
+        make_prompt(40, block, extra=("salt=a",)),
+        make_prompt(40, block, extra=("salt=b",)),
+        make_prompt(39, block),
+        make_prompt(40, block, token_ids=[*range(100, 139), 7]),
+    ]
+    assert len({each.identity() for each in (one, *others)}) == 5
+    first = [bytes([9]) * 32, bytes([10]) * 32]
+    assert make_prompt(40, 16, block_hashes=first).identity() != make_prompt(40, 16).identity()

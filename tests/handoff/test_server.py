@@ -165,6 +165,51 @@ def test_a_complete_handoff_is_granted_with_slots_and_generations(
     assert introduced.directory.usage()[2] == 1
 
 
+class Interrupted:
+    """A lock; between two sections that it guards, once, another thread does something.
+
+    Attributes:
+        after: how many sections come before that; None: it does nothing.
+        does: what it does.
+    """
+
+    def __init__(self) -> None:
+        self.after: int | None = None
+        self.does: Callable[[], object] = lambda: None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        if self.after is None:
+            return
+        self.after -= 1
+        if self.after < 0:
+            self.after = None
+            self.does()
+
+
+@pytest.mark.parametrize("sections", range(3))
+def test_a_hand_off_that_ends_while_it_is_leased_is_granted_or_denied(
+    introduced: Served, monkeypatch: pytest.MonkeyPatch, sections: int
+) -> None:
+    """The engine's thread ends it, as with a reset, between any two things that are looked at."""
+    handoff = introduced.handoff()
+    lock = Interrupted()
+    monkeypatch.setattr(introduced.directory, "_lock", lock)
+    lock.does = lambda: introduced.directory.close(handoff.token)
+    lock.after = sections
+    (answer,) = introduced.say(ALICE, introduced.request_for(handoff))
+    assert isinstance(answer, LeaseDenied if sections == 0 else LeaseGranted)
+    assert not introduced.counts["message_failed"]
+    assert introduced.directory.usage()[0] == (0 if sections < 2 else 3)
+    introduced.directory.close(handoff.token)
+    assert introduced.directory.usage() == (0, 0, 0)
+    # The peer is a peer still.
+    (answer,) = introduced.say(ALICE, introduced.request_for(introduced.handoff(), 2))
+    assert isinstance(answer, LeaseGranted)
+
+
 def test_an_unknown_token_is_denied(introduced: Served) -> None:
     digest = introduced.prompt.digest("tokens")
     request = LeaseRequest(3, bytes(TOKEN_BYTES), introduced.prompt.num_tokens, digest, "tokens")
@@ -373,6 +418,17 @@ def test_a_message_that_cannot_be_handled_costs_its_sender_only(
     assert introduced.say(ALICE, request) == [LeaseDenied(1, "not_introduced")]
     assert isinstance(introduced.say(BOB, request)[0], LeaseGranted)
     assert len([r for r in caplog.records if r.exc_info]) == 1
+
+
+def test_that_pending_requests_cannot_be_answered_is_logged_once(
+    introduced: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in (1, 2, 3):
+        introduced.say(ALICE, introduced.request_for(introduced.handoff(filled=False), number))
+    monkeypatch.setattr(introduced.directory, "pending", lambda token: 1 // 0)
+    assert len(introduced.server.recheck()) == 3
+    assert introduced.counts == {"message_failed": 3}
+    assert len([record for record in caplog.records if record.exc_info]) == 1
 
 
 def test_a_pending_request_that_cannot_be_answered_is_denied_and_the_others_are_not(

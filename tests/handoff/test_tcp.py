@@ -2,10 +2,14 @@
 """The control channel over TCP: between engines that share a key, and against everybody else."""
 
 import contextlib
+import errno
 import json
 import os
+import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +46,8 @@ from omni_connector.net.zeromq import make_context
 from omni_connector.testing import inspection
 from omni_connector.testing.ports import free_port
 
+from ..descriptors import spare
+from ..stopping import stop
 from . import curve
 from .engine import LONG, PROMPT, Asker, Engine, StartAsker, StartEngine, ask, failure, start_peer
 
@@ -376,6 +382,7 @@ def test_where_nobody_says_who_may_enter_nobody_does() -> None:
                 assert not monitor.poll(500)
                 client.disable_monitor()
         assert not listener.router.poll(0)
+        listener.close()
     finally:
         context.destroy(linger=0)
 
@@ -404,6 +411,7 @@ def test_what_is_not_read_yet_is_bounded() -> None:
                 client.send(bytes(MAX_REQUEST_BYTES), zmq.NOBLOCK)
                 sent += 1
         assert sent < 200
+        listener.close()
     finally:
         context.destroy(linger=0)
 
@@ -459,16 +467,11 @@ def test_connections_are_bounded_and_those_there_are_stay(
     assert early.lease_by_tcp(engine, engine.handoff()).result(LONG)
     before = len(os.listdir("/proc/self/fd"))
     with contextlib.ExitStack() as stack:
-        crowd = [stack.enter_context(knock(engine)) for _ in range(50)]
-        shut = 0
-        for stranger in crowd:  # four are let be, until their time is over
-            stranger.setblocking(False)
-        end = time.monotonic() + LONG
-        while shut < 46 and time.monotonic() < end:
-            time.sleep(0.01)
-            shut = sum(map(_is_shut, crowd))
-        assert shut == 46
+        crowd = [stack.enter_context(approach(engine)) for _ in range(50)]
+        # Four are let be, until their time is over. Others are shut, or never accepted.
+        eventually(lambda: "5 connections already" in caplog.text)
         eventually(lambda: len(os.listdir("/proc/self/fd")) <= before + 50 + 4)
+        assert sum(not _is_shut(stranger) for stranger in crowd) >= 4
         assert early.lease_by_tcp(engine, engine.handoff()).result(LONG)
         assert not early.gone.is_set()
         late = start_asker(KEY)
@@ -481,15 +484,110 @@ def test_connections_are_bounded_and_those_there_are_stay(
     assert start_asker(KEY).lease_by_tcp(engine, engine.handoff()).result(LONG)
 
 
+def approach(engine: Engine) -> socket.socket:
+    """A TCP connection that begins, and waits for nothing."""
+    stranger = socket.socket()
+    stranger.setblocking(False)
+    stranger.connect_ex(("127.0.0.1", port_of(engine)))
+    return stranger
+
+
 def _is_shut(stranger: socket.socket) -> bool:
     try:
         while stranger.recv(1 << 16):  # what it has said before
             pass
     except BlockingIOError:
         return False
-    except ConnectionResetError:
-        pass
+    except OSError as error:
+        return error.errno != errno.ENOTCONN  # it was never accepted
     return True
+
+
+_FLOODED = """
+import os, resource, sys, threading, time
+from omni_connector.net.keys import ClusterKey
+from omni_connector.net.links import ZmqSockets
+from omni_connector.net.peers import HostPort
+from omni_connector.turns import TurnThread
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+KEY = ClusterKey(*(each.encode() for each in sys.argv[1:]))
+sockets = ZmqSockets()
+listener = sockets.serve_tcp(HostPort("127.0.0.1", 0), KEY, time.monotonic)
+for each in (listener.router, *listener.watched):
+    sockets.poller.register(each)
+ending = threading.Event()
+def turn():
+    listener.attend(sockets.poller.ready())
+    return None if ending.is_set() else 0.5
+thread = TurnThread("omni-control", turn, sleep=sockets.poller)
+print(listener.address.port, flush=True)
+files = [os.open(os.devnull, os.O_RDONLY) for _ in range(500)]
+numbers = list(range(300_000, 0, -1)) * 2
+def compute():  # as an engine does, with one call after the other that holds the interpreter's lock
+    while not ending.is_set():
+        sorted(numbers)
+threading.Thread(target=compute).start()
+longest, without_since, most = 0.0, None, 0
+end = time.monotonic() + 5
+while time.monotonic() < end:
+    time.sleep(0.001)
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+        without_since = None
+    except OSError:
+        without_since = without_since or time.monotonic()
+        longest = max(longest, time.monotonic() - without_since)
+if without_since:
+    longest = max(longest, time.monotonic() - without_since)
+ending.set()
+for each in files:
+    os.close(each)
+print(longest, len(os.listdir("/proc/self/fd")), flush=True)
+sockets.poller.wake()
+thread.join(10)
+sockets.close()
+"""
+
+
+def test_a_flood_leaves_the_process_its_descriptors() -> None:
+    keys = [each.decode() for each in (KEY.public, KEY.secret)]
+    command = [sys.executable, "-c", _FLOODED, *keys]
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 3000:
+        pytest.skip("this process may not open enough files to flood another")
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as flooded,
+        contextlib.ExitStack() as stack,
+    ):
+        assert flooded.stdout is not None
+        address = "127.0.0.1", int(flooded.stdout.readline())
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 3000), hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(2500):
+            stranger = stack.enter_context(socket.socket())
+            stranger.setblocking(False)
+            stranger.connect_ex(address)
+        longest, files = flooded.stdout.readline().split()
+    assert flooded.returncode == 0
+    assert float(longest) < 2.5  # of the five seconds that a stranger has to show the key
+    assert int(files) < 400
+
+
+def test_connections_are_shut_without_a_descriptor_to_spare(
+    monkeypatch: pytest.MonkeyPatch, start_engine: StartEngine
+) -> None:
+    monkeypatch.setattr(sockets_module, "HANDSHAKE_MS", 600_000)
+    engine = start_engine(listen_tcp=LOOPBACK, key=KEY)
+    listener = engine.channel._listener
+    assert listener is not None
+    stranger = knock(engine)
+    eventually(lambda: inspection.connections(engine.channel) == 1)
+    (number,) = listener._connections
+    with spare(0):
+        listener._shut(number)
+    wait_for_end(stranger)
+    eventually(lambda: inspection.connections(engine.channel) == 0)
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -662,7 +760,7 @@ def test_a_stopped_peer_is_noticed(
                 asker.channel, f"tcp://{address}", bytes.fromhex(token), b"k" * 16, timeout=600.0
             )
             assert peer.stdout.readline() == "pending\n"
-            os.kill(peer.pid, signal.SIGSTOP)
+            stop(peer.pid)
             assert "is gone" in str(failure(future))  # of itself the request waits for 600 s
         finally:
             os.kill(peer.pid, signal.SIGKILL)

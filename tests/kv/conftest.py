@@ -282,6 +282,12 @@ class HostStream(Stream):
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.int8)
 
+    def device_buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.int8)
+
+    def to_device(self, ids: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(ids.copy())
+
     def pin(self, slots: np.ndarray) -> bool:
         return self._pins
 

@@ -26,6 +26,16 @@ def test_a_reader_that_differs_is_told_the_field_and_both_values(field: str) -> 
     assert other.difference(other) is None
 
 
+def test_names_count_only_where_the_weights_of_one_side_are_unknown() -> None:
+    known = compatibility_key(weights="w")
+    assert known.difference(compatibility_key(model="another", weights="w")) is None
+    assert known.difference(compatibility_key(weights="v")) == ("weights", "w", "v")
+    assert known.difference(ORDINARY) is None
+    other = compatibility_key(model="another")
+    assert known.difference(other) == ("model", "m@1", "another")
+    assert other.difference(known) == ("model", "another", "m@1")
+
+
 def test_what_is_left_out_is_told_as_an_empty_text() -> None:
     values = ORDINARY.values()
     assert values["numerics"] == ""

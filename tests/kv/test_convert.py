@@ -395,3 +395,14 @@ def test_halves_and_rows_are_not_alike():
             source_block_size=16,
             target_block_size=16,
         )
+
+
+def test_halves_of_a_single_head_need_not_name_it() -> None:
+    """As where each rank has one KV head."""
+    pages = [(f"({tokens}.C8|{tokens}.C8)",) for tokens in ("N16", "N8")]
+    converter = SlotConverter(*pages, source_block_size=16, target_block_size=8)
+    source = np.arange(256, dtype=np.uint8)
+    target = np.zeros(128, np.uint8)
+    converter.copy(source, 0, target, 1, [HeadSlice(0, 0, 1)], end_token=16)
+    keys, values = source.reshape(2, 16, 8)
+    assert np.array_equal(target.reshape(2, 8, 8), np.stack([keys[8:], values[8:]]))

@@ -436,7 +436,7 @@ def test_the_device_is_idle_after_a_copy_that_failed(kv, monkeypatch):
     copier = StagedCopier(canonical, layout, stream, staging_bytes=1)
     slots = random_slots(3, layout)
 
-    def broken(block_ids, staged):
+    def broken(stream, block_ids, staged):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(
@@ -471,3 +471,88 @@ def test_a_loads_checksum_is_of_the_bytes_loaded_even_when_the_slot_is_rewritten
     originals = random_slots(3, layout)[[2, 0, 1], : layout.group_bytes[0]]
     for value, bytes_loaded, original in zip(sums.tolist(), loaded, originals, strict=True):
         assert value == bytes_loaded or value != digest(original.tobytes())
+
+
+@pytest.mark.parametrize("lacking", range(4))
+def test_after_an_allocation_that_failed_the_next_copy_has_both_staging_buffers(
+    kv, monkeypatch, lacking
+):
+    """Of two on the device and two on the host."""
+    cache = kv.build("LBHNC", 5, [[kv.Shape(1, 1, 1, 8)]], seed=1)
+    canonical, layout = opened(cache)
+    stream = kv.HostStream()
+    calls = iter(range(100))
+    empty = torch.empty
+
+    def allocate(*args, **kwargs):
+        if next(calls) == lacking:
+            raise RuntimeError("out of memory")
+        return empty(*args, **kwargs)
+
+    copier = StagedCopier(canonical, layout, stream, staging_bytes=1)
+    slots = np.zeros((5, layout.slot_bytes), np.uint8)
+    copy = BlockCopy(0, ids([0, 1, 2]), slots, ids([4, 3, 2]), checksum=True)
+    monkeypatch.setattr(torch, "empty", allocate)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        copier.save(copy)
+    sums = copier.save(copy)
+    expected = [xxhash.xxh3_64_intdigest(cache.slot(0, block).tobytes()) for block in range(3)]
+    assert sums.tolist() == expected
+
+
+def test_slots_are_pinned_piece_by_piece_and_no_copy_crosses_from_one_to_the_next(kv):
+    # A slot has no gap to the next, so that copies join slots where they may.
+    cache = kv.build("LBHNC", 9, [[kv.Shape(4, 2, 16, 32)]], seed=1)
+    canonical, layout = opened(cache)
+    assert layout.group_bytes == (layout.slot_bytes,)
+    crossed = []
+
+    class Stream(kv.HostStream):
+        def launch(self, work, *, host=None, lands=False):
+            if host is not None:
+                first = (host.data_ptr() - slots.ctypes.data) / layout.slot_bytes
+                of_slots = 0 <= first < len(slots)
+                crossed.append((first, len(host)) if of_slots else "a buffer")
+            work()
+
+    slots = np.zeros((8, layout.slot_bytes), np.uint8)
+    copier = StagedCopier(canonical, layout, Stream(pins=True), staging_bytes=8 * layout.slot_bytes)
+    block_ids = ids(range(1, 9))
+    some = BlockCopy(0, block_ids[:4], slots, ids(range(4)), checksum=False)
+    copier.save(some)
+    assert crossed == ["a buffer"]
+    for piece in (slots[:3], slots[5:7], slots[3:5]):
+        assert copier.pin(piece)
+    crossed.clear()
+    copier.save(some)
+    assert crossed == [(0.0, 3), (3.0, 1)]
+    crossed.clear()
+    copier.save(BlockCopy(0, block_ids, slots, ids(range(8)), checksum=False))
+    assert crossed == ["a buffer"]  # the last slot is in no piece
+    for block, slot in zip(range(1, 9), slots, strict=True):
+        np.testing.assert_array_equal(slot, cache.slot(0, block))
+
+
+def test_a_device_that_refuses_one_piece_is_offered_no_other(kv):
+    cache = kv.build("LBHNC", 3, [[kv.Shape(1, 1, 1, 8)]])
+    canonical, layout = opened(cache)
+    stream = kv.HostStream()
+    copier = StagedCopier(canonical, layout, stream)
+    slots = np.zeros((3, layout.slot_bytes), np.uint8)
+    assert not copier.pin(slots[:1])
+    stream._pins = True
+    assert not copier.pin(slots[1:])
+
+
+def test_a_copier_of_a_device_that_has_failed_can_be_closed(kv):
+    cache = kv.build("LBHNC", 3, [[kv.Shape(1, 1, 1, 8)]])
+    canonical, layout = opened(cache)
+
+    class Failed(kv.HostStream):
+        def finish(self, mark):
+            raise RuntimeError("an illegal memory access was encountered")
+
+    stream = Failed()
+    copier = StagedCopier(canonical, layout, stream)
+    copier.close()
+    assert stream.log[-1] == ("close", None)

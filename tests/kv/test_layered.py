@@ -3,6 +3,8 @@
 
 import itertools
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +16,9 @@ from omni_connector import copy_threads
 from omni_connector.copy_threads import UNTIL_NOTIFIED, CopyThread, Outcome
 from omni_connector.kv.canonical import SlotLayout, canonicalize
 from omni_connector.kv.copying import CpuCopier
-from omni_connector.kv.layered import Forward, LayeredSave, Stretches
+from omni_connector.kv.layered import Forward, LayeredSave, Stretches, TracedCopier
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
+from omni_connector.testing import FakeClock
 
 thorough = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 
@@ -310,7 +313,8 @@ def test_a_notification_between_a_look_and_the_wait_is_not_lost(waiting, made):
 
 @pytest.mark.parametrize("notified", [True, False])
 def test_a_wait_ends_with_its_time_and_with_a_notification(made, notified):
-    thread = CopyThread("omni-test", None, ByHand)
+    clock = FakeClock()
+    thread = CopyThread("omni-test", None, ByHand, clock=clock)
 
     def work(cancelled):
         yield 25.0
@@ -324,12 +328,17 @@ def test_a_wait_ends_with_its_time_and_with_a_notification(made, notified):
         woken = thread._thread.woken
         thread.notify()
         assert thread._thread.woken == woken + 1
+    else:
+        clock.advance(24.0)
+        assert turns(thread) == 1.0
+        assert made == []
+        clock.advance(1.0)
     turns(thread)
     assert made == [1]
 
 
 def test_the_thread_sleeps_until_the_first_of_several_waits_is_over(waiting, made):
-    thread = CopyThread("omni-test", None, ByHand)
+    thread = CopyThread("omni-test", None, ByHand, clock=FakeClock())
 
     def work(seconds):
         def pieces(cancelled):
@@ -340,9 +349,40 @@ def test_the_thread_sleeps_until_the_first_of_several_waits_is_over(waiting, mad
 
     for number, seconds in enumerate((7.0, 5.0, False), 1):
         thread.submit(number, work(seconds))
-        assert turns(thread) == (seconds or copy_threads._NOT_YET_S)
+        assert turns(thread) == pytest.approx(seconds or copy_threads._NOT_YET_S)
     thread.submit(4, waiting(4, 1))
-    assert turns(thread) == copy_threads._NOT_YET_S
+    assert turns(thread) == pytest.approx(copy_threads._NOT_YET_S)
+
+
+def test_what_counts_as_queued_is_time_in_which_others_go_on(made):
+    clock = FakeClock()
+    thread = CopyThread("omni-test", None, ByHand, clock=clock)
+
+    def work(number, *waits):
+        def pieces(cancelled):
+            for each in waits:
+                made.append((number, round(thread.queued(), 6)))
+                clock.advance(1.0)
+                yield each
+            made.append((number, round(thread.queued(), 6)))
+            return Outcome(number)
+
+        return pieces
+
+    thread.submit(1, work(1, True, UNTIL_NOTIFIED))
+    thread.submit(2, work(2, 5.0, True))
+    thread.submit(3, work(3, True))
+    turns(thread)
+    assert made == [(1, 0), (1, 0), (2, 2), (3, 3), (3, 3)]
+    made.clear()
+    clock.advance(30.0)  # it waits for something outside
+    thread.submit(4, work(4, True))
+    turns(thread)
+    assert made == [(2, 2), (2, 2), (4, 1), (4, 1)]
+    made.clear()
+    thread.notify()
+    turns(thread)
+    assert made == [(1, 0)]
 
 
 @pytest.mark.parametrize("end", [lambda t: t.cancel({1}), lambda t: t.close()])
@@ -392,3 +432,12 @@ def test_a_layer_of_a_device_goes_to_pinned_slots_in_batches_of_its_own_size(kv)
     assert not made[0]._bounced
     saving.end()
     saving.check(3)
+
+
+def test_zeroed_blocks_are_traced() -> None:
+    told: list[Any] = []
+    inner: Any = SimpleNamespace(zero=lambda group, ids, fence=None: told.append(len(ids)))
+    stretches: Any = SimpleNamespace(layout=None, of_groups=())
+    trace: Any = SimpleNamespace(span=lambda name, began, **what: told.append((name, what)))
+    TracedCopier(inner, stretches, trace).zero(1, np.arange(3))
+    assert told == [3, ("zero", {"group": 1, "blocks": 3})]

@@ -357,3 +357,11 @@ def test_prefault_without_memory_is_an_error(arena: Arena, monkeypatch: pytest.M
     arena.close()
     with pytest.raises(TransportError, match="closed"):
         arena.prefault(2, 100)
+
+
+@pytest.mark.parametrize("generation", [0, 1, (1 << 64) - 1])
+def test_a_generation_is_any_number_of_64_bits(generation: int) -> None:
+    with Arena.create(1, 4096) as arena:
+        arena.begin_write(0, generation)
+        arena.publish(0, generation, b"", 4096, 0)
+        arena.begin_write(0, (generation + 1) % (1 << 64))

@@ -77,6 +77,26 @@ def test_what_was_evicted_not_long_ago_counts_as_used_again() -> None:
     assert kept(pool, "back") == 1
 
 
+def test_what_was_evicted_lately_counts_however_much_was_evicted_before() -> None:
+    pool = SlotPool(4)
+    for number in range(20):
+        use(pool, f"before {number}")
+    for word in ("back", *"abcd", "back", *"efgh"):
+        use(pool, word)
+    assert kept(pool, "back") == 1
+
+
+@pytest.mark.parametrize("number", [3, 4])
+def test_all_blocks_of_a_prompt_that_is_favoured_stay(number: int) -> None:
+    pool = SlotPool(6)
+    favoured = "abcd"[:number]
+    slots = np.array(use(pool, *favoured), np.int64)
+    assert pool.privilege(slots, 1, favour=True, pin_until=None) == number
+    for word in "efghij":
+        use(pool, word)
+    assert kept(pool, *favoured) == number
+
+
 def test_what_was_evicted_long_ago_does_not() -> None:
     pool = SlotPool(4)
     for word in ("back", *"abcdijkl", "back", *"efgh"):
@@ -142,7 +162,7 @@ def test_prompts_copied_in_steps_lose_their_ends_first_once_they_are_requeued() 
 def test_only_cached_slots_that_are_not_pinned_are_requeued() -> None:
     pool = SlotPool(6)
     cached, pinned, held, reused = (use(pool, word)[0] for word in "abcd")
-    pool.pin(np.array([pinned]), 0, until=10.0)
+    pool.privilege(np.array([pinned]), 0, favour=False, pin_until=10.0)
     assert pool.take([keys("c")], [0]) is not None
     filling = pool.keep(0, [b"e"], 1).slots[0]
     stamps = pool._order._stamp.copy()
@@ -254,9 +274,9 @@ def test_the_pins_of_a_copy_end_when_nobody_can_find_it_any_more() -> None:
     asked = keys("a", "b")
     slots = pool.take([asked], [0])[0][0]  # type: ignore[index]
     pool.fill(0, asked, slots)
-    assert pool.pin(slots, 1, until=10.0) == 2
+    assert pool.privilege(slots, 1, favour=True, pin_until=10.0) == 2
     pool.let_go(slots)
-    assert pool.pins(1)[0] == 0
+    assert pool.num_privileged == 0
     pool.filled(slots)
     assert pool.counts() == (8, 0, 0)
 

@@ -104,7 +104,8 @@ def test_peers_are_set_aside_for_what_they_have_in_quarantine(pool: Pool, clock:
 def test_where_too_much_is_in_quarantine_all_who_failed_are_set_aside(pool: Pool) -> None:
     for number in range(5):
         pool.quarantine(f"peer {number}", pool.take(SIZE), MAX_BYTES // 5 + 1)
-    assert len(pool.backed_off()) == 5
+    pool.quarantine("with little", pool.take(SIZE), 1)
+    assert len(pool.backed_off()) == 6
 
 
 def test_memory_that_there_is_not_is_a_transport_error() -> None:

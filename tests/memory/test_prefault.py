@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from omni_connector.memory import populate
 from omni_connector.memory import prefault as module
@@ -23,6 +25,7 @@ from omni_connector.turns import COPIES
 MIB = 1 << 20
 SIZE = 9 * MIB + 4096
 WINDOW = 4 * MIB
+ORDINARY_WINDOW = module._WINDOW  # before `_quick`
 
 
 @pytest.fixture(autouse=True)
@@ -282,6 +285,25 @@ def test_a_reader_maps_what_is_there_and_allocates_nothing(
     assert len(open_fds()) <= len(before)
 
 
+def test_a_reader_maps_nothing_while_a_copy_runs(memory: Memory) -> None:
+    memory.mapped[:] = bytes(SIZE)
+    mapped = reader_of(memory)
+    with COPIES:
+        prefaulter = ReaderPrefaulter(memory.fd, mapped)
+        time.sleep(0.2)
+        assert resident(mapped) == 0
+        assert not finished(prefaulter)
+    wait_until(lambda: finished(prefaulter))
+    assert resident(mapped) >= SIZE
+    prefaulter.stop()
+    mapped.close()
+
+
+def test_memory_is_asked_for_in_whole_steps() -> None:
+    assert ORDINARY_WINDOW >= module._STEP
+    assert ORDINARY_WINDOW % module._STEP == 0
+
+
 def test_a_reader_gives_up_where_nothing_comes(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +313,21 @@ def test_a_reader_gives_up_where_nothing_comes(
     assert memory.allocated == 0
     prefaulter.stop()
     mapped.close()
+
+
+def test_an_arena_is_mapped_in_advance_once_it_is_read() -> None:
+    before, threads = open_fds(), threading.active_count()
+    with Arena.create(64, MIB) as arena:
+        for reads in (False, True):
+            with ArenaView.open(
+                arena.fd, epoch=arena.epoch, n_slots=64, slot_bytes=MIB, prefault=True
+            ) as view:
+                assert view._prefaulter is None
+                if reads:
+                    assert not view.slots[3].any()
+                    assert view._prefaulter is not None
+    assert open_fds() <= before
+    assert threading.active_count() <= threads
 
 
 def test_a_reader_that_is_closed_while_it_waits_leaves_nothing() -> None:
@@ -321,8 +358,46 @@ def test_a_view_that_cannot_be_mapped_in_advance_is_read_nevertheless(
             view = ArenaView.open(
                 arena.fd, epoch=arena.epoch, n_slots=1, slot_bytes=4096, prefault=True
             )
+            assert not view.slots.any()
         arena.begin_write(0, 1)
         arena.publish(0, 1, b"key", 0, 0)
         assert view.verify(0, 1).key == b"key"
         view.close()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("large", [0, 1 << 40])
+def test_what_is_populated_is_told_as_whole_slots_each_once_and_no_other_is(
+    large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device pins what is told: pinned memory is allocated."""
+    monkeypatch.setattr(module, "_LARGE", large)
+    told: list[tuple[int, int]] = []
+    allocated: list[bool] = []
+
+    def populated(slots: NDArray[np.uint8]) -> None:
+        first = (slots.ctypes.data - arena.slots.ctypes.data) // slots.shape[1]
+        told.append((first, len(slots)))
+        there = os.fstat(arena.fd).st_blocks * 512
+        allocated.append(there >= (first + len(slots)) * slots.shape[1])
+
+    with COPIES:  # so that the arena is known before anything is told
+        arena = Arena.create(9, MIB, prefault=True, populated=populated)
+    with arena:
+        wait_until(lambda: sum(count for _, count in told) == 9)
+        assert [first for first, _ in told] == [
+            sum(n for _, n in told[:i]) for i in range(len(told))
+        ]
+        assert all(allocated)
+        assert (len(told) > 1) == (not large)
+
+
+def test_no_memory_that_others_need_is_pinned(memory: Memory) -> None:
+    left = iter([module.spared_bytes() + 100 * MIB, 1 << 20])
+    told: list[int] = []
+    prefaulter = Prefaulter(
+        memory.fd, memory.mapped, available=lambda: next(left), populated=told.append
+    )
+    wait_until(lambda: finished(prefaulter))
+    prefaulter.stop()
+    assert told == [WINDOW]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from omni_connector.errors import ConfigError, MissingDependencyError
+from omni_connector.net.runtime import of_kernel
 from omni_connector.objects import mooncake_store
 from omni_connector.objects.base import OmniConnector
 from omni_connector.objects.factory import ConnectorSpec, OmniConnectorFactory, settings_of
@@ -49,7 +50,7 @@ def test_the_names_that_users_configure_are_listed() -> None:
 def test_shared_memory_needs_no_settings(place: Path) -> None:
     with OmniConnectorFactory.create_connector(ConnectorSpec("SharedMemoryConnector")) as made:
         assert isinstance(made, SharedMemoryConnector)
-        assert made.health()["folder"] == str(place / "default")
+        assert made.health()["folder"] == str(of_kernel(place / "default"))
         assert made.supports_raw_data is False
 
 
@@ -57,7 +58,7 @@ def test_settings_of_shared_memory_arrive(place: Path) -> None:
     settings = {"namespace": "team", "object_gib": 0.125, "object_timeout": 2.5, "peer_timeout": 1}
     with create("SharedMemoryConnector", **settings) as made:
         assert isinstance(made, SharedMemoryConnector)
-        assert made.health()["folder"] == str(place / "team")
+        assert made.health()["folder"] == str(of_kernel(place / "team"))
         assert made.object_timeout == 2.5
         assert made.health()["free_object_slots"] == 128
 

@@ -3,7 +3,6 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -23,7 +23,9 @@ from hypothesis import strategies as st
 from omni_connector.errors import ConfigError, ProtocolError, TransportError
 from omni_connector.net import resolver as resolver_module
 from omni_connector.net.keys import write_new_key
+from omni_connector.net.packets import require_protocol
 from omni_connector.net.peers import HostPort
+from omni_connector.objects import mooncake as objects_mooncake
 from omni_connector.objects import peer as objects_peer
 from omni_connector.objects.factory import ConnectorSpec, OmniConnectorFactory
 from omni_connector.objects.mooncake import MooncakeTransferEngineConnector
@@ -32,6 +34,8 @@ from omni_connector.objects.peer import QUESTIONS
 from omni_connector.testing import inspection
 from omni_connector.testing.conformance import ObjectConformance
 from omni_connector.testing.ports import free_port
+
+from ..stopping import stop
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 
@@ -299,6 +303,35 @@ def test_garbage_at_the_port_disturbs_nobody(make: Make) -> None:
     assert sender.health()["status"] == "healthy"
 
 
+class NewerFind(msgspec.Struct, frozen=True, tag="find"):
+    """The question as the next version of this package understands it."""
+
+    digest: bytes
+    protocol: int
+
+    def __post_init__(self) -> None:
+        require_protocol(self.protocol, objects_peer.PROTOCOL + 1)
+
+
+def test_a_sender_of_another_version_is_named_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    newer = msgspec.msgpack.Decoder(NewerFind)
+    monkeypatch.setattr(objects_mooncake, "QUESTIONS", newer)
+    sender, receiver = make(), make(role="receiver", object_timeout=WAIT_S)
+    _, _, metadata = sender.put(*EDGE, "key", b"object")
+    started = time.monotonic()
+    for _ in range(3):
+        assert receiver.get(*EDGE, "key", metadata) is None
+    assert time.monotonic() - started < WAIT_S / 2  # it is answered
+    said = [each.getMessage() for each in caplog.records if "No object is found" in each.msg]
+    assert len(said) == 1
+    assert f"at {sender.listen()}: the peer refuses" in said[0]
+    assert "protocol 2, wanted 3" in said[0]
+    # The sender says it once, too.
+    assert len([each for each in caplog.records if "wanted 3" in each.getMessage()]) == 2
+
+
 def test_what_a_sender_says_of_an_object_is_checked(make: Make) -> None:
     sender, receiver = make(), make(role="receiver")
     _, _, metadata = sender.put(*EDGE, "key", b"object")
@@ -342,8 +375,8 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_sender_that_is_gone_or_stands_still(make: Make, number: signal.Signals) -> None:
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_a_sender_that_is_gone_or_stands_still(make: Make, how: str) -> None:
     receiver = make(role="receiver")
     with subprocess.Popen(
         [sys.executable, "-c", SENDER],
@@ -355,7 +388,10 @@ def test_a_sender_that_is_gone_or_stands_still(make: Make, number: signal.Signal
             assert sender.stdout is not None
             metadata = json.loads(sender.stdout.readline())
             assert receiver.get(*EDGE, "key", metadata) == (b"x" * (4 << 20), 4 << 20)
-            sender.send_signal(number)
+            if how == "stop":
+                stop(sender.pid)
+            else:
+                sender.kill()
             started = time.monotonic()
             assert receiver.get(*EDGE, "key", metadata) is None
             assert time.monotonic() - started < WAIT_S / 2

@@ -14,14 +14,14 @@ import msgspec
 import pytest
 
 from omni_connector.memory.arena import Arena
-from omni_connector.net.packets import MAX_MESSAGE_BYTES, Refusal
+from omni_connector.net.packets import MAX_MESSAGE_BYTES, Refusal, require_protocol
 from omni_connector.net.runtime import listen, socket_path
 from omni_connector.net.unix import Connection, Listener
 from omni_connector.objects import exchange
 from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.codec import encode
 from omni_connector.objects.object_store import ObjectStore, StoredObject
-from omni_connector.objects.peer import ANSWERS, Find, Found, Missing, Peer, Read
+from omni_connector.objects.peer import ANSWERS, PROTOCOL, Find, Found, Missing, Peer, Read
 from omni_connector.objects.shm import SharedMemoryConnector
 from omni_connector.testing import inspection
 from omni_connector.transports.base import Endpoint
@@ -176,6 +176,42 @@ def test_a_connector_of_another_version_is_refused_in_words(place: Path) -> None
             said = [older.recv(MAX_MESSAGE_BYTES) for _ in range(2)]
         assert msgspec.msgpack.decode(said[0], type=Found).digest == KEY.digest
         assert "protocol 1, wanted 2" in msgspec.msgpack.decode(said[1], type=Refusal).reason
+
+
+class NewerFind(msgspec.Struct, frozen=True, tag="find"):
+    """The question as the next version of this package asks and understands it."""
+
+    digest: bytes
+    protocol: int = PROTOCOL + 1
+
+    def __post_init__(self) -> None:
+        require_protocol(self.protocol, PROTOCOL + 1)
+
+
+def test_senders_of_another_version_are_named_once(
+    place: Path, connector: SharedMemoryConnector, caplog: pytest.LogCaptureFixture
+) -> None:
+    newer = [
+        Listener(msgspec.msgpack.Decoder(NewerFind), lambda question: (None, None))
+        for _ in range(2)
+    ]
+    addresses = [socket_path(place, f"newer{number}", kind="o-") for number in range(2)]
+    for listener, address in zip(newer, addresses, strict=True):
+        listener.add(address)
+    with SharedMemoryConnector(folder=place) as own:
+        own.put("0", "1", "key", b"object")
+        for _ in range(3):
+            # What senders of our version have is found all the same.
+            assert connector.get("0", "1", "key") == (b"object", 6)
+            assert connector.get("0", "1", "other") is None
+    said = [each.getMessage() for each in caplog.records if "No object is found" in each.msg]
+    assert len(said) == 2
+    for text, address in zip(sorted(said), sorted(map(str, addresses)), strict=True):
+        assert f"No object is found at {address}: the peer refuses" in text
+        assert "protocol 2, wanted 3" in text
+        assert "same minor version" in text
+    for listener in newer:
+        listener.close()
 
 
 def test_notes_about_other_arenas_and_objects_are_ignored(place: Path) -> None:

@@ -22,6 +22,7 @@ from omni_connector.testing.conformance import ObjectConformance
 from omni_connector.transports.shm import Attach
 
 from ..peer_processes import EXPORT, WAIT_S, Peer
+from ..stopping import stop
 
 SOON_S = 20.0
 KEY = ObjectKey("0", "1", "key")
@@ -127,8 +128,7 @@ def test_sender_that_answers_no_more_is_given_up_in_time(
     ):
         other.put("0", "1", "other", [1, 2])
         assert reader.get("0", "1", "key") == (b"object", 6)
-        os.kill(peer.process.pid, signal.SIGSTOP)
-        os.waitpid(peer.process.pid, os.WUNTRACED)
+        stop(peer.process.pid)
         started = time.monotonic()
         assert reader.get("0", "1", "key") is None
         assert timeout * 0.9 < time.monotonic() - started < WAIT_S
@@ -207,8 +207,7 @@ def test_reading_tells_an_owner_that_takes_no_notes_without_waiting(
         digest = ObjectKey("0", "1", "key").digest
         stored = found.find(digest, time.monotonic() + WAIT_S)
         assert stored is not None
-        os.kill(peer.process.pid, signal.SIGSTOP)
-        os.waitpid(peer.process.pid, os.WUNTRACED)
+        stop(peer.process.pid)
         started = time.monotonic()
         read = Read(stored.endpoint.epoch, digest, stored.stored.generation)
         for _ in range(6000):

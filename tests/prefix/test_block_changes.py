@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is told of arena and store is true after each step, however much happens in one."""
 
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -151,3 +155,15 @@ def test_a_block_is_found_whether_one_without_a_key_is_filled_with_it_or_not():
     told.pool.fill(0, [key, None], slots)
     told.pool.filled(slots)
     assert told.index.find(tags_of(b"", 0, [key]))[0].tolist() == [slots[0]]
+
+
+def test_whether_the_arena_has_lost_a_block_is_asked_by_the_key_in_the_arena() -> None:
+    """With an adapter it is another than vLLM's hash."""
+    asked: list[Any] = []
+    arena = SimpleNamespace(lost=lambda group, key: asked.append((group, key)))
+    listing = SimpleNamespace(changes=arena)
+    pool: Any = SimpleNamespace(lock=contextlib.nullcontext(), listing=listing)
+    changes: BlockChanges[str] = BlockChanges(pool, [16], lambda *_: [])
+    changes._kept[0, b"key"] = b"hash"
+    changes.filled(None, 0, [(0, b"key", b"hash")])
+    assert asked == [(0, b"key")]

@@ -2,6 +2,7 @@
 """Hints are read whatever they are, and what they ask keeps within its bounds."""
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from omni_connector.config import ALL_HINTS, HintName
 from omni_connector.memory.slot_pool import SlotPool
 from omni_connector.prefix.hints import (
     MAX_PIN_S,
     NO_HINTS,
-    Favours,
+    HintPolicy,
     Hints,
     read_hints,
     tenant_of,
@@ -106,7 +108,33 @@ def test_tenants_differ_by_their_salt() -> None:
     assert tenant_of("a") == tenant_of("a")
 
 
-class FavourMachine(RuleBasedStateMachine):
+def test_salts_that_are_not_listed_are_one_tenant_with_those_who_have_none() -> None:
+    listed = ("a", "b")
+    assert len({tenant_of(salt, listed) for salt in (*listed, None)}) == 3
+    assert {tenant_of(salt, listed) for salt in ("c", "", "\ud800", "*")} == {tenant_of(None)}
+    assert tenant_of("a", listed) == tenant_of("a")
+    assert {tenant_of(salt, ()) for salt in ("a", "b", None)} == {tenant_of(None)}
+
+
+@pytest.mark.parametrize(
+    ("asked", "names", "followed", "refused"),
+    [
+        (Hints("high", 5.0, True), ALL_HINTS, Hints("high", 5.0, True), 0),
+        (Hints("high", 5.0, True), ("no", "prefetch"), Hints(prefetch=True), 2),
+        (Hints("no"), ("no", "prefetch"), Hints("no"), 0),
+        (Hints("no"), ("high",), NO_HINTS, 1),
+        (Hints("high", 5.0, True), (), NO_HINTS, 3),
+        (Hints("high", 5.0), ("pin_s",), Hints(pin_s=5.0), 1),
+        (NO_HINTS, (), NO_HINTS, 0),
+    ],
+)
+def test_of_hints_those_are_followed_that_the_operator_allows(
+    asked: Hints, names: tuple[HintName, ...], followed: Hints, refused: int
+) -> None:
+    assert asked.allowed(names) == (followed, refused)
+
+
+class HintMachine(RuleBasedStateMachine):
     """Keeping, hand-offs, hints, time, resets, in any order: bounds hold, and nothing is lost."""
 
     SLOTS = 12
@@ -115,7 +143,7 @@ class FavourMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = FakeClock()
         self.pool = SlotPool(self.SLOTS)
-        self.favours = Favours(self.pool, self.clock, 0.5, 0.5, Counts())
+        self.policy = HintPolicy(self.pool, self.clock, 0.5, 0.5, Counts())
         self.saves: list[np.ndarray] = []
         self.handoffs: list[np.ndarray] = []
         self.until: dict[int, float] = {}  # when the pin of each pinned slot ends
@@ -173,7 +201,7 @@ class FavourMachine(RuleBasedStateMachine):
     def grant(self, tenant: int, first: int, count: int, cache: str, pin_s: float) -> None:
         before = self.pool._order.pinned.copy()
         keys = self.keys(tenant, first, count)
-        self.favours.grant(Hints(cache, pin_s), tenant, 0, keys)
+        self.policy.grant(Hints(cache, pin_s), tenant, 0, keys)
         for slot in np.flatnonzero(self.pool._order.pinned & ~before).tolist():
             self.until[slot] = 0.0
         for slot in self.pool.find(0, keys).tolist() if pin_s else ():
@@ -211,10 +239,14 @@ class FavourMachine(RuleBasedStateMachine):
 
     @invariant()
     def bounds_hold(self) -> None:
+        order = self.pool._order
         for tenant in (1, 2, 3):
-            pinned, of_tenant = self.pool.pins(tenant)
-            assert pinned <= 6
-            assert of_tenant <= 3
+            every = np.arange(self.SLOTS)
+            privileged = order._favoured | order.pinned
+            assert self.pool.privileged(every).tolist() == privileged.tolist()
+            assert self.pool.num_privileged == np.count_nonzero(privileged) <= 6
+            of_tenant = np.count_nonzero(privileged & (self.pool._tenant == tenant))
+            assert self.pool.privileged_of(tenant) == of_tenant <= 3
             assert self.pool._kept_of[tenant] <= 6
 
     def teardown(self) -> None:
@@ -230,19 +262,21 @@ class FavourMachine(RuleBasedStateMachine):
         assert self.pool._num_free == self.SLOTS
 
 
-TestFavours = FavourMachine.TestCase
-TestFavours.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestHintPolicy = HintMachine.TestCase
+TestHintPolicy.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize(("pins", "stays"), [([50, 5], True), ([5, 50], True), ([5, 5], False)])
+@pytest.mark.parametrize(
+    ("pins", "stays"), [([50, 5], True), ([5, 50], True), ([5, 5], False), ([10], False)]
+)
 def test_of_two_pins_the_one_that_ends_later_counts(pins: list[float], stays: bool) -> None:
     clock, pool = FakeClock(), SlotPool(4)
-    favours = Favours(pool, clock, 0.5, 1.0, Counts())
+    policy = HintPolicy(pool, clock, 0.5, 1.0, Counts())
     slots = pool.keep(0, [b"a"], 1, tenant=1).slots
     pool.filled(slots)
     pool.let_go(slots)
     for seconds in pins:
-        favours.grant(Hints(pin_s=seconds), 1, 0, [b"a"])
+        policy.grant(Hints(pin_s=seconds), 1, 0, [b"a"])
     clock.advance(10)
     pool.end_pins(clock())
     assert pool.pinned(slots).all() == stays
@@ -270,6 +304,14 @@ def test_a_tenant_that_holds_its_quota_keeps_no_more() -> None:
     assert (len(kept.chosen), kept.over_quota) == (0, 1)
 
 
+def test_where_a_tenant_may_have_all_slots_nothing_is_over_its_quota() -> None:
+    pool = SlotPool(4)
+    HintPolicy(pool, FakeClock(), 0.5, 1.0, Counts())
+    pool.keep(0, [b"a", b"b", b"c", b"d"], 4, tenant=1)  # being copied
+    kept = pool.keep(0, [b"e"], 1, tenant=1)
+    assert (len(kept.chosen), kept.over_quota, kept.dropped) == (0, 0, 1)
+
+
 def test_what_is_not_kept_anyway_takes_no_slot_from_its_tenant() -> None:
     pool = SlotPool(10)
     pool.quota = 2
@@ -283,7 +325,7 @@ def test_what_is_not_kept_anyway_takes_no_slot_from_its_tenant() -> None:
 
 def test_pinned_slots_of_a_hand_off_are_within_the_quota_of_their_tenant() -> None:
     pool = SlotPool(8)
-    favours = Favours(pool, FakeClock(), 1.0, 0.5, Counts())
+    policy = HintPolicy(pool, FakeClock(), 1.0, 0.5, Counts())
     cached = pool.keep(0, [b"a", b"b"], 2, tenant=1).slots
     pool.filled(cached)
     pool.let_go(cached)
@@ -292,7 +334,7 @@ def test_pinned_slots_of_a_hand_off_are_within_the_quota_of_their_tenant() -> No
     taken = pool.take([keys], [0])
     assert taken is not None
     pool.fill(0, keys, taken[0][0])
-    favours.grant(Hints(pin_s=5), 1, 0, keys)
+    policy.grant(Hints(pin_s=5), 1, 0, keys)
     assert pool._kept_of[1] == 4
     assert pool.pinned(taken[0][0]).tolist() == [True, True, True, False]
     assert not len(pool.find(0, [b"a", b"b"]))
@@ -311,10 +353,65 @@ def test_the_end_of_a_prompt_goes_first_whatever_is_asked_for_it(asked: Hints) -
     clock, pool = FakeClock(), SlotPool(12)
     keys = [b"%d" % number for number in range(6)]
     full(pool, keys)
-    Favours(pool, clock, 1.0, 1.0, Counts()).grant(asked, 1, 0, keys)
+    HintPolicy(pool, clock, 1.0, 1.0, Counts()).grant(asked, 1, 0, keys)
     clock.advance(10)
     pool.end_pins(clock())
     others = iter(range(100))
     while len(there := pool.find(0, keys)) == 6:
         full(pool, [b"other %d" % next(others)])
     assert there.tolist() == pool.find(0, keys[: len(there)]).tolist()
+
+
+def test_what_is_asked_to_stay_longer_takes_no_more_than_the_part_for_pins() -> None:
+    """Clients choose their hints: those of one must leave the others' blocks alone."""
+    clock, counts = FakeClock(), Counts()
+    pool = SlotPool(64)
+    policy = HintPolicy(pool, clock, 0.25, 1.0, counts)
+    honest = [[b"honest %d" % n] for n in range(16)]
+    full(pool, *honest)
+    for number in range(8):
+        keys = [b"%d/%d" % (number, block) for block in range(8)]
+        full(pool, keys)
+        policy.grant(Hints("high"), 1, 0, keys)
+        for prompt in honest:  # they are used again all the while
+            slots = pool.find(0, prompt)
+            pool.touch(slots, pool.generation[slots])
+    assert sum(len(pool.find(0, keys)) for keys in honest) == 16
+    assert pool.num_privileged == 16
+    assert counts.of == {"high_refused": 48}
+    policy.grant(Hints(pin_s=5), 1, 0, honest[0])
+    assert counts.of["pins_refused"] == 1
+
+
+def test_what_is_favoured_gives_its_part_back_when_it_is_evicted() -> None:
+    counts = Counts()
+    pool = SlotPool(8)
+    policy = HintPolicy(pool, FakeClock(), 0.25, 1.0, counts)
+    full(pool, [b"a", b"b"])
+    policy.grant(Hints("high"), 1, 0, [b"a", b"b"])
+    full(pool, *([b"%d" % number] for number in range(100)))
+    assert not len(pool.find(0, [b"a", b"b"]))
+    assert (pool.num_privileged, pool.privileged_of(1)) == (0, 0)
+    policy.grant(Hints("high"), 2, 0, [b"99", b"98"])
+    assert (pool.num_privileged, counts.of) == (2, {})
+
+
+def test_pins_of_many_times_are_looked_at_a_few_times_a_second() -> None:
+    """Whatever times clients choose, pins end at few moments."""
+    clock = FakeClock()
+    pool = SlotPool(256)
+    policy = HintPolicy(pool, clock, 1.0, 1.0, Counts())
+    keys = [b"%d" % number for number in range(256)]
+    full(pool, keys)
+    for number, key in enumerate(keys):
+        policy.grant(Hints(pin_s=1 + number / 256), 1, 0, [key])
+    ends = []
+    for _ in range(2048):
+        before = pool.num_pinned
+        pool.end_pins(clock())
+        if pool.num_pinned < before:
+            ends.append(clock())
+        clock.advance(1 / 512)
+    assert pool.num_pinned == 0
+    assert len(ends) <= 6
+    assert all(later - earlier >= 0.24 for earlier, later in pairwise(ends))

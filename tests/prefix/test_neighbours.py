@@ -2,6 +2,7 @@
 """What an engine is told of its slots that were read: all of it, the beginnings of prompts last."""
 
 import contextlib
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,6 +20,16 @@ from omni_connector.prefix.neighbours import Hits, HostNeighbours, Household
 from omni_connector.transports import Endpoint
 
 ARENA = Endpoint(transport="shm", address="a", epoch=bytes(16), n_slots=8, slot_bytes=4096)
+
+
+class AllAttached:
+    """Ranks that have attached whatever they are asked for."""
+
+    def attached(self, engines: Any) -> list[bool]:
+        return [True] * len(engines)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class Reader:
@@ -62,7 +73,9 @@ def met() -> Iterator[HostNeighbours]:
 
         def engine(name: str) -> Any:
             index = ends.enter_context(contextlib.closing(BlockIndex.create(8, bytes(16))))
-            home = Household(folder, name, bytes(16), index, ((ARENA,),), lambda *_: None)
+            home = Household(
+                folder, name, bytes(16), index, ((ARENA,),), AllAttached(), lambda *_: None
+            )
             return ends.enter_context(contextlib.closing(HostNeighbours(home, time.monotonic)))
 
         reader = engine("reader")
@@ -127,3 +140,45 @@ def test_each_slot_is_told_once_where_it_was_read_last(
             latest[slot] = generation
     assert told == list(latest.items())
     assert all(len(message) <= size for message in reader.told)
+
+
+def test_engines_that_do_not_answer_delay_the_meeting_of_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(neighbours, "_ANSWER_S", 60.0)
+    with contextlib.ExitStack() as ends:
+        folder = Path(ends.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
+        silent = []
+        for number in range(6):
+            each = ends.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            each.bind(str(folder / f"i-{number:024x}.sock"))
+            each.listen(0 if number == 0 else 8)
+            silent.append(each)
+        for _ in range(3):  # of one not even the queue has room
+            full = ends.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            full.setblocking(False)
+            full.connect_ex(silent[0].getsockname())
+
+        def engine(name: str) -> Any:
+            index = ends.enter_context(contextlib.closing(BlockIndex.create(8, bytes(16))))
+            home = Household(
+                folder, name, bytes(16), index, ((ARENA,),), AllAttached(), lambda *_: None
+            )
+            return ends.enter_context(contextlib.closing(HostNeighbours(home, time.monotonic)))
+
+        owner, reader = engine("owner"), engine("reader")
+        until = time.monotonic() + 20
+        while not (reader.present() or time.monotonic() > until):
+            time.sleep(0.01)
+        assert len(reader.present()) == 1
+        del owner
+
+
+def test_an_engine_counts_once_its_arenas_are_attached(met: HostNeighbours) -> None:
+    ranks = AllAttached()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(met._household.ranks, "attached", lambda engines: [False] * len(engines))
+        met._follow()
+        assert not met.present()
+    met._follow()
+    assert len(met.present()) == len(ranks.attached([1]))

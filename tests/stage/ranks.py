@@ -8,12 +8,14 @@ import datetime
 import json
 import os
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from omni_connector.stage import distributed
 from omni_connector.stage.distributed import ParallelGroups, broadcast_value
 
 from .shared import shared_manager
@@ -23,12 +25,15 @@ def _groups(kind: str, rank: int, world: int) -> tuple[ParallelGroups | None, in
     """The groups, the tensor-parallel rank and size."""
     if kind == "world":
         return None, 0, 1
-    if kind == "tp":
+    if kind in ("tp", "agree"):
         return ParallelGroups(world=dist.group.WORLD), rank, world
     # Ranks (0, 1) and (2, 3) are tensor-parallel; (0, 2) and (1, 3) share branches.
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     coordinator = SimpleNamespace(cpu_group=pairs[rank % 2], device_group=pairs[rank % 2])
-    return ParallelGroups(world=dist.group.WORLD, cfg=coordinator), rank % 2, 2
+    tp = None
+    if kind == "both":
+        tp = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    return ParallelGroups(world=dist.group.WORLD, cfg=coordinator, tp=tp), rank % 2, 2
 
 
 def _request(request_id: str) -> SimpleNamespace:
@@ -57,6 +62,56 @@ def _describe(req: SimpleNamespace) -> dict[str, Any]:
         found["text"] = _sum(text.key_cache[0])
         found["extra"] = repr(req.sampling_params.cfg_text_extra)
     return found
+
+
+def _agree(kv: Any, rank: int, kind: str) -> None:
+    """Receives what came to some tensor-parallel ranks only; says what each rank does with it."""
+    one = rank % 2 == 1
+
+    def collect(request_id, companions, manager, device):
+        data, _ = manager.receive_kv_cache_for_request(companions["text"], device)
+        return data and {"cfg_text_past_key_values": SimpleNamespace(**data["layer_blocks"])}
+
+    def receive(case: str, request_id: str, *, companion: str | None = None) -> None:
+        req = _request(request_id)
+        req.past_key_values = "old"
+        req.sampling_params.cfg_kv_request_ids = {"text": companion} if companion else None
+        try:
+            said: Any = kv.receive_multi_kv_cache_distributed(req, collect)
+        except (OSError, RuntimeError) as error:
+            said = f"{type(error).__name__}: {error}"
+        kept = req.past_key_values
+        held = kept if kept == "old" else _sum(kept.key_cache[0])
+        text = hasattr(req.sampling_params, "cfg_text_past_key_values")
+        print(json.dumps([case, said, held, hasattr(req, "kv_metadata"), text]), flush=True)
+
+    kv.config.recv_timeout = 1.0
+    receive("whole", "r", companion="text")
+    receive("nowhere", "never sent")
+    receive("half", "half")
+    receive("companion of one", "r", companion="half")
+    receive("other lengths", "long")
+    if kind == "agree":
+        late = 3.0 if one else 0.0
+        distributed._SLACK_S = 0.5
+        real = kv.receive_multi_kv_cache
+        kv.receive_multi_kv_cache = lambda *arguments: time.sleep(late) or real(*arguments)
+        receive("late", "r")
+        distributed._SLACK_S = 30.0
+        kv.receive_multi_kv_cache = real
+
+        def fail(*arguments: object) -> bool:
+            raise OSError("disk")
+
+        if one:
+            kv.receive_multi_kv_cache = fail
+        receive("raises", "r")
+        kv.receive_multi_kv_cache = real
+        receive("whole again", "r")
+        print(json.dumps(["disagreements", kv.stats.disagreements]), flush=True)
+        if one:
+            os._exit(9)
+        receive("dead", "r")
 
 
 def main(kind: str, rank: int, world: int, meeting: str) -> None:
@@ -90,6 +145,9 @@ def main(kind: str, rank: int, world: int, meeting: str) -> None:
         print(json.dumps(line | {"gets": kv.stats.received + kv.stats.receive_timeouts}))
         sys.stdout.flush()
 
+    if kind in ("agree", "both"):
+        _agree(kv, rank, kind)
+        os._exit(0)  # gloo's threads may outlive the interpreter, which then aborts
     for request_id in ("r", "never sent", "q"):
         req = _request(request_id)
         absent = request_id == "never sent" or (request_id == "q" and kind == "tp")

@@ -2,15 +2,18 @@
 """KV from stage to stage through Mooncake's Transfer Engine."""
 
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from omni_connector.stage import link
 from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.extract import KVLayout
 from omni_connector.stage.manager import OmniKVTransferManager
-from omni_connector.testing.ports import free_port
+from omni_connector.stage.tp import PORT_STRIDE
+from omni_connector.testing.ports import free_port, free_ports
 
 from .caches import cache_of, sequence
 
@@ -51,3 +54,24 @@ def test_a_sequence_travels_to_the_stage_that_is_told_its_sender() -> None:
             assert torch.equal(blocks["key_cache"][i], layer.key)
             assert torch.equal(blocks["value_cache"][i], layer.value)
         assert sender.stats.sent == receiver.stats.received == 1
+
+
+@pytest.mark.timeout(60)
+def test_ranks_without_a_port_send_to_the_ranks_of_a_request_that_names_their_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The default port itself may be somebody's.
+    monkeypatch.setattr(link, "ENGINE_PORT", free_ports(PORT_STRIDE + 1))
+    seqs = [sequence(21, heads=2, dim=8, block_size=16, num_blocks=4, seed=s) for s in range(2)]
+    with ExitStack() as stack:
+        for rank, seq in enumerate(seqs):
+            sender = stack.enter_context(manager(need_send_cache=True, tp_rank=rank, tp_size=2))
+            finished = {"r": {"block_ids": seq.block_ids, "seq_len": 21}}
+            caches = [cache_of(seq, "pair")]
+            sender.handle_finished_requests_kv_transfer(finished, caches, 16, "float32")
+            assert sender.last_failures == {}
+        for rank, seq in enumerate(seqs):
+            receiver = stack.enter_context(manager(need_recv_cache=True, tp_rank=rank, tp_size=2))
+            req = SimpleNamespace(request_id="r", kv_sender_info={"host": "127.0.0.1"})
+            assert receiver.receive_kv_cache(req)
+            assert torch.equal(req.past_key_values.key_cache[0], seq.key)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a manager's configuration comes from, and what its connector is told."""
 
+import threading
 from types import SimpleNamespace as Namespace
 
 import pytest
@@ -10,7 +11,8 @@ from omni_connector.objects.factory import ConnectorSpec, OmniConnectorFactory
 from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.manager import OmniKVTransferManager
 
-from .connectors import DictConnector, manager, register
+from .caches import sequence
+from .connectors import DictConnector, manager, register, send
 
 FULL = {
     "connector_config": {"type": "SharedMemoryConnector"},
@@ -182,6 +184,43 @@ def test_a_sending_engine_listens_at_its_ranks_port(specs: list[ConnectorSpec]) 
     assert ENGINE["zmq_port"] == 5000
 
 
+@pytest.mark.parametrize(("rank", "port"), [(0, 50051), (2, 50083)])
+def test_a_sending_engine_without_a_port_listens_at_its_ranks_default(
+    specs: list[ConnectorSpec], rank: int, port: int
+) -> None:
+    config = {"type": ENGINE["type"]}
+    sender = manager(connector_config=config, from_tp=4, to_tp=4, tp_rank=rank)
+    assert sender.connector is not None
+    assert specs[0].extra["zmq_port"] == port
+
+
+def test_any_free_port_is_one_for_every_rank(specs: list[ConnectorSpec]) -> None:
+    sender = manager(connector_config=ENGINE | {"zmq_port": 0}, from_tp=4, to_tp=4, tp_rank=2)
+    assert sender.connector is not None
+    assert specs[0].extra["zmq_port"] == 0
+
+
+def test_a_sender_in_the_settings_is_that_of_rank_0(specs: list[ConnectorSpec]) -> None:
+    settings = ENGINE | {"sender_host": "far", "sender_zmq_port": 6000}
+    receiver = manager(
+        connector_config=settings,
+        need_send_cache=False,
+        from_tp=4,
+        to_tp=2,
+        tp_rank=1,
+        recv_timeout=0.0,
+    )
+    connector = receiver.connector
+    assert specs[0].extra["sender_host"] == "far"
+    assert specs[0].extra["sender_zmq_port"] == 6016
+    receiver.config.recv_timeout = 1.0
+    assert receiver.receive_kv_cache_for_request("r") == (None, 0)
+    assert connector.gets[:2] == [
+        ("r_0_0_2_1", {"source_host": "far", "source_port": 6032}),
+        ("r_0_0_3_1", {"source_host": "far", "source_port": 6048}),
+    ]
+
+
 def test_a_receiving_engine_is_told_the_senders_port(specs: list[ConnectorSpec]) -> None:
     receiver = manager(
         connector_config=ENGINE, need_send_cache=False, from_tp=4, to_tp=4, tp_rank=2
@@ -261,7 +300,74 @@ def test_a_request_may_carry_its_senders_address() -> None:
     receiver = manager(connector, recv_timeout=0.0)
     info = {"0": {"host": "a", "zmq_port": 1}, "1": {"host": "b", "zmq_port": 2}}
     assert receiver.receive_kv_cache(Namespace(request_id="r", kv_sender_info=info)) is False
-    assert connector.told == [("a", 1)]
+    assert connector.gets == [
+        ("omni_0_to_1_kv_cache_r", {"source_host": "a", "source_port": 1}),
+    ]
+    assert connector.told == []
+
+
+def test_the_sender_of_one_request_is_not_that_of_another() -> None:
+    connector = _Told()
+    receiver = manager(connector, recv_timeout=0.0)
+    receiver.update_sender_info({"host": "default", "zmq_port": 9})
+    hosts = {"a": "10.0.0.1", "b": "10.0.0.2"}
+    inside = threading.Barrier(2)
+    seen = {}
+
+    def ask(key: str) -> None:
+        # Both are under way before either asks again.
+        info = {"host": hosts[key], "zmq_port": 5}
+        req = Namespace(request_id=key, kv_sender_info=info)
+        inside.wait(60)
+        assert receiver.receive_kv_cache(req) is False
+        inside.wait(60)
+        assert receiver.receive_kv_cache(req) is False
+        seen[key] = True
+
+    threads = [threading.Thread(target=ask, args=(key,)) for key in hosts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert seen == {"a": True, "b": True}
+    assert receiver.receive_kv_cache(Namespace(request_id="c")) is False
+    assert sorted(connector.gets[:4]) == [
+        (f"omni_0_to_1_kv_cache_{key}", {"source_host": host, "source_port": 5})
+        for key, host in hosts.items()
+        for _ in range(2)
+    ]
+    assert connector.gets[4] == ("omni_0_to_1_kv_cache_c", None)
+    assert connector.told == [("default", 9)]
+
+
+def test_companions_come_from_the_sender_of_their_request() -> None:
+    connector = _Told()
+    receiver = manager(connector)
+    assert send(receiver, sequence())
+    info = {"host": "a", "zmq_port": 5}
+    req = Namespace(
+        request_id="r",
+        kv_sender_info=info,
+        sampling_params=Namespace(cfg_kv_request_ids={"text": "r__text"}),
+    )
+
+    def collect(request_id, companions, kv, device):
+        kv.config.recv_timeout = 0.0
+        assert kv.receive_kv_cache_for_request(companions["text"], device) == (None, 0)
+
+    assert receiver.receive_multi_kv_cache(req, collect) is True
+    assert connector.gets == [
+        (f"omni_0_to_1_kv_cache_{key}", {"source_host": "a", "source_port": 5})
+        for key in ("r", "r__text")
+    ]
+
+
+def test_a_sender_without_a_port_is_asked_at_the_default_one() -> None:
+    connector = _Told()
+    receiver = manager(connector, recv_timeout=0.0)
+    req = Namespace(request_id="r", kv_sender_info={"host": "a"})
+    assert receiver.receive_kv_cache(req) is False
+    assert connector.gets[0][1] == {"source_host": "a", "source_port": 50051}
 
 
 def test_addresses_are_no_settings_of_connectors_that_have_none() -> None:

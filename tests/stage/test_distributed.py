@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from omni_connector.stage import distributed
 from omni_connector.stage.distributed import (
     ParallelGroups,
     _attributes,
@@ -33,7 +34,7 @@ def _run(spawn, place: Path, kind: str, world: int) -> list[list[Any]]:
     said = []
     for rank, process in enumerate(ranks):
         out, err = process.communicate(timeout=120)
-        expected = 9 if kind == "world" and rank == 0 else 0
+        expected = 9 if (kind, rank) in {("world", 0), ("agree", 1)} else 0
         assert process.returncode == expected, err
         said.append([json.loads(line) for line in out.splitlines() if line[:1] in '{["'])
     return said
@@ -98,6 +99,62 @@ def test_with_branches_the_first_of_the_same_tensor_parallel_rank_receives(
         assert [line["received"] for line in lines[1:3]] == [False, False]
     assert [lines[3] for lines in said[:2]] == [{"raised": "disk"}] * 2
     assert [lines[3]["received"] for lines in said[2:]] == [False] * 2
+
+
+def _send_halves(shared: Any) -> list[Any]:
+    """What two tensor-parallel ranks send: "half" comes to rank 0 alone, "long" differs."""
+    seqs = [sequence(seed=rank) for rank in range(2)]
+    for rank, seq in enumerate(seqs):
+        sender = shared(tp_rank=rank, tp_size=2)
+        for request_id in ("r", "text"):
+            assert send(sender, seq, request_id)
+        if rank == 0:
+            assert send(sender, seq, "half")
+        assert send(sender, sequence(10 + rank, seed=rank), "long")
+    return seqs
+
+
+def _nothing(case: str, said: Any = False) -> list[Any]:
+    return [case, said, "old", False, False]
+
+
+@pytest.mark.timeout(240)
+def test_tensor_parallel_ranks_use_what_came_to_all_of_them_or_nothing(
+    spawn, place, shared
+) -> None:
+    seqs = _send_halves(shared)
+    first, second = _run(spawn, place, "agree", 2)
+    for seq, said in zip(seqs, (first, second), strict=True):
+        whole = ["whole", True, _sum(seq.key), True, True]
+        cases = ("nowhere", "half", "companion of one", "other lengths", "late")
+        assert said[:6] == [whole, *map(_nothing, cases)]
+        assert said[7] == ["whole again", True, _sum(seq.key), True, False]
+    assert first[6] == _nothing("raises")
+    assert second[6] == _nothing("raises", "OSError: disk")
+    # "half", "companion of one", "other lengths", "late", and at rank 0 "raises".
+    assert first[8] == ["disagreements", 5]
+    assert second[8] == ["disagreements", 3]
+    case, said, *kept = first[9]
+    assert said.startswith("RuntimeError")
+    assert [case, *kept] == ["dead", "old", False, False]
+
+
+@pytest.mark.timeout(240)
+def test_ranks_that_give_to_others_agree_before_they_do(spawn, place, shared) -> None:
+    seqs = _send_halves(shared)
+    for rank, said in enumerate(_run(spawn, place, "both", 4)):
+        assert said[0] == ["whole", True, _sum(seqs[rank % 2].key), True, True]
+        cases = ("nowhere", "half", "companion of one", "other lengths")
+        assert said[1:] == [_nothing(case) for case in cases]
+
+
+def test_a_world_of_as_many_ranks_is_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, tp = object(), object()
+    monkeypatch.setattr(distributed, "group_size", lambda group: 2 if group is world else 1)
+    assert ParallelGroups(world).of_tensor_parallel(2) is world
+    assert ParallelGroups(world, tp=tp).of_tensor_parallel(2) is tp
+    assert ParallelGroups(world).of_tensor_parallel(4) is None  # replicas, or stages
+    assert ParallelGroups(world).of_tensor_parallel(1) is None
 
 
 def test_groups_are_found_in_vllm_omni_else_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch
 from omni_connector.errors import ConfigError
 from omni_connector.objects.base import OmniConnector
 from omni_connector.objects.factory import OmniConnectorFactory
+from omni_connector.stage import link
 from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.manager import OmniKVTransferManager
 from omni_connector.stage.payload import KVCacheTransferData
@@ -614,6 +615,32 @@ def test_cleanup_and_close() -> None:
     assert connector.closed == 1
     assert kv.connector is None
     assert not send(kv, sequence())
+
+
+def test_cleanup_frees_the_keys_of_the_request_alone() -> None:
+    connector = DictConnector()
+    with manager(connector) as kv:
+        kv.kv_send_key_builder = lambda request_id, *stages: [f"my/{request_id}", f"x{request_id}"]
+        for request_id in ("user_1", "user_1_2"):
+            assert send(kv, sequence(), request_id)
+        kv.cleanup("user_1")
+        assert connector.cleaned == ["my/user_1", "xuser_1"]
+        # What this manager has not put may be that of another one, or of an earlier one.
+        kv.cleanup("user_1")
+        assert connector.cleaned[2:] == ["user_1"]
+
+
+def test_the_keys_of_many_requests_are_forgotten_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link, "_MAX_REMEMBERED", 2)
+    connector = DictConnector()
+    with manager(connector) as kv:
+        for request_id in ("a", "b", "c"):
+            assert send(kv, sequence(), request_id)
+        for request_id in ("a", "b", "c"):
+            kv.cleanup(request_id)
+    assert connector.cleaned == ["a", "omni_0_to_1_kv_cache_b", "omni_0_to_1_kv_cache_c"]
 
 
 def test_counters_and_failures_are_json() -> None:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The store of files: what it does beyond `BlockStore`, and what may go wrong with a disk."""
 
+import contextlib
 import errno
 import itertools
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -93,6 +95,17 @@ def get(store: FileBlockStore, keys: list[str] = KEYS, timeout: float = TIMEOUT_
     return store.get(keys, store.buffer(len(keys), PAGE), [PAGE] * len(keys), timeout=timeout)
 
 
+def used(store: FileBlockStore, keys: list[str]) -> list[bool]:
+    """Look keys up, and wait until their files are told as used, which no look-up waits for."""
+    found = store.exists(keys, timeout=TIMEOUT_S)
+    deadline = time.monotonic() + TIMEOUT_S
+    calls = store._calls
+    while calls._threads > calls._idle:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return found
+
+
 def path_of(folder: Path, key: str) -> Path:
     return Path(BlockFolder(str(folder)).path_of(key))
 
@@ -155,6 +168,74 @@ def test_a_parent_that_is_missing_is_named(connect: Open, folder: Path) -> None:
     folder.parent.rmdir()
     with pytest.raises(ConfigError, match=f"mount or make {folder.parent} first"):
         connect()
+
+
+def test_a_parent_in_which_others_can_rename_the_folder_is_refused(
+    connect: Open, folder: Path
+) -> None:
+    folder.parent.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"others can write to the parent folder .*sticky bit"):
+        connect()
+    assert not folder.exists()
+    folder.parent.chmod(0o1777)
+    connect()
+
+
+def test_a_parent_of_another_user_is_refused(
+    connect: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.stat
+
+    def stat(path: Any, **options: Any) -> os.stat_result:
+        found = real(path, **options)
+        if str(path) != str(folder.parent):
+            return found
+        return os.stat_result((*found[:4], os.geteuid() + 7, *found[5:]))
+
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(ConfigError, match=f"parent folder .* belongs to user {os.geteuid() + 7}"):
+        connect()
+
+
+def test_a_link_is_followed_to_a_parent_that_is_checked_too(
+    connect: Open, folder: Path, tmp_path: Path
+) -> None:
+    (open_to_all := tmp_path / "open").mkdir()
+    (open_to_all / "kv").mkdir(mode=0o700)
+    open_to_all.chmod(0o777)
+    folder.symlink_to(open_to_all / "kv")
+    with pytest.raises(ConfigError, match=f"others can write to the parent folder {open_to_all}"):
+        connect()
+
+
+@pytest.mark.parametrize("what", ["pipe", "link", "link to a pipe", "socket", "folder"])
+def test_what_is_no_file_is_no_block_and_holds_nobody_up(
+    store: FileBlockStore, folder: Path, tmp_path: Path, what: str
+) -> None:
+    assert all(put(store))
+    bad = path_of(folder, KEYS[3])
+    if what == "link":
+        bad.rename(tmp_path / "elsewhere")
+        bad.symlink_to(tmp_path / "elsewhere")
+    else:
+        bad.unlink()
+    if what == "pipe":
+        os.mkfifo(bad)
+    elif what == "link to a pipe":
+        os.mkfifo(tmp_path / "pipe")
+        bad.symlink_to(tmp_path / "pipe")
+    elif what == "socket":
+        with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(bad.parent):
+            bound.bind(bad.name)
+    elif what == "folder":
+        bad.mkdir()
+    others = [key != KEYS[3] for key in KEYS]
+    assert store.exists(KEYS, timeout=TIMEOUT_S) == others
+    assert get(store) == others
+    assert store.failures == {"missing": 1}
+    if what != "folder":
+        assert all(put(store))
+        assert all(get(store))
 
 
 def test_what_is_no_folder_is_refused(connect: Open, folder: Path) -> None:
@@ -462,6 +543,68 @@ def test_answers_that_come_in_time_count(
     assert all(store.exists(KEYS, timeout=TIMEOUT_S))  # slow is not dead
 
 
+def slow(monkeypatch: pytest.MonkeyPatch, folder: Path, seconds: float) -> list[str]:
+    """Have each look at a file take so long; returns the paths that are looked at."""
+    real, looks = os.stat, list[str]()
+
+    def stat(path: Any, **options: Any) -> os.stat_result:
+        if "/kv/" in str(path):
+            looks.append(str(path))
+            time.sleep(seconds)
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    return looks
+
+
+def test_many_slow_looks_are_side_by_side(
+    store: FileBlockStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [f"{i}" for i in range(256)]
+    assert all(put(store, keys[::2]))
+    looks = slow(monkeypatch, folder, 0.02)
+    began = time.monotonic()
+    assert store.exists(keys, timeout=TIMEOUT_S) == [True, False] * 128
+    assert time.monotonic() - began < 256 * 0.02 / 2
+    assert len(looks) == 256
+
+
+def test_of_looks_that_take_too_long_the_first_count(
+    store: FileBlockStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [f"{i}" for i in range(256)]
+    assert all(put(store, keys))
+    looks = slow(monkeypatch, folder, 0.05)
+    found = store.exists(keys, timeout=0.5)
+    assert 8 <= sum(found) < 256
+    assert all(found[: sum(found) - 8])  # those asked at once end in any order
+    assert store.failures == {"timeout": 256 - sum(found)}
+    looks.clear()
+    time.sleep(0.2)
+    assert len(looks) <= 8, "who has given up asks no more"
+    monkeypatch.undo()
+    assert all(store.exists(keys, timeout=TIMEOUT_S)), "slow is not dead"
+
+
+def test_no_look_waits_for_the_times_of_files(
+    store: FileBlockStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(put(store))
+    for key in KEYS:
+        age(folder, key, 10)
+    real, go_on = os.utime, threading.Event()
+
+    def utime(path: Any, **options: Any) -> None:
+        go_on.wait(TIMEOUT_S)
+        real(path, **options)
+
+    monkeypatch.setattr(os, "utime", utime)
+    assert all(store.exists(KEYS, timeout=TIMEOUT_S / 2))
+    go_on.set()
+    assert all(used(store, KEYS))
+    assert all(path_of(folder, key).stat().st_mtime > time.time() - 300 for key in KEYS)
+
+
 def test_a_file_that_is_not_in_the_page_cache_is_read(
     store: FileBlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -492,7 +635,7 @@ def test_what_was_asked_for_longest_ago_is_swept(store: FileBlockStore, folder: 
     assert all(put(store))
     for i, key in enumerate(KEYS):
         age(folder, key, 10 + i)
-    assert store.exists(KEYS[-1:], timeout=TIMEOUT_S) == [True]
+    assert used(store, KEYS[-1:]) == [True]
     sweep(Sweeper(BlockFolder(str(folder)), 5 * PAGE))
     left = [key for key in KEYS if path_of(folder, key).exists()]
     assert left == [*KEYS[:3], KEYS[-1]]  # at most 0.9 of five pages
@@ -502,7 +645,7 @@ def test_of_a_prompt_the_end_goes_first(store: FileBlockStore, folder: Path) -> 
     assert all(put(store))
     for i, key in enumerate(KEYS):
         age(folder, key, 10 - i)
-    assert all(store.exists(KEYS, timeout=TIMEOUT_S))
+    assert all(used(store, KEYS))
     sweep(Sweeper(BlockFolder(str(folder)), 5 * PAGE))
     assert [key for key in KEYS if path_of(folder, key).exists()] == KEYS[:4]
 
@@ -511,10 +654,10 @@ def test_a_file_is_touched_once_a_minute(store: FileBlockStore, folder: Path) ->
     assert all(put(store))
     age(folder, KEYS[0], 0.5)
     before = path_of(folder, KEYS[0]).stat().st_mtime_ns
-    store.exists(KEYS[:1], timeout=TIMEOUT_S)
+    used(store, KEYS[:1])
     assert path_of(folder, KEYS[0]).stat().st_mtime_ns == before
     age(folder, KEYS[0], 2)
-    store.exists(KEYS[:1], timeout=TIMEOUT_S)
+    used(store, KEYS[:1])
     assert path_of(folder, KEYS[0]).stat().st_mtime_ns > before
 
 

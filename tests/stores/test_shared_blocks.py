@@ -17,6 +17,7 @@ from omni_connector.stores.shared_blocks import (
     block_key,
     key_prefix,
     owning_rank,
+    readers_id,
     verify,
 )
 
@@ -32,6 +33,7 @@ OURS = CompatibilityKey(
     ("field", "value"),
     [
         ("model", "m@2"),
+        ("weights", "w"),
         ("dtype", "b"),
         ("kv_dtype", "fp8"),
         ("quantization", "fp8 x"),
@@ -63,6 +65,23 @@ def test_so_do_namespaces_and_hashes() -> None:
 def test_how_slots_are_checked_makes_no_difference() -> None:
     theirs = msgspec.structs.replace(OURS, integrity="generation")
     assert key_prefix("n", OURS, "h") == key_prefix("n", theirs, "h")
+
+
+def test_a_store_keeps_the_blocks_of_each_version_of_vllm_apart() -> None:
+    keys = {key_prefix("n", OURS, "h", version) for version in ("", "0.32.0", "0.33.0")}
+    assert len(keys) == 3
+
+
+def test_names_count_where_weights_are_unknown() -> None:
+    def replaced(**changes: object) -> CompatibilityKey:
+        return msgspec.structs.replace(OURS, **changes)
+
+    known, renamed = replaced(weights="w"), replaced(weights="w", model="m@2")
+    assert key_prefix("n", known, "h") == key_prefix("n", renamed, "h")
+    assert readers_id(known, "h") == readers_id(renamed, "h")
+    others = [OURS, known, replaced(model="m@2"), replaced(weights="v")]
+    assert len({key_prefix("n", other, "h") for other in others}) == 4
+    assert len({readers_id(other, "h") for other in others}) == 4
 
 
 def test_every_block_has_a_key_of_its_own() -> None:

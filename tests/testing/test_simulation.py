@@ -3,6 +3,7 @@
 
 import importlib.util
 import os
+import random
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -15,6 +16,7 @@ from omni_connector.kv.copying import CpuCopier
 from omni_connector.testing.simulation import HASHES_VARIABLE, __main__
 from omni_connector.testing.simulation.campaign import campaign, replayed
 from omni_connector.testing.simulation.draws import plan_of
+from omni_connector.testing.simulation.features import FEATURES
 from omni_connector.testing.simulation.mutants import command as mutants
 from omni_connector.testing.simulation.mutants.mutations import MUTANTS
 from omni_connector.testing.simulation.plan import has_states
@@ -66,7 +68,30 @@ def test_the_plans_of_seeds_differ_and_hold_all_kinds_of_engines_and_events():
     assert sizes[3] > 0
     assert {plan.mapped for plan in plans} == {True, False}
     assert 50 < sum(not plan.native for plan in plans) < 100
-    assert len({event.what for plan in plans for event in plan.events}) == 15
+    assert len({event.what for plan in plans for event in plan.events}) >= 16
+    assert 60 < sum(plan.buffers > 0 for plan in plans) < 120
+    assert {"failing_memory", "failing_device"} <= {name for plan in plans for name in plan.trouble}
+    given = {event.how.get("inputs") for plan in plans for event in plan.events}
+    for name in ("adapter", "image", "embedded", "salt"):
+        assert len({getattr(inputs, name) for inputs in given if inputs is not None}) > 2, name
+
+
+def test_each_feature_of_vllm_is_asked_for():
+    plans = [plan_of(seed) for seed in range(60)]
+    changed = {
+        feature.__name__: [feature(plan, random.Random(7)) for plan in plans]
+        for feature in FEATURES
+    }
+    shapes = [shape for plans in changed.values() for plan in plans for shape in plan.engines]
+    for name in ("drafts", "states", "late_reports", "beside", "ranks"):
+        assert len({getattr(shape, name) for shape in shapes}) > 1, name
+    assert {"chunk", "chunk and full"} <= {shape.family for shape in shapes}
+    sizes = [{shape.ranks for shape in plan.engines} for plan in changed["_ranks"]]
+    assert max(map(len, sizes)) > 1
+    asked = [event.how for plan in changed["_ends"] for event in plan.events]
+    assert len({how.get("answers", 1) for how in asked}) > 1
+    assert len({how.get("prefill_how") for how in asked}) > 5
+    assert all("converse" in {event.what for event in plan.events} for plan in changed["_sessions"])
 
 
 @pytest.fixture
@@ -103,8 +128,8 @@ def test_engines_of_a_host_find_blocks_in_each_other_s_arenas_and_in_their_own(c
 
 def test_engines_of_a_host_find_states_in_each_other_s_arenas_and_in_their_own(counted):
     run_those(lambda plan: plan.engines[0].hosts and has_states(plan.engines[0].family))
-    assert counted["tokens_from_host"] > 100
-    assert counted["tokens_kept"] > 10
+    assert counted["tokens_from_host"] > 50
+    assert counted["tokens_kept"] > 5
 
 
 def test_engines_of_different_block_sizes_hand_off(counted):
@@ -126,8 +151,8 @@ def test_with_machine_code_and_without_it_a_seed_is_the_same_schedule(monkeypatc
         for native in (True, False):
             stories.append([told(replace(plan_of(seed), native=native)) for seed in range(12)])
     assert stories[0] == stories[1]
-    assert by_layer[True, "states"] > 10
-    assert by_layer[False, "digests"] > 10
+    assert by_layer[True, "states"] > 5
+    assert by_layer[False, "digests"] > 5
     assert not by_layer[False, "states"]
 
 

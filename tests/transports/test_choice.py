@@ -156,13 +156,14 @@ def test_who_offers_nothing_is_not_read_from_other_hosts(place, monkeypatch) -> 
 @pytest.mark.parametrize("settings", [{"peers": ["10.0.0.1"]}, {"transport": "mooncake"}])
 def test_an_engine_that_needs_mooncake_does_not_start_without(settings, place, monkeypatch) -> None:
     monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(place))
-    monkeypatch.setattr(mooncake_module, "engine_module", no_module)
+    for check in ("engine_module", "require_package"):
+        monkeypatch.setattr(mooncake_module, check, no_module)
     with pytest.raises(MissingDependencyError, match="no wheel"):
         make_transports(OmniConfig.load(settings))
     make_transports(OmniConfig.load({})).close()
 
 
-def no_module() -> None:
+def no_module(family: str | None = None) -> None:
     raise MissingDependencyError("no wheel")
 
 

@@ -285,7 +285,7 @@ def in_child(work: Callable[[], object]) -> int:
 
 def test_a_child_ends_no_engine_of_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        mooncake_engine, "engine_module", lambda: SimpleNamespace(TransferEngine=Native)
+        mooncake_engine, "engine_module", lambda family: SimpleNamespace(TransferEngine=Native)
     )
     engines = [TransferEngine(MooncakeSettings(), "127.0.0.1") for _ in range(2)]
     for engine in engines:
@@ -314,7 +314,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     module = SimpleNamespace(MooncakeDistributedStore=Native, ReplicateConfig=lambda: config)
     monkeypatch.setattr(StoreClient, "_started", False)
     for each in (mooncake_client, mooncake_lib):
-        monkeypatch.setattr(each, "store_module", lambda: module)
+        monkeypatch.setattr(each, "store_module", lambda family=None: module)
     with socket.create_server(("127.0.0.1", 0)) as master:
         yield f"127.0.0.1:{master.getsockname()[1]}"
 

@@ -44,6 +44,8 @@ from omni_connector.transports.base import Endpoint, RemoteArena
 from omni_connector.transports.mooncake import MooncakeArena, MooncakeTransport
 from omni_connector.transports.mooncake_engine import MemoryRange, TransferEngine, cut, join
 
+from ..stopping import stop
+
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 
 pytestmark = pytest.mark.usefixtures("reused_engines")
@@ -301,7 +303,7 @@ def test_mooncake_runs_on_the_cores_of_copies(monkeypatch: pytest.MonkeyPatch) -
             def get_rpc_port(self) -> int:
                 return 1
 
-    monkeypatch.setattr(mooncake_engine, "engine_module", Module)
+    monkeypatch.setattr(mooncake_engine, "engine_module", lambda family: Module)
     monkeypatch.setattr(mooncake_engine, "copy_cores", lambda: frozenset({0, 1, 2}))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1})
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: set_to.append(set(cores)))
@@ -656,7 +658,7 @@ def test_a_peer_that_stands_still_is_given_up() -> None:
         assert reader.stdout is not None
         try:
             assert reader.stdout.readline() == "attached\n"
-            peer.signal(signal.SIGSTOP)
+            stop(peer.process.pid)
             started = time.monotonic()
             reader.stdin.write("\n")
             reader.stdin.flush()

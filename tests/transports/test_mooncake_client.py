@@ -34,7 +34,7 @@ class Store:
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreClient]:
     module = SimpleNamespace(MooncakeDistributedStore=Store)
-    monkeypatch.setattr(mooncake_client, "store_module", lambda: module)
+    monkeypatch.setattr(mooncake_client, "store_module", lambda family: module)
     monkeypatch.setattr(mooncake_client, "_reach", lambda master: "127.0.0.1")
     monkeypatch.setattr(Store, "ends", threading.Event())
     client = StoreClient.open(ClientSettings(master="127.0.0.1:1"))

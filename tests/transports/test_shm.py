@@ -28,6 +28,7 @@ from omni_connector.transports.base import Endpoint
 from omni_connector.transports.shm import Attach, AttachReply, SharedMemoryTransport
 
 from ..peer_processes import EXPORT, WAIT_S, Peer
+from ..stopping import stop
 
 REQUESTS = msgspec.msgpack.Decoder(Attach)
 
@@ -197,8 +198,7 @@ def test_owner_killed_in_the_middle_of_a_write(
 def test_stopped_peer_is_given_up_in_time(start: Callable[[str], Peer], place: Path) -> None:
     peer = start(EXPORT)
     endpoint = peer.endpoint()
-    os.kill(peer.process.pid, signal.SIGSTOP)
-    os.waitpid(peer.process.pid, os.WUNTRACED)
+    stop(peer.process.pid)
     with SharedMemoryTransport(folder=place) as reader:
         with pytest.raises(PeerUnreachableError):
             reader.attach(endpoint, timeout=0.1)

@@ -43,8 +43,8 @@ def engine(model: Path, runtime: Path) -> Iterator[MakeEngine]:
     made: list[InProcessEngine] = []
     others = connector_threads()  # of a test that failed, which is enough said of it
 
-    def make(role: str | None = None, **options: Any) -> InProcessEngine:
-        made.append(InProcessEngine(model, role, **options))
+    def make(role: str | None = None, *, at: Path | None = None, **options: Any) -> InProcessEngine:
+        made.append(InProcessEngine(at or model, role, **options))
         return made[-1]
 
     yield make

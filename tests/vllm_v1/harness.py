@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import math
 import random
 import threading
 import time
@@ -49,6 +50,7 @@ from vllm.v1.request import FinishReason, Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from omni_connector.handoff.adapters import version_of
 from omni_connector.handoff.directory import Handoff, SlotDirectory
 from omni_connector.memory.arena import Arena
 from omni_connector.plugin import CONNECTOR_NAME, register
@@ -58,8 +60,10 @@ from omni_connector.testing.simulation.engines import lifecycles
 from omni_connector.testing.toy import BLOCK, SLOT, kv_cache_config
 from omni_connector.testing.toy_runner import ToyRunner
 from omni_connector.vllm_v1 import connector as connector_module
+from omni_connector.vllm_v1.adapter_loads import AdapterLoads
 from omni_connector.vllm_v1.compat import tell_hash_block_size
 from omni_connector.vllm_v1.connector import OmniKVConnector
+from omni_connector.vllm_v1.identity import weights_id
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.scheduler import OmniScheduler
 from omni_connector.vllm_v1.worker import OmniWorker
@@ -123,6 +127,7 @@ class InProcessEngine:
         hash_algorithm: `--prefix-caching-hash-algo`.
         data_parallel_index: of this engine among those of one deployment.
         events: `--kv-events-config`.
+        weights: of the toy; the file in `model` should hold the same.
     """
 
     def __init__(
@@ -150,6 +155,7 @@ class InProcessEngine:
         hash_algorithm: str = "sha256",
         data_parallel_index: int = 0,
         events: KVEventsConfig | None = None,
+        weights: bytes = b"",
     ) -> None:
         _register()
         self._lifecycle = lifecycle or Lifecycle()
@@ -195,6 +201,8 @@ class InProcessEngine:
         if self.kv_config.has_mamba_layers and prefix_caching:
             self.config.cache_config.mamba_cache_mode = "align"
         self.config.parallel_config.tensor_parallel_size = ranks
+        # Each of several ranks has a process of its own; on a CPU mostly a single one has, too.
+        self.config.parallel_config.distributed_executor_backend = "mp" if ranks > 1 else "uni"
         self.config.parallel_config.data_parallel_index = data_parallel_index
         scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(
             self.kv_config, self.config
@@ -209,10 +217,12 @@ class InProcessEngine:
             )
             for _ in range(ranks)
         ]
-        self.runner = ToyRunner(kv_caches, self.kv_config)
+        self.runner = ToyRunner(kv_caches, self.kv_config, weights)
         self.runner.spoil(list(range(usable_blocks + 1)), next(_numbers))
         self.workers: list[KVConnectorBase_V1] = []
         self._copiers: list[Exchangeable] = []
+        self._adapter_loads: list[AdapterLoads] = []
+        self._adapters: set[int] = set()
         with contextlib.ExitStack() as failed:  # where vLLM's processes would end
             failed.enter_context(self._surroundings())
             if transfer is not None:
@@ -266,7 +276,19 @@ class InProcessEngine:
             self._copiers.append(Exchangeable(make(*args)))
             return self._copiers[-1]
 
-        ours = dataclasses.replace(connector_module.SURROUNDINGS, copier=copier)
+        # In this process models are written at any time, and no engine really reads them.
+        known = functools.partial(weights_id, unchanged_since=math.inf)
+
+        def adapter_loads(_: VllmConfig) -> AdapterLoads:
+            self._adapter_loads.append(AdapterLoads())
+            return self._adapter_loads[-1]
+
+        ours = dataclasses.replace(
+            connector_module.SURROUNDINGS,
+            copier=copier,
+            weights_id=known,
+            adapter_loads=adapter_loads,
+        )
         with unittest.mock.patch.object(connector_module, "SURROUNDINGS", ours):
             yield
 
@@ -306,8 +328,21 @@ class InProcessEngine:
             block_hasher=self.hasher,
         )
 
+    def load_adapter(self, lora: LoRARequest) -> None:
+        """What each worker does at `/v1/load_lora_adapter`, or when a request needs an adapter."""
+        try:
+            version = version_of(lora.lora_path)
+        except OSError:
+            version = None
+        for loads in self._adapter_loads:
+            loads.note(lora, version, version)
+        self._adapters.add(lora.lora_int_id)
+
     def submit(self, prompt: Sequence[int], **options: Any) -> str:
-        """Add a request; its id."""
+        """Add a request, whose adapter was loaded before; its id."""
+        lora = options.get("lora")
+        if lora is not None and (lora.lora_int_id not in self._adapters or lora.load_inplace):
+            self.load_adapter(lora)
         request = self.request(prompt, **options)
         self.answers[request.request_id] = Answer()
         self.scheduler.add_request(request)

@@ -44,6 +44,11 @@ class HeldCopier:
         self.saved_blocks: list[int] = []
         self.before_load: Callable[[], object] = lambda: None
 
+    @property
+    def opened(self) -> bool:
+        """Whether the copies go on."""
+        return self._opened.is_set()
+
     def open(self) -> None:
         """Let the copies go on."""
         self._opened.set()

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA adapters are compared by what they contain, wherever they lie."""
 
+import dataclasses
 import os
+from types import SimpleNamespace
 
+import msgspec
 import pytest
+from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import WorkerLoRAManager
 
 from omni_connector.handoff import adapters
-from omni_connector.handoff.adapters import AdapterContents
+from omni_connector.handoff.adapters import AdapterContents, AdapterLoad, version_of
 from omni_connector.testing import FakeClock
 from omni_connector.testing.toy import BLOCK
+from omni_connector.vllm_v1 import adapter_loads
 from omni_connector.vllm_v1.metrics import OmniStats
 
 from .harness import HANDOFF, assert_clean, prompt, wait
@@ -110,6 +116,12 @@ def test_a_hand_off_is_let_go_of_where_its_request_ends_before_its_adapter_is_re
     assert_clean(prefill, decode)
 
 
+def loaded(lora: LoRARequest, rank: int = 0) -> AdapterLoad:
+    """What a worker tells that loads an adapter now."""
+    version = version_of(lora.lora_path)
+    return AdapterLoad(rank, lora.lora_int_id, lora.lora_name, lora.lora_path, version)
+
+
 class Asked:
     """A request, as far as its adapter goes."""
 
@@ -119,13 +131,22 @@ class Asked:
         self.lora_request = lora
 
 
+class Unstarted:
+    """A thread that makes no turn."""
+
+    def wake(self) -> None:
+        pass
+
+
 @pytest.fixture
 def content():
     """Asks for an adapter's content, with a clock that goes on by itself."""
     clock = FakeClock()
     contents = AdapterContents(clock)
 
-    def ask(lora: LoRARequest, epoch: int = 0) -> str | None:
+    def ask(lora: LoRARequest, epoch: int = 0, *, load: bool = False) -> str | None:
+        if load:
+            contents.loaded(loaded(lora), epoch)
         clock.advance(2 * adapters.FRESH_S)
         asked = Asked(lora)
         if contents.arrives(asked):
@@ -143,12 +164,25 @@ def test_what_was_read_since_a_request_came_is_new_enough_however_long_a_step_ta
     contents = AdapterContents(clock)
     try:
         asked = Asked(adapter(b"one"))
+        contents.loaded(loaded(asked.lora_request), 0)
         assert contents.arrives(asked)
         wait(lambda: not contents.waits(asked))
         clock.advance(1.1 * adapters.FRESH_S)
         assert not contents.waits(asked)
     finally:
         contents.close()
+
+
+def test_a_request_waits_ten_seconds_for_its_adapter(adapter, monkeypatch):
+    monkeypatch.setattr(AdapterContents, "_fresh", lambda *_: False)
+    clock = FakeClock()
+    contents = AdapterContents(clock, lambda *_, **__: Unstarted())
+    asked = Asked(adapter(b"one"))
+    assert contents.arrives(asked)
+    clock.advance(9.99)
+    assert contents.waits(asked)
+    clock.advance(0.01)
+    assert not contents.waits(asked)
 
 
 def test_a_content_is_read_once_for_each_version_of_the_files(content, adapter, monkeypatch):
@@ -158,29 +192,165 @@ def test_a_content_is_read_once_for_each_version_of_the_files(content, adapter, 
         AdapterContents, "_digest", lambda self, files: read.append(1) or digest(self, files)
     )
     lora = adapter(b"one")
-    first = content(lora)
+    first = content(lora, load=True)
     assert first == content(lora)
     assert len(read) == 1
-    other = content(adapter(b"other", folder="there"))
+    other = content(adapter(b"other", folder="there", int_id=2), load=True)
     assert other not in (None, first)
-    assert content(adapter(b"one", folder="elsewhere", name="else")) == first
+    assert content(adapter(b"one", folder="elsewhere", name="else", int_id=3), load=True) == first
     assert len(read) == 3
 
 
 def test_files_that_change_under_an_adapter_are_not_what_was_loaded(content, adapter):
-    first = content(adapter(b"one"))
-    assert content(adapter(b"two!"), epoch=0) is None  # vLLM's own blocks are of the first
-    assert content(adapter(b"two!", int_id=2), epoch=0) is None
-    assert content(adapter(b"two!"), epoch=1) is None  # nor was it loaded again
-    second = content(adapter(b"two!", int_id=2), epoch=1)
-    assert second not in (None, first)
-    third = content(adapter(b"three", int_id=2, load_inplace=True), epoch=2)
-    assert third not in (None, first, second)
-    assert content(adapter(b"one", name="another name")) == first
+    first = content(adapter(b"one"), load=True)
+    assert first is not None
+    changed = adapter(b"two!")
+    assert content(changed) is None
+    assert content(changed, epoch=1) is None  # nor was it loaded again
+    # vLLM's own blocks have the name of the adapter, and not its number.
+    assert content(adapter(b"two!", int_id=2), epoch=1, load=True) not in (None, first)
+    assert content(adapter(b"one", name="another name", int_id=3), load=True) == first
+
+
+def test_files_that_changed_between_their_load_and_their_first_use_are_unknown(content, adapter):
+    lora = adapter(b"one")
+    content.contents.loaded(loaded(lora), 0)
+    assert content(adapter(b"two!")) is None
+    # Loaded in place: vLLM may have blocks of the first one until it is reset.
+    again = adapter(b"two!", load_inplace=True)
+    assert content(again, load=True) is None
+    assert content(again, epoch=1) is not None
+
+
+def test_what_vllm_has_not_loaded_yet_is_unknown(content, adapter):
+    lora = adapter(b"one")
+    clock = content.contents._clock
+    asked = Asked(lora)
+    assert content.contents.arrives(asked)
+    wait(lambda: content.contents._fresh(lora))
+    for _ in range(adapters._REPORT_STEPS):
+        assert content.contents.waits(asked)  # a worker may have loaded it, and tell it now
+        content.contents.step_ended()
+    assert not content.contents.waits(asked)
+    content.contents.goes_on("r")
+    assert content.contents.content(asked, 0, OmniStats()) is None
+    assert clock is content.contents._clock
+    assert content(lora, load=True) is not None
+
+
+def test_all_ranks_must_have_loaded_the_same(adapter):
+    clock = FakeClock()
+    contents = AdapterContents(clock, ranks=2)
+    try:
+        asked = Asked(adapter(b"one"))
+        contents.loaded(loaded(asked.lora_request), 0)
+        assert contents.arrives(asked)
+        wait(lambda: contents._fresh(asked.lora_request))
+        assert contents.content(asked, 0, OmniStats()) is None
+        other = msgspec.structs.replace(asked.lora_request)
+        contents.loaded(dataclasses.replace(loaded(other, rank=1), version="other"), 0)
+        assert contents.content(asked, 0, OmniStats()) is None
+        contents.loaded(loaded(other, rank=1), 0)
+        assert contents.content(asked, 0, OmniStats()) is None  # blocks of the other may be there
+        assert contents.content(asked, 1, OmniStats()) is not None
+    finally:
+        contents.close()
+
+
+def test_a_load_of_other_weights_voids_what_was_computed_with_those_before(content, adapter):
+    first, other = adapter(b"one"), adapter(b"two", folder="there")
+    assert content(first, load=True)
+    content.contents.begins(Asked(first))
+    assert not content.contents.loaded(loaded(first), 0)  # again, after it was evicted
+    assert not content.contents.loaded(loaded(other), 0)  # of another path
+    changed = loaded(adapter(b"one!"))
+    assert content.contents.loaded(changed, 0)
+    assert content(adapter(b"one!"), epoch=1) is None  # vLLM itself has reset nothing
+    assert content(adapter(b"one!"), epoch=2) is None  # it was written again
+    assert content(adapter(b"one!"), epoch=2, load=True) is None
+    content.contents.ends("r")
+    assert content(adapter(b"one!"), epoch=3, load=True) is None  # it may have ended in this step
+    content.contents.step_ended()
+    assert content(adapter(b"one!"), epoch=3, load=True) is None
+    assert content(adapter(b"one!"), epoch=4, load=True) is not None
+    assert not content.contents.loaded(loaded(adapter(b"one?")), 4)  # no request has it
+    assert content(adapter(b"one?"), epoch=4) is None
 
 
 def test_what_is_no_weight_does_not_count(content, adapter, tmp_path):
-    first = content(adapter(b"one"))
+    first = content(adapter(b"one"), load=True)
     (tmp_path / "here" / "README.md").write_text("hello")
     os.utime(tmp_path / "here" / "adapter_model.safetensors", ns=(1, 1))
-    assert content(adapter(b"one", name="b")) == first
+    assert content(adapter(b"one", name="b", int_id=2), load=True) == first
+
+
+def test_vllms_own_loads_are_noted(adapter, monkeypatch):
+    read = []
+
+    class Manager(WorkerLoRAManager):
+        def __init__(self):
+            pass
+
+    def load(self, lora):
+        read.append(lora)
+        if lora.lora_name == "bad":
+            raise ValueError("no adapter")
+        if lora.lora_name == "torn":
+            adapter(b"rewritten", folder="torn")
+
+    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", load)
+    adapter_loads._wrap.cache_clear()
+    none = adapter_loads.watch_adapter_loads(SimpleNamespace(lora_config=None))
+    loads = adapter_loads.watch_adapter_loads(SimpleNamespace(lora_config=LoRAConfig()))
+    try:
+        first, torn = adapter(b"one"), adapter(b"one", name="torn", folder="torn", int_id=2)
+        Manager()._load_adapter(first)
+        Manager()._load_adapter(torn)
+        with pytest.raises(ValueError, match="no adapter"):
+            Manager()._load_adapter(LoRARequest("bad", 3, "/no/such/adapter"))
+        assert [each.lora_int_id for each in read] == [1, 2, 3]
+        assert loads.take(5) == [
+            dataclasses.replace(loaded(first), rank=5),
+            AdapterLoad(5, 2, "torn", torn.lora_path, ""),
+            AdapterLoad(5, 3, "bad", "/no/such/adapter", ""),
+        ]
+        assert loads.take(5) == none.take(5) == []
+    finally:
+        adapter_loads._wrap.cache_clear()
+
+
+def test_an_adapter_that_was_replaced_after_its_load_is_not_handed_off(engine, adapter, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    lora = adapter(b"w" * 99, folder="one")
+    prefill.load_adapter(lora)
+    asked = adapter(b"v" * 98, folder="one")  # and prefill still computes with the first
+    assert prefill.generate(TEXT, params=HANDOFF, lora=asked).params["omni_no_handoff"]
+    assert prefill.failures() == {"adapter_unknown": 1}
+    assert_clean(prefill, decode)
+
+
+def test_an_adapter_that_is_loaded_in_place_while_a_prompt_is_computed_voids_it(engine, adapter):
+    prefill = engine("kv_producer", max_tokens_a_step=BLOCK)
+    lora = adapter(b"w" * 99)
+    request_id = prefill.submit(TEXT, params=HANDOFF, lora=lora)
+    prefill.run(lambda: prefill.scheduler.requests[request_id].num_computed_tokens >= BLOCK)
+    prefill.load_adapter(adapter(b"v" * 98))
+    prefill.run(lambda: prefill.done(request_id))
+    assert prefill.answers[request_id].params["omni_no_handoff"] == "weights_changed"
+    assert_clean(prefill)
+
+
+def test_in_an_arena_only_equal_contents_meet(engine, adapter, tokens):
+    first, second, third = (
+        engine("kv_both", extra={"share": True, "admission": "all"}) for _ in range(3)
+    )
+    for each in (first, second, third):
+        each.half._shared._host._neighbours.look()
+        wait(lambda each=each: len(each.half._shared._host._neighbours.present()) == 2)
+    lora = adapter(b"w" * 99)
+    first.generate(TEXT, lora=lora)
+    assert second.generate(TEXT, 6, lora=lora).tokens == tokens(TEXT, 6)
+    assert second.count("tokens_from_host") == 4 * BLOCK
+    other = adapter(b"other weights under that name and path")
+    assert third.generate(TEXT, 6, lora=other).tokens == tokens(TEXT, 6)
+    assert third.count("tokens_from_host") == 0

@@ -5,9 +5,11 @@ import pytest
 
 from omni_connector.copies import sizing
 from omni_connector.errors import ConfigError
+from omni_connector.memory.arena_size import ArenaSize
 from omni_connector.testing import inspection
 from omni_connector.testing.toy import BLOCK
 
+from ..kv.shapes import group_shape
 from .harness import HANDOFF, assert_clean, prompt
 
 pytestmark = pytest.mark.vllm
@@ -21,7 +23,7 @@ def memory(monkeypatch):
     """Sets how much there is."""
 
     def there_is(available: int) -> None:
-        monkeypatch.setattr(sizing, "available_bytes", lambda: available)
+        monkeypatch.setattr(sizing, "unclaimed_bytes", lambda deployment: available)
 
     return there_is
 
@@ -56,3 +58,15 @@ def test_without_memory_for_a_single_block_it_does_not_start(engine, memory):
     memory(4096)
     with pytest.raises(ConfigError, match="set arena_gib"):
         engine("kv_producer", extra=DERIVED)
+
+
+@pytest.mark.parametrize(
+    ("given", "slots", "warned"), [(None, 3, True), (None, 4, False), (1 << 20, 3, False)]
+)
+def test_of_long_prompts_without_room_it_warns_unless_the_user_has_set_the_size(
+    log, given, slots, warned
+):
+    arena = sizing.ArenaSizing(given, cache_blocks=9, max_tokens=4 * BLOCK)
+    groups = (group_shape(block_size=BLOCK),)
+    arena.tell(0, 1, ArenaSize(slots, "memory"), 4096, groups)
+    assert any("longest prompts" in line for line in log) == warned

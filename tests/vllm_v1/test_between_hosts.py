@@ -13,6 +13,7 @@ from omni_connector.errors import ConfigError
 from omni_connector.net import links as control_sockets
 from omni_connector.net import resolver as resolver_module
 from omni_connector.net.keys import write_new_key
+from omni_connector.net.runtime import runtime_dir, socket_path
 from omni_connector.testing import inspection
 from omni_connector.testing.ports import free_ports
 from omni_connector.testing.toy import BLOCK
@@ -69,6 +70,34 @@ def test_in_one_runtime_folder_neither_peers_nor_key_are_asked_for(engine, token
     assert decode.count("handoffs_received") == 1
     assert decode.failures() == {}
     assert_clean(prefill, decode)
+
+
+def dead_control_socket(engine_id: str) -> None:
+    """Leave the socket of an engine that was killed on this host, and runs on another one now."""
+    folder = runtime_dir(ASKS["namespace"])
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(socket_path(folder, f"control:{engine_id}")))
+
+
+def test_a_socket_that_refuses_is_no_reason_not_to_ask_over_tcp(engine, tokens, key_file):
+    prefill = engine("kv_producer", extra={**SERVES, "key_file": key_file})
+    decode = engine("kv_consumer", extra={**ASKS, "key_file": key_file})
+    params = offered(prefill)
+    dead_control_socket(params["remote_engine_id"])
+    assert decode.generate(PROMPT, 6, params=params).tokens == tokens(PROMPT, 6)
+    assert decode.count("handoffs_received") == 1
+    assert decode.failures() == {}
+    assert_clean(prefill, decode)
+
+
+def test_where_tcp_is_not_allowed_a_socket_that_refuses_is_an_engine_that_is_gone(
+    engine, tokens, key_file
+):
+    prefill = engine("kv_producer", extra={**SERVES, "key_file": key_file})
+    decode = engine("kv_consumer", extra={**ASKS, "peers": []})
+    params = offered(prefill)
+    dead_control_socket(params["remote_engine_id"])
+    assert_computed_here(decode, tokens, params, "peer_unreachable")
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """New weights: nothing that was computed before is handed off, loaded or kept."""
 
+import threading
 import time
 
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
+from omni_connector.errors import StaleSlotError
 from omni_connector.handoff import receiver
+from omni_connector.kv import ledger
 from omni_connector.testing import inspection
 from omni_connector.testing.toy import BLOCK
 from omni_connector.vllm_v1 import connector
@@ -207,6 +210,22 @@ def test_who_reads_slots_of_before_learns_that_they_are_void(engine, after):
     assert_clean(prefill, decode)
 
 
+def test_after_two_resets_without_a_step_readers_are_told_of_both(engine):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    leased(prefill, decode, PROMPT)
+    [handoff] = prefill.handoffs
+    read = list(zip(handoff.slots[0].tolist(), handoff.generations[0].tolist(), strict=True))
+    for slot, generation in read:
+        prefill.arena().verify(slot, generation)
+    for _ in range(2):
+        assert prefill.half.reset_cache()
+    prefill.generate(prompt(20, seed=3))  # a step tells the workers
+    wait(lambda: inspection.copies_ended(prefill.worker_half))
+    for slot, generation in read:
+        with pytest.raises(StaleSlotError):
+            prefill.arena().verify(slot, generation)
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("family", ["full", "all three"])
 def test_a_prefill_under_way_is_copied_anew(engine, after, overlap, family):
@@ -278,4 +297,86 @@ def test_what_another_connector_has_failed_to_load_is_not_handed_off(engine, aft
     assert prefill.failures() == {"load_failed": 1}
     assert decode.generate(PROMPT, 6, params=answer).tokens
     assert decode.count("handoffs_received") == 0
+    assert_clean(prefill, decode)
+
+
+SHARES = {"share": True, "admission": "all"}
+
+
+@pytest.mark.parametrize("family", ["full", "all three"])
+def test_a_reset_waits_for_the_copies_of_all_ranks(engine, family):
+    sharer = engine("kv_both", ranks=2, family=family, extra=SHARES)
+    held = sharer.hold(saves=True)  # of one rank
+    request_id = sharer.submit(PROMPT, max_tokens=30)
+    sharer.run(lambda: held.waiting.is_set() and len(sharer.answers[request_id].tokens) > 2)
+    assert sharer.half.copying()
+    opener = threading.Timer(0.1, held.open)
+    opener.start()
+    assert sharer.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert held.opened  # not before
+    opener.join()
+    assert sharer.half.copying()  # the ranks tell of it with a step
+    sharer.settle()
+    alone = engine(family=family, ranks=2)
+    assert sharer.answers[request_id].tokens == alone.generate(PROMPT, 30).tokens
+    assert_clean(sharer)
+
+
+def test_resets_under_load_do_not_fail_with_several_ranks(engine, tokens):
+    sharer = engine("kv_both", ranks=2, extra=SHARES, max_tokens_a_step=4 * BLOCK)
+    requests = {}
+    for number in range(60):
+        text = prompt(8 * BLOCK, seed=number)
+        requests[sharer.submit(text, max_tokens=4)] = text
+        sharer.step()
+        sharer.step()
+        assert sharer.scheduler.reset_prefix_cache(reset_running_requests=True)
+    sharer.settle()
+    for request_id, text in requests.items():
+        assert sharer.answers[request_id].tokens == tokens(text, 4)
+    assert not sharer.failures()
+    assert_clean(sharer)
+
+
+def test_a_reset_does_not_wait_for_copies_where_requests_hold_blocks(engine, monkeypatch):
+    sharer = engine("kv_both", ranks=2, extra=SHARES)
+    held = sharer.hold(saves=True)
+    sharer.submit(PROMPT, max_tokens=30)
+    sharer.run(held.waiting.is_set)
+    monkeypatch.setattr(ledger, "SETTLE_S", 1e9)
+    assert not sharer.scheduler.reset_prefix_cache()
+    held.open()
+    sharer.settle()
+
+
+def test_a_reset_fails_where_a_rank_does_not_answer(engine, log):
+    sharer = engine("kv_both", ranks=2, extra=SHARES)
+    held = sharer.hold(saves=True)
+    request_id = sharer.submit(PROMPT)
+    sharer.run(lambda: sharer.done(request_id))
+    sharer.workers[1]._end_introduction()
+    assert not sharer.scheduler.reset_prefix_cache()
+    assert ["not reset" in line for line in log] == [True]
+    held.open()
+    sharer.settle()
+    assert sharer.scheduler.reset_prefix_cache()
+
+
+def test_a_second_reset_before_a_step_forgets_no_reader_of_the_first(engine, monkeypatch):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    leased(prefill, decode, PROMPT)
+    (handoff,) = prefill.handoffs
+    leased_slots = sorted(handoff.held.tolist())
+    told = []
+    start = prefill.worker_half._start_void
+    monkeypatch.setattr(
+        prefill.worker_half, "_start_void", lambda meta: told.append(meta.void[0]) or start(meta)
+    )
+    for seed in (3, 4):
+        assert prefill.scheduler.reset_prefix_cache()
+        prefill.submit(prompt(20, seed=seed))  # it learns of a reset with the next request
+    prefill.settle()
+    assert sorted(slot for slots in told for slot in slots) == leased_slots
+    decode.settle()
+    assert decode.failures() in VOID
     assert_clean(prefill, decode)

@@ -8,8 +8,10 @@ from vllm.v1.request import FinishReason
 
 from omni_connector.testing import inspection
 from omni_connector.testing.toy import BLOCK
+from omni_connector.transports.shm import SharedMemoryTransport
 
-from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, leased, prompt
+from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, leased, prompt, wait
+from .test_preemption import preempt_now
 
 pytestmark = pytest.mark.vllm
 
@@ -94,6 +96,34 @@ def test_fail_ends_that_request_only(engine, tokens, spoil: Spoil):
     assert decode.failures() == {FAILURES[spoil]: 1}
     assert not decode.leftovers()
     assert decode.generate(PROMPT, 6).tokens == tokens(PROMPT, 6)
+
+
+def test_a_hand_off_beside_a_failed_load_goes_on(engine, tokens):
+    """It was preempted, and computes again what was copied before: that is no other KV."""
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    both = engine("kv_both", policy="recompute", prefix_caching=False, max_tokens_a_step=2 * BLOCK)
+    handed_on = prompt(8 * BLOCK, seed=3)
+    request_id = leased(prefill, both, PROMPT)
+    held = both.hold(loads=True)
+    copier_fails(prefill, both)
+    held.before_load = both._held[-1].before_load
+    both._copiers[0].inner = held
+    both.run(held.waiting.is_set)
+    handed = both.submit(handed_on, params=HANDOFF)
+    request = both.scheduler.requests[handed]
+    both.run(lambda: request.num_computed_tokens >= 6 * BLOCK)
+    preempt_now(both, handed)
+    both.run(lambda: request.num_computed_tokens == 2 * BLOCK)
+    assert request.status.name == "RUNNING"
+    held.open()
+    wait(lambda: inspection.copies_ended(both.worker_half))
+    both.settle()
+    assert both.answers[request_id].tokens == tokens(PROMPT, 6)
+    assert both.failures() == {"load_failed": 1}  # that of the load
+    params = both.answers[handed].params
+    assert decode.generate(handed_on, 6, params=params).tokens == tokens(handed_on, 6)
+    assert decode.count("handoffs_received") == 1
+    assert_clean(prefill, decode, both)
 
 
 def test_a_load_fails_on_top_of_a_prefix_that_was_here(engine, tokens):
@@ -184,3 +214,38 @@ def test_a_peer_that_goes_while_its_copies_are_awaited(engine, tokens):
     assert decode.answers[decoded].tokens == tokens(PROMPT, 6)
     assert decode.failures() == {"peer_unreachable": 1}
     assert not decode.leftovers()
+
+
+def test_blocks_that_a_failed_load_did_not_fill_are_zero(engine):
+    """Whatever vLLM does with them, no bytes of a slot that was refused are in them."""
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    request_id = leased(prefill, decode, PROMPT)
+    slot_bytes_change(prefill, decode)
+    held = decode.hold()
+    zero, zeroed = held.zero, []
+    held.zero = lambda group, ids, **how: zeroed.extend(ids.tolist()) or zero(group, ids, **how)
+    decode.run(lambda: bool(decode.loads_under_way))
+    (blocks,) = decode.scheduler.kv_cache_manager.get_block_ids(request_id)
+    decode.run(lambda: bool(zeroed))
+    assert zeroed == list(blocks[2:6])  # the third slot is bad; those before it are loaded
+    decode.settle()
+    assert_clean(prefill, decode)
+
+
+def test_after_a_failed_load_the_peers_arena_is_attached_anew(engine, tokens, monkeypatch):
+    attach, attached = SharedMemoryTransport.attach, []
+    monkeypatch.setattr(
+        SharedMemoryTransport,
+        "attach",
+        lambda self, endpoint, **how: attached.append(1) or attach(self, endpoint, **how),
+    )
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    leased(prefill, decode, PROMPT)
+    slot_bytes_change(prefill, decode)
+    decode.settle()
+    assert len(attached) == 1
+    for seed in (2, 3):
+        again = prompt(80, seed=seed)
+        assert hand_off(prefill, decode, again) == tokens(again, 6)
+    assert len(attached) == 2
+    assert_clean(prefill, decode)

@@ -3,6 +3,8 @@
 
 import contextlib
 import dataclasses
+import os
+import threading
 import time
 
 import pytest
@@ -13,18 +15,20 @@ from omni_connector.errors import PeerUnreachableError
 from omni_connector.prefix import neighbours as module
 from omni_connector.prefix.hints import Candidate
 from omni_connector.prefix.neighbours import HostNeighbours
+from omni_connector.testing import inspection
 from omni_connector.testing.simulation import check
 from omni_connector.testing.toy import BLOCK
 from omni_connector.testing.toy import FAMILIES as GROUPS
 from omni_connector.transports.shm import SharedMemoryTransport
 
-from .harness import HANDOFF, assert_clean, hand_off, prompt, slots, wait
+from .harness import DEADLINE, HANDOFF, assert_clean, hand_off, prompt, slots, sockets, wait
 from .stores import MASTER, PREFIX, QUESTION, landed
 
 pytestmark = pytest.mark.vllm
 
 FAMILIES = ["full", "window", "window and full", "latent", "state and full", "all three"]
 SHARE = {"share": True, "admission": "all"}
+GONE = PeerUnreachableError("it is not attached")
 
 
 @pytest.fixture
@@ -153,6 +157,20 @@ def test_an_engine_gets_back_what_its_own_cache_has_evicted(sharer, tokens):
     assert alone.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
     assert alone.count("tokens_kept") >= 2 * BLOCK
     assert_clean(alone)
+
+
+def test_of_a_prompt_that_is_still_answered_the_end_is_evicted_first(sharer):
+    alone = sharer(usable_blocks=256, instant_copies=True)
+    request_id = alone.submit(prompt(8 * BLOCK), max_tokens=200)
+    alone.run(lambda: alone.usage[1] == 8)
+    assert not alone.done(request_id)
+    pool = alone.half._shared._host._pool
+    with pool.lock:
+        pool._new(pool._num_free + 3)
+    hashes = alone.scheduler.requests[request_id].block_hashes[:8]
+    there = [inspection.in_arena(alone.half, 0, each) for each in hashes]
+    assert there == [True] * 5 + [False] * 3
+    alone.abort(request_id)
 
 
 @pytest.mark.parametrize("family", ["full", "latent", "window and full", "state and full"])
@@ -329,39 +347,112 @@ def test_an_arena_stays_attached_where_only_a_slot_was_another_or_wrong(sharer, 
         publish(first, other)
         publish(second, [*other, 7])
         assert second.count("tokens_from_host") == 4 * BLOCK
-    assert len(attached) == 1
+    assert not attached, "it was attached when the engines met"
 
 
-def test_an_engine_that_does_not_answer_delays_one_request_until_it_appears_anew(
-    sharer, tokens, monkeypatch
+def test_an_engine_whose_arena_is_not_attached_delays_no_request(
+    sharer, engine, tokens, monkeypatch
 ):
+    """It is stopped, for one: its blocks are computed, until it goes on."""
+    first = sharer()
+    publish(first)
+    address = first.worker_half.handshake.endpoints[0].address
+    attach, goes_on = SharedMemoryTransport.attach, threading.Event()
+
+    def slow(self, endpoint, *, timeout):
+        if endpoint.address == address:
+            goes_on.wait(10 * DEADLINE)
+        return attach(self, endpoint, timeout=timeout)
+
+    monkeypatch.setattr(SharedMemoryTransport, "attach", slow)
+    second = engine("kv_both", extra=SHARE)
+    wait(lambda: not neighbours(second).present() and neighbours(second)._met)
+    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert second.count("tokens_from_host") == 0
+    assert not second.failures()
+    assert kept(second) == 6, "what nobody else can read is kept here, too"
+    goes_on.set()
+    wait(lambda: neighbours(second).present())
+    other = prompt(4 * BLOCK, seed=9)
+    publish(first, other)
+    assert second.generate([*other, 7], 6).tokens == tokens([*other, 7], 6)
+    assert second.count("tokens_from_host") == 4 * BLOCK
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_neighbour_counts_once_every_rank_has_attached_it(engine, monkeypatch, ranks):
+    first = engine("kv_both", extra=SHARE, ranks=ranks)
+    last = first.workers[-1].get_handshake_metadata().endpoints[0].address
+    attach, goes_on = SharedMemoryTransport.attach, threading.Event()
+
+    def slow(self, endpoint, *, timeout):
+        if endpoint.address == last:
+            goes_on.wait(10 * DEADLINE)
+        return attach(self, endpoint, timeout=timeout)
+
+    monkeypatch.setattr(SharedMemoryTransport, "attach", slow)
+    second = engine("kv_both", extra=SHARE, ranks=ranks)
+    wait(lambda: neighbours(second)._met)
+    for worker in second.workers[:-1]:
+        wait(lambda half=worker._worker: ready(half, first) == 1)
+    for _ in range(3):
+        assert not neighbours(second).present()
+    goes_on.set()
+    wait(lambda: len(neighbours(second).present()) == 1)
+
+
+def ready(half, owner):
+    """How many arenas of an engine a rank has attached."""
+    known = half._loader._arenas._known
+    addresses = [each.get_handshake_metadata().endpoints[0].address for each in owner.workers]
+    return sum(known[each].ready for each in addresses if each in known)
+
+
+def test_an_engine_that_a_load_could_not_read_is_left_out_for_30_seconds(sharer, monkeypatch):
     first, second = sharer(), sharer()
-    questions = [prompt(4 * BLOCK, seed=seed) for seed in range(3)]
-    for each in questions:
-        publish(first, each)
-    found = second.half._shared._host._neighbours
+    publish(first)
+    found = neighbours(second)
     now = [found._clock()]
     monkeypatch.setattr(found, "_clock", lambda: now[0])
-    attach = SharedMemoryTransport.attach
-
-    def fails(self, endpoint, *, timeout):
-        raise PeerUnreachableError("no answer")
-
-    monkeypatch.setattr(SharedMemoryTransport, "attach", fails)
-    for each in questions[:2]:
-        publish(second, [*each, 7])
-        assert second.failures() == {"peer_unreachable": 1}
-    assert kept(second) == 8, "what only an avoided engine has is kept here, too"
+    began = now[0]
+    for half in (each._worker for each in second.workers):  # it is attached no more, for once
+        monkeypatch.setattr(
+            half._loader._arenas, "take_attached", lambda _: (_ for _ in ()).throw(GONE)
+        )
+    second.generate(QUESTION)
+    second.settle()
+    assert second.failures() == {"peer_unreachable": 1}
+    assert kept(second) == 6, "what only an avoided engine has is kept here, too"
+    monkeypatch.undo()
+    monkeypatch.setattr(found, "_clock", lambda: now[0])
+    now[0] = began + 29.99
     assert not neighbours(second).present()
-    monkeypatch.setattr(SharedMemoryTransport, "attach", attach)
-    now[0] += module._AVOID_S
+    now[0] = began + 30.0
     assert neighbours(second).present()
-    publish(second, [*questions[2], 7])
+    other = prompt(4 * BLOCK, seed=1)
+    publish(first, other)
+    publish(second, [*other, 7])
     assert second.count("tokens_from_host") == 4 * BLOCK
     found.avoid(found.present()[0].arenas)
+    assert not neighbours(second).present()
     for name in list(found._met):  # its connection has ended, and it is met again
         found._leave(name)
-    assert neighbours(second).present()
+    found.look()  # it is met, and its arenas are asked for
+    wait(lambda: neighbours(second).present())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_own_arena_is_read_though_nobody_can_attach_it(sharer, tokens, runtime, ranks):
+    """The runtime folder was removed, for one."""
+    alone = sharer(ranks=ranks, usable_blocks=16)
+    publish(alone)
+    for path in sockets(runtime):
+        os.unlink(path)
+    for seed in range(10, 14):  # vLLM's own cache evicts some of it
+        publish(alone, prompt(4 * BLOCK, seed=seed))
+    assert publish(alone, QUESTION, max_tokens=6).tokens == tokens(QUESTION, 6)
+    assert alone.count("tokens_kept") >= BLOCK
+    assert not alone.failures()
 
 
 def test_aborts_while_loading_leave_nothing(sharer, tokens):
@@ -431,7 +522,7 @@ def test_what_is_to_be_kept_out_is_neither_kept_nor_stored_but_loads(sharer, she
 
 @pytest.mark.parametrize(("cache", "stays"), [("high", 4), ("normal", 0)])
 def test_what_is_favoured_stays_longer(sharer, cache, stays):
-    first, second = sharer(extra=slots(8)), sharer()
+    first, second = sharer(extra={**slots(8), "pin_part": 0.5}), sharer()
     publish(first, PREFIX[: 4 * BLOCK], params=hints(cache=cache))
     crowd(first)
     second.generate([*PREFIX[: 4 * BLOCK], 5])
@@ -478,7 +569,7 @@ def test_no_more_is_pinned_than_the_share_of_the_arena(sharer):
 
 
 def test_no_tenant_pins_more_than_its_share(sharer):
-    alone = sharer(extra={**slots(32), "tenant_quota": 0.5})
+    alone = sharer(extra={**slots(32), "tenants": ["*"], "tenant_quota": 0.5})
     for salt in ("a", "b", "c"):
         publish(alone, prompt(4 * BLOCK + 1), salt=salt, params=hints(pin_s=600))
     publish(alone, prompt(BLOCK), salt="a", params=hints(pin_s=600))
@@ -636,7 +727,7 @@ def test_the_end_of_what_was_kept_in_parts_goes_first(small, sharer):
 
 @pytest.mark.parametrize(
     ("extra", "salt", "stays"),
-    [(slots(12), None, 12), ({**slots(32), "tenant_quota": 0.5}, "a", 16)],
+    [(slots(12), None, 12), ({**slots(32), "tenants": ["*"], "tenant_quota": 0.5}, "a", 16)],
     ids=["arena", "quota"],
 )
 def test_of_what_has_no_room_in_the_arena_the_beginning_is_kept(small, sharer, extra, salt, stays):
@@ -728,7 +819,7 @@ def test_hints_stand_beside_a_hand_off(sharer, tokens):
 
 
 def test_a_tenant_takes_no_more_than_its_quota(sharer):
-    alone = sharer(extra={**slots(16), "tenant_quota": 0.25})
+    alone = sharer(extra={**slots(16), "tenants": ["*"], "tenant_quota": 0.25})
     publish(alone, prompt(4 * BLOCK), salt="b")
     for seed in range(3):
         publish(alone, prompt(3 * BLOCK, seed=seed), salt="a")
@@ -759,6 +850,28 @@ def test_hints_arrive_in_vllm_xargs_too(sharer, tokens, xargs, params, bad):
     assert alone.directory.pool._order._favoured.sum() == 6
 
 
+def test_hints_that_the_operator_does_not_allow_are_counted_and_change_nothing(sharer, tokens):
+    alone = sharer(extra={**slots(16), "hints": ["no", "prefetch"]})
+    answer = publish(alone, max_tokens=6, params=hints(pin_s=600, cache="high"))
+    assert answer.tokens == tokens(PREFIX, 6)
+    assert (kept(alone), pinned(alone), alone.count("hints_refused")) == (6, 0, 2)
+    assert not alone.directory.pool._order._favoured.any()
+    assert len(publish(alone, max_tokens=20, params=hints(prefetch=True)).tokens) == 1
+    deaf = sharer(extra={**slots(16), "hints": []})
+    assert len(publish(deaf, max_tokens=5, params=hints(prefetch=True)).tokens) == 5
+    publish(deaf, prompt(4 * BLOCK, seed=9), params=hints(cache="no"))
+    assert (kept(deaf), deaf.count("hints_refused"), deaf.count("bad_hints")) == (4, 2, 0)
+
+
+def test_what_is_favoured_and_what_is_pinned_share_one_part_of_the_arena(sharer):
+    alone = sharer(extra=slots(16))
+    publish(alone, PREFIX[: 3 * BLOCK], params=hints(cache="high"))
+    publish(alone, prompt(3 * BLOCK, seed=9), params=hints(pin_s=600))
+    assert (pinned(alone), alone.count("pins_refused")) == (1, 2)
+    publish(alone, prompt(2 * BLOCK, seed=10), params=hints(cache="high"))
+    assert alone.count("high_refused") == 2
+
+
 def test_a_prefetch_arrives_in_vllm_xargs_as_a_number(sharer):
     alone = sharer()
     assert len(publish(alone, max_tokens=20, xargs={"omni_prefetch": 1}).tokens) == 1
@@ -775,3 +888,19 @@ def test_hints_in_vllm_xargs_change_no_hand_off(sharer, tokens):
     assert decode.count("handoffs_received") == 1
     assert pinned(decode) > 0
     assert not prefill.count("bad_hints") + decode.count("bad_hints")
+
+
+def test_of_a_prompt_that_still_runs_the_end_goes_first(sharer):
+    first = sharer(instant_copies=True)
+    asked = prompt(4 * BLOCK, seed=7)
+    request_id = first.submit(asked, max_tokens=5)
+    first.run(lambda: kept(first) == 4)
+    assert not first.done(request_id)
+    pool = first.half._shared._host._pool
+    with pool.lock:
+        pool.let_go(pool._new(pool._num_free + 2))
+    second = sharer()
+    publish(second, [*asked, 7])
+    assert second.count("tokens_from_host") == 2 * BLOCK
+    first.settle()
+    assert_clean(first, second)

@@ -1,13 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Children of n > 1, retries and rejected requests: who shares slots, and when they go."""
 
+import threading
+
 import pytest
 
 from omni_connector.handoff import receiver
 from omni_connector.shared_work import Helpers
+from omni_connector.testing import inspection
 from omni_connector.testing.toy import BLOCK
 
-from .harness import DEADLINE, HANDOFF, assert_clean, prompt, run, slots, wait
+from .harness import (
+    DEADLINE,
+    HANDOFF,
+    assert_clean,
+    hand_off,
+    leased,
+    prompt,
+    run,
+    slots,
+    wait,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -198,3 +211,73 @@ def test_steps_that_compute_nothing_help_with_copies(engine, monkeypatch):
     lent.clear()
     decode.generate(prompt(BLOCK), 1)
     assert True not in lent
+
+
+@pytest.mark.parametrize(("lease_s", "margin"), [(100.0, 1.0), (2.0, 0.5)])
+@pytest.mark.parametrize("soon", [True, False])
+def test_no_load_starts_close_to_the_end_of_its_lease(
+    engine, tokens, monkeypatch, lease_s, margin, soon
+):
+    """With the policy that makes a failed load an error to the client."""
+    prefill = engine("kv_producer", extra={"handoff_ttl_s": lease_s})
+    decode = engine("kv_consumer", policy="fail")
+    request_id = leased(prefill, decode, PROMPT)
+    fetch = inspection.fetches(decode.half)[request_id]
+    monkeypatch.setattr(receiver, "_FRESH_S", 1e9)  # nor is it asked for anew
+    monkeypatch.setattr(decode.half._receiver, "_clock", lambda: now)
+    now = fetch.future.result().expires - margin + (0.01 if soon else -0.01)
+    decode.step()
+    monkeypatch.undo()
+    decode.settle()
+    assert decode.answers[request_id].tokens == tokens(PROMPT, 6)
+    assert decode.failures() == ({"lease_expired": 1} if soon else {})
+    assert decode.count("handoffs_received") == (not soon)
+
+
+def test_a_lease_that_is_not_wanted_ends_before_its_request(engine):
+    """What vLLM's own cache has is not loaded."""
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    decode.generate(PROMPT, 6)
+    answer = prefill.generate([*PROMPT[: 5 * BLOCK], 7], params=HANDOFF).params
+    request_id = decode.submit([*PROMPT[: 5 * BLOCK], 7], max_tokens=200, params=answer)
+    decode.run(lambda: bool(decode.answers[request_id].tokens))
+    wait(lambda: prefill.usage[2] == 0)
+    assert not decode.done(request_id)
+    assert prefill.usage[0] == 0
+    decode.abort(request_id)
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize(("family", "ranks"), [("full", 1), ("window and full", 1), ("full", 2)])
+def test_a_load_whose_lease_ends_in_the_queue_is_computed(engine, policy, family, ranks):
+    """vLLM's policy is for loads that fail."""
+    options = {"family": family, "ranks": ranks}
+    prefill = engine("kv_producer", extra={"handoff_ttl_s": 4.0}, **options)
+    decode = engine("kv_consumer", policy=policy, **options)
+    right = engine(**options).generate(PROMPT, 6).tokens
+    held = decode.hold(loads=True)
+    first = leased(prefill, decode, PROMPT)
+    decode.run(held.waiting.is_set)
+    other = prompt(LENGTH, seed=1)
+    second = leased(prefill, decode, other)
+    decode.run(lambda: decode.loads_under_way == 2)
+    wait(lambda: prefill.usage[2] == 0)
+    held.open()
+    decode.settle()
+    assert decode.answers[first].tokens == right
+    assert decode.answers[second].tokens == engine(**options).generate(other, 6).tokens
+    failures = decode.failures()  # what the first has read before, it may have read as a whole
+    assert failures.pop("lease_expired") == 2 - decode.count("handoffs_received")
+    assert not failures
+    assert_clean(prefill, decode)
+
+
+def test_a_step_that_helps_is_told_of_the_end_of_a_copy(engine, monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        Helpers, "tell_lender", lambda self: told.append(threading.current_thread().name)
+    )
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    hand_off(prefill, decode, PROMPT)
+    assert set(told) == {"omni-save", "omni-load"}

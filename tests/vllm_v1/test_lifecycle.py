@@ -55,11 +55,23 @@ def test_what_a_block_hash_stands_for_is_known_where_vllm_does_not_tell(engine, 
     assert hash_block_size(each.config, each.kv_config) == BLOCK
 
 
-@pytest.mark.parametrize(
-    ("role", "required"), [("kv_producer", True), ("kv_both", True), ("kv_consumer", False)]
-)
-def test_who_hands_off_requires_delivery(engine, role, required):
-    assert engine(role).scheduler.requires_kv_delivery is required
+def test_no_hash_names_blocks_that_depend_on_later_tokens(engine):
+    each = engine("kv_both")
+    untold = copy.deepcopy(each.kv_config)
+    object.__setattr__(untold.kv_cache_groups[0].kv_cache_spec, "non_causal", True)
+    assert hash_block_size(each.config, untold) == 0
+
+
+@pytest.mark.parametrize(("threads", "sharing"), [(1, 2), (3, 4)])
+def test_a_copy_is_shared_by_the_threads_that_the_user_has_set(engine, threads, sharing):
+    """And by the engine's own, while it has nothing to compute."""
+    each = engine("kv_both", extra={"copy_threads": threads})
+    assert each.worker_half._helpers.threads == sharing
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both", "kv_consumer"])
+def test_nobody_needs_vllm_to_see_to_the_delivery(engine, role):
+    assert engine(role).scheduler.requires_kv_delivery is False
 
 
 def test_a_decode_engine_has_no_arena_and_listens_to_nobody(engine, runtime):
@@ -232,3 +244,13 @@ def test_a_step_with_nothing_to_do_makes_no_work(engine):
         assert not work
     both.scheduler.update_from_output(scheduled, both.execute(scheduled))
     both.settle()
+
+
+def test_the_end_of_an_engine_closes_its_copier(engine):
+    """On a device it has pinned the arena's memory."""
+    each = engine("kv_both")
+    copier = each.hold()
+    closed = []
+    copier.close = lambda: closed.append(copier)
+    each.shutdown()
+    assert closed == [copier]

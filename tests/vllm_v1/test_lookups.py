@@ -2,7 +2,7 @@
 """Questions to the store, and what is made of the answers."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given
@@ -15,6 +15,7 @@ from omni_connector.stores import recently as recently_module
 from omni_connector.stores.recently import Recently
 from omni_connector.stores.shared_blocks import block_key
 from omni_connector.testing.clock import FakeClock
+from omni_connector.testing.simulation.surroundings.memory import SimulatedStore
 
 from .harness import wait
 from .stores import SwitchedShelf
@@ -135,6 +136,23 @@ def test_a_late_answer_is_none(made: list[StoreLookups]) -> None:
     shelf.stalled = False
     assert ask(made[0], [names(1)]).held is not None
     assert late.held is gone.held is None
+
+
+class Slow(SimulatedStore):
+    """Has half of the answers when its time is over."""
+
+    def exists(self, keys: Sequence[str], *, timeout: float) -> list[bool]:
+        time.sleep(timeout)
+        return [i < len(keys) // 2 for i in range(len(keys))]
+
+
+def test_what_a_slow_store_has_answered_in_time_is_used(made: list[StoreLookups]) -> None:
+    made.append(StoreLookups(Slow(SwitchedShelf()), [FULL], 1, time.monotonic))
+    lookup = Lookup("p", [names(8)], time.monotonic() + 2.0)
+    made[0].ask(lookup)
+    wait(lambda: lookup.held is not None or time.monotonic() > lookup.deadline + 1.0)
+    assert lookup.held is not None
+    assert lookup.held[0].reach(0) == 4
 
 
 def test_a_question_that_cannot_be_asked_stops_no_other(

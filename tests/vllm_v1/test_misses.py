@@ -3,6 +3,7 @@
 
 import pytest
 
+from omni_connector.prefix import misses
 from omni_connector.testing.toy import BLOCK
 
 from .harness import prompt, slots
@@ -78,3 +79,13 @@ def test_a_load_that_has_failed(sharer, missed):  # noqa: F811
 
 def test_prompts_that_must_be_computed_miss_nothing(sharer, missed):  # noqa: F811
     assert missed(sharer(), PREFIX, prompt_logprobs=1) == {}
+
+
+def test_the_beginnings_that_were_seen_last_are_remembered(sharer, missed, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(misses, "_MAX_BEGINNINGS", 1)
+    engine = sharer()
+    other = prompt(6 * BLOCK, seed=1)
+    for each in (PREFIX, other):
+        assert missed(engine, each, salt="a") == {"never_seen": 5 * BLOCK}
+    assert missed(engine, other, salt="b") == {"other_salt": 5 * BLOCK}
+    assert missed(engine, PREFIX, salt="b") == {"never_seen": 5 * BLOCK}

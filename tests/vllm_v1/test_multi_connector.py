@@ -136,4 +136,4 @@ def test_a_worker_that_lies_is_named(engine, monkeypatch, content):
 def test_a_name_is_introduced_once(engine, runtime):
     cached(engine, connector="MultiConnector", engine_id="taken")
     with pytest.raises(TransportError, match="already"):
-        introductions.introduce(runtime_dir(), "taken", 0, b"")
+        introductions.introduce(runtime_dir(), "taken", 0, b"", list)

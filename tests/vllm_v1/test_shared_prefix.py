@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines that find each other's prefixes in a store: every answer is that of an engine alone."""
 
+import time
+
 import pytest
 from vllm.v1.request import FinishReason
 
@@ -302,6 +304,17 @@ def test_a_load_that_is_aborted_before_it_starts(sharer, shelf):
     assert_clean(first, second)
 
 
+def test_a_load_of_which_a_part_comes_too_late_is_counted_as_such(sharer, shelf, engine):
+    family = "window and full"  # one batch for each group
+    first, second = sharer(family=family), sharer(family=family, extra={"load_timeout_s": 0.3})
+    publish(first, shelf)
+    shelf.before_get = lambda keys: time.sleep(0.4)
+    expected = engine(family=family).generate(QUESTION, 6).tokens
+    assert second.generate(QUESTION, 6).tokens == expected
+    assert second.failures() == {"store_load_timeout": 1}
+    assert_clean(first, second)
+
+
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
@@ -463,8 +476,12 @@ def test_sharing_resumes_after_a_reset_where_weights_are_fixed(
     assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
     assert second.count("tokens_shared") == (len(PREFIX) if weights == "fixed" else 0)
     # The other way, of what was computed after the reset.
-    other = prompt(6 * BLOCK, seed=5)
-    publish(second, shelf, other)
+    other, stored, asked = prompt(6 * BLOCK, seed=5), len(shelf.entries), len(shelf.asked)
+    second.generate(other)
+    landed(second)
+    # What nobody else can find would only push out what others can, and is not asked for either.
+    assert (len(shelf.entries) > stored) == (weights == "fixed")
+    assert (len(shelf.asked) > asked) == (weights == "fixed")
     assert first.generate(other, 6).tokens == tokens(other, 6)
     assert (first.count("tokens_shared") > 0) == (weights == "fixed")
     assert_clean(first, second)

@@ -167,3 +167,17 @@ def test_vllm_itself_carries_the_stats(engine):
     assert totals.data["counts"]["bytes_saved"] == SIZE
     assert totals.data["counts"]["handoffs_offered"] == 1
     assert totals.data["gauges"]["slots_in_use"] == 5
+
+
+@pytest.mark.parametrize("part", ["counts", "seconds", "gauges"])
+def test_statistics_of_which_a_part_is_missing_are_added(part):
+    """As vLLM passes them on between processes, they are what the sender knew of."""
+    other = OmniStats()
+    other.count("blocks_saved", 2)
+    other.time("save", 0.5)
+    other.gauge("slots_total", 7)
+    expected = {**other.data, part: {}}
+    del other.data[part]
+    total = OmniStats()
+    total.aggregate(other)
+    assert total.data == expected

@@ -6,6 +6,7 @@ import os
 import pytest
 
 from omni_connector.net import status
+from omni_connector.net.runtime import of_kernel
 from omni_connector.net.status import EngineStatus
 from omni_connector.stats import COUNTERS
 from omni_connector.testing.toy import BLOCK, LAYERS, PAGE
@@ -24,7 +25,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def told(runtime) -> dict[str, EngineStatus]:
-    found, remarks = status.read(runtime / "default")
+    found, remarks = status.read(of_kernel(runtime / "default"))
     assert not remarks
     return {each.engine_id: each for each in found}
 

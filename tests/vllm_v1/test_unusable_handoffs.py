@@ -233,3 +233,14 @@ def test_no_reference_stops_an_engine_or_changes_its_tokens(pair, tokens):
     check()
     for each in pair:
         assert each.generate(PROMPT, 3).tokens == expected
+
+
+def test_a_prompt_without_token_ids_loads_nothing(engine):
+    """One of embeddings: no digest of tokens names it."""
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    request = decode.request(PROMPT, params=answer)
+    request.prompt_token_ids = None
+    decode.half.on_new_request(request)
+    assert decode.failures() == {"prompt_embeds": 1}
+    assert prefill.usage[2] == 0

@@ -12,8 +12,8 @@ from omni_connector.objects.codec import encode
 from omni_connector.testing.conformance.base import ObjectFixtures, Open
 from omni_connector.testing.conformance.values import OBJECTS, same
 
-REQUESTS = ("req-1", "req-10", "req-1-0", "a", "é", "a.b")
-KEY_SHAPES = ("{}", "omni_0_to_1_kv_cache_{}", "{}_0_0_0_1", "{}_chunk")
+REQUESTS = ("req-1", "req-10", "req-1-0", "a", "é", "a_b", "b_a", "a_0")
+KEY_SHAPES = ("{}", "omni_0_to_1_kv_cache_{}", "{}_0_0_0_1")
 
 
 class ObjectModel(ObjectFixtures):

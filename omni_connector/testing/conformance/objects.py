@@ -206,16 +206,16 @@ class ObjectVerbs(ObjectFixtures):
             return
         sender, receiver = open_connector(), open_connector()
         for i in range(self.object_slots):
-            assert sender.put("0", "1", f"r{i}_key", i)[0]
+            assert sender.put("0", "1", f"r{i}_0_0_0_0", i)[0]
         assert sender.put("0", "1", "one-more", b"x") == (False, 0, None)
-        assert sender.put("0", "1", "r0_key", "replaced")[0]
+        assert sender.put("0", "1", "r0_0_0_0_0", "replaced")[0]
         for i in range(1, self.object_slots, 2):
             sender.cleanup(f"r{i}")
         overhead = sum(part.nbytes for part in encode(b""))
         content = os.urandom(self.object_slots // 2 * self.object_slot_bytes - overhead)
         assert sender.put("0", "1", "scattered", content)[0]
         assert receiver.get("0", "1", "scattered") == (content, len(content))
-        found = receiver.get("0", "1", "r0_key")
+        found = receiver.get("0", "1", "r0_0_0_0_0")
         assert found is not None
         assert found[0] == "replaced"
 
@@ -237,16 +237,22 @@ class ObjectVerbs(ObjectFixtures):
 
     def test_cleanup_takes_all_of_a_request_and_nothing_else(self, open_connector: Open) -> None:
         sender, receiver = open_connector(), open_connector()
-        own = ["req-1", "omni_0_to_1_kv_cache_req-1", "req-1_0_0_3_2", "req-1_chunk_4", "x/req-1"]
-        others = ["req-10", "req-1-0", "req-2", "xreq-1", "omni_0_to_1_kv_cache_req-11", "req-1.5"]
+        own = ["user_1", "omni_0_to_1_kv_cache_user_1", "user_1_0_0_3_2"]
+        # Of the requests user_1_2, a_user_1, user_1_0_0, ...: an id may contain any characters.
+        others = [
+            *("user_1_2", "omni_0_to_1_kv_cache_user_1_2", "user_1_2_0_0_3_2"),
+            *("a_user_1", "omni_0_to_1_kv_cache_a_user_1", "a_user_1_0_0_3_2"),
+            *("user_1_0_0", "user_1_0_0_0_0_3_2", "omni_0_to_1_kv_cache_user_1_0_0_3_2"),
+            *("user_10", "x/user_1", "user_1_1_0_3_2"),
+        ]
         for key in own + others:
             assert sender.put("0", "1", key, key)[0]
-        receiver.cleanup("req-1")
+        receiver.cleanup("user_1")
         assert all(receiver.get("0", "1", key) is not None for key in own + others)
-        for nothing in ("", "0", "1", "omni", "kv_cache", "req", "re"):
+        for nothing in ("", "0", "1", "omni", "kv_cache", "user", "us", "1_0_0", "3_2", "cache_a"):
             sender.cleanup(nothing)
         assert [key for key in own + others if receiver.get("0", "1", key) is None] == []
-        sender.cleanup("req-1")
+        sender.cleanup("user_1")
         assert [key for key in own if receiver.get("0", "1", key) is not None] == []
         assert [key for key in others if receiver.get("0", "1", key) is None] == []
 

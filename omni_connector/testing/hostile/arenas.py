@@ -47,6 +47,7 @@ from omni_connector.objects import shm as object_sockets
 from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.object_store import ObjectStore
 from omni_connector.objects.peer import ANSWERS, Find, Found, Missing, Read, read_object
+from omni_connector.prefix.attaching import RankSockets
 from omni_connector.prefix.host_blocks import touch
 from omni_connector.prefix.neighbours import ANSWERS as GIVEN
 from omni_connector.prefix.neighbours import QUESTIONS, GiveIndex, Hits, Household, opened
@@ -233,7 +234,8 @@ def neighbours() -> Iterator[Parser]:
     pool = SlotPool(N_SLOTS)
     with _owner() as owner, BlockIndex.create(N_SLOTS, epoch) as index:
         arenas = ((Endpoint.of(owner.arena, "shm", "/x"),),)
-        ours = Household(Path("/"), "", readers, index, arenas, partial(touch, pool))
+        ranks = RankSockets(Path("/"), "", 0)
+        ours = Household(Path("/"), "", readers, index, arenas, ranks, partial(touch, pool))
         given = msgspec.msgpack.encode(GiveIndex(readers, epoch, N_SLOTS, arenas))
         numbers = np.arange(N_SLOTS).tobytes()
         told = msgspec.msgpack.encode(Hits(numbers, numbers))

@@ -219,7 +219,7 @@ def object_keys() -> Iterator[Parser]:
         name = ObjectKey(start, end, key)
         assert len(name.digest) == 32
         str(name)
-        name.mentions(request_id)
+        name.belongs_to(request_id)
         return True
 
     yield Parser("keys of objects", make, parse, ())

@@ -21,7 +21,7 @@ _KEPT: Final = re.compile(
     r"\._slots\b|\._free\b|\._cached\b|\._by_key\b|\._batches\b|\._plans\b|\._chosen\b"
     r"|\._stats\b|_stats\b|\._introduced\b|\._peers\b|\._arenas\._known\b|\._untold\b"
     r"|\._sent\b|\._distrusted\b|\._failures\b|\._?events\b|\._report\.|\._gauges\b"
-    r"|\._avoided\b|\._connections\b|\._spare\b|\._status\b|\.pool\._kept(_of)?$|\._adapters\b"
+    r"|\._avoided\b|\._connections\b|\._spare\b|\._status\b|\.pool\._(kept|kept_of|privileged_of)$|\._adapters\b"
     r"|\._?changes\b|\._beginnings\b"
     r"|\._copier\b|\._layout\b|\._commands\b|\._told\b|\._threads\b|\._void\b"
     r"|\._manager\b|\._config\b|\._vllm_config\b|\._kv_cache_config\b"

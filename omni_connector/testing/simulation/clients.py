@@ -11,14 +11,18 @@ from vllm.v1.engine import FinishReason
 
 from omni_connector.prefix.hints import KEY
 from omni_connector.testing.simulation.deployment import Deployment
+from omni_connector.testing.simulation.engines.answering import PLAIN, Answering
 from omni_connector.testing.simulation.engines.engine import SimulatedEngine
 from omni_connector.testing.simulation.hints import NO_WISH, Wish
+from omni_connector.testing.simulation.inputs import NOTHING, Inputs, write_adapter
 from omni_connector.testing.simulation.plan import Plan
-from omni_connector.testing.simulation.promises import Promises
+from omni_connector.testing.simulation.promises import Promises, nothing_useless_is_stored
+from omni_connector.testing.simulation.refusals import Handed
 from omni_connector.testing.simulation.surroundings.world import Violation
 from omni_connector.testing.simulation.waiting import (
     Asking,
     Listed,
+    Loads,
     Waiters,
     being_saved,
     leases_hold,
@@ -41,6 +45,7 @@ class Sent:
         done: called with its end: `kv_transfer_params` of the answer, and whether it went well.
         plain: whether it wants nothing handed off, so that nothing that goes wrong can end it.
         wish: what it asks of the prefix cache.
+        may_fail: whether it is such that vLLM itself ends it with an error.
     """
 
     request_id: str
@@ -50,6 +55,7 @@ class Sent:
     done: Callable[[Any, bool], None]
     plain: bool = False
     wish: Wish = NO_WISH
+    may_fail: bool = False
     tokens: int = 0
     ended: bool = False
     aborted: bool = False
@@ -75,6 +81,11 @@ class Clients(Deployment):
         self._thinking: list[Callable[[], None]] = []
         self._leaving: set[str] = set()
         self._numbers = itertools.count()
+        self._adapters: dict[int, int] = {}  # how often their files were written anew
+        for event in plan.events:
+            for inputs in (event.how.get("inputs"), event.how.get("decoded")):
+                if inputs is not None and inputs.adapter:
+                    write_adapter(inputs.adapter, 0)
 
     def overdue(self) -> Sent | None:
         """A request that is past its deadline; None where there is none."""
@@ -97,6 +108,7 @@ class Clients(Deployment):
         engine: SimulatedEngine,
         waiters: Waiters,
         asking: Asking,
+        loads: Loads,
         listed: Listed,
         promises: Promises,
     ) -> None:
@@ -106,8 +118,10 @@ class Clients(Deployment):
         half = engine.halves[0]
         waiters.look(half)
         asking.look(half)
+        loads.look(half)
         listed.look(*engine.halves)
         promises.look(half, listed.names, self.shelf.entries)
+        nothing_useless_is_stored(half, self.shelf.entries)
         self._leave(half)
         if not (self.excuses or self.voids):
             owners = {e.shape.name: e.halves[0] for e in self.engines.values() if e.halves}
@@ -130,29 +144,44 @@ class Clients(Deployment):
         max_tokens: int,
         done: Callable[[Any, bool], None] = lambda params, well: None,
         wish: Wish = NO_WISH,
+        how: Answering = PLAIN,
+        session: str | None = None,
+        handed: Handed | None = None,
         **options: Any,
     ) -> Sent | None:
         target = self.engines.get(engine)
         if target is None:  # it is down, and the client is told so
             done(None, False)
             return None
-        request_id = f"r{next(self._numbers)}"
+        request_id = session or f"r{next(self._numbers)}"
         params = options.get("params")
         what = ""
         if params is not None:
             what = " to be handed off" if params.get("do_remote_decode") else " prefilled elsewhere"
+        if options.get("inputs", NOTHING) != NOTHING:
+            what += f" with {options['inputs']}"
         if wish is not NO_WISH:
             what += f" with {str(wish.said)[:50]}"
             self.wishes.given[request_id] = wish
             options["params"] = {**(params or {}), KEY: wish.said}
         if params is not None:
             self.wishes.handed.add(request_id)
+        if how is not PLAIN:
+            options["how"] = how
+            what += f" ({how})"
+        if session is not None:
+            options["resumable"] = True
+            what += " of a session"
+        if handed is not None:
+            self.refusals.sent(request_id, handed, engine)
         family, length = prompt
         self.world.tell(
             f"{request_id}: {length} tokens of text {family}{what} go to {engine}, "
             f"{max_tokens} wanted"
         )
         sent = Sent(request_id, target, max_tokens, self._deadline(), done, params is None, wish)
+        fails = self.plan.trouble.get("other_fails", 0.0) > 0 and target.shape.policy == "fail"
+        sent.may_fail = not how.compiles or (fails and bool(target.shape.beside))
         self.sent[request_id] = sent
         target.submit(request_id, text(family, length), max_tokens, **options)
         return sent
@@ -177,7 +206,8 @@ class Clients(Deployment):
         self.world.tell(f"{request_id} ends: {reason}, {sent.tokens} tokens")
         # An operator may reset a prefill engine while a decode engine reads its KV.
         void = self.voids and sent.engine.shape.policy == "fail"
-        if not (well or sent.aborted or ((self.excuses or void) and not sent.plain)):
+        excused = sent.aborted or sent.may_fail
+        if not (well or excused or ((self.excuses or void) and not sent.plain)):
             raise Violation(
                 "request_failed", f"{request_id} ends with {reason} although nothing went wrong"
             )
@@ -210,9 +240,81 @@ class Clients(Deployment):
         priority: int,
         wish: Wish = NO_WISH,
         salt: str | None = None,
+        inputs: Inputs = NOTHING,
+        how: Answering = PLAIN,
     ) -> None:
         """A client sends a request without hand-off."""
-        self._send(engine, prompt, tokens, wish=wish, salt=salt, priority=priority)
+        self._send(
+            engine,
+            prompt,
+            tokens,
+            wish=wish,
+            salt=salt or inputs.salt,
+            inputs=inputs,
+            priority=priority,
+            how=how,
+        )
+
+    def rewrite(self, number: int) -> None:
+        """An operator puts other files in the place of an adapter's. Engines that have loaded it go
+        on with what they have."""
+        self.world.tell(f"adapter {number} is written anew")
+        self._adapters[number] = self._adapters.get(number, 0) + 1
+        write_adapter(number, self._adapters[number])
+
+    def converse(
+        self,
+        engine: str,
+        prompts: tuple[tuple[int, int], ...],
+        tokens: int,
+        pause: float,
+        ahead: bool,
+        params: Any = None,
+        decode: str | None = None,
+        salt: str | None = None,
+    ) -> None:
+        """A client opens a streaming session: each prompt goes on where the answer before ended.
+
+        Args:
+            tokens: of each answer.
+            pause: seconds between an answer and the next prompt.
+            ahead: whether the end of the session is told with its last prompt.
+            params: of its first prompt.
+            decode: where the client goes on with the first prompt if it is handed off.
+            salt: of the first prompt, and so of all.
+        """
+        session = f"r{next(self._numbers)}"
+
+        def end(target: SimulatedEngine) -> None:
+            target.submit(session, [0], 1)
+
+        def speak(number: int) -> None:
+            def answered(answer: Any, well: bool) -> None:
+                if not well:
+                    return
+                if answer and decode is not None:
+                    self._send(decode, prompts[0], tokens, params=dict(answer))
+                if number + 1 < len(prompts):
+                    self.intents += 1
+
+                    def go_on() -> None:
+                        self.intents -= 1
+                        speak(number + 1)
+
+                    self.world.later(pause, go_on)
+                elif sent is not None and not ahead:
+                    end(sent.engine)
+
+            last = number + 1 == len(prompts)
+            given: dict[str, Any] = (
+                {"params": dict(params)} if params is not None and number == 0 else {}
+            )
+            given |= {"salt": salt, "session": session}
+            sent = self._send(engine, prompts[number], tokens, answered, **given)
+            if sent is not None and last and ahead:
+                end(sent.engine)
+
+        speak(0)
 
     def hand_off(
         self,
@@ -231,6 +333,12 @@ class Clients(Deployment):
         passed_on: bool = False,
         wish: Wish = NO_WISH,
         salt: str | None = None,
+        inputs: Inputs = NOTHING,
+        decoded: Inputs | None = None,
+        answers: int = 1,
+        prefill_how: Answering = PLAIN,
+        decode_how: Answering = PLAIN,
+        session: bool = False,
     ) -> None:
         """Clients have a prompt prefilled by one engine and decoded by another.
 
@@ -246,19 +354,43 @@ class Clients(Deployment):
             passed_on: whether the first decode request is itself to be handed off, to the engine
                 that prefilled.
             wish, salt: of all these requests.
+            inputs: of all these requests, beside their tokens.
+            decoded: those of the decode requests, where they differ.
+            answers: tokens that the prefill requests ask for.
+            prefill_how, decode_how: how these requests want to be answered.
+            session: whether the first decode request opens a streaming session.
         """
-        options: dict[str, Any] = {"wish": wish, "salt": salt, "priority": priority}
-        self.lingers = self.lingers or mixed_up
+        first: dict[str, Any] = {"wish": wish, "priority": priority}
+        options = first | {"inputs": inputs if decoded is None else decoded}
+        options["salt"] = salt or options["inputs"].salt
+        first |= {"inputs": inputs, "salt": salt or inputs.salt}
+        # Nobody fetches what was computed of other inputs, or of another version of an adapter.
+        self.lingers = self.lingers or mixed_up or options != first or inputs.adapter > 0
         asked = ((prompt[0] + 1) % 3, prompt[1]) if mixed_up else prompt
+        handed = Handed(
+            self.world.now,
+            prefill,
+            excused=mixed_up
+            or rejected
+            or passed_on
+            or session
+            or answers > 1
+            or options != first  # the two requests differ
+            or inputs != NOTHING
+            or prefill_how is not PLAIN
+            or decode_how is not PLAIN,
+        )
 
-        def decoded(left: int, params: Any) -> None:
+        def ask(left: int, params: Any) -> None:
             if left > 0:
                 self._send(
                     decode,
                     asked,
                     tokens,
-                    lambda *_: decoded(left - 1, params),
+                    lambda *_: ask(left - 1, params),
                     params=dict(params),
+                    how=decode_how,
+                    handed=handed,
                     **options,
                 )
 
@@ -277,13 +409,19 @@ class Clients(Deployment):
                     return
                 self._thinking.remove(go_on)
                 self.intents -= 1
+                if well and params is None:
+                    raise Violation("no_answer", f"{prefill} says nothing of a hand-off")
                 if not well or params is None:
                     self._send(decode, prompt, tokens, **options)
+                    return
+                if session:
+                    parts = (asked, (asked[0], 5))
+                    self.converse(decode, parts, min(tokens, 4), 0.01, False, params, salt=salt)
                     return
                 if passed_on:
                     pass_on(params)
                 for number in range(passed_on, times - rejected):
-                    decoded(1 + (again if number == 0 else 0), params)
+                    ask(1 + (again if number == 0 else 0), params)
                 if rejected:
                     self._reject(decode, params)
 
@@ -292,7 +430,16 @@ class Clients(Deployment):
 
         for number in range(prefills):
             params = dict(HANDOFF)
-            sent = self._send(prefill, prompt, 1, prefilled, params=params, **options)
+            sent = self._send(
+                prefill,
+                prompt,
+                answers,
+                prefilled,
+                params=params,
+                how=prefill_how,
+                handed=handed,
+                **first,
+            )
             if sent is not None and leaves and number == 0:
                 self._leaving.add(sent.request_id)
 

@@ -11,7 +11,7 @@ from omni_connector.memory.block_index import Tags
 from omni_connector.testing import inspection
 from omni_connector.testing.simulation.clients import Clients
 from omni_connector.testing.simulation.plan import Plan
-from omni_connector.testing.simulation.surroundings.babble import Liar, babble
+from omni_connector.testing.simulation.surroundings.babble import Liar, babble, path_of
 from omni_connector.testing.simulation.surroundings.memory import SimulatedTransport
 from omni_connector.testing.simulation.surroundings.neighbours import LyingIndex
 from omni_connector.testing.simulation.surroundings.world import Violation
@@ -35,12 +35,16 @@ class Cluster(Clients):
     Attributes:
         liars: peers that answer anything that decodes, or whose indexes are nonsense.
         operating: how many operators are at work.
+        reconnects: how often connections were made anew.
     """
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self.liars: list[Liar | LyingIndex] = []
         self.operating = 0
+        self._away: dict[str, Any] = {}  # what has happened to engines that are down
+        self._update: Any = None  # the one that is under way
+        self.reconnects = 0
         self._listed: Tags = np.zeros(0, np.uint64)  # tags of all blocks that slots had until a lie
         for shape in plan.engines:
             self._start(shape.name)
@@ -66,13 +70,29 @@ class Cluster(Clients):
 
         target.call(preempt)
 
-    def reset(self, engine: str, connector: bool) -> None:
-        """An operator resets the prefix cache, if that can be done at once; the weights stay."""
+    def reset(self, engine: str, connector: bool, seconds: float = 0.0) -> None:
+        """So many seconds from now an operator resets the prefix cache, if that can be done at
+        once; the weights stay."""
         self.voids = True
+        if seconds:
+            self.operating += 1
+
+            def reset_now() -> None:
+                self.operating -= 1
+                self.reset(engine, connector)
+
+            self.world.later(seconds, reset_now)
+            return
         target = self.engines.get(engine)
         if target is not None:
             self.world.tell(f"the prefix cache of {engine} is reset, connector: {connector}")
-            target.call(lambda: target.scheduler.reset_prefix_cache(False, connector))
+            event = self.refusals.happens(engine)
+
+            def reset() -> None:
+                target.scheduler.reset_prefix_cache(False, connector)
+                self.refusals.over(event)
+
+            target.call(reset)
 
     def kill(self, engine: str, seconds: float) -> None:
         """An engine gets SIGKILL; a new one starts under its name so many seconds later."""
@@ -81,6 +101,7 @@ class Cluster(Clients):
             return
         self.excuses = True
         self.world.tell(f"{engine} is killed")
+        self._away[engine] = self.refusals.happens(engine)
         world, owner = self.world, target.owner
         target.alive = False
         world.dead.add(owner)
@@ -88,6 +109,7 @@ class Cluster(Clients):
             world.remove(actor)
         self.net.kill(owner)
         self.host.kill(owner)
+        self.shelf.kill(owner)
         self._lost(target)
         self._start_later(engine, seconds)
 
@@ -98,6 +120,9 @@ class Cluster(Clients):
             return
         self.excuses = True
         self.world.tell(f"{engine} is shut down")
+        self._away[engine] = self.refusals.happens(engine)
+
+        target.ends = True
 
         def stop() -> None:
             target.shutdown()
@@ -116,6 +141,7 @@ class Cluster(Clients):
                 return
             self.world.tell(f"{engine} starts again")
             self._start(engine)
+            self.refusals.back(self._away[engine])
 
         self.world.later(seconds, start)
 
@@ -130,8 +156,11 @@ class Cluster(Clients):
         self.world.stopped.add(owner)
         self.host.silent.add(owner)
         self.lag += seconds
+        event = self.refusals.happens(engine)
+        self.loads[engine].stood_still(self.world.now + seconds)
 
         def go_on() -> None:
+            self.refusals.back(event)
             self.world.stopped.discard(owner)
             self.host.silent.discard(owner)
 
@@ -141,13 +170,30 @@ class Cluster(Clients):
         """The host is suspended for so many seconds."""
         self.excuses = True
         self.world.tell(f"the clock jumps by {seconds:g} s")
+        self.refusals.back(self.refusals.happens(None))
         self.world.advance(seconds)
+        self.refusals.back(self.refusals.happens(None))
         self.lag += seconds
+        for each in self.loads.values():
+            each.stood_still(self.world.now)
+
+    def reconnect(self, engine: str, number: int) -> None:
+        """The connections to a serving engine break and are made again, unnoticed.
+
+        It knows the peers by new names, and gets some of their latest messages again, which it may
+        have had. What it answers to the former names is lost.
+        """
+        self.excuses = True
+        self.reconnects += 1
+        self.refusals.happens(engine)
+        self.world.tell(f"the connections to {engine} are made anew")
+        self.net.reconnect(path_of(engine), random.Random(number))
 
     def spoil(self, engine: str) -> None:
         """Bytes change in the arenas of an engine, and in the shared store."""
-        self.excuses = True
-        for key, entry in self.shelf.entries.items():
+        self.excuses = self.spoiled = True
+        self.refusals.happens(engine)
+        for key, entry in list(self.shelf.entries.items()):
             self.shelf.entries[key] = bytes([entry[0] ^ 0x10]) + entry[1:]
         for name, (owner, arena) in self.host.arenas.items():
             if owner.split(".")[0] == engine and not arena.closed:
@@ -162,6 +208,7 @@ class Cluster(Clients):
         if target is None:
             return
         self.excuses = self.expected_errors = True
+        self.refusals.happens(engine)
         self.world.tell(f"{thread} of {engine} ends")
         for turns in target.turns(thread):
             if thread == "omni-control":
@@ -173,6 +220,7 @@ class Cluster(Clients):
         target = self.engines.get(engine)
         if target is not None:
             self.excuses = True
+            self.refusals.happens(engine)
             babble(self.net, engine, random.Random(number))
 
     def mislead(self, engine: str, number: int) -> None:
@@ -181,6 +229,7 @@ class Cluster(Clients):
         if target is None:
             return
         self.excuses = True
+        self.refusals.happens(engine)
         liar = Liar(self.net, f"L{number % 3}", random.Random(number), self._endpoints())
         self.liars.append(liar)
         draw = random.Random(number)
@@ -221,6 +270,7 @@ class Cluster(Clients):
             return  # there is one operator
         self.operating += 1
         self.excuses = True
+        self._update = self.refusals.happens(None)
         self._operate(updating(self, **how), self.world.now - self.lag + _OPERATOR_S + self._slack)
 
     def _operate(self, steps: Iterator[float], deadline: float) -> None:
@@ -229,5 +279,6 @@ class Cluster(Clients):
         pause = next(steps, None)
         if pause is None:
             self.operating -= 1
+            self.refusals.over(self._update)
         else:
             self.world.later(pause, lambda: self._operate(steps, deadline))

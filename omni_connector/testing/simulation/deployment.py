@@ -5,15 +5,28 @@ import functools
 import itertools
 from typing import Any, Final
 
+from omni_connector.errors import ConfigError, LayoutError
 from omni_connector.kv.copying import make_copier
-from omni_connector.testing.simulation.engines.connector import SURROUNDINGS_OF
+from omni_connector.testing import inspection
+from omni_connector.testing.simulation.engines.connector import (
+    ADAPTERS_OF,
+    IS_LATE,
+    SURROUNDINGS_OF,
+)
 from omni_connector.testing.simulation.engines.copiers import TroubledCopier
-from omni_connector.testing.simulation.engines.engine import SimulatedEngine
+from omni_connector.testing.simulation.engines.engine import (
+    SimulatedEngine,
+    SimulatedRankCopies,
+)
+from omni_connector.testing.simulation.engines.other import OTHER_OF, OtherSettings
 from omni_connector.testing.simulation.plan import SLOW_S, Plan
 from omni_connector.testing.simulation.promises import Promises, Wishes
+from omni_connector.testing.simulation.refusals import Refusals
+from omni_connector.testing.simulation.surroundings.device import Device, DeviceCopier
+from omni_connector.testing.simulation.surroundings.files import FileShelf
 from omni_connector.testing.simulation.surroundings.memory import (
     Host,
-    SimulatedStore,
+    SimulatedRanks,
     SimulatedTransport,
     TroubledShelf,
     UnwrittenFile,
@@ -25,15 +38,34 @@ from omni_connector.testing.simulation.surroundings.wires import (
     SimulatedSockets,
     Weather,
 )
-from omni_connector.testing.simulation.surroundings.world import SimulatedTurns, World
-from omni_connector.testing.simulation.waiting import Asking, Listed, Waiters
+from omni_connector.testing.simulation.surroundings.world import (
+    SimulatedLock,
+    SimulatedTurns,
+    Violation,
+    World,
+)
+from omni_connector.testing.simulation.waiting import Asking, Listed, Loads, Waiters
 from omni_connector.transports.choice import Transports
+from omni_connector.vllm_v1.adapter_loads import AdapterLoads
 from omni_connector.vllm_v1.surroundings import Surroundings
 
 _FAST: Final = 0.0005
 
 # What goes wrong and excuses nothing: no request is late for it, and none fails.
-_HARMLESS: Final = {"slow_copies", "met_late", "hits_lost", "hits_nonsense"}
+_HARMLESS: Final = {
+    "slow_copies",
+    "slow_loads",
+    "met_late",
+    "hits_lost",
+    "hits_nonsense",
+    "other_often",
+    "other_later",
+    "files",
+    "file_torn",
+}
+
+# What goes wrong without making anything slow.
+_QUICK: Final = {"met_late", "hits_lost", "hits_nonsense", "failing", "garbled", "raising_loads"}
 
 
 class Deployment:
@@ -43,16 +75,19 @@ class Deployment:
         plan: engines and troubles; `run` gives its events.
 
     Attributes:
+        spoiled: whether bytes of the store were changed.
         excuses: whether something happened that may make a request fail.
         voids: whether hand-offs may have become void.
         deaf: engines whose control thread has ended, so that their leases end with their steps.
         lag: seconds that passed and count for no deadline, as no engine could act in them.
+        refusals: judges hand-offs that are refused.
         wishes: what requests have asked of the prefix cache.
+        loads: looks at what each engine loads, by name.
     """
 
     def __init__(self, plan: Plan) -> None:
         trouble = plan.trouble
-        self.world = World(plan.seed, plan.pace)
+        self.world = World(plan.seed, plan.pace, plan.interrupts)
         self.net = Net(
             self.world,
             Weather(
@@ -70,8 +105,16 @@ class Deployment:
         neighbourhood.lost = trouble.get("hits_lost", 0.0)
         neighbourhood.nonsense = trouble.get("hits_nonsense", 0.0)
         self._slow_copies = trouble.get("slow_copies", 0.0)
+        self._slow_loads = trouble.get("slow_loads", 0.0)
         self.host.garbled = trouble.get("garbled", 0.0)
-        self.shelf = TroubledShelf(self.world)
+        if "files" in trouble:
+            files = FileShelf(self.world, int(trouble["files"]))
+            files.slow = trouble.get("file_slow", 0.0)
+            files.hangs = trouble.get("file_hangs", 0.0)
+            files.torn = trouble.get("file_torn", 0.0)
+            self.shelf: TroubledShelf = files
+        else:
+            self.shelf = TroubledShelf(self.world)
         self.shelf.absent = trouble.get("store_absent", 0.0)
         self.shelf.slow = trouble.get("store_slow", 0.0)
         self.shelf.forgets = trouble.get("store_forgets", 0.0)
@@ -82,19 +125,24 @@ class Deployment:
         # vLLM may be told to let a request fail for these; where engines are slow, some are late.
         step_s = max(shape.step_s for shape in plan.engines)
         slow = self._slow_copies > SLOW_S
+        self._quick = not (trouble.keys() - _QUICK or plan.pace > _FAST or step_s)
         self.excuses = bool(trouble.keys() - _HARMLESS) or slow or plan.pace > _FAST or step_s > 0
         self._slack = 5000 * plan.pace + 300 * step_s
-        self.expected_errors = any(self.raising.values())
+        self._failing = trouble.get("failing_memory", 0.0), trouble.get("failing_device", 0.0)
+        self.expected_errors = any(self.raising.values()) or any(self._failing)
+        self.refusals = Refusals(self.world, judges=not (self.excuses or slow or self._slow_loads))
         self.plan = plan
         self.shapes = {shape.name: shape for shape in plan.engines}
         self.engines: dict[str, SimulatedEngine] = {}
+        self.loads: dict[str, Loads] = {}
         self.voids = False
+        self.spoiled = False
         self.deaf: set[str] = set()
         self.lag = 0.0
         self.wishes = Wishes(any("wish" in event.how for event in plan.events))
         # The copies of a hand-off are cancelled where its client goes away.
         ends = any(event.what in ("end_thread", "hand_off") for event in plan.events)
-        self._copies_fail = ends or self.raising["save"] > 0
+        self._copies_fail = ends or self.raising["save"] > 0 or any(self._failing)
         self._weights = 0
         self._incarnations = itertools.count()
 
@@ -108,25 +156,46 @@ class Deployment:
         for engine in list(self.engines.values()):
             engine.shutdown()
         self.net.kill(STRANGER)
+        self.shelf.close()
 
     def _start(self, name: str) -> None:
         owner = f"{name}.{next(self._incarnations)}"
-        SURROUNDINGS_OF[name] = self._surroundings(owner)
-        engine = SimulatedEngine(
-            self.world,
-            self.shapes[name],
-            self.weights,
-            functools.partial(self._answered, owner),
-            lambda: look(),
+        device = Device(self.world, owner, self._failing) if self.plan.buffers else None
+        SURROUNDINGS_OF[name] = self._surroundings(owner, device)
+        ADAPTERS_OF[name] = []
+        shape = self.shapes[name]
+        IS_LATE.pop(name, None)
+        if shape.late_reports:
+            IS_LATE[name] = functools.partial(self.world.chance, shape.late_reports)
+        OTHER_OF[name] = OtherSettings(
+            world=self.world,
+            runner=lambda: engine.runner,
+            often=int(self.plan.trouble.get("other_often", 50)),
+            later=shape.overlap or bool(self.plan.trouble.get("other_later")),
+            failing=self.plan.trouble.get("other_fails", 0.0),
         )
+        try:
+            engine = SimulatedEngine(
+                self.world,
+                shape,
+                self.weights,
+                functools.partial(self._answered, owner),
+                lambda: look(),
+                device,
+            )
+        except (ConfigError, LayoutError) as error:
+            raise Violation("engine_died", f"{name} does not start: {error}") from error
         promises = Promises(engine, self.wishes, copies_fail=self._copies_fail)
+        loads = self.loads[name] = Loads(engine, quick=self._quick)
         look = functools.partial(
-            self._look, engine, Waiters(name), Asking(engine), Listed(name), promises
+            self._look, engine, Waiters(name), Asking(engine), loads, Listed(name), promises
         )
         engine.owner = owner
+        for half in engine.halves[:1]:
+            inspection.hear_refusals(half, self.refusals.heard)
         self.engines[name] = engine
 
-    def _surroundings(self, owner: str) -> Surroundings:
+    def _surroundings(self, owner: str, device: Device | None) -> Surroundings:
         world = self.world
         model = f"weights {self._weights}/"
         transport = functools.partial(SimulatedTransport, self.host, owner)
@@ -136,21 +205,35 @@ class Deployment:
             return Transports([each], [each])
 
         def copier(caches: Any, layout: Any, helpers: Any) -> Any:  # no thread runs by itself
-            return TroubledCopier(
-                world, self.raising, self._slow_copies, make_copier(caches, layout)
-            )
+            made: Any = make_copier(caches, layout)
+            if device is not None:
+                made = DeviceCopier(device, caches, layout, self.plan.buffers)
+            slow = {"save": self._slow_copies, "load": self._slow_loads}
+            return TroubledCopier(world, self.raising, slow, made)
+
+        def adapter_loads(_: object) -> AdapterLoads:
+            found = ADAPTERS_OF[owner.split(".")[0]]
+            found.append(AdapterLoads())
+            return found[-1]
 
         return Surroundings(
             clock=world.clock,
             randbytes=world.randbytes,
             start=functools.partial(SimulatedTurns, world, owner),
+            lock=functools.partial(SimulatedLock, world),
             sockets=lambda: SimulatedSockets(self.net, owner),
             transports=transports,
-            block_store=lambda settings, lends: SimulatedStore(self.shelf, model),
+            block_store=lambda settings, lends: self.shelf.client(owner, model),
+            rank_copies=lambda folder, engine_id, *_: SimulatedRankCopies(self.engines[engine_id]),
             neighbours=lambda household, *_: SimulatedNeighbours(
                 self.host.neighbourhood, owner, model, household
             ),
+            answer_for_rank=lambda folder, engine_id, rank, attach: self.host.answer_for_rank(
+                owner, rank, attach
+            ),
+            ranks=lambda folder, engine_id, number: SimulatedRanks(self.host, owner, number),
             copier=copier,
+            adapter_loads=adapter_loads,
             status_file=functools.partial(UnwrittenFile, world),
             prefault=False,
             explains=False,
@@ -173,6 +256,7 @@ class Deployment:
         engine: SimulatedEngine,
         waiters: Waiters,
         asking: Asking,
+        loads: Loads,
         listed: Listed,
         promises: Promises,
     ) -> None:

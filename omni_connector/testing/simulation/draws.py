@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Any, Final
 
 from omni_connector.testing.simulation.engines.settings import EngineShape, Policy, Role
+from omni_connector.testing.simulation.features import featured
 from omni_connector.testing.simulation.hints import hinted, overlong
+from omni_connector.testing.simulation.inputs import varied
 from omni_connector.testing.simulation.plan import Event, Plan, blocks_of, groups_of
-from omni_connector.testing.simulation.scenes import hosted, sized, staged
+from omni_connector.testing.simulation.scenes import filed, hosted, interrupted, sized, staged
 
 _FAMILIES: Final = (
     "full",
@@ -22,6 +24,8 @@ _FAMILIES: Final = (
 )
 
 _WITHOUT_NATIVE_OFTEN: Final = 0.25
+
+_ACCELERATED_OFTEN: Final = 0.3
 
 _POLICIES: Final[tuple[Policy, ...]] = ("fail", "recompute")
 
@@ -45,8 +49,31 @@ def plan_of(seed: int) -> Plan:
     if scene is plan:
         scene = hosted(plan, random.Random(f"host {seed}"))
     native = random.Random(f"native {seed}").random() >= _WITHOUT_NATIVE_OFTEN
-    plan = hinted(scene, random.Random(f"hints {seed}"))
-    return replace(overlong(plan, random.Random(f"overlong {seed}")), native=native)
+    plan = hinted(filed(scene, random.Random(f"files {seed}")), random.Random(f"hints {seed}"))
+    plan = overlong(plan, random.Random(f"overlong {seed}"))
+    plan = varied(plan, random.Random(f"inputs {seed}"))
+    plan = replace(featured(plan, random.Random(f"feature {seed}")), native=native)
+    plan = accelerated(plan, random.Random(f"device {seed}"))
+    return interrupted(plan, random.Random(f"locks {seed}"))
+
+
+def accelerated(plan: Plan, draw: random.Random) -> Plan:
+    """The same, or on accelerators, which may fail where other things do, too."""
+    if draw.random() >= _ACCELERATED_OFTEN:
+        return plan
+    if any(engine.beside for engine in plan.engines):  # whose other connector knows of no device
+        return plan
+    trouble = dict(plan.trouble)
+    if trouble and draw.random() < 0.3:
+        trouble["failing_memory"] = draw.choice((0.01, 0.1))
+    if trouble and draw.random() < 0.2:
+        trouble["failing_device"] = draw.choice((0.002, 0.02))
+    return replace(
+        plan,
+        trouble=trouble,
+        buffers=draw.choice((1, 1, 2, 5)),
+        piece_bytes=draw.choice((1, 1600, 1 << 20)),  # so that a copy takes several buffers
+    )
 
 
 def _engines(draw: random.Random) -> tuple[EngineShape, ...]:

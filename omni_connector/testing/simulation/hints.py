@@ -65,7 +65,11 @@ def hinted(plan: Plan, draw: random.Random) -> Plan:
         return plan
     part = draw.choice((0.25, 0.25, 0.5, 1.0, 0.1, 0.0))
     quota = draw.choice((1.0, 1.0, 0.5, 0.2, 0.0))
-    engines = tuple(replace(each, pin_part=part, tenant_quota=quota) for each in plan.engines)
+    # Of what is drawn, so that all later draws stay as they are.
+    tenants = ("a",) if quota == 0.2 else ("*",)
+    engines = tuple(
+        replace(each, pin_part=part, tenants=tenants, tenant_quota=quota) for each in plan.engines
+    )
     salts = (None, "a", "b") if draw.random() < _SALTED_OFTEN else (None,)
     often = draw.choice((0.3, 0.7, 1.0))
     events = tuple(_hinted(event, draw, salts, often) for event in plan.events)

@@ -66,6 +66,9 @@ class Plan:
         trouble: settings of what goes wrong at any time; see `Cluster`.
         native: whether machine code copies, hashes and looks up, where it can be had; else numpy
             and Python do.
+        buffers: slots that a staging buffer of a simulated accelerator holds, on which every engine
+            computes then; 0: all compute on the host.
+        interrupts: how often a thread is interrupted where it takes a lock or lets go of one.
     """
 
     seed: str
@@ -76,6 +79,8 @@ class Plan:
     piece_bytes: int
     trouble: dict[str, float] = field(default_factory=dict)
     native: bool = True
+    buffers: int = 0
+    interrupts: float = 0.0
 
     def only(self, numbers: set[int]) -> "Plan":
         """The same with these events only."""

@@ -60,6 +60,21 @@ class _Pin:
     listed: bool = False
 
 
+def nothing_useless_is_stored(half: Any, stored: Iterable[str]) -> None:
+    """Check that the store holds no block that nobody but its engine can find.
+
+    Args:
+        half: the scheduler half of an engine.
+        stored: keys of the shared store.
+
+    Raises:
+        Violation: it holds one.
+    """
+    own = inspection.prefix_of_nobody_else(half)
+    if own is not None and any(own in key for key in stored):
+        raise Violation("store_flushed", "a block is stored that no other engine can find")
+
+
 class Promises:
     """Looks at how one engine follows hints.
 
@@ -118,7 +133,7 @@ class Promises:
         self._nothing_unwanted(names, stored)
         if hosts:
             self._pins_stay(set(names.values()), now)
-            self._bounds_hold(half, slots, names)
+            self._bounds_hold(half, inspection.privileged(half), names)
             self._copies_hold_few(half)
 
     def _notice_reset(self, half: Any) -> None:
@@ -186,7 +201,8 @@ class Promises:
                 pin = self._pins.setdefault(name, _Pin(tag))
                 pin.until = max(pin.until, now + wish.pin_s)
         shape = self._engine.shape
-        room = shape.pin_part * inspection.num_slots(half) - len(self._pinned)
+        privileged = len(inspection.privileged(half))
+        room = shape.pin_part * inspection.num_slots(half) - privileged
         if refused and shape.tenant_quota == 1 and room >= 1:
             raise Violation(
                 "hint_ignored",
@@ -230,33 +246,37 @@ class Promises:
                     raise Violation("pin_broken", f"{name} pins a block no more, which is copied")
                 del self._pins[key]
 
-    def _bounds_hold(self, half: Any, pinned: Any, names: Mapping[int, bytes]) -> None:
+    def _bounds_hold(self, half: Any, privileged: Any, names: Mapping[int, bytes]) -> None:
         shape, num_slots = self._engine.shape, inspection.num_slots(half)
-        if len(pinned) > shape.pin_part * num_slots:
-            raise Violation("beyond_bounds", f"{shape.name} has {len(pinned)} pinned slots")
+        if len(privileged) > shape.pin_part * num_slots:
+            raise Violation(
+                "beyond_bounds", f"{shape.name} has {len(privileged)} pinned or favoured slots"
+            )
         if shape.tenant_quota == 1:
             return
         generations = inspection.generations(half)
         for handoff in inspection.handoffs(half):
             for slot in handoff.held.tolist():
                 self._handed[slot] = generations[slot]
-        pins = set(pinned.tolist())
+        above_others = set(privileged.tolist())
         kept: Counter[str | None] = Counter()
-        pinned_of: Counter[str | None] = Counter()
+        privileged_of: Counter[str | None] = Counter()
         for slot, name in names.items():
-            salt = self._wishes.salts[name[_GROUP_BYTES:]]
-            pinned_of[salt] += slot in pins
-            if slot in pins or self._handed.get(slot) != generations[slot]:
-                kept[salt] += 1
-        for salt, number in kept.items():
+            tenant = self._wishes.salts[name[_GROUP_BYTES:]]
+            if "*" not in shape.tenants and tenant not in shape.tenants:
+                tenant = None
+            privileged_of[tenant] += slot in above_others
+            if slot in above_others or self._handed.get(slot) != generations[slot]:
+                kept[tenant] += 1
+        for tenant, number in kept.items():
             if (
                 number > shape.tenant_quota * num_slots
-                or pinned_of[salt] > shape.tenant_quota * shape.pin_part * num_slots
+                or privileged_of[tenant] > shape.tenant_quota * shape.pin_part * num_slots
             ):
                 raise Violation(
                     "beyond_bounds",
-                    f"{shape.name} keeps {number} blocks of tenant {salt!r}, {pinned_of[salt]} of "
-                    f"them pinned, in {num_slots} slots",
+                    f"{shape.name} keeps {number} blocks of tenant {tenant!r}, "
+                    f"{privileged_of[tenant]} of them pinned or favoured, in {num_slots} slots",
                 )
 
     def _copies_hold_few(self, half: Any) -> None:
@@ -278,5 +298,6 @@ def arena_is_free(half: Any) -> bool:
     if handoff is None or len(np.unique(handoff.held)) < directory.num_slots:
         return False
     owned = inspection.owned(half)
+    privileged = directory.pool.num_privileged
     directory.close(handoff.token)
-    return not owned
+    return not owned and not privileged

@@ -24,10 +24,15 @@ from omni_connector.testing.simulation.plan import (
 )
 from omni_connector.testing.toy import FAMILIES
 
-_OFTEN: Final = 0.1
+_OFTEN: Final = 0.15
 _SLOW_OFTEN: Final = 0.05
 _SIZED_OFTEN: Final = 0.3
+_FILED_OFTEN: Final = 0.5
+_STORED_OFTEN: Final = 0.3
 _LEFT_PINS_OFTEN: Final = 0.05
+_INTERRUPTED_OFTEN: Final = 0.3
+_BESIDE_OFTEN: Final = 0.06
+_ASKING_S: Final = 0.02
 _AWHILE_S: Final = 30.0
 
 _Happens = list[tuple[int, str, dict[str, Any]]]
@@ -54,7 +59,7 @@ def _windows_again(plan: Plan, draw: random.Random) -> Plan:
         family = draw.randrange(3)
         prefill, decode = _pair(plan, draw)
         prompt = family, draw.choice((20, 33, 37))
-        happens.append((draw.choice((30, 100)), "hand_off", _hand_off(prefill, decode, prompt)))
+        happens.append((draw.choice((30, 100)), "hand_off", hand_off(prefill, decode, prompt)))
         for acts in (draw.choice((100, 300)), 300):
             happens.append((acts, "serve", _serve(decode, prompt)))
     return replace(plan, events=_events(happens))
@@ -91,6 +96,42 @@ def staged(plan: Plan, draw: random.Random) -> Plan:
     return plan
 
 
+def filed(plan: Plan, draw: random.Random) -> Plan:
+    """The same with a store of files, for half of the plans with a store.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    if draw.random() >= _FILED_OFTEN or not any(engine.shares for engine in plan.engines):
+        return plan
+    files = {"files": float(draw.choice((4, 12, 12, 1000)))}
+    if draw.random() < 0.5:
+        files["file_slow"] = draw.choice((0.01, 0.1, 0.5))
+    if draw.random() < 0.3:
+        files["file_hangs"] = draw.choice((0.05, 0.2))
+    if draw.random() < 0.25:
+        files["file_torn"] = draw.choice((0.02, 0.3))
+    stored = ("store_absent", "store_slow")
+    others = {name: often for name, often in plan.trouble.items() if name not in stored}
+    plan = replace(plan, trouble=others | files)
+    return _stored(plan, draw) if draw.random() < _STORED_OFTEN else plan
+
+
+def _stored(plan: Plan, draw: random.Random) -> Plan:
+    """Prompts are served by one engine after the other, while the files come to their limit."""
+    happens: _Happens = []
+    for _ in range(4):
+        for engine in draw.sample(plan.engines, 2):
+            prompt = draw.randrange(3), draw.choice((20, 33, 37))
+            happens.append((draw.choice((30, 300)), "serve", _serve(engine.name, prompt)))
+        if draw.random() < 0.3:
+            engine = draw.choice(plan.engines)
+            happens.append((100, "reset", {"engine": engine.name, "connector": True}))
+        # Sweeps come seconds after what was written.
+        happens.append((10, "jump", {"seconds": draw.choice((1.0, 15.0))}))
+    return replace(plan, events=_events(happens), pace=0.0002)
+
+
 def _restarted_peer(plan: Plan, draw: random.Random) -> Plan:
     """A prefill engine is started anew, and at once hands off another prompt, in the same slots."""
     prefill, decode = _pair(plan, draw)
@@ -98,7 +139,7 @@ def _restarted_peer(plan: Plan, draw: random.Random) -> Plan:
     happens: _Happens = []
     for family in draw.sample(range(3), 3):
         happens += [
-            (draw.choice((1, 3)), "hand_off", _hand_off(prefill, decode, (family, length))),
+            (draw.choice((1, 3)), "hand_off", hand_off(prefill, decode, (family, length))),
             (
                 draw.choice((30, 100, 300)),
                 draw.choice(("kill", "restart")),
@@ -112,9 +153,9 @@ def _late_lease(plan: Plan, draw: random.Random) -> Plan:
     """Decode requests come between the resets of their engine and of the peer, whose answers are
     late: they bring leases from before its reset."""
     prefill, decode = _pair(plan, draw)
-    happens = [(0, "hand_off", _hand_off(prefill, decode, (0, 5)))]  # so that they know each other
+    happens = [(0, "hand_off", hand_off(prefill, decode, (0, 5)))]  # so that they know each other
     for number in range(4):
-        how = _hand_off(prefill, decode, (number % 3, draw.choice((13, 20))))
+        how = hand_off(prefill, decode, (number % 3, draw.choice((13, 20))))
         happens.append((1000 if number == 0 else 30, "hand_off", how | {"pause": _AWHILE_S}))
     update = {
         "mode": draw.choice(("abort", "wait", "keep")),
@@ -169,7 +210,7 @@ def _leaving_twin(plan: Plan, draw: random.Random) -> Plan:
     prefill, decode = _pair(plan, draw)
     happens: _Happens = []
     for family in draw.sample(range(3), 3):
-        how = _hand_off(prefill, decode, (family, draw.choice((33, 37))))
+        how = hand_off(prefill, decode, (family, draw.choice((33, 37))))
         how |= {"leaves": True, "prefills": draw.choice((2, 4))}
         happens.append((draw.choice((0, 30, 100)), "hand_off", how))
     engines = tuple(replace(engine, step_s=0.0) for engine in plan.engines)
@@ -177,11 +218,81 @@ def _leaving_twin(plan: Plan, draw: random.Random) -> Plan:
     return replace(plan, engines=engines, events=_events(happens), pace=0.0, trouble=trouble)
 
 
+def _long_queues(plan: Plan, draw: random.Random) -> Plan:
+    """Loads are slow, and so many that the last of them queue longer than their leases last."""
+    prefill, decode = _pair(plan, draw)
+    happens: _Happens = []
+    for _ in range(draw.choice((5, 8))):
+        prompt = draw.randrange(3), draw.choice((20, 33, 37))
+        happens.append((draw.choice((0, 10, 30)), "hand_off", hand_off(prefill, decode, prompt)))
+    engines = tuple(
+        replace(
+            engine,
+            step_s=0.0,
+            seqs=8,
+            slots=max(engine.slots, 40 * groups_of(engine.family)),
+            blocks=blocks_of(engine.family, engine.block_size, 150),  # nobody waits for room
+        )
+        for engine in plan.engines
+    )
+    trouble = {"slow_loads": draw.choice((0.3, 1.0))}
+    return replace(
+        plan,
+        engines=engines,
+        events=_events(happens),
+        pace=0.0,
+        mapped=True,
+        piece_bytes=1,
+        trouble=trouble,
+    )
+
+
+def _late_room(plan: Plan, draw: random.Random) -> Plan:
+    """Decode requests wait for room until their leases are about to end; and what they want is
+    there already, for some."""
+    prefill, decode = _pair(plan, draw)
+    happens: _Happens = []
+    for _ in range(3):
+        prompt = draw.randrange(3), draw.choice((33, 37))
+        how = hand_off(prefill, decode, prompt) | {"tokens": 20, "times": 4}
+        happens += [
+            (draw.choice((30, 100)), "hand_off", how),
+            (draw.choice((60, 100)), "jump", {"seconds": draw.choice((8.0, 10.5, 11.0, 11.5))}),
+        ]
+    engines = tuple(
+        replace(
+            engine,
+            step_s=0.0,
+            seqs=8,
+            blocks=blocks_of(engine.family, engine.block_size, 2),
+            slots=max(engine.slots, 40 * groups_of(engine.family)),
+        )
+        for engine in plan.engines
+    )
+    return replace(plan, engines=engines, events=_events(happens), pace=0.0, trouble={})
+
+
+def _reconnected(plan: Plan, draw: random.Random) -> Plan:
+    """The connections to a prefill engine are made anew between hand-offs, once."""
+    prefill, decode = _pair(plan, draw)
+    happens: _Happens = []
+    for _ in range(5):
+        prompt = draw.randrange(3), draw.choice((13, 20, 33))
+        happens.append((draw.choice((3, 30, 300)), "hand_off", hand_off(prefill, decode, prompt)))
+    how = {"engine": prefill, "number": draw.randrange(1 << 30)}
+    happens.insert(draw.randrange(2, 5), (draw.choice((30, 100, 1000)), "reconnect", how))
+    engines = tuple(replace(engine, step_s=0.0) for engine in plan.engines)
+    return replace(plan, engines=engines, events=_events(happens), pace=0.0, trouble={})
+
+
 _SCENES: Final[tuple[Callable[[Plan, random.Random], Plan], ...]] = (
     _restarted_peer,
     _late_lease,
     _slow_saves,
     _leaving_twin,
+    _long_queues,
+    _late_room,
+    _reconnected,
 )
 
 
@@ -224,6 +335,65 @@ def hosted(plan: Plan, draw: random.Random) -> Plan:
     return replace(plan, events=_events(happens))
 
 
+def interrupted(plan: Plan, draw: random.Random) -> Plan:
+    """The same with threads that are interrupted between two sections of a lock, for some of the
+    plans; the plan itself for the others.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    if draw.random() < _BESIDE_OFTEN:
+        return draw.choice((_resets_beside_leases, _beside_failed_loads))(plan, draw)
+    if draw.random() < _INTERRUPTED_OFTEN:
+        return replace(plan, interrupts=draw.choice((0.02, 0.1, 0.3)))
+    return plan
+
+
+def _resets_beside_leases(plan: Plan, draw: random.Random) -> Plan:
+    """A prefill engine is reset, connector included, while it answers lease requests, and hands off
+    more when that is over."""
+    prefill, decode = _pair(plan, draw)
+    happens: _Happens = [(0, "hand_off", hand_off(prefill, decode, (0, 5)))]
+    for _ in range(6):
+        # The decode requests come when all is prefilled, and the reset while they ask for leases.
+        for family in range(3):
+            how = hand_off(prefill, decode, (family, draw.choice((5, 13))))
+            happens.append((30, "hand_off", how | {"times": 4, "pause": 1.0}))
+        seconds = 1.0 + draw.random() * _ASKING_S
+        reset = {"engine": prefill, "connector": True, "seconds": seconds}
+        happens += [(0, "reset", reset), (300, "serve", _serve(decode, (0, 5)))]
+    for acts in (1000, 30):
+        how = hand_off(prefill, decode, (draw.randrange(3), draw.choice((13, 20))))
+        happens.append((acts, "hand_off", how))
+    engines = tuple(replace(engine, step_s=0.0) for engine in plan.engines)
+    return replace(
+        plan, engines=engines, events=_events(happens), pace=0.0002, trouble={}, interrupts=0.5
+    )
+
+
+def _beside_failed_loads(plan: Plan, draw: random.Random) -> Plan:
+    """An engine hands prompts off, and loads others whose engine goes away or is reset meanwhile. A
+    prefill that is preempted computes again what was copied before."""
+    first, other = (each.name for each in plan.engines[:2])
+    happens: _Happens = []
+    for _ in range(4):
+        loaded, handed = draw.sample(range(3), 2)
+        gone = ("kill", {"engine": first, "seconds": 0.0})
+        reset = ("reset", {"engine": first, "connector": True})
+        happens += [
+            (300, "hand_off", hand_off(first, other, (loaded, 37))),
+            (draw.choice((10, 30)), "hand_off", hand_off(other, first, (handed, 37))),
+            (draw.choice((10, 30)), "preempt", {"engine": other}),
+            (draw.choice((1, 3, 10)), *draw.choice((gone, reset))),
+        ]
+    engines = tuple(
+        replace(engine, role="kv_both", policy="recompute", step_tokens=8, step_s=0.0)
+        for engine in plan.engines[:2]
+    )
+    trouble = {"slow_copies": SLOW_S}
+    return replace(plan, engines=engines, events=_events(happens), pace=0.0002, trouble=trouble)
+
+
 def _left_pins(plan: Plan, draw: random.Random) -> Plan:
     """Clients want a prompt pinned for which there is room once. One goes away while the KV is
     copied, and another asks for the same."""
@@ -233,7 +403,7 @@ def _left_pins(plan: Plan, draw: random.Random) -> Plan:
     for family in draw.sample(range(3), 3):
         seconds = draw.choice((0.5, 3.0, 600.0))
         wish = Wish({"pin_s": seconds}, pin_s=seconds)
-        how = _hand_off(prefill, decode, (family, length)) | {"wish": wish}
+        how = hand_off(prefill, decode, (family, length)) | {"wish": wish}
         happens.append((draw.choice((0, 300, 1000)), "hand_off", how | {"leaves": True}))
         for _ in range(2):
             happens.append((draw.choice((1, 10, 30)), "hand_off", how))
@@ -342,6 +512,23 @@ def _resets(plan: Plan, draw: random.Random) -> Plan:
     return replace(plan, engines=engines, events=_events(happens), pace=0.0002, trouble=trouble)
 
 
+def _stopped(plan: Plan, draw: random.Random) -> Plan:
+    """An engine stands still, and others are asked for what it has; some have met it just now."""
+    stopped, *others = draw.sample([engine.name for engine in plan.engines], len(plan.engines))
+    happens = [(300, "serve", _serve(stopped, (family, 37))) for family in range(3)]
+    how = {"engine": stopped, "seconds": draw.choice((5.0, 20.0))}
+    happens.append((draw.choice((0, 30)), "stop", how))
+    if draw.random() < 0.5:
+        anew = {"engine": others[0], "seconds": 0.0}
+        happens.insert(3, (300, draw.choice(("kill", "restart")), anew))
+    for _ in range(6):
+        how = _serve(draw.choice(others), (draw.randrange(3), draw.choice((33, 37))))
+        happens.append((draw.choice((30, 300)), "serve", how))
+    engines = tuple(replace(engine, step_s=0.0, shares=False) for engine in plan.engines)
+    trouble = {"met_late": draw.choice((0.0, 1.0))}
+    return replace(plan, engines=engines, events=_events(happens), pace=0.0, trouble=trouble)
+
+
 _HOST_SCENES_OFTEN: Final = 0.3
 _HOST_SCENES: Final[tuple[Callable[[Plan, random.Random], Plan], ...]] = (
     _evictions,
@@ -350,6 +537,7 @@ _HOST_SCENES: Final[tuple[Callable[[Plan, random.Random], Plan], ...]] = (
     _parts,
     _slow_copies,
     _resets,
+    _stopped,
 )
 
 
@@ -379,7 +567,8 @@ def _pair(plan: Plan, draw: random.Random) -> tuple[str, str]:
     return prefill, draw.choice([each.name for each in others if each.name != prefill])
 
 
-def _hand_off(prefill: str, decode: str, prompt: tuple[int, int]) -> dict[str, Any]:
+def hand_off(prefill: str, decode: str, prompt: tuple[int, int]) -> dict[str, Any]:
+    """How a prompt is handed off, in the plainest way."""
     return {
         "prefill": prefill,
         "decode": decode,

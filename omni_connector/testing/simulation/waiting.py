@@ -2,10 +2,12 @@
 """What must hold of an arena's slots after each step: they are given in order, none twice, and kept
 while somebody reads them."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
+from vllm.v1.request import RequestStatus
 
 from omni_connector.errors import OmniError
 from omni_connector.testing import inspection
@@ -13,6 +15,11 @@ from omni_connector.testing.simulation.engines.engine import SimulatedEngine
 from omni_connector.testing.simulation.surroundings.world import Violation
 
 _STOOD_STILL_S: Final = 0.2
+_A_MOMENT_S: Final = 0.01
+# A piece of a load may begin just before the end of its lease, and its end is told with a step.
+_LATE_S: Final = 3.0
+# Less than the time after which a load is given up.
+_LONGEST_LOAD_S: Final = 2.0
 
 
 class Waiters:
@@ -87,6 +94,78 @@ class Asking:
                     "it has hardly stood still since",
                 )
         self._asked = now
+
+
+class Loads:
+    """Looks at what one engine loads, how long it takes, and what it has leased for that.
+
+    Args:
+        engine: it.
+        quick: whether nothing is slow, so that no load from the host takes any time.
+    """
+
+    def __init__(self, engine: SimulatedEngine, *, quick: bool) -> None:
+        self._engine = engine
+        self._quick = quick
+        self._started: set[str] = set()
+        self._waits_since: dict[str, float] = {}
+        self._watched = False
+        self.not_before = 0.0
+
+    def stood_still(self, until: float) -> None:
+        """Nobody could act before that."""
+        self.not_before = max(self.not_before, until)
+
+    def look(self, half: Any) -> None:
+        """Look at a scheduler half that has just built a step.
+
+        Raises:
+            Violation: a load has begun although its lease is about to end, or has been called good
+                long after that; a lease is kept that is not used; a request without hand-off waits
+                for what its host has.
+        """
+        if not self._watched:
+            self._watched = True
+            inspection.watch_loads(half, functools.partial(self._ends, half))
+        name, now, loads = self._engine.name, inspection.now(half), inspection.fetches(half)
+        self._started &= loads.keys()
+        for request_id, load in loads.items():
+            if load.lease is None:
+                continue
+            if load.job_id is None:
+                if load.request.status == RequestStatus.RUNNING and not load.ended:
+                    raise Violation(
+                        "left_behind", f"{name} keeps a lease for {request_id}, and computes it"
+                    )
+            elif request_id not in self._started:
+                self._started.add(request_id)
+                left, whole = load.lease.expires - now, load.lease.granted.lease_s
+                if left < min(1.0, whole / 4) - _A_MOMENT_S:
+                    raise Violation(
+                        "late_read", f"{name} loads {request_id}, whose lease ends in {left:.2f} s"
+                    )
+        if self._quick:
+            self._nobody_waits(now)
+
+    def _ends(self, half: Any, load: Any, failure: str | None) -> None:
+        late = inspection.now(half) - max(load.lease.expires, self.not_before)
+        if failure is None and late > _LATE_S:
+            raise Violation(
+                "late_read",
+                f"{self._engine.name} has read slots for {_id(load)} {late:.1f} s after the lease",
+            )
+
+    def _nobody_waits(self, now: float) -> None:
+        waiting: dict[str, float] = {}
+        for request_id, request in self._engine.scheduler.requests.items():
+            if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS or request.kv_transfer_params:
+                continue
+            since = waiting[request_id] = self._waits_since.get(request_id, now)
+            if now - max(since, self.not_before) > _LONGEST_LOAD_S:
+                raise Violation(
+                    "delayed", f"{request_id} at {self._engine.name} waits for its host"
+                )
+        self._waits_since = waiting
 
 
 class Listed:

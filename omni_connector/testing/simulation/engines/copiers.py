@@ -13,11 +13,16 @@ class TroubledCopier:
 
     Args:
         raising: how often a `save` or a `load` does.
-        slow: seconds that a `save` takes at most, before it reads the blocks.
+        slow: seconds that a `save` takes at most, before it reads the blocks, and a `load`, before
+            it reads the slots.
     """
 
     def __init__(
-        self, world: World, raising: Mapping[str, float], slow: float, inner: BlockCopier
+        self,
+        world: World,
+        raising: Mapping[str, float],
+        slow: Mapping[str, float],
+        inner: BlockCopier,
     ) -> None:
         self._world = world
         self._raising = raising
@@ -29,8 +34,6 @@ class TroubledCopier:
 
     def save(self, *args: Any, **kwargs: Any) -> Any:
         self._strike("save")
-        if self._slow:
-            self._world.wait(self._slow * self._world.draw.random())
         return self._inner.save(*args, **kwargs)
 
     def load(self, *args: Any, **kwargs: Any) -> Any:
@@ -38,6 +41,8 @@ class TroubledCopier:
         return self._inner.load(*args, **kwargs)
 
     def _strike(self, verb: str) -> None:
+        if self._slow[verb]:
+            self._world.wait(self._slow[verb] * self._world.draw.random())
         if self._world.chance(self._raising[verb]):
             self._world.tell(f"a {verb} raises")
             raise RuntimeError(f"this {verb} raises")

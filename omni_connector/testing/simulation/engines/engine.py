@@ -8,7 +8,8 @@ scheduled before that. Each of these is an act of its own: the seed draws what c
 
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -21,13 +22,17 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from omni_connector.handoff.adapters import version_of
 from omni_connector.testing import inspection
+from omni_connector.testing.simulation.engines.answering import PLAIN, Answering, AnyToken
+from omni_connector.testing.simulation.engines.connector import ADAPTERS_OF
 from omni_connector.testing.simulation.engines.lifecycles import LIFECYCLES, alone
 from omni_connector.testing.simulation.engines.settings import (
     EngineShape,
@@ -35,6 +40,14 @@ from omni_connector.testing.simulation.engines.settings import (
     extra_config,
     vllm_config,
 )
+from omni_connector.testing.simulation.inputs import (
+    NOTHING,
+    EncodedRequest,
+    Inputs,
+    adapter,
+    adapter_content,
+)
+from omni_connector.testing.simulation.surroundings.device import Device, Event
 from omni_connector.testing.simulation.surroundings.world import (
     NEVER,
     Actor,
@@ -42,12 +55,15 @@ from omni_connector.testing.simulation.surroundings.world import (
     Violation,
     World,
 )
-from omni_connector.testing.toy import reference
+from omni_connector.testing.toy import VOCAB, reference
 from omni_connector.testing.toy_runner import ToyRunner, WrongBytes
 from omni_connector.vllm_v1.compat import loaded_and_waiting
 
 _IDLE_S = 1.0
 _SLOT_BYTES = 4096
+
+_WHILE_IT_COMPUTES = 12
+"""Acts of other threads, at most, while an engine waits for what its accelerator computes."""
 
 Output = Callable[[str, list[int], Any, Any], None]
 """Called with request id, new tokens, finish reason and `kv_transfer_params`."""
@@ -65,17 +81,26 @@ class SimulatedEngine(Actor):
         weights: of its model.
         output: takes what it answers.
         look: looks at whether all holds.
+        device: its accelerator; None: it computes on the host.
     """
 
     on_engine_thread = True
 
     def __init__(
-        self, world: World, shape: EngineShape, weights: bytes, output: Output, look: Look
+        self,
+        world: World,
+        shape: EngineShape,
+        weights: bytes,
+        output: Output,
+        look: Look,
+        device: Device | None = None,
     ) -> None:
         super().__init__(shape.name, shape.name)
         self.world = world
         self.shape = shape
+        self.device = device
         self.alive = True
+        self.ends = False
         self._output = output
         self._look = look
         self._idle = 0
@@ -83,9 +108,11 @@ class SimulatedEngine(Actor):
         self.unoccupied = Unoccupied(world.clock)
         self.arrived: dict[str, float] = {}  # what `unoccupied.seconds` was when a request did
         self._inputs: deque[Callable[[], object]] = deque()
+        self.inputs: dict[str, bytes] = {}  # of requests, beside their tokens
+        self._adapters: dict[int, bytes] = {}  # those that were loaded
         self._aborts: list[str] = []
         self._scheduled: deque[SchedulerOutput] = deque()
-        self._executed: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._executed: deque[tuple[SchedulerOutput, ModelRunnerOutput, Event | None]] = deque()
         self.config = vllm_config(shape, extra_config(shape, _SLOT_BYTES))
         self.kv_config, block_size, hash_block_size = cache_config(shape, self.config)
         sizes = [group.kv_cache_spec.block_size for group in self.kv_config.kv_cache_groups]
@@ -150,30 +177,63 @@ class SimulatedEngine(Actor):
         params: Any = None,
         salt: str | None = None,
         priority: int = 0,
+        inputs: Inputs = NOTHING,
+        how: Answering = PLAIN,
+        resumable: bool = False,
     ) -> None:
-        """A request arrives."""
+        """A request arrives, or the next part of a streaming session."""
 
         def add() -> None:
+            self.inputs[request_id] = inputs.content(self._load_adapter(inputs.adapter))
             sampling = SamplingParams(
                 max_tokens=max_tokens,
                 temperature=0.0,
                 ignore_eos=True,
                 extra_args=None if params is None else {"kv_transfer_params": params},
+                stop_token_ids=list(range(0, VOCAB, how.stops)) if how.stops else None,
+                min_tokens=min(how.min_tokens, max_tokens),
+                structured_outputs=how.grammar,
             )
-            request = Request(
+            request = EncodedRequest(
                 request_id=request_id,
                 prompt_token_ids=list(prompt),
                 sampling_params=sampling,
                 pooling_params=None,
                 cache_salt=salt,
                 priority=priority,
+                resumable=resumable,
                 arrival_time=self.world.now,
                 block_hasher=self._hasher if self.shape.caching else None,
+                **inputs.options(list(prompt)),
             )
             self.arrived[request_id] = self.unoccupied.seconds
+            if request.structured_output_request is not None:
+                self._compile(request.structured_output_request, how)
             self.scheduler.add_request(request)
 
         self.call(add)
+
+    def _load_adapter(self, number: int) -> bytes:
+        """What an adapter held when it was loaded, which is ahead of its first request."""
+        if number and number not in self._adapters:
+            self._adapters[number] = adapter_content(number)
+            version = version_of(adapter(number).lora_path)
+            for loads in ADAPTERS_OF.get(self.shape.name, ()):
+                loads.note(adapter(number), version, version)
+        return self._adapters.get(number, b"")
+
+    def _compile(self, structured: Any, how: Answering) -> None:
+        """What vLLM's structured output manager does on a thread of its own."""
+        grammar: Future[AnyToken] = Future()
+        structured.grammar = grammar
+
+        def end() -> None:
+            if how.compiles:
+                grammar.set_result(AnyToken())
+            else:
+                grammar.set_exception(ValueError("no grammar"))
+
+        self.world.later(how.compile_s or 0.0, end)
 
     def abort(self, request_id: str) -> None:
         """The client of a request is gone."""
@@ -204,6 +264,10 @@ class SimulatedEngine(Actor):
         if self.due < NEVER:
             self._wake()
 
+    def may_interrupt(self, owner: str) -> bool:
+        # The end of an engine waits for its threads, which end long before it gives up.
+        return self.owner == owner and not self.ends
+
     # What it does
 
     def act(self) -> None:
@@ -231,8 +295,7 @@ class SimulatedEngine(Actor):
     def _once(self) -> bool | None:
         """Whether something was done; None: there is nothing to do at all."""
         if self._scheduled and (self._executed or self.world.chance(0.7)):
-            step = self._scheduled.popleft()
-            self._executed.append((step, self._execute(step)))
+            self._executed.append(self._execute(self._scheduled.popleft()))
             return True
         between = not self._scheduled and (not self._executed or self.shape.overlap)
         if between and self._inputs:
@@ -251,8 +314,7 @@ class SimulatedEngine(Actor):
             self._look()
             return True
         if self._scheduled:
-            step = self._scheduled.popleft()
-            self._executed.append((step, self._execute(step)))
+            self._executed.append(self._execute(self._scheduled.popleft()))
             return True
         if self._executed:
             return self._update(*self._executed.popleft())
@@ -265,7 +327,10 @@ class SimulatedEngine(Actor):
             return self._aborts
         return [each for each in self._aborts if each in self.scheduler.requests]
 
-    def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+    def _execute(
+        self, step: SchedulerOutput
+    ) -> tuple[SchedulerOutput, ModelRunnerOutput, Event | None]:
+        """The step, what its workers report, and when the tokens are in that."""
         # Layers tell nothing where a graph of the whole model is replayed; in a batch that is
         # computed in two halves they tell twice. Both happen with batches of some sizes.
         number = step.total_num_scheduled_tokens % 4
@@ -275,11 +340,14 @@ class SimulatedEngine(Actor):
         outputs = self._lifecycle(self.workers, self.runner, step, self._breathe)
         if step.total_num_scheduled_tokens:
             self._busy_until = self.world.now + self.shape.step_s
-        if len(outputs) == 1:
-            return outputs[0]
-        output = self._aggregator.aggregate(list(outputs))
+        done = self.runner.done
+        if not self.shape.overlap:
+            if done is not None:
+                self._breathe(_WHILE_IT_COMPUTES)
+            self.runner.finish()
+        output = outputs[0] if len(outputs) == 1 else self._aggregator.aggregate(list(outputs))
         assert output is not None
-        return output
+        return step, output, done
 
     def _layer_computed(self, step: SchedulerOutput, layer: str) -> None:
         """What vLLM's attention layers do."""
@@ -287,21 +355,24 @@ class SimulatedEngine(Actor):
         unused: Any = None
         for worker in self.workers:
             worker.save_kv_layer(layer, unused, unused)
-            if metadata.saves:
+            if getattr(metadata, "saves", True):  # MultiConnector's tells nothing of that
                 self._breathe()
 
-    def _breathe(self) -> None:
-        self.world.breathe()
+    def _breathe(self, most: int = 3) -> None:
+        self.world.breathe(most)
         if not self.alive:
             raise Killed
 
-    def _update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> bool:
+    def _update(self, step: SchedulerOutput, output: ModelRunnerOutput, done: Event | None) -> bool:
+        self.runner.finish(done)
         for engine_output in self.scheduler.update_from_output(step, output).values():
             self._count(engine_output.scheduler_stats)
-            for out in engine_output.outputs:
+            for out in sorted(engine_output.outputs, key=_errors_last):
                 self._output(
                     out.request_id, out.new_token_ids, out.finish_reason, out.kv_transfer_params
                 )
+        if self.shape.drafts and not self.shape.overlap and step.total_num_scheduled_tokens:
+            self.scheduler.update_draft_token_ids(self.runner.drafts())
         self.unoccupied.begins()
         if step.total_num_scheduled_tokens == 0:
             return False
@@ -309,7 +380,8 @@ class SimulatedEngine(Actor):
         return True
 
     def _count(self, stats: Any) -> None:
-        counts = (getattr(stats, "kv_connector_stats", None) or {}).get("counts", {})
+        told = getattr(stats, "kv_connector_stats", None) or {}
+        counts = told.get("SimulatedConnector", told).get("counts", {})
         self.failures |= {
             name.removeprefix("failure:") for name in counts if name.startswith("failure:")
         }
@@ -330,23 +402,27 @@ class SimulatedEngine(Actor):
     def stalled(self) -> bool:
         """Whether vLLM itself cannot go on: requests whose KV was loaded hold all blocks, none of
         them runs, and it preempts only what runs."""
-        return not self.scheduler.running and any(loaded_and_waiting(self.scheduler))
+        return not self.scheduler.running and bool(loaded_and_waiting(self.scheduler))
 
     def shutdown(self) -> None:
         """End both halves, in vLLM's order."""
         self.alive = False
         self.world.remove(self)
+        if self.device is not None:
+            self.device.closing = True
         self.scheduler.shutdown()
         for worker in self.workers:
             end: Any = worker.shutdown
             end()
+        if self.device is not None:
+            self.device.close()
 
     # What a check looks at
 
     @property
     def halves(self) -> list[Any]:
         """The scheduler half and the worker halves."""
-        return inspection.halves(self.scheduler.connector, self.workers)
+        return inspection.halves_beside(self.scheduler.connector, self.workers)
 
     @property
     def latest(self) -> list[str]:
@@ -361,6 +437,22 @@ class SimulatedEngine(Actor):
     def free_blocks(self) -> int:
         """KV blocks that nobody holds."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+class SimulatedRankCopies:
+    """Says which copies of an engine have ended, as its ranks' sockets would; see `RankCopies`."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self._halves = engine.halves[1:]
+
+    def ended(self, job_ids: Collection[int]) -> set[int] | None:
+        """Those of these jobs that have ended on every rank; None if there are none, as no copy
+        goes on while somebody waits here."""
+        ended = set(job_ids).intersection(*(half.ended(job_ids) for half in self._halves))
+        return ended or None
+
+    def close(self) -> None:
+        """There is no connection."""
 
 
 class Unoccupied:
@@ -389,16 +481,56 @@ class Unoccupied:
         self._seconds, self._since = self.seconds, None
 
 
+def _errors_last(out: EngineCoreOutput) -> tuple[bool, str]:
+    """vLLM tells of errors in the order of a set of request ids; here it is that of the ids."""
+    failed = out.finish_reason is FinishReason.ERROR
+    return failed, out.request_id if failed else ""
+
+
 class _CheckedRunner(ToyRunner):
-    """Compares each token with what the engine's weights answer at that moment."""
+    """Compares each token with what the engine's weights answer at that moment.
+
+    Attributes:
+        done: when the forward pass that was launched last is done; None where it is at once.
+    """
 
     def __init__(self, engine: SimulatedEngine, caches: Any, weights: bytes) -> None:
         super().__init__(caches, engine.kv_config, weights)
+        self.done: Event | None = None
         self._engine = engine
         self._reference = reference(self._kinds)
+        if engine.device is not None:
+            self.launch = partial(engine.device.launch, engine.device.engine)
+
+    def forward(self, step: SchedulerOutput) -> tuple[list[str], list[list[int]]]:
+        answers = super().forward(step)
+        if self._engine.device is not None:
+            self.done = self._engine.device.engine.mark()
+        return answers
+
+    def finish(self, done: Event | None = None) -> None:
+        """Wait for a forward pass, or for the last."""
+        device, done = self._engine.device, done or self.done
+        if device is not None and done is not None:
+            device.finish(done, device.engine)
+
+    def weights_of(self, request_id: str) -> bytes:
+        return self.weights + self._engine.inputs.get(request_id, b"")
+
+    def proposed(self, token_ids: list[int]) -> list[int]:
+        shape, world = self._engine.shape, self._engine.world
+        if not shape.drafts:
+            return []
+        # A drafter may find fewer, or none; where vLLM runs ahead, it always has as many.
+        number = shape.drafts if shape.overlap else world.draw.randrange(shape.drafts + 1)
+        drafts: list[int] = []
+        for _ in range(number):
+            right = self._reference.next_token(self.weights, [*token_ids, *drafts])
+            drafts.append(right if world.chance(0.6) else world.draw.randrange(3, VOCAB))
+        return drafts
 
     def sampled(self, request_id: str, token_ids: list[int], token: int) -> None:
-        right = self._reference.next_token(self.weights, token_ids)
+        right = self._reference.next_token(self.weights_of(request_id), token_ids)
         if token != right:
             raise Violation(
                 "wrong_answer",

@@ -77,10 +77,13 @@ LIFECYCLES: Final[dict[str, Lifecycle]] = {"v1": v1, "v2": v2, "old": old, "olde
 def _forward(
     workers: Workers, runner: ToyRunner, step: SchedulerOutput, breathe: Breathe
 ) -> list[ModelRunnerOutput]:
+    for worker in workers if step.has_sync_kv_loads else ():  # of another connector
+        worker.start_load_kv(_no_context())
     batch = runner.forward(step)
     breathe()
     for worker in workers:
-        worker.start_load_kv(_no_context())
+        if not step.has_sync_kv_loads:
+            worker.start_load_kv(_no_context())
         _wait_for_save(worker)
         breathe()
     return [model_output(*batch, connector_output(worker, step)) for worker in workers]
@@ -155,7 +158,6 @@ def model_output(
 
 def _metadata(step: SchedulerOutput) -> Any:
     assert step.kv_connector_metadata is not None
-    assert not step.has_sync_kv_loads
     return step.kv_connector_metadata
 
 

@@ -14,6 +14,7 @@ from vllm.config import (
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
@@ -23,6 +24,7 @@ from omni_connector.testing.toy import kv_cache_config, write_model
 from omni_connector.vllm_v1.compat import tell_hash_block_size
 
 MODULE: Final = "omni_connector.testing.simulation.engines.connector"
+OTHER: Final = "omni_connector.testing.simulation.engines.other"
 WINDOW: Final = 10
 MAX_LENGTH: Final = 512
 
@@ -56,7 +58,12 @@ class EngineShape:
         zeroes: whether vLLM has new blocks zeroed, whatever the family.
         step_s: seconds that a step takes which computes something.
         hosts: whether it shares its prefixes with the engines of its host.
-        pin_part, tenant_quota: as configured.
+        pin_part, tenants, tenant_quota: as configured.
+        drafts: speculative tokens of a step, of a drafter without KV of its own.
+        states: `--mamba-cache-mode`, where prefixes are cached.
+        late_reports: how often a rank reports in the next step only what it could report in one.
+        beside: where another connector stands in MultiConnector, `before` ours or `after`; "" where
+            there is none.
     """
 
     name: str
@@ -80,7 +87,12 @@ class EngineShape:
     step_s: float
     hosts: bool = False
     pin_part: float = 0.25
+    tenants: tuple[str, ...] = ("*",)
     tenant_quota: float = 1.0
+    drafts: int = 0
+    states: Literal["align", "all"] = "align"
+    late_reports: float = 0.0
+    beside: str = ""
 
 
 ARENA_WAIT_S: Final = 2.0
@@ -102,6 +114,7 @@ def extra_config(shape: EngineShape, slot_bytes: int) -> dict[str, Any]:
         "share": shape.hosts,
         "admission": ADMISSIONS[shape.slots % len(ADMISSIONS)],
         "pin_part": shape.pin_part,
+        "tenants": list(shape.tenants),
         "tenant_quota": shape.tenant_quota,
     }
     if shape.shares:
@@ -132,17 +145,40 @@ def vllm_config(shape: EngineShape, extra: dict[str, Any]) -> VllmConfig:
     scheduler.async_scheduling = shape.overlap
     config.parallel_config.tensor_parallel_size = shape.ranks
     config.parallel_config.rank = 0
+    # The scheduler half asks no rank at a socket; see `SimulatedRankCopies`.
+    config.parallel_config.distributed_executor_backend = "uni"
+    if shape.drafts:
+        config.speculative_config = _drafter(shape.drafts, shape.overlap)
     config.kv_transfer_config = None
     if shape.role is not None:
+        ours: dict[str, Any] = {
+            "kv_connector": "SimulatedConnector",
+            "kv_connector_module_path": MODULE,
+            "kv_role": shape.role,
+            "kv_connector_extra_config": extra,
+        }
+        if shape.beside:
+            other = {"kv_connector": "OtherConnector", "kv_connector_module_path": OTHER}
+            both = [{**other, "kv_role": "kv_both"}, ours]
+            both = both if shape.beside == "before" else both[::-1]
+            multi = {"kv_connector": "MultiConnector", "kv_role": shape.role}
+            ours = {**multi, "kv_connector_extra_config": {"connectors": both}}
         config.kv_transfer_config = KVTransferConfig(
-            kv_connector="SimulatedConnector",
-            kv_connector_module_path=MODULE,
-            kv_role=shape.role,
-            engine_id=shape.name,
-            kv_load_failure_policy=shape.policy,
-            kv_connector_extra_config=extra,
+            engine_id=shape.name, kv_load_failure_policy=shape.policy, **ours
         )
     return config
+
+
+@functools.cache
+def _drafter(tokens: int, overlap: bool) -> SpeculativeConfig:
+    shared = _shared_config()
+    return SpeculativeConfig(
+        method="ngram_gpu" if overlap else "ngram",  # the one that runs beside async scheduling
+        num_speculative_tokens=tokens,
+        prompt_lookup_max=2,
+        target_model_config=shared.model_config,
+        target_parallel_config=shared.parallel_config,
+    )
 
 
 def cache_config(shape: EngineShape, config: VllmConfig) -> tuple[KVCacheConfig, int, int]:
@@ -155,9 +191,11 @@ def cache_config(shape: EngineShape, config: VllmConfig) -> tuple[KVCacheConfig,
         ranks=shape.ranks,
         caching=shape.caching,
         window=WINDOW,
+        states=shape.states,
     )
     if kv_config.has_mamba_layers and shape.caching:
-        config.cache_config.mamba_cache_mode = "align"
+        mode: Any = shape.states
+        config.cache_config.mamba_cache_mode = mode
     block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_config, config)
     tell_hash_block_size(kv_config, hash_block_size)
     return kv_config, block_size, hash_block_size

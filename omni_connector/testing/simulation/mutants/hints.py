@@ -65,8 +65,44 @@ HINTS: Final = (
         "a pin that is asked for last counts, even if it ends sooner",
         (
             "omni_connector.memory.slot_pool",
-            "        self._pinned_until[numbers] = np.maximum(former, until)\n",
-            "        self._pinned_until[numbers] = until\n",
+            "            self._pinned_until[numbers] = np.maximum(former, end)\n",
+            "            self._pinned_until[numbers] = end\n",
+        ),
+    ),
+    mutant(
+        "favoured slots are not bounded",
+        "requests may have any number of blocks stay longer than those of others",
+        (
+            "omni_connector.memory.eviction",
+            "self._favoured[numbers] | self.pinned[numbers]\n",
+            "self.pinned[numbers]\n",
+        ),
+    ),
+    mutant(
+        "evicted slots stay counted as favoured",
+        "what was favoured once is taken from what may be pinned, for ever",
+        (
+            "omni_connector.memory.slot_pool",
+            "            self._count_privileged(evicted)\n",
+            "",
+        ),
+    ),
+    mutant(
+        "pins that have ended stay counted",
+        "what was pinned once is taken from what may be pinned, until it is evicted",
+        (
+            "omni_connector.memory.slot_pool",
+            "            self._count_privileged(due)\n",
+            "",
+        ),
+    ),
+    mutant(
+        "salts that are not listed are tenants",
+        "each cache salt that a client chooses has a quota of its own",
+        (
+            "omni_connector.prefix.hints",
+            "not (ANY_SALT in tenants or cache_salt in tenants)",
+            "not tenants",
         ),
     ),
     mutant(
@@ -74,8 +110,8 @@ HINTS: Final = (
         "only what one tenant may pin is bounded",
         (
             "omni_connector.prefix.hints",
-            "min(self._max_pinned - pinned, self._max_of_tenant - of_tenant)",
-            "self._max_of_tenant - of_tenant",
+            "min(left, left_of_tenant)",
+            "left_of_tenant",
         ),
     ),
     mutant(
@@ -83,8 +119,8 @@ HINTS: Final = (
         "only what all tenants together may pin is bounded",
         (
             "omni_connector.prefix.hints",
-            "min(self._max_pinned - pinned, self._max_of_tenant - of_tenant)",
-            "self._max_pinned - pinned",
+            "min(left, left_of_tenant)",
+            "left",
         ),
     ),
     mutant(
@@ -92,8 +128,8 @@ HINTS: Final = (
         "of the blocks of a step only the first is pinned",
         (
             "omni_connector.prefix.hints",
-            "            allowed = slots[known | ((~known).cumsum() <= room)]\n",
-            "            allowed = slots[known | ((~known).cumsum() <= min(room, 1))]\n",
+            "                slots[known | ((~known).cumsum() <= room)],\n",
+            "                slots[known | ((~known).cumsum() <= min(room, 1))],\n",
         ),
     ),
     mutant(
@@ -191,7 +227,7 @@ HINTS: Final = (
         "a request that only brings blocks computes its whole answer",
         (
             "omni_connector.vllm_v1.requests",
-            "    if hints.prefetch and not ignored and request.kv_transfer_params is None:\n",
+            "    if hints.prefetch and request.kv_transfer_params is None:\n",
             "    if False:\n",
         ),
     ),

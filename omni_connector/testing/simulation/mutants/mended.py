@@ -19,8 +19,8 @@ MENDED: Final = (
         ),
         (
             "omni_connector.kv.ledger",
-            "                self._pool.free_blocks([self._pool.blocks[i] for i in "
-            "reversed(job.block_ids)])\n",
+            "        self._pool.free_blocks([self._pool.blocks[each] for each in "
+            "reversed(block_ids)])\n",
             "",
         ),
     ),
@@ -102,8 +102,9 @@ MENDED: Final = (
         "requests whose hand-offs failed wait for each other's loads from the store",
         (
             "omni_connector.vllm_v1.scheduler",
-            "                self._shared.load_nothing(request.request_id)\n",
-            "                pass\n",
+            "                self._shared.load_nothing(request.request_id)\n"
+            "            if not self._fails_by_block",
+            "                pass\n            if not self._fails_by_block",
         ),
     ),
     mutant(
@@ -250,8 +251,8 @@ MENDED: Final = (
         "its slots are held until their time is over",
         (
             "omni_connector.vllm_v1.scheduler",
-            "            receiver.reject(remote)\n",
-            "            pass\n",
+            "            # server has refused.\n            receiver.reject(remote)\n",
+            "            # server has refused.\n            pass\n",
         ),
     ),
     mutant(
@@ -292,6 +293,24 @@ MENDED: Final = (
         ),
     ),
     mutant(
+        "a failed load refuses other hand-offs",
+        "with any failed load an engine gives up what it hands off itself",
+        (
+            "omni_connector.handoff.sender",
+            "            if send.refusal is None and not send.block_ids.isdisjoint(block_ids):\n",
+            "            if send.refusal is None and send.block_ids:\n",
+        ),
+    ),
+    mutant(
+        "a lease is read without its lock",
+        "a hand-off that ends while its lease is answered costs the peer its connection",
+        (
+            "omni_connector.handoff.server",
+            "until - self._clock()",
+            "handoff.leases[lease] - self._clock()",
+        ),
+    ),
+    mutant(
         "windows in part are found",
         "a block of a window whose first tokens were not loaded has a hash, and vLLM finds it",
         (
@@ -314,8 +333,8 @@ MENDED: Final = (
         "the next request of the step in which vLLM hashed the block finds it",
         (
             "omni_connector.vllm_v1.scheduler",
-            "        self._uncache_incomplete()\n        if shared is not None:\n",
-            "        if shared is not None:\n",
+            "        if self._uncache_incomplete():\n",
+            "        if False:\n",
         ),
     ),
     mutant(
@@ -325,6 +344,75 @@ MENDED: Final = (
             "omni_connector.kv.spans",
             '    if shape.attention_type == "all":\n        return block_ids\n',
             '    if shape.attention_type != "last":\n        return block_ids\n',
+        ),
+    ),
+    mutant(
+        "loads: the time runs in the queue",
+        "a load's time begins with its arrival, and runs while others are copied",
+        (
+            "omni_connector.copies.loading",
+            "        deadline = lease_ends\n",
+            "        deadline = lease_ends\n        arrived = self._clock()\n",
+        ),
+        (
+            "omni_connector.copies.loading",
+            "                    deadline = min(lease_ends, give_up_at + self._queued())\n",
+            "                    deadline = min(lease_ends, arrived + job.timeout)\n"
+            "                    self._left(deadline)\n",
+        ),
+    ),
+    mutant(
+        "loads: the end of a lease is ignored",
+        "a load that has queued longer than its lease reads what the peer may use again",
+        (
+            "omni_connector.copies.loading",
+            "        lease_ends = math.inf if job.lease is None else self._clock() + job.lease\n",
+            "        lease_ends = math.inf\n",
+        ),
+    ),
+    mutant(
+        "loads: vLLM is told of late ones",
+        "its policy ends a request whose lease was over before its load was",
+        (
+            "omni_connector.vllm_v1.worker",
+            "        if type(spec) is LoadSpec and outcome.failure != LEASE_EXPIRED:\n",
+            "        if type(spec) is LoadSpec:\n",
+        ),
+    ),
+    mutant(
+        "loads: late ones are good",
+        "a request whose lease was over before its load was goes on as if all was there",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            "        for request in receiver.take_late():\n",
+            "        for request in receiver.take_late()[:0]:\n",
+        ),
+    ),
+    mutant(
+        "loads: no margin of leases",
+        "a load begins in the last moment of its lease",
+        (
+            "omni_connector.handoff.receiver",
+            "        if self._clock() > load.lease.expires - margin:\n",
+            "        if self._clock() > load.lease.expires:\n",
+        ),
+    ),
+    mutant(
+        "loads: an unwanted lease is kept",
+        "the lease of a request that loads nothing lasts as long as the request",
+        (
+            "omni_connector.handoff.receiver",
+            "        if num_external <= 0:\n            self._release(load)\n",
+            "        if num_external <= 0:\n",
+        ),
+    ),
+    mutant(
+        "reconnects: nobody is introduced again",
+        "after a new connection a peer does not know us, and we leave it at that",
+        (
+            "omni_connector.handoff.client",
+            '        if message.reason != "not_introduced" or pending.asked_again:\n',
+            "        if True:\n",
         ),
     ),
 )

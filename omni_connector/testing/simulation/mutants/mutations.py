@@ -3,8 +3,12 @@
 
 from typing import Final
 
+from omni_connector.testing.simulation.mutants.device import DEVICE
 from omni_connector.testing.simulation.mutants.faults import Mutant, mutant
+from omni_connector.testing.simulation.mutants.features import FEATURES
+from omni_connector.testing.simulation.mutants.files import FILES
 from omni_connector.testing.simulation.mutants.hints import HINTS
+from omni_connector.testing.simulation.mutants.inputs import INPUTS
 from omni_connector.testing.simulation.mutants.mended import MENDED
 from omni_connector.testing.simulation.mutants.sharing import SHARING
 
@@ -25,6 +29,15 @@ OWN: Final = (
             "omni_connector.memory.slot_pool",
             "        self.generation[numbers] += 1\n        self._ready[numbers] =",
             "        self._ready[numbers] =",
+        ),
+    ),
+    mutant(
+        "nothing is leased after a reset",
+        "an engine that was reset once takes all its hand-offs for void",
+        (
+            "omni_connector.vllm_v1.assembly",
+            "            valid=self._weights.holds,\n",
+            "            valid=lambda: self._weights.holds() and not self._weights.number,\n",
         ),
     ),
     mutant(
@@ -207,8 +220,9 @@ OWN: Final = (
         "blocks of a failed job are not given back",
         (
             "omni_connector.kv.ledger",
-            "                self._pool.free_blocks(",
-            "                job.failure or self._pool.free_blocks(",
+            "                self._let_go(job)\n                job.end(job.failure)\n",
+            "                job.failure or self._let_go(job)\n"
+            "                job.end(job.failure)\n",
         ),
     ),
     mutant(
@@ -256,8 +270,8 @@ OWN: Final = (
         "bytes that do not come are waited for",
         (
             "omni_connector.copies.loading",
-            "                    if (left := deadline - self._clock()) <= 0:\n",
-            "                    if (left := 0.01) <= 0:\n",
+            "        left = deadline - self._clock()\n        if left <= 0:\n",
+            "        left = 0.01\n        if left <= 0:\n",
         ),
     ),
     mutant(
@@ -429,4 +443,13 @@ OWN: Final = (
     ),
 )
 
-MUTANTS: Final[tuple[Mutant, ...]] = (*MENDED, *OWN, *SHARING, *HINTS)
+MUTANTS: Final[tuple[Mutant, ...]] = (
+    *MENDED,
+    *OWN,
+    *SHARING,
+    *HINTS,
+    *INPUTS,
+    *DEVICE,
+    *FEATURES,
+    *FILES,
+)

@@ -35,6 +35,34 @@ SHARING: Final = (
         ),
     ),
     mutant(
+        "hits wait for their arenas",
+        "a neighbour counts before its arenas are attached, and a load waits for them",
+        (
+            "omni_connector.copies.loading",
+            "        arenas = self._arenas.open(waits=job.keys is None)\n",
+            "        arenas = self._arenas.open()\n",
+        ),
+        (
+            "omni_connector.transports.peer_arenas",
+            "        return ready\n",
+            "        return True\n",
+        ),
+    ),
+    mutant(
+        "the own arena is attached",
+        "an engine reads its own arena as that of a peer, through its socket",
+        (
+            "omni_connector.transports.peer_arenas",
+            "        if (own := self._arenas.own.get(endpoints)) is not None:\n",
+            "        if (own := None) is not None:\n",
+        ),
+        (
+            "omni_connector.copies.loading",
+            "        arenas = self._arenas.open(waits=job.keys is None)\n",
+            "        arenas = self._arenas.open()\n",
+        ),
+    ),
+    mutant(
         "keys of headers are not compared",
         "whatever is in the slot that an index lists is taken for the block",
         (
@@ -139,8 +167,8 @@ SHARING: Final = (
         "whose policy may end the request for it",
         (
             "omni_connector.vllm_v1.worker",
-            "        if type(spec) is LoadSpec:\n",
-            "        if isinstance(spec, LoadSpec):\n",
+            "        if type(spec) is LoadSpec and",
+            "        if isinstance(spec, LoadSpec) and",
         ),
     ),
     mutant(

@@ -4,7 +4,7 @@ file for `omni-connector top`, which stays unwritten."""
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +14,10 @@ from omni_connector.errors import PeerUnreachableError, ProtocolError
 from omni_connector.memory.arena import Arena, ArenaView
 from omni_connector.memory.arena_format import SlotHeader
 from omni_connector.net.status import StatusFile
+from omni_connector.prefix.attaching import Arenas, AttachAhead
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.testing.simulation.surroundings.neighbours import Neighbourhood
-from omni_connector.testing.simulation.surroundings.world import World
+from omni_connector.testing.simulation.surroundings.world import Violation, World
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
 
 
@@ -30,6 +31,7 @@ class Host:
         slow: seconds that a fetch takes at most.
         garbled: how often a fetch brings other bytes.
         views: mappings that readers have, by reader.
+        ranks: what has a rank attach an arena ahead, by engine and rank.
         neighbourhood: the engines that share their prefixes.
     """
 
@@ -43,6 +45,7 @@ class Host:
         self.garbled = 0.0
         self.arenas: dict[str, tuple[str, Arena]] = {}
         self.views: dict[str, list[View]] = {}
+        self.ranks: dict[tuple[str, int], AttachAhead] = {}
 
     def kill(self, owner: str) -> None:
         """The process of an engine has ended: its own mappings go, those of others stay."""
@@ -52,8 +55,38 @@ class Host:
                 arena.close()
         for view in list(self.views.get(owner, ())):
             view.close()
+        for key in [key for key in self.ranks if key[0] == owner]:
+            del self.ranks[key]
         self.neighbourhood.kill(owner)
         self.silent.discard(owner)
+
+    def answer_for_rank(self, owner: str, rank: int, attach: AttachAhead) -> Callable[[], None]:
+        """A worker of an engine answers its scheduler half; returns what ends that."""
+        self.ranks[owner, rank] = attach
+        return lambda: self.ranks.pop((owner, rank), None) and None
+
+
+class SimulatedRanks:
+    """The ranks of an engine; see `attaching.Ranks`."""
+
+    def __init__(self, host: Host, owner: str, num_ranks: int) -> None:
+        self._host = host
+        self._owner = owner
+        self._num_ranks = num_ranks
+
+    def attached(self, engines: Sequence[Arenas]) -> list[bool]:
+        found = []
+        for arenas in engines:
+            asked = [self._host.ranks.get((self._owner, rank)) for rank in range(self._num_ranks)]
+            said = [
+                attach is not None and attach(arena)
+                for attach, arena in zip(asked, arenas, strict=True)
+            ]
+            found.append(all(said))
+        return found
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class View(RemoteArena):
@@ -124,6 +157,8 @@ class SimulatedTransport(ArenaTransport):
         host, world = self._host, self._host.world
         world.forbid_waiting("attach")
         owner, arena = host.arenas.get(endpoint.address, ("", None))
+        if owner == self._owner:
+            raise Violation("own_arena", f"{owner} attaches its own arena")
         if owner in host.silent:
             world.wait(timeout)
             raise PeerUnreachableError(f"{owner} does not answer")
@@ -151,7 +186,7 @@ class Shelf:
     """What clients of a shared store have in common: its entries."""
 
     def __init__(self) -> None:
-        self.entries: dict[str, bytes] = {}
+        self.entries: MutableMapping[str, bytes] = {}
 
     def answers(self, timeout: float) -> bool:
         """Whether a call finds the store, in time."""
@@ -188,9 +223,28 @@ class TroubledShelf(Shelf):
         return not world.chance(self.absent)
 
     def forget(self) -> None:
-        for key in list(self.entries):
-            if self._world.chance(self.forgets):
-                del self.entries[key]
+        if self.forgets:
+            for key in list(self.entries):
+                if self._world.chance(self.forgets):
+                    del self.entries[key]
+
+    def client(self, owner: str, model: str) -> BlockStore:
+        """What one half of an engine uses.
+
+        Args:
+            owner: the engine.
+            model: what the keys of its engine begin with; see `SimulatedStore`.
+        """
+        return SimulatedStore(self, model)
+
+    def kill(self, owner: str) -> None:
+        """The process of an engine has ended."""
+
+    def look(self) -> None:
+        """Check what must hold at rest."""
+
+    def close(self) -> None:
+        """Let go of the entries."""
 
 
 class SimulatedStore(BlockStore):

@@ -18,11 +18,13 @@ import numpy as np
 from omni_connector.memory.arena_format import EPOCH_BYTES
 from omni_connector.memory.block_index import BlockIndex, BlockIndexView, Tags
 from omni_connector.memory.slot_index import Ints
-from omni_connector.prefix.neighbours import Arenas, Household, Neighbour, Neighbours
+from omni_connector.prefix.attaching import Arenas
+from omni_connector.prefix.neighbours import Household, Neighbour, Neighbours
 from omni_connector.testing import inspection
 from omni_connector.testing.simulation.surroundings.world import Violation, World
 
 _LOOK_S = 1.0
+_SOON_S = 0.02
 _NO_SLOT = 1 << 20
 
 
@@ -99,12 +101,23 @@ class SimulatedNeighbours(Neighbours):
         self.owner = owner
         self.household = replace(household, readers=readers)
         self._neighbourhood = neighbourhood
-        self._present: dict[SimulatedNeighbours, Neighbour] = {}
+        self._met: dict[SimulatedNeighbours, Neighbour] = {}
+        self._present: tuple[Neighbour, ...] = ()
+        self._follows_at = 0.0
         self._fd = os.dup(household.index.fd)
         neighbourhood.join(self)
 
     def present(self) -> Sequence[Neighbour]:
-        return tuple(self._present.values())
+        if self._neighbourhood.world.now >= self._follows_at:
+            self._follow()
+        return self._present
+
+    def _follow(self) -> None:
+        """See what the ranks have attached, as a real engine does about once a second."""
+        world, met = self._neighbourhood.world, list(self._met.values())
+        attached = self.household.ranks.attached([each.arenas for each in met])
+        self._present = tuple(each for each, there in zip(met, attached, strict=True) if there)
+        self._follows_at = world.now + (_LOOK_S if all(attached) else _SOON_S) * world.draw.random()
 
     def hit(self, neighbour: Neighbour, slots: Ints, generations: Ints) -> None:
         around, draw = self._neighbourhood, self._neighbourhood.world.draw
@@ -113,12 +126,12 @@ class SimulatedNeighbours(Neighbours):
             slots = np.concatenate([slots, np.array(more, np.int64)])
             some = [draw.randrange(8) for _ in more]
             generations = np.concatenate([generations, np.array(some, np.int64)])
-        for home, each in self._present.items():
+        for home, each in self._met.items():
             if each is neighbour and not around.world.chance(around.lost):
                 around.soon(partial(home.told, slots, generations))
 
     def avoid(self, arenas: Arenas) -> None:
-        for other, each in list(self._present.items()):
+        for other, each in list(self._met.items()):
             if each.arenas == arenas:
                 self.forget(other)
                 self._neighbourhood.soon(partial(self.meet, other))
@@ -148,17 +161,30 @@ class SimulatedNeighbours(Neighbours):
         finally:
             os.close(descriptor)
         self._neighbourhood.mapped(self.owner, other.owner, view)
-        self._present[other] = Neighbour(view, theirs.arenas)
+        self._met[other] = Neighbour(view, theirs.arenas)
+        self._follow()
 
     def forget(self, other: "SimulatedNeighbours") -> None:
         """Another engine has gone: its index is mapped as long as a look-up needs it."""
-        self._present.pop(other, None)
+        gone = self._met.pop(other, None)
+        self._present = tuple(each for each in self._present if each is not gone)
 
     def close(self) -> None:
         if self.owner in self._neighbourhood.homes:
             self._neighbourhood.leave(self)
-            self._present.clear()
+            self._met.clear()
+            self._present = ()
             os.close(self._fd)
+
+
+class _NoRanks:
+    """Those of a process that reads nothing."""
+
+    def attached(self, engines: Sequence[Arenas]) -> list[bool]:
+        return [False] * len(engines)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class LyingIndex:
@@ -175,7 +201,9 @@ class LyingIndex:
         index = victim.household.index
         self._index = BlockIndex.create(index.num_slots, neighbourhood.world.randbytes(EPOCH_BYTES))
         self._neighbourhood = neighbourhood
-        household = replace(victim.household, index=self._index, on_hits=lambda *_: None)
+        household = replace(
+            victim.household, index=self._index, ranks=_NoRanks(), on_hits=lambda *_: None
+        )
         self._home = SimulatedNeighbours(neighbourhood, name, "", household)
         self._home.household = household  # with the very digest of the victim
 

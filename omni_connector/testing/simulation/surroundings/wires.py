@@ -2,6 +2,7 @@
 """The control channel's sockets in a simulation: messages arrive when the seed says, if they do."""
 
 import itertools
+import random
 from collections import deque
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +13,9 @@ from omni_connector.handoff.messages import Handshake, decode_request
 from omni_connector.testing.simulation.surroundings.world import NEVER, Actor, World
 
 STRANGER: Final = "stranger"
+
+# Most messages of a connection that are sent again when it was made anew.
+_SENT_AGAIN: Final = 4
 
 
 class Weather:
@@ -72,6 +76,9 @@ class Pipe(Actor):
             world.tell(f"a message comes twice ({self.name})")
             self._frames.append((world.now + world.draw.uniform(0.0, 6.0), frame))
         self.due = self._frames[0][0]
+
+    def may_interrupt(self, owner: str) -> bool:
+        return True
 
     def act(self) -> None:
         _, frame = self._frames.popleft()
@@ -149,6 +156,7 @@ class SimulatedLink:
         self.owner = owner
         self.socket: Any = self
         self.inbox: deque[Any] = deque()
+        self._sent: deque[bytes] = deque(maxlen=_SENT_AGAIN)
         self.monitor = _Socket()
         self.to_client = Pipe(net, f"to {name.decode()}", self.inbox, poller, brings_answers=True)
         self._to_server = Pipe(net, f"from {name.decode()}", router.inbox, router.poller)
@@ -163,6 +171,7 @@ class SimulatedLink:
             if isinstance(message, Handshake):
                 self._net.heard = message.decode_compatibility()
         if self._router is not None:
+            self._sent.append(frame)
             self._to_server.send([self._name, frame])
 
     def recv(self, flags: int = 0) -> bytes:
@@ -181,6 +190,21 @@ class SimulatedLink:
             return None
         self.monitor.inbox.popleft()
         return "is gone"
+
+    def reconnect(self, name: bytes, again: int) -> None:
+        """The connection is another one from now on.
+
+        Args:
+            name: by which the serving end knows it.
+            again: how many of the latest messages are sent once more.
+        """
+        if self._router is None:
+            return
+        del self._router.clients[self._name]
+        self._name = name
+        self._router.clients[name] = self
+        for frame in list(self._sent)[len(self._sent) - again :]:
+            self._to_server.send([name, frame])
 
     def hang_up(self) -> None:
         """The serving process has ended."""
@@ -217,6 +241,14 @@ class Net:
         if path not in self.routers:
             link.hang_up()
         return link
+
+    def reconnect(self, path: str, draw: random.Random) -> None:
+        """Whoever is connected to a path is so anew."""
+        if path not in self.routers:
+            return
+        for link in list(self.routers[path][1].clients.values()):
+            name = f"{link.owner}:{next(self._numbers)}".encode()
+            link.reconnect(name, min(draw.randrange(_SENT_AGAIN + 1), len(link._sent)))
 
     def lost_by(self, owner: str) -> int:
         """How many connections somebody keeps to who has gone."""

@@ -70,6 +70,10 @@ class Actor:
     def look(self) -> None:
         """Something has happened beside it."""
 
+    def may_interrupt(self, owner: str) -> bool:
+        """Whether it may act while a thread of this engine is in the middle of an act."""
+        return self.owner == owner
+
 
 class World:
     """The clock, the dice, and all actors.
@@ -77,10 +81,17 @@ class World:
     Args:
         seed: of the order in which they act.
         pace: seconds of the clock that an act takes, at most.
+        interrupts: how often a thread is interrupted where it takes a lock or lets go of one.
+
+    Attributes:
+        held: how many locks are held.
     """
 
-    def __init__(self, seed: str, pace: float = 0.0) -> None:
+    def __init__(self, seed: str, pace: float = 0.0, interrupts: float = 0.0) -> None:
         self.draw = random.Random(seed)
+        self.interrupts = interrupts
+        self.held = 0
+        self._interruptions = random.Random(f"{seed}/locks")
         self.now = 1000.0
         self.pace = pace
         self.acts = 0
@@ -154,6 +165,17 @@ class World:
         for _ in range(self.draw.randrange(most + 1)):
             self._act(self.now, threads_only=True)
 
+    def between_locks(self) -> None:
+        """A thread takes a lock, or has let go of one: maybe other threads of its engine act now,
+        its main thread among them, and messages arrive."""
+        if not self.interrupts or self.held or not self.acting or len(self.acting) >= _DEPTH:
+            return
+        owner = self.acting[-1].owner
+        if owner is None or self._interruptions.random() >= self.interrupts:
+            return
+        for _ in range(self._interruptions.randrange(1, 4)):
+            self._act(self.now, beside=owner)
+
     def wait(self, seconds: float) -> None:
         """The thread that acts waits for so long, while the others go on."""
         actor = self.acting[-1]
@@ -177,7 +199,9 @@ class World:
         if self.acting and self.acting[-1].on_engine_thread:
             raise Violation("engine_waits", f"{self.acting[-1].name} calls {what}")
 
-    def _act(self, deadline: float, *, threads_only: bool = False) -> bool:
+    def _act(
+        self, deadline: float, *, threads_only: bool = False, beside: str | None = None
+    ) -> bool:
         now, stopped = self.now, self.stopped
         ready = [
             actor
@@ -186,10 +210,11 @@ class World:
             and not actor.waits
             and actor.owner not in stopped
             and not (threads_only and actor.on_engine_thread)
+            and (beside is None or actor.may_interrupt(beside))
         ]
         if not ready:
             next_due = NEVER
-            if not threads_only:
+            if not threads_only and beside is None:
                 next_due = min(
                     [a.due for a in self.actors if not a.waits and a.owner not in stopped],
                     default=NEVER,
@@ -236,6 +261,10 @@ class Agenda(Actor):
         self._entries: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
 
+    def may_interrupt(self, owner: str) -> bool:
+        # What operators do is done by engines' threads, which may be in the middle of an act.
+        return not any(actor.on_engine_thread for actor in self._world.acting)
+
     def add(self, when: float, what: Callable[[], object]) -> None:
         """Have it done then."""
         heapq.heappush(self._entries, (when, next(self._numbers), what))
@@ -245,6 +274,27 @@ class Agenda(Actor):
         _, _, what = heapq.heappop(self._entries)
         self.due = self._entries[0][0] if self._entries else NEVER
         what()
+
+
+class SimulatedLock:
+    """A lock that threads of an engine share. Nobody waits for it: whoever holds it is not
+    interrupted."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._held = False
+
+    def __enter__(self) -> None:
+        self._world.between_locks()
+        if self._held:
+            raise Violation("hangs", "a thread waits for a lock that it holds")
+        self._held = True
+        self._world.held += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._held = False
+        self._world.held -= 1
+        self._world.between_locks()
 
 
 class SimulatedTurns(Actor):
@@ -268,7 +318,7 @@ class SimulatedTurns(Actor):
         self._alive = True
         self.is_shared = name in _SHARED_THREADS
         self._idle = 0
-        self._woken = False
+        self._woken = self._rung = False
         self.due = world.now
         if sleep is not None:
             bind: Any = sleep
@@ -277,7 +327,7 @@ class SimulatedTurns(Actor):
 
     def wake(self) -> None:
         self._idle = 0
-        self._woken = True
+        self._woken = self._rung = True
         self.due = min(self.due, self._world.now)
 
     def is_alive(self) -> bool:
@@ -311,6 +361,7 @@ class SimulatedTurns(Actor):
         self._once()
 
     def _once(self) -> float | None:
+        self._rung = False
         try:
             seconds = self._turn()
             if seconds is None:
@@ -329,7 +380,7 @@ class SimulatedTurns(Actor):
         if seconds is None:
             self._alive = False
             self._world.remove(self)
-        elif seconds == 0:
+        elif seconds == 0 or (self._rung and self._world.interrupts):  # by who interrupted it
             self._idle = 0
             self.due = self._world.now
         else:

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's ranks attach the arenas of its neighbours ahead of the first hit there.
+
+The scheduler half meets the neighbours and decides about hits; the workers, other processes with
+tensor parallelism, attach and read the arenas. So each worker listens at a socket in the runtime
+folder, where the scheduler half asks it for arenas. The answer comes at once, and says whether the
+arena is attached already. That works while the engine makes no step, too.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Final, Protocol
+
+from msgspec import Meta, Struct
+from msgspec.msgpack import Decoder
+
+from omni_connector.errors import OmniError
+from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
+from omni_connector.net.runtime import socket_path
+from omni_connector.net.unix import Connection, Listener
+from omni_connector.transports import Endpoint
+
+logger = logging.getLogger("vllm.omni_connector.sharing")
+
+Arenas = tuple[tuple[Endpoint, ...], ...]
+"""The arenas of an engine, one a rank, each in all ways that it can be read."""
+
+AttachAhead = Callable[[tuple[Endpoint, ...]], bool]
+"""Has a rank attach an arena; returns at once whether it is attached. Any thread may call it."""
+
+# Longest wait for the answers of one rank, in seconds: its thread may be slow while it computes.
+_ANSWER_S: Final = 1.0
+# After so many seconds without an answer, an operator is told.
+_SILENT_S: Final = 30.0
+
+
+class AskAttached(Struct, frozen=True, tag="ask-attached"):
+    """Asks a rank to attach an arena; answered with `Attached`."""
+
+    arena: Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=16)]
+    protocol: int = PROTOCOL
+
+    def __post_init__(self) -> None:
+        require_protocol(self.protocol)
+
+
+class Attached(Struct, frozen=True, tag="attached"):
+    """Whether the arena is attached."""
+
+    attached: bool
+
+
+QUESTIONS: Final = Decoder(AskAttached)
+ANSWERS: Final = Decoder(Attached | Refusal)
+
+
+def answer_for_rank(
+    folder: Path, engine_id: str, rank: int, attach: AttachAhead
+) -> Callable[[], None]:
+    """Let the scheduler half of an engine ask one of its ranks for arenas.
+
+    Returns:
+        A function that ends this; to call it again does nothing.
+
+    Raises:
+        TransportError: another process has the socket of this rank.
+    """
+
+    def answer(question: AskAttached) -> tuple[Struct, None]:
+        try:
+            return Attached(attach(question.arena)), None
+        except Exception:  # other arenas may do better
+            logger.exception("Attaching an arena ahead failed; please report it")
+            return Attached(False), None
+
+    listener = Listener(QUESTIONS, answer)
+    try:
+        listener.add(_path(folder, engine_id, rank))
+    except BaseException:
+        listener.close()
+        raise
+    return listener.close
+
+
+class Ranks(Protocol):
+    """The ranks of an engine, as its scheduler half asks them for arenas of its neighbours."""
+
+    def attached(self, engines: Sequence[Arenas]) -> list[bool]:
+        """Have every rank attach its arena of each of these engines. May wait for a rank.
+
+        Returns:
+            For each engine whether every rank has its arena attached, as far as is known: of a rank
+            that does not answer now, what it said last.
+        """
+
+    def close(self) -> None:
+        """Ask nobody any more. Idempotent."""
+
+
+class RankSockets:
+    """The ranks of a real engine. Any thread may call this.
+
+    Args:
+        folder: the runtime folder.
+        engine_id: of the engine.
+        num_ranks: how many ranks it has.
+    """
+
+    def __init__(self, folder: Path, engine_id: str, num_ranks: int) -> None:
+        self._paths = [_path(folder, engine_id, rank) for rank in range(num_ranks)]
+        self._connections: dict[int, Connection] = {}
+        self._said: list[dict[tuple[Endpoint, ...], bool]] = [{} for _ in range(num_ranks)]
+        self._silent_since: dict[int, float] = {}
+        self._warned = False
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def attached(self, engines: Sequence[Arenas]) -> list[bool]:
+        with self._lock:
+            for rank, said in enumerate(self._said):
+                wanted = list(dict.fromkeys(arenas[rank] for arenas in engines))
+                for gone in said.keys() - set(wanted):
+                    del said[gone]
+                self._ask(rank, wanted)
+            return [
+                all(said.get(arena, False) for said, arena in zip(self._said, arenas, strict=True))
+                for arenas in engines
+            ]
+
+    def close(self) -> None:
+        self._closed = True
+        with self._lock:
+            while self._connections:
+                self._connections.popitem()[1].close()
+
+    def _ask(self, rank: int, wanted: Sequence[tuple[Endpoint, ...]]) -> None:
+        deadline = time.monotonic() + _ANSWER_S
+        for arena in wanted:
+            if self._closed:
+                return
+            try:
+                connection = self._connections.get(rank)
+                if connection is None:
+                    connection = Connection(self._paths[rank], deadline)
+                    self._connections[rank] = connection
+                answer, _ = connection.ask(AskAttached(arena), ANSWERS, deadline)
+            except OmniError as error:  # it is asked again with the next look
+                logger.debug("rank %d does not say what it has attached: %s", rank, error)
+                if (failed := self._connections.pop(rank, None)) is not None:
+                    failed.close()
+                self._note_silent(rank)
+                return
+            self._said[rank][arena] = answer.attached
+            self._silent_since.pop(rank, None)
+
+    def _note_silent(self, rank: int) -> None:
+        now = time.monotonic()
+        since = self._silent_since.setdefault(rank, now)
+        if now - since >= _SILENT_S and not self._warned:
+            self._warned = True
+            logger.warning(
+                "Rank %d of this engine does not answer at %s (any more): prefixes of other "
+                "engines may not be found",
+                rank,
+                self._paths[rank],
+            )
+
+
+def _path(folder: Path, engine_id: str, rank: int) -> Path:
+    return socket_path(folder, f"rank:{engine_id}:{rank}", kind="r-")

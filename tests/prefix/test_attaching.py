@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a scheduler half has its ranks attach arenas, and what it knows of that."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from omni_connector.errors import TransportError
+from omni_connector.prefix import attaching
+from omni_connector.prefix.attaching import RankSockets, answer_for_rank
+from omni_connector.transports import Endpoint
+
+
+def endpoint(address: str) -> tuple[Endpoint, ...]:
+    return (Endpoint(transport="t", address=address, epoch=bytes(16), n_slots=1, slot_bytes=4096),)
+
+
+ONE = endpoint("one 0"), endpoint("one 1")
+OTHER = endpoint("other 0"), endpoint("other 1")
+
+
+class Worker:
+    """A rank, and what it is asked for.
+
+    Attributes:
+        attached: the addresses of the arenas that it has attached.
+        asked: those that it was asked for.
+        broken: whether it raises.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.attached: set[str] = set()
+        self.asked: list[str] = []
+        self.broken = False
+        self.end = answer_for_rank(folder, "engine", rank, self.attach)
+
+    def attach(self, arena: tuple[Endpoint, ...]) -> bool:
+        self.asked.append(arena[0].address)
+        if self.broken:
+            raise RuntimeError("this rank fails")
+        return arena[0].address in self.attached
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as made:
+        yield Path(made)
+
+
+def test_an_arena_is_attached_where_every_rank_says_so(folder: Path) -> None:
+    workers = [Worker(folder, rank) for rank in range(2)]
+    with contextlib.closing(RankSockets(folder, "engine", 2)) as ranks:
+        assert ranks.attached([ONE, OTHER]) == [False, False]
+        assert [each.asked for each in workers] == [["one 0", "other 0"], ["one 1", "other 1"]]
+        workers[0].attached |= {"one 0", "other 0"}
+        workers[1].attached |= {"other 1"}
+        assert ranks.attached([ONE, OTHER]) == [False, True]
+        workers[0].attached.clear()
+        assert ranks.attached([ONE, OTHER]) == [False, False]
+        assert ranks.attached([]) == []
+    for each in workers:
+        each.end()
+        each.end()
+
+
+def test_what_a_rank_that_does_not_answer_now_said_last_holds(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attaching, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(attaching, "_SILENT_S", 0.0)
+    warned: list[object] = []
+    monkeypatch.setattr(attaching.logger, "warning", lambda *text: warned.append(text))
+    workers = [Worker(folder, rank) for rank in range(2)]
+    with contextlib.closing(RankSockets(folder, "engine", 2)) as ranks:
+        for number, worker in enumerate(workers):
+            worker.attached |= {f"one {number}"}
+        assert ranks.attached([ONE]) == [True]
+        workers[1].end()
+        for _ in range(2):
+            assert ranks.attached([ONE, OTHER]) == [True, False]
+        assert len(warned) == 1
+        assert ranks.attached([OTHER]) == [False]
+        assert ranks.attached([ONE]) == [False], "nobody knows any more"
+        workers[1] = Worker(folder, 1)
+        workers[1].attached |= {"one 1"}
+        assert ranks.attached([ONE]) == [True]
+    for each in workers:
+        each.end()
+
+
+def test_a_rank_that_fails_answers_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(attaching.logger, "exception", lambda *text: told.append(text))
+    worker = Worker(folder, 0)
+    worker.attached |= {"one 0"}
+    with contextlib.closing(RankSockets(folder, "engine", 1)) as ranks:
+        worker.broken = True
+        assert ranks.attached([ONE[:1]]) == [False]
+        worker.broken = False
+        assert ranks.attached([ONE[:1]]) == [True]
+    assert len(told) == 1
+    worker.end()
+
+
+def test_two_engines_of_one_name_are_an_error(folder: Path) -> None:
+    worker = Worker(folder, 0)
+    with pytest.raises(TransportError, match="listens"):
+        Worker(folder, 0)
+    worker.end()
+
+
+def test_a_closed_one_asks_nobody(folder: Path) -> None:
+    worker = Worker(folder, 0)
+    ranks = RankSockets(folder, "engine", 1)
+    ranks.attached([ONE[:1]])
+    ranks.close()
+    ranks.close()
+    ranks.attached([ONE[:1]])
+    assert worker.asked == ["one 0"]
+    worker.end()

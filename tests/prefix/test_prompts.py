@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What names a prompt's blocks, and how far a prefix reaches of which some blocks are held."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from omni_connector.prefix.hints import Hints
+from omni_connector.prefix.lookups import Held
+from omni_connector.prefix.prompts import SharedPrompt, reach
+
+from ..kv.shapes import group_shape
+
+HASHES = [bytes([n]) * 32 for n in range(6)]
+
+
+def shared(adapter: str = "", hashed_tokens: int | None = None, step: int = 1) -> SharedPrompt:
+    request: Any = SimpleNamespace(request_id="r", block_hashes=HASHES)
+    return SharedPrompt(
+        request=request,
+        loads=True,
+        hashed_tokens=hashed_tokens,
+        adapter=adapter,
+        block_sizes=[(16 * step, step)],
+        sent=[0],
+        tenant=0,
+        hints=Hints(),
+    )
+
+
+def test_blocks_of_an_adapter_are_named_by_its_content() -> None:
+    """vLLM's hashes name an adapter, whose files may have changed."""
+    assert shared().keys(HASHES) == HASHES
+    assert shared("content").keys(HASHES) == shared("content").keys(HASHES)
+    named = [key for each in ("", "one", "other") for key in shared(each).keys(HASHES)]
+    assert len(set(named)) == 3 * len(HASHES)
+    assert {len(key) for key in named} == {32}
+
+
+def test_blocks_in_a_store_are_named_by_the_content_of_an_adapter() -> None:
+    assert shared().key_prefix("engines") == "engines"
+    assert len({shared(each).key_prefix("engines") for each in ("", "one", "other")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("hashed", "first", "end", "found"),
+    [
+        (None, 0, None, [1, 3, 5]),
+        (None, 1, None, [3, 5]),
+        (None, 0, 2, [1, 3]),
+        (64, 0, None, [1, 3]),
+        (64, 0, 1, [1]),
+        (63, 0, 3, [1]),
+    ],
+)
+def test_the_hash_of_a_block_is_that_of_its_last_part(
+    hashed: int | None, first: int, end: int | None, found: list[int]
+) -> None:
+    prompt = shared(hashed_tokens=hashed, step=2)
+    assert prompt.full_hashes(0, first, end) == [HASHES[n] for n in found]
+
+
+FULL = group_shape(block_size=16)
+WINDOW = group_shape(kind="sliding_window", attention_type="window", window=33, block_size=16)
+
+
+@pytest.mark.parametrize(
+    ("full", "window", "start", "end", "reached"),
+    [
+        ("xxxx", "xxxx", 0, 64, 64),
+        ("xxxx", "xxxx", 0, 63, 48),
+        ("xx.x", "xxxx", 0, 64, 32),
+        ("..xx", "xxxx", 32, 64, 64),  # vLLM itself has the beginning
+        ("..xx", "..xx", 32, 64, 64),
+        ("xxxx", "..xx", 0, 64, 64),  # the window reads no more
+        ("xxxx", ".x.x", 0, 64, 0),
+        ("xxxx", "xxx.", 0, 64, 48),
+        ("....", "xxxx", 0, 64, 0),
+        ("....", "xxxx", 16, 64, 16),
+    ],
+)
+def test_a_prefix_reaches_as_far_as_each_group_has_what_is_read(
+    full: str, window: str, start: int, end: int, reached: int
+) -> None:
+    groups = [
+        (shape, Held.of([each == "x" for each in held]))
+        for shape, held in ((FULL, full), (WINDOW, window))
+    ]
+    assert reach(groups, 16, start, end) == reached
+    assert reach(groups, 32, start, end) <= reached

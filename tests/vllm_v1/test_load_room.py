@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV pools that loads would fill to the last block: their requests find blocks to go on."""
+
+import pytest
+
+from omni_connector.testing.toy import BLOCK
+
+from .harness import HANDOFF, assert_clean, prompt, run
+
+pytestmark = pytest.mark.vllm
+
+
+def handed_off(prefill, lengths):
+    """Prompts of these lengths that were prefilled, with the params for a decode engine."""
+    asked = [prompt(length, seed=seed) for seed, length in enumerate(lengths)]
+    return [(each, prefill.generate(each, params=HANDOFF).params) for each in asked]
+
+
+LOADED = {"full": 8, "window and full": 11, "all three": 12}
+"""Blocks that a load of eight times as many tokens as a block has takes, of all groups."""
+
+
+@pytest.mark.parametrize("family", LOADED)
+@pytest.mark.parametrize("spare", range(5))
+def test_prompts_whose_kv_fills_all_blocks_are_decoded(engine, family, spare):
+    """The next token of each needs a block more in each group."""
+    length = 8 * BLOCK + 1
+    prefill = engine("kv_producer", family=family)
+    usable = 2 * LOADED[family] + spare
+    decode = engine(
+        "kv_consumer", family=family, usable_blocks=usable, max_tokens_a_step=BLOCK, policy="fail"
+    )
+    handed = handed_off(prefill, [length] * 4)
+    ids = [decode.submit(asked, max_tokens=3, params=params) for asked, params in handed]
+    run([prefill, decode], lambda: decode.done(*ids))
+    reference = engine(family=family)
+    for request_id, (asked, _) in zip(ids, handed, strict=True):
+        assert decode.answers[request_id].tokens == reference.generate(asked, 3).tokens
+    assert decode.stats.data["counts"]["handoffs_received"] > 1
+    decode.settle()
+    prefill.settle()
+    assert_clean(prefill, decode)
