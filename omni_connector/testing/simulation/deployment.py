@@ -166,7 +166,7 @@ class Deployment:
         shape = self.shapes[name]
         IS_LATE.pop(name, None)
         if shape.late_reports:
-            IS_LATE[name] = functools.partial(self.world.chance, shape.late_reports)
+            IS_LATE[name] = functools.partial(self._is_late, name, shape.late_reports)
         OTHER_OF[name] = OtherSettings(
             world=self.world,
             runner=lambda: engine.runner,
@@ -194,6 +194,12 @@ class Deployment:
         for half in engine.halves[:1]:
             inspection.hear_refusals(half, self.refusals.heard)
         self.engines[name] = engine
+
+    def _is_late(self, name: str, often: float) -> bool:
+        late = self.world.chance(often)
+        if late:  # what has been loaded by now may be told with any later step
+            self.loads[name].stood_still(self.world.now)
+        return late
 
     def _surroundings(self, owner: str, device: Device | None) -> Surroundings:
         world = self.world

@@ -54,9 +54,11 @@ OTHER_OF: Final[dict[str, OtherSettings]] = {}
 
 @dataclass
 class OtherLoad:
-    """KV that is to be written: of these tokens the positions from `start` on."""
+    """KV that is to be written: of these tokens the positions from `start` on, as `weights` give
+    it, which know of the request's salt, images, embeddings and adapter."""
 
     request_id: str
+    weights: bytes
     token_ids: list[int]
     start: int
     tables: tuple[list[int], ...]
@@ -109,7 +111,8 @@ class OtherConnector(NoOpConnector):
         if num_external_tokens > 0:
             tokens = list(request.all_token_ids)[: start + num_external_tokens]
             tables = tuple(list(ids) for ids in blocks.get_block_ids())
-            self._queued.append(OtherLoad(request.request_id, tokens, start, tables))
+            weights = self._settings.runner().weights_of(request.request_id)
+            self._queued.append(OtherLoad(request.request_id, weights, tokens, start, tables))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         queued, self._queued = self._queued, []
@@ -149,7 +152,7 @@ class OtherConnector(NoOpConnector):
         if not self._writes:
             return
         settings, runner = self._settings, self._settings.runner()
-        runner.restore(load.token_ids, load.start, load.tables)
+        runner.restore(load.token_ids, load.start, load.tables, weights=load.weights)
         # By whole requests vLLM hears only of loads that others wait for.
         if self._by_block and settings.world.chance(settings.failing):
             settings.world.tell(f"the other connector's load of {load.request_id} fails")

@@ -191,7 +191,7 @@ HINTS: Final = (
         "a tenant that keeps all that it may gets the slots of its hand-offs too, by pinning them",
         (
             "omni_connector.memory.slot_pool",
-            "        more = more[: self._room(tenant, len(more))]\n",
+            "            more = more[: self._room(tenant, len(more))]\n",
             "",
         ),
     ),
