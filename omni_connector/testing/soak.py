@@ -287,15 +287,17 @@ def files(folder: Path) -> set[str]:
     return {
         str(path.relative_to(folder))
         for path in folder.rglob("*")
-        if not path.is_dir() and not path.name.startswith(".")
+        if not path.is_dir() and path.name != runtime.LOOPBACK_KEY
     }
 
 
 def sweep(folder: Path) -> None:
     """Remove what dead engines have left in a runtime folder and below, as living ones do."""
-    for each in (path for path in folder.iterdir() if path.is_dir()):
-        runtime.sweep(each)
-        status.sweep(each)
+    for namespace in (path for path in folder.iterdir() if path.is_dir()):
+        ours = runtime.of_kernel(namespace)
+        if ours.is_dir():
+            runtime.sweep(ours)
+            status.sweep(ours)
 
 
 def _go_away(engine: Engine, prompt: list[int], events: int, fields: dict[str, Any]) -> None:
