@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
 
+from omni_connector.copies.ended import CopiesOfRanks
 from omni_connector.errors import OmniError
 from omni_connector.handoff.adapters import AdapterContents
 from omni_connector.handoff.channel import ControlChannel
@@ -28,7 +29,6 @@ from omni_connector.handoff.truncation import TRUNCATED, truncate, truncation_re
 from omni_connector.handoff.upkeep import Upkeep
 from omni_connector.handoff.weights import WeightsEpoch
 from omni_connector.kv.ledger import CopyLedger, Ended
-from omni_connector.net.introductions import CopiesOfRanks
 from omni_connector.net.status import StatusReport
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.stats import COUNTERS, GAUGES

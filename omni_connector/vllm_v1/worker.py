@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from vllm.logger import init_logger
 
 from omni_connector.config import OmniConfig
+from omni_connector.copies.ended import ended_copies
 from omni_connector.copies.jobs import LoadSpec, Saver, SaveSpec
 from omni_connector.copies.loading import Loader
 from omni_connector.copies.prefix_jobs import HostLoadSpec, KeepSpec, StoreLoadSpec, StoreSaveSpec
@@ -37,7 +39,9 @@ from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import TransferSpec
 from omni_connector.memory.nodes import near_cores, process_cores
 from omni_connector.memory.reservations import Reservation
-from omni_connector.prefix.attaching import AttachAhead
+from omni_connector.net.introductions import introduction
+from omni_connector.net.rank_socket import RankAnswers
+from omni_connector.prefix.attaching import attached_ahead
 from omni_connector.prefix.store_jobs import StoreJobs
 from omni_connector.shared_work import Helpers
 from omni_connector.stats import LEASE_EXPIRED
@@ -77,8 +81,8 @@ class OmniWorker:
         rank, ranks: of this worker, and how many its engine has.
         arena_name: under which peers find the arena, unique on this host; it need not be secret.
         arena: how large this rank's arena is; None where the engine hands nothing off.
-        answer: lets the scheduler half have arenas of neighbours attached; returns what ends that.
-            None shares nothing with them.
+        answer: answers the scheduler half at this rank's socket; returns what ends that.
+        shares: whether the scheduler half has arenas of neighbours attached.
         store: where prefixes are shared, closed with this; None shares none.
         surroundings: clock, randomness and threads.
         trace: is told what takes how long, closed with this; None where nothing is traced.
@@ -96,7 +100,8 @@ class OmniWorker:
         ranks: int,
         arena_name: str,
         arena: ArenaSizing | None,
-        answer: Callable[[AttachAhead], Callable[[], None]] | None = None,
+        answer: Callable[[RankAnswers], Callable[[], None]],
+        shares: bool = False,
         store: BlockStore | None = None,
         surroundings: Surroundings = SURROUNDINGS,
         trace: Trace | None = None,
@@ -114,6 +119,7 @@ class OmniWorker:
         self._arena_name = arena_name
         self._sizing = arena
         self._answer = answer
+        self._shares = shares
         self._end_answers: Callable[[], None] | None = None
         self._store = store
         self._checksum = config.integrity == "full"
@@ -230,8 +236,6 @@ class OmniWorker:
             own=(self._arena, endpoints) if self._arena is not None else None,
         )
         self._bodies[LoadSpec] = self._bodies[HostLoadSpec] = self._loads, self._loader.work
-        if self._answer is not None:
-            self._end_answers = self._answer(self._loader.attach_ahead)
         self._handshake = OmniHandshakeMetadata(
             endpoints, orders, attention, scales_id(self._kv_cache_config, self._layers)
         )
@@ -274,6 +278,27 @@ class OmniWorker:
         self._bodies[SaveSpec] = self._bodies[KeepSpec] = self._saves, self._saver.work
         sizing.tell(self._rank, self._ranks, size, slot_bytes, groups)
         return self._transports.export(self._arena, self._arena_name)
+
+    def listen(self, *, introduces: bool) -> None:
+        """Answer the scheduler half at this rank's socket, if it has anything to ask there. The
+        caches are registered.
+
+        Args:
+            introduces: whether to say who this is, and which copies have ended.
+
+        Raises:
+            TransportError: another process has this rank's socket.
+        """
+        assert self._loader is not None
+        assert self._handshake is not None
+        answers: dict[type[msgspec.Struct], Callable[[Any], msgspec.Struct]] = {}
+        if self._shares:
+            answers |= attached_ahead(self._loader.attach_ahead)
+        if introduces:
+            answers |= introduction(self._handshake.encode())
+            answers |= ended_copies(self.ended)
+        if answers:
+            self._end_answers = self._answer(answers)
 
     @property
     def handshake(self) -> OmniHandshakeMetadata | None:

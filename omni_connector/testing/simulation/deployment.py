@@ -234,8 +234,8 @@ class Deployment:
             neighbours=lambda household, *_: SimulatedNeighbours(
                 self.host.neighbourhood, owner, model, household
             ),
-            answer_for_rank=lambda folder, engine_id, rank, attach: self.host.answer_for_rank(
-                owner, rank, attach
+            answer_for_rank=lambda folder, engine_id, rank, answers: self.host.answer_for_rank(
+                owner, rank, answers
             ),
             ranks=lambda folder, engine_id, number: SimulatedRanks(self.host, owner, number),
             copier=copier,

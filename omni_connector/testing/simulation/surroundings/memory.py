@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from omni_connector.errors import PeerUnreachableError, ProtocolError
 from omni_connector.memory.arena import Arena, ArenaView
 from omni_connector.memory.arena_format import SlotHeader
+from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.net.status import StatusFile
-from omni_connector.prefix.attaching import Arenas, AttachAhead
+from omni_connector.prefix.attaching import Arenas, AskAttached
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.testing.simulation.surroundings.neighbours import Neighbourhood
 from omni_connector.testing.simulation.surroundings.world import Violation, World
@@ -31,7 +32,7 @@ class Host:
         slow: seconds that a fetch takes at most.
         garbled: how often a fetch brings other bytes.
         views: mappings that readers have, by reader.
-        ranks: what has a rank attach an arena ahead, by engine and rank.
+        ranks: what answers the scheduler half, by engine and rank.
         neighbourhood: the engines that share their prefixes.
     """
 
@@ -45,7 +46,7 @@ class Host:
         self.garbled = 0.0
         self.arenas: dict[str, tuple[str, Arena]] = {}
         self.views: dict[str, list[View]] = {}
-        self.ranks: dict[tuple[str, int], AttachAhead] = {}
+        self.ranks: dict[tuple[str, int], RankAnswers] = {}
 
     def kill(self, owner: str) -> None:
         """The process of an engine has ended: its own mappings go, those of others stay."""
@@ -60,9 +61,9 @@ class Host:
         self.neighbourhood.kill(owner)
         self.silent.discard(owner)
 
-    def answer_for_rank(self, owner: str, rank: int, attach: AttachAhead) -> Callable[[], None]:
+    def answer_for_rank(self, owner: str, rank: int, answers: RankAnswers) -> Callable[[], None]:
         """A worker of an engine answers its scheduler half; returns what ends that."""
-        self.ranks[owner, rank] = attach
+        self.ranks[owner, rank] = answers
         return lambda: self.ranks.pop((owner, rank), None) and None
 
 
@@ -79,8 +80,8 @@ class SimulatedRanks:
         for arenas in engines:
             asked = [self._host.ranks.get((self._owner, rank)) for rank in range(self._num_ranks)]
             said = [
-                attach is not None and attach(arena)
-                for attach, arena in zip(asked, arenas, strict=True)
+                answers is not None and answers[AskAttached](AskAttached(arena)).attached
+                for answers, arena in zip(asked, arenas, strict=True)
             ]
             found.append(all(said))
         return found
