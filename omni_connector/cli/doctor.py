@@ -257,7 +257,8 @@ def _store(config: OmniConfig) -> str:
         return "none; engines share no prefixes through a store"
     if not isinstance(settings, FileStoreSettings):
         return f"a Mooncake Store whose master is {settings.master}; it was not asked"
-    folder, key = BlockFolder(settings.path), f"doctor/{os.urandom(8).hex()}"
+    folder = BlockFolder(settings.path)
+    key = f"doctor/{os.urandom(8).hex()}"
     missing = [
         each
         for each in (os.path.dirname(folder.path_of(key)), settings.path)
