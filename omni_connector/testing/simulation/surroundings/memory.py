@@ -15,7 +15,7 @@ from omni_connector.memory.arena import Arena, ArenaView
 from omni_connector.memory.arena_format import SlotHeader
 from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.net.status import StatusFile
-from omni_connector.prefix.attaching import Arenas, AskAttached
+from omni_connector.prefix.attaching import Arenas, AskAttached, Attached
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.testing.simulation.surroundings.neighbours import Neighbourhood
 from omni_connector.testing.simulation.surroundings.world import Violation, World
@@ -64,7 +64,11 @@ class Host:
     def answer_for_rank(self, owner: str, rank: int, answers: RankAnswers) -> Callable[[], None]:
         """A worker of an engine answers its scheduler half; returns what ends that."""
         self.ranks[owner, rank] = answers
-        return lambda: self.ranks.pop((owner, rank), None) and None
+
+        def end() -> None:
+            self.ranks.pop((owner, rank), None)
+
+        return end
 
 
 class SimulatedRanks:
@@ -79,11 +83,11 @@ class SimulatedRanks:
         found = []
         for arenas in engines:
             asked = [self._host.ranks.get((self._owner, rank)) for rank in range(self._num_ranks)]
-            said = [
-                answers is not None and answers[AskAttached](AskAttached(arena)).attached
-                for answers, arena in zip(asked, arenas, strict=True)
+            answers = [
+                Attached(False) if rank is None else rank[AskAttached](AskAttached(arena))
+                for rank, arena in zip(asked, arenas, strict=True)
             ]
-            found.append(all(said))
+            found.append(Attached(False) not in answers)
         return found
 
     def close(self) -> None:
