@@ -34,6 +34,7 @@ from omni_connector.testing.simulation.engines.settings import HANDOFF_TTL_S, En
 from omni_connector.testing.simulation.plan import LONGEST, Plan, groups_of
 from omni_connector.testing.simulation.promises import arena_is_free
 from omni_connector.testing.simulation.surroundings.world import Killed, Violation
+from omni_connector.transports import reading
 
 _QUIET_S: Final = 700.0
 """Seconds after which everything that is remembered for a while is forgotten too."""
@@ -358,6 +359,7 @@ def laboratory() -> Iterator[None]:
         (file_folder, "_PARTS", 1),
         (saves, "_TOGETHER", 2),  # answers are short
         (saves, "_MANY", 2),  # and so are prompts
+        (reading, "_FETCH_AGAIN_S", 0.02),  # each time is several acts
         (time, "sleep", _no_sleep),
     ]
     unraisable = sys.unraisablehook

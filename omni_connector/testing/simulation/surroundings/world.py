@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable
 from typing import Any, Final
 
+from omni_connector.testing import inspection
 from omni_connector.turns import Sleep, Turn
 
 NEVER: Final = math.inf
@@ -317,7 +318,9 @@ class SimulatedTurns(Actor):
         self._end = end
         self._alive = True
         self.is_shared = name in _SHARED_THREADS
+        self._waiting = inspection.waiting_jobs(turn)
         self._idle = 0
+        self._looks = 0  # turns in a row that only looked at another of the jobs that wait
         self._woken = self._rung = False
         self.due = world.now
         if sleep is not None:
@@ -374,17 +377,26 @@ class SimulatedTurns(Actor):
             raise Violation(
                 "thread_died", f"{self.name} died of {type(error).__name__}: {error}"
             ) from error
-        if self._woken or not seconds:
+        looked = False
+        if seconds == 0 and not self._woken and (waiting := self._waiting()):
+            self._looks += 1
+            looked = self._looks >= waiting  # at all of them, and nothing else is to be done
+        else:
+            waiting = self._looks = 0
+        if self._woken or not (seconds or waiting):
             self._woken = False
             self._world.stir(self.owner)
         if seconds is None:
             self._alive = False
             self._world.remove(self)
-        elif seconds == 0 or (self._rung and self._world.interrupts):  # by who interrupted it
-            self._idle = 0
+        elif (seconds == 0 and not waiting) or (self._rung and self._world.interrupts):
+            self._idle = 0  # rung by who interrupted it
+            self.due = self._world.now
+        elif waiting and not looked:
             self.due = self._world.now
         else:
             # Who only looks whether something has happened looks less and less often.
+            self._looks = 0
             self._idle = min(self._idle + 1, 20)
             pause = max(seconds, min(_BACK_OFF_S, 0.0003 * 2**self._idle))
             self.due = self._world.now + (seconds if seconds >= _BACK_OFF_S else pause)
