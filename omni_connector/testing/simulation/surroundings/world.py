@@ -204,18 +204,18 @@ class World:
         self, deadline: float, *, threads_only: bool = False, beside: str | None = None
     ) -> bool:
         now, stopped = self.now, self.stopped
-        ready = [
-            actor
-            for actor in self.actors
-            if actor.due <= now
-            and not actor.waits
-            and actor.owner not in stopped
-            and not (threads_only and actor.on_engine_thread)
-            and (beside is None or actor.may_interrupt(beside))
-        ]
+        # First what keeps out most of them.
+        ready = [actor for actor in self.actors if actor.due <= now and not actor.waits]
+        if ready and stopped:
+            ready = [actor for actor in ready if actor.owner not in stopped]
+        if ready and threads_only:
+            ready = [actor for actor in ready if not actor.on_engine_thread]
+        if ready and beside is not None:
+            ready = [actor for actor in ready if actor.may_interrupt(beside)]
         if not ready:
-            next_due = NEVER
-            if not threads_only and beside is None:
+            if threads_only or beside is not None:
+                next_due = NEVER
+            else:
                 next_due = min(
                     [a.due for a in self.actors if not a.waits and a.owner not in stopped],
                     default=NEVER,
@@ -245,9 +245,10 @@ class World:
 
     def _drawn(self, actors: list[Actor]) -> Actor:
         """One of them, by their speeds."""
-        point = self.draw.random() * sum([actor.speed for actor in actors])
-        for actor in actors:
-            point -= actor.speed
+        speeds = [actor.speed for actor in actors]
+        point = self.draw.random() * sum(speeds)
+        for actor, speed in zip(actors, speeds, strict=True):
+            point -= speed
             if point < 0:
                 return actor
         return actors[-1]
