@@ -59,6 +59,22 @@ def halves_beside(scheduler: Any, workers: Sequence[Any]) -> list[Any]:
     return halves(ours(scheduler), [ours(each) for each in workers])
 
 
+def waiting_jobs(turn: Callable[[], object]) -> Callable[[], int]:
+    """Return what counts the jobs of the copy thread whose turn this is, if all of them wait for
+    something, and nobody has to hear of one that has ended; 0 of any other thread."""
+    from omni_connector.copy_threads import CopyThread
+
+    thread = getattr(turn, "__self__", None)
+    if not isinstance(thread, CopyThread):
+        return lambda: 0
+
+    def count() -> int:
+        jobs = thread._queue
+        return 0 if thread.has_ended or not all(job.looks for job in jobs) else len(jobs)
+
+    return count
+
+
 def directory(half: "OmniScheduler") -> "SlotDirectory | None":
     """Return what an engine keeps of its slots; None where it hands nothing off."""
     return half._directory

@@ -53,9 +53,7 @@ def sizes(engine: CheckedEngine) -> dict[str, int]:
     """Entries of each container that the halves of an engine reach, by where it is."""
     found: dict[str, int] = {}
     for number, half in enumerate(engine.halves):
-        seen: set[int] = set()
-        for path, size in _walk(half, f"{type(half).__name__}{number or ''}", seen, 0):
-            found[path] = found.get(path, 0) + size
+        _walk(half, f"{type(half).__name__}{number or ''}", found, set(), 0)
     return found
 
 
@@ -90,7 +88,7 @@ def leftovers(engine: CheckedEngine, before: Mapping[str, int]) -> list[str]:
     return left
 
 
-def _walk(thing: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, int]]:
+def _walk(thing: Any, path: str, found: dict[str, int], seen: set[int], depth: int) -> None:
     kind: Any = type(thing)
     manner = _manner(kind)
     if manner is None or id(thing) in seen or depth > _DEPTH:
@@ -98,15 +96,15 @@ def _walk(thing: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[s
     seen.add(id(thing))
     if manner == "object":
         for name, value in _attributes(thing):
-            if value is not None:
-                yield from _walk(value, f"{path}.{name}", seen, depth + 1)
+            if value is not None and _manner(type(value)) is not None:
+                _walk(value, f"{path}.{name}", found, seen, depth + 1)
         return
     if manner == "container":
-        yield path, len(thing)
+        found[path] = found.get(path, 0) + len(thing)
         path = f"{path}[]"
-    values = thing.values() if isinstance(thing, dict) else thing
-    for each in list(values):
-        yield from _walk(each, path, seen, depth + 1)
+    for each in list(thing.values() if isinstance(thing, dict) else thing):
+        if _manner(type(each)) is not None:
+            _walk(each, path, found, seen, depth + 1)
 
 
 @functools.cache
@@ -123,7 +121,11 @@ def _manner(kind: type) -> str | None:
 
 def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
     yield from list(getattr(thing, "__dict__", {}).items())
-    for cls in type(thing).__mro__:
-        for name in getattr(cls, "__slots__", ()):
-            if hasattr(thing, name):
-                yield name, getattr(thing, name)
+    for name in _slots(type(thing)):
+        if hasattr(thing, name):
+            yield name, getattr(thing, name)
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    return tuple(name for cls in kind.__mro__ for name in getattr(cls, "__slots__", ()))

@@ -2,6 +2,7 @@
 """One schedule from its plan to its end, and what must hold there."""
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -16,12 +17,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from vllm.v1 import kv_cache_interface
 
+from omni_connector import config, plugin
 from omni_connector.copies import jobs
 from omni_connector.kv import copying
 from omni_connector.memory import block_index
 from omni_connector.native_copy import native_copy
 from omni_connector.native_probe import native_probe
+from omni_connector.net import runtime
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
 from omni_connector.prefix import saves, store_jobs
 from omni_connector.stores import file_folder, file_store
@@ -34,6 +38,7 @@ from omni_connector.testing.simulation.engines.settings import HANDOFF_TTL_S, En
 from omni_connector.testing.simulation.plan import LONGEST, Plan, groups_of
 from omni_connector.testing.simulation.promises import arena_is_free
 from omni_connector.testing.simulation.surroundings.world import Killed, Violation
+from omni_connector.transports import reading
 
 _QUIET_S: Final = 700.0
 """Seconds after which everything that is remembered for a while is forgotten too."""
@@ -358,7 +363,13 @@ def laboratory() -> Iterator[None]:
         (file_folder, "_PARTS", 1),
         (saves, "_TOGETHER", 2),  # answers are short
         (saves, "_MANY", 2),  # and so are prompts
+        (reading, "_FETCH_AGAIN_S", 0.02),  # each time is several acts
         (time, "sleep", _no_sleep),
+        # What says the same for each engine of a process.
+        (plugin, "installed_vllm", functools.cache(plugin.installed_vllm)),
+        (config, "get_type_hints", functools.cache(config.get_type_hints)),
+        (runtime, "of_kernel", functools.cache(runtime.of_kernel)),
+        (kv_cache_interface, "get_dtype_size", functools.cache(kv_cache_interface.get_dtype_size)),
     ]
     unraisable = sys.unraisablehook
     sys.unraisablehook = lambda _: None  # of generators that ended with a killed engine

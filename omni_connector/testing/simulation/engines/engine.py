@@ -123,6 +123,7 @@ class SimulatedEngine(Actor):
         self.runner = _CheckedRunner(self, caches, weights)
         self.runner.spoil(list(range(shape.blocks + 1)), world.draw.randrange(1 << 30))
         self.workers: list[KVConnectorBase_V1] = []
+        self._halves: list[Any] = []
         if shape.role is not None:
             for rank in range(shape.ranks):
                 self.config.parallel_config.rank = rank
@@ -422,7 +423,9 @@ class SimulatedEngine(Actor):
     @property
     def halves(self) -> list[Any]:
         """The scheduler half and the worker halves."""
-        return inspection.halves_beside(self.scheduler.connector, self.workers)
+        if not self._halves:
+            self._halves = inspection.halves_beside(self.scheduler.connector, self.workers)
+        return self._halves
 
     @property
     def latest(self) -> list[str]:

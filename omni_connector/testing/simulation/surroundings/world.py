@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable
 from typing import Any, Final
 
+from omni_connector.testing import inspection
 from omni_connector.turns import Sleep, Turn
 
 NEVER: Final = math.inf
@@ -203,18 +204,18 @@ class World:
         self, deadline: float, *, threads_only: bool = False, beside: str | None = None
     ) -> bool:
         now, stopped = self.now, self.stopped
-        ready = [
-            actor
-            for actor in self.actors
-            if actor.due <= now
-            and not actor.waits
-            and actor.owner not in stopped
-            and not (threads_only and actor.on_engine_thread)
-            and (beside is None or actor.may_interrupt(beside))
-        ]
+        # First what keeps out most of them.
+        ready = [actor for actor in self.actors if actor.due <= now and not actor.waits]
+        if ready and stopped:
+            ready = [actor for actor in ready if actor.owner not in stopped]
+        if ready and threads_only:
+            ready = [actor for actor in ready if not actor.on_engine_thread]
+        if ready and beside is not None:
+            ready = [actor for actor in ready if actor.may_interrupt(beside)]
         if not ready:
-            next_due = NEVER
-            if not threads_only and beside is None:
+            if threads_only or beside is not None:
+                next_due = NEVER
+            else:
                 next_due = min(
                     [a.due for a in self.actors if not a.waits and a.owner not in stopped],
                     default=NEVER,
@@ -244,9 +245,10 @@ class World:
 
     def _drawn(self, actors: list[Actor]) -> Actor:
         """One of them, by their speeds."""
-        point = self.draw.random() * sum([actor.speed for actor in actors])
-        for actor in actors:
-            point -= actor.speed
+        speeds = [actor.speed for actor in actors]
+        point = self.draw.random() * sum(speeds)
+        for actor, speed in zip(actors, speeds, strict=True):
+            point -= speed
             if point < 0:
                 return actor
         return actors[-1]
@@ -317,7 +319,9 @@ class SimulatedTurns(Actor):
         self._end = end
         self._alive = True
         self.is_shared = name in _SHARED_THREADS
+        self._waiting = inspection.waiting_jobs(turn)
         self._idle = 0
+        self._looks = 0  # turns in a row that only looked at another of the jobs that wait
         self._woken = self._rung = False
         self.due = world.now
         if sleep is not None:
@@ -374,17 +378,26 @@ class SimulatedTurns(Actor):
             raise Violation(
                 "thread_died", f"{self.name} died of {type(error).__name__}: {error}"
             ) from error
-        if self._woken or not seconds:
+        looked = False
+        if seconds == 0 and not self._woken and (waiting := self._waiting()):
+            self._looks += 1
+            looked = self._looks >= waiting  # at all of them, and nothing else is to be done
+        else:
+            waiting = self._looks = 0
+        if self._woken or not (seconds or waiting):
             self._woken = False
             self._world.stir(self.owner)
         if seconds is None:
             self._alive = False
             self._world.remove(self)
-        elif seconds == 0 or (self._rung and self._world.interrupts):  # by who interrupted it
-            self._idle = 0
+        elif (seconds == 0 and not waiting) or (self._rung and self._world.interrupts):
+            self._idle = 0  # rung by who interrupted it
+            self.due = self._world.now
+        elif waiting and not looked:
             self.due = self._world.now
         else:
             # Who only looks whether something has happened looks less and less often.
+            self._looks = 0
             self._idle = min(self._idle + 1, 20)
             pause = max(seconds, min(_BACK_OFF_S, 0.0003 * 2**self._idle))
             self.due = self._world.now + (seconds if seconds >= _BACK_OFF_S else pause)
