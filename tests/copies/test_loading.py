@@ -158,6 +158,13 @@ class Loads:
                 return seconds
         raise AssertionError("it never rests")
 
+    def go_on(self) -> None:
+        """Copy and fetch for a tenth of a second."""
+        for _ in range(10):
+            self.run()
+            self.attach()
+            self.clock.advance(0.01)
+
     def failures(self) -> dict[int, str | None]:
         """How the jobs ended."""
         self._ended |= {each.job_id: each for each in self.thread.take_ended()}
@@ -177,11 +184,11 @@ def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
         yield made
 
 
-def publish(arena: Arena, slot: int) -> None:
+def publish(arena: Arena, slot: int, key: bytes = KEY) -> None:
     arena.begin_write(slot, 1)
     content = random.Random(slot).randbytes(PAGE)
     arena.slots[slot] = np.frombuffer(content, np.uint8)
-    arena.publish(slot, 1, KEY, PAGE, xxhash.xxh3_64_intdigest(content))
+    arena.publish(slot, 1, key, PAGE, xxhash.xxh3_64_intdigest(content))
 
 
 def test_loads_that_queue_have_their_time_from_their_first_piece_on(arena: Arena) -> None:
@@ -350,6 +357,44 @@ def test_a_load_without_a_lease_waits_for_no_peer(arena: Arena) -> None:
     loads.run()
     assert loads.failures()[4] is None
     assert loads.peers.attached == 1
+
+
+@pytest.fixture(params=[True, False], ids=["mapped", "fetched"])
+def attached(arena: Arena, request: pytest.FixtureRequest) -> Loads:
+    """Loads of a peer whose arena is attached, and is read in place or fetched."""
+    loads = Loads(arena)
+    loads.peers.supports_mapping = request.param
+    loads.loader.attach_ahead((loads.endpoint,))
+    loads.attach()
+    return loads
+
+
+def test_a_slot_that_is_not_published_is_waited_for_only_with_a_lease(
+    arena: Arena, attached: Loads
+) -> None:
+    """What an index lists is there, or was: nobody is about to publish it."""
+    arena.begin_write(7, 0)
+    attached.submit(1, [7])
+    attached.submit(2, [7], keyed=True)
+    attached.go_on()
+    assert attached.failures() == {2: "stale_slot"}
+    assert attached.bad(2) == {80}
+    publish(arena, 7)
+    attached.go_on()
+    assert attached.failures() == {1: None, 2: "stale_slot"}
+
+
+def test_a_slot_that_holds_another_block_than_its_index_lists_is_not_used(
+    arena: Arena, attached: Loads
+) -> None:
+    """Its generation and its checksum are right: only the key in its header tells."""
+    arena.begin_write(1, 0)
+    publish(arena, 1, b"another")
+    attached.submit(1, [0, 1, 2], keyed=True)
+    attached.go_on()
+    assert attached.failures() == {1: "stale_slot"}
+    assert attached.bad(1) == {20, 30}
+    assert attached.copier.zeroed == [20, 30]
 
 
 def test_an_attempt_ahead_that_fails_is_made_again(arena: Arena) -> None:

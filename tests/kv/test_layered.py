@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from omni_connector import copy_threads
 from omni_connector.copy_threads import UNTIL_NOTIFIED, CopyThread, Outcome
+from omni_connector.kv import layered
 from omni_connector.kv.canonical import SlotLayout, canonicalize
 from omni_connector.kv.copying import CpuCopier
 from omni_connector.kv.layered import Forward, LayeredSave, Stretches, TracedCopier
@@ -191,6 +192,24 @@ def test_layers_that_tell_nothing_do_not_hold_up_those_of_other_groups(kv, make_
     assert saving.copies._done == [0, 2]
     assert saving.end() == 3 * 2 * 64
     saving.check(8)
+
+
+def test_a_save_that_is_cancelled_copies_no_more_of_its_layer(kv, make_copier, monkeypatch):
+    """A layer of a long prompt takes long, and its blocks are wanted back."""
+    monkeypatch.setattr(layered, "_HASHED_BYTES", 1)  # one block a piece
+    source = kv.build("LBHNC", 9, [[kv.Shape(2, 2, 4, 8)]], seed=1)
+    saving = Saving(make_copier, source, source.clone())
+    cancelled = []
+    saving.pieces = saving.copies.follow(lambda: bool(cancelled))
+    saving.compute(saving.layers[0])
+    assert not saving.advance(3)
+    copied = saving.slots.copy()
+    assert np.count_nonzero(copied.any(axis=1)) == 3
+    cancelled.append(True)
+    assert saving.end() == 3 * 64
+    ((group, places),) = saving.blocks.batches([8])
+    assert saving.copies.finish(group, places, lambda: True) is None
+    np.testing.assert_array_equal(saving.slots, copied)
 
 
 def test_a_layer_that_others_read_waits_for_all_of_them(kv):

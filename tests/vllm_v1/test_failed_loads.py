@@ -200,6 +200,28 @@ def test_a_copy_that_fails_early_is_told_by_the_answer(engine, tokens):
     assert_clean(prefill, decode)
 
 
+def test_a_copy_that_fails_for_one_hand_off_is_told_by_all_that_share_its_slots(engine, tokens):
+    """The slots of equal prompts are filled once, for the first of their requests."""
+    options = {"max_tokens_a_step": 4 * BLOCK, "long_prefill": 2 * BLOCK, "prefix_caching": False}
+    prefill = engine("kv_producer", **options)
+    decode = engine("kv_consumer")
+
+    def fail(*args, **kwargs):
+        raise OSError("no such page")
+
+    prefill.instant_copies = True
+    prefill.hold().save = fail
+    ids = [prefill.submit(PROMPT, params=HANDOFF) for _ in range(2)]
+    prefill.run(lambda: prefill.done(*ids))
+    answers = [prefill.answers[each].params for each in ids]
+    assert [each["omni_no_handoff"] for each in answers] == ["save_failed", "not_computed"]
+    assert prefill.failures()["not_computed"] == 1
+    for each in answers:
+        assert decode.generate(PROMPT, 6, params=each).tokens == tokens(PROMPT, 6)
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
 def test_a_peer_that_goes_while_its_copies_are_awaited(engine, tokens):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     prefill.hold(saves=True)
