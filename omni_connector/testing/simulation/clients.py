@@ -4,7 +4,7 @@
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from vllm.v1.engine import FinishReason
@@ -366,8 +366,7 @@ class Clients(Deployment):
         first |= {"inputs": inputs, "salt": salt or inputs.salt}
         # Nobody fetches what was computed of other inputs, or of another version of an adapter.
         self.lingers = self.lingers or mixed_up or options != first or inputs.adapter > 0
-        # A session sends its tokens and its salt alone.
-        self.lingers = self.lingers or (session and replace(inputs, salt=None) != NOTHING)
+        self.lingers = self.lingers or (session and inputs != NOTHING)  # which it does not send
         asked = ((prompt[0] + 1) % 3, prompt[1]) if mixed_up else prompt
         handed = Handed(
             self.world.now,
@@ -418,9 +417,7 @@ class Clients(Deployment):
                     return
                 if session:
                     parts = (asked, (asked[0], 5))
-                    self.converse(
-                        decode, parts, min(tokens, 4), 0.01, False, params, salt=options["salt"]
-                    )
+                    self.converse(decode, parts, min(tokens, 4), 0.01, False, params, salt=salt)
                     return
                 if passed_on:
                     pass_on(params)
