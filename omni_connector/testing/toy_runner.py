@@ -167,9 +167,10 @@ class ToyRunner:
     ) -> None:
         """Read what the requests need, and write it; or take it back, where layers follow."""
         undone: list[_Put] = []
-        for request_id, (start, end) in ends.items():
+        for number, (request_id, (start, end)) in enumerate(ends.items(), 1):
             batch.append(self._part(request_id, start, end))
-            undone += self._write(batch[-1], by_layer)
+            if not by_layer or number < len(ends):  # else nobody reads it before the layers come
+                undone += self._write(batch[-1], by_layer)
         for put in reversed(undone):
             put.cache[put.place] = put.content
 
@@ -346,18 +347,24 @@ class _Attention:
         self._kept = kept
         self._size = len(layers) * heads * content
         self._layers = layers
+        stacks = [_stacked([layer[rank] for layer in layers]) for rank in range(len(layers[0]))]
+        self._stacks = [each for each in stacks if each is not None]
 
     def read(self, table: list[int], start: int, end: int) -> NDArray[np.uint8]:
         """KV of these positions: (positions, bytes)."""
         blocks, offsets = self._places(table, start, end)
         ranks = len(self._layers[0])
-        found = np.empty(
-            (end - start, len(self._layers), ranks * self._kept, self._content), np.uint8
-        )
-        for number, layer in enumerate(self._layers):
-            for place, rank in enumerate(layer):
-                first = place * self._kept
-                found[:, number, first : first + self._kept] = rank[blocks, :, offsets]
+        if len(self._stacks) == ranks:  # all layers at a time
+            parts = [stack[:, blocks, :, offsets] for stack in self._stacks]
+            found = parts[0] if ranks == 1 else np.concatenate(parts, axis=2)
+        else:
+            found = np.empty(
+                (end - start, len(self._layers), ranks * self._kept, self._content), np.uint8
+            )
+            for number, layer in enumerate(self._layers):
+                for place, rank in enumerate(layer):
+                    first = place * self._kept
+                    found[:, number, first : first + self._kept] = rank[blocks, :, offsets]
         if self._copies == 1:
             return found.reshape(end - start, self._size)
         one = found[:, :, :: self._copies]
@@ -392,6 +399,22 @@ class _Attention:
         )
         numbers, offsets = _split(size)
         return np.asarray(table[:last], np.int64)[numbers[start:end]], offsets[start:end]
+
+
+def _stacked(layers: list[NDArray[np.uint8]]) -> NDArray[np.uint8] | None:
+    """The layers as one array that shares their memory; None unless they lie in it at equal
+    distances. The layers have to be kept."""
+    first = layers[0]
+    starts = [each.__array_interface__["data"][0] for each in layers]
+    distance = starts[1] - starts[0] if len(layers) > 1 else 0
+    if any(
+        each.shape != first.shape or each.strides != first.strides or start != starts[0] + i * distance
+        for i, (each, start) in enumerate(zip(layers, starts, strict=True))
+    ):
+        return None
+    return np.lib.stride_tricks.as_strided(
+        first, (len(layers), *first.shape), (distance, *first.strides), writeable=False
+    )
 
 
 @functools.cache
