@@ -31,15 +31,15 @@ from unittest.mock import patch
 import matplotlib as mpl
 import numpy as np
 
-from omni_connector.memory import block_index
-from omni_connector.memory.block_index import (
+from omni_connector.arena import block_index
+from omni_connector.arena.block_index import (
     BlockIndex,
     BlockIndexView,
     Tags,
     find_prefix,
     tags_of,
 )
-from omni_connector.memory.slot_pool import SlotListing, SlotPool
+from omni_connector.arena.slot_pool import SlotListing, SlotPool
 from omni_connector.native_probe import native_probe
 
 mpl.use("Agg")

@@ -160,7 +160,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         transport_config: settings of the transport that `transport` names, which types them. With
             `auto` it holds such settings by the transports' names.
         arena_gib: size of this engine's arenas in GiB, of all its ranks on this host together; None
-            takes what `omni_connector.memory.arena_size` says.
+            takes what `omni_connector.arena.size` says.
         huge_pages: which pages the arena has: `auto` takes the huge ones that the kernel gives to
             shared memory, `hugetlb` those that an administrator has reserved, `off` none. With
             `hugetlb` the arena's size must be set.

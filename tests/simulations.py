@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import omni_connector
-from omni_connector.testing.simulation import HASHES_VARIABLE
+from tests.simulation import HASHES_VARIABLE
 
 ROOT = Path(__file__).parents[1]
 SEEDS = 250
 STORIES = 12
-_COMMAND = "from omni_connector.testing.simulation.command import main; raise SystemExit(main())"
+_COMMAND = "from tests.simulation.command import main; raise SystemExit(main())"
 _LOWEST_PRIORITY = 19
 _LONGEST_S = 3600.0  # of a run that stands still
 

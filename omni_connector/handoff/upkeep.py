@@ -11,7 +11,7 @@ from typing import Final
 from omni_connector.handoff.channel import TICK_S, ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
 from omni_connector.net.runtime import tidy
-from omni_connector.turns import MakeLock
+from omni_connector.runtime.turns import MakeLock
 
 _SWEEP_S: Final = 10.0
 

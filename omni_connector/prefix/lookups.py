@@ -10,11 +10,11 @@ from itertools import accumulate, islice
 from typing import Final
 
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.stats import Stats
+from omni_connector.runtime.stats import Stats
+from omni_connector.runtime.turns import WOKEN, StartTurns, TurnThread
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.recently import BlockName, Recently
 from omni_connector.stores.shared_blocks import FailuresOf, block_key, owning_rank
-from omni_connector.turns import WOKEN, StartTurns, TurnThread
 
 logger = logging.getLogger("vllm.omni_connector.lookups")
 

@@ -24,16 +24,16 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from omni_connector.arena.block_index import MAX_SLOTS, BlockIndex, BlockIndexView
+from omni_connector.arena.format import EPOCH_BYTES
+from omni_connector.arena.slot_index import Ints
 from omni_connector.errors import OmniError, PeerRefusedError, PeerUnreachableError
-from omni_connector.memory.arena_format import EPOCH_BYTES
-from omni_connector.memory.block_index import MAX_SLOTS, BlockIndex, BlockIndexView
-from omni_connector.memory.slot_index import Ints
 from omni_connector.net import runtime
 from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
 from omni_connector.net.unix import Connection, Listener
 from omni_connector.prefix.attaching import Arenas, Ranks
+from omni_connector.runtime.turns import StartTurns, TurnThread
 from omni_connector.transports import Endpoint
-from omni_connector.turns import StartTurns, TurnThread
 
 logger = logging.getLogger("vllm.omni_connector.sharing")
 

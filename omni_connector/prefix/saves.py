@@ -15,15 +15,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from omni_connector.copies.prefix_jobs import StoreSaveSpec
-from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, RequestBlocks
+from omni_connector.copy.ledger import CANCELLED, CopyLedger, CopyWork, RequestBlocks
+from omni_connector.copy.prefix_jobs import StoreSaveSpec
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, whole_blocks
 from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.hints import Candidate
 from omni_connector.prefix.host_blocks import MAX_IN_ORDER, HostBlocks
 from omni_connector.prefix.prompts import SharedPrompt
-from omni_connector.stats import Stats
+from omni_connector.runtime.stats import Stats
 from omni_connector.stores.recently import Recently
 
 # Copies under way hold at most one in so many KV blocks.

@@ -14,8 +14,13 @@ import msgspec
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
+from omni_connector.arena.block_index import BlockIndex
+from omni_connector.arena.format import EPOCH_BYTES
+from omni_connector.arena.sizing import arena_sizing
+from omni_connector.arena.slot_index import SlotChanges
+from omni_connector.arena.slot_pool import SlotListing
 from omni_connector.config import OmniConfig
-from omni_connector.copies.sizing import arena_sizing
+from omni_connector.copy.ledger import CopyLedger
 from omni_connector.errors import ConfigError
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
@@ -25,12 +30,7 @@ from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.server import ControlServer
 from omni_connector.handoff.upkeep import Upkeep
-from omni_connector.handoff.weights import WeightsEpoch
-from omni_connector.kv.ledger import CopyLedger
-from omni_connector.memory.arena_format import EPOCH_BYTES
-from omni_connector.memory.block_index import BlockIndex
-from omni_connector.memory.slot_index import SlotChanges
-from omni_connector.memory.slot_pool import SlotListing
+from omni_connector.identity.epochs import WeightsEpoch
 from omni_connector.net.keys import load_key
 from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import is_dead, loopback_key, runtime_dir, socket_path, tidy
@@ -42,10 +42,10 @@ from omni_connector.prefix.host_blocks import HostBlocks, touch
 from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.neighbours import Household
 from omni_connector.prefix.shared_prefix import SharedPrefix
-from omni_connector.stats import COUNTERS
+from omni_connector.runtime.stats import COUNTERS
+from omni_connector.runtime.trace import Trace
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.shared_blocks import key_prefix, readers_id
-from omni_connector.trace import Trace
 from omni_connector.vllm_v1.compat import hash_block_size
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.identity import compatibility, hash_id

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError, OmniError
-from omni_connector.handoff.adapters import AdapterLoad
+from omni_connector.identity.adapters import AdapterLoad
 from omni_connector.kv.spans import TransferSpec
 from omni_connector.net.introductions import introduced
 from omni_connector.net.runtime import runtime_dir

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
 
-from omni_connector.copies.ended import CopiesOfRanks
+from omni_connector.copy.ended import CopiesOfRanks
+from omni_connector.copy.ledger import CopyLedger, Ended
 from omni_connector.errors import OmniError
-from omni_connector.handoff.adapters import AdapterContents
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
 from omni_connector.handoff.params import (
@@ -27,12 +27,12 @@ from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.truncation import TRUNCATED, truncate, truncation_refusal
 from omni_connector.handoff.upkeep import Upkeep
-from omni_connector.handoff.weights import WeightsEpoch
-from omni_connector.kv.ledger import CopyLedger, Ended
+from omni_connector.identity.adapters import AdapterContents
+from omni_connector.identity.epochs import WeightsEpoch
 from omni_connector.net.status import StatusReport
 from omni_connector.prefix.shared_prefix import SharedPrefix
-from omni_connector.stats import COUNTERS, GAUGES
-from omni_connector.trace import Trace, now
+from omni_connector.runtime.stats import COUNTERS, GAUGES
+from omni_connector.runtime.trace import Trace, now
 from omni_connector.vllm_v1.compat import (
     cache_hit_source,
     hash_block_size,

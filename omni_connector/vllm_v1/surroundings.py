@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from omni_connector.config import FileStoreSettings, OmniConfig, StoreSettings
-from omni_connector.copies.ended import CopiesOfRanks, RankCopies
+from omni_connector.copy.copying import BlockCopier, Sharing, make_copier
+from omni_connector.copy.ended import CopiesOfRanks, RankCopies
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
-from omni_connector.kv.copying import BlockCopier, Sharing, make_copier
 from omni_connector.net import rank_socket
 from omni_connector.net.links import Sockets, ZmqSockets
 from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.net.status import StatusFile
 from omni_connector.prefix.attaching import Ranks, RankSockets
 from omni_connector.prefix.neighbours import HostNeighbours, Household, Neighbours
+from omni_connector.runtime.turns import MakeLock, StartTurns, TurnThread
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.opening import open_block_store
 from omni_connector.transports.choice import Transports, make_transports
-from omni_connector.turns import MakeLock, StartTurns, TurnThread
 from omni_connector.vllm_v1.adapter_loads import AdapterLoads, watch_adapter_loads
 from omni_connector.vllm_v1.identity import weights_id
 

@@ -11,13 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.logger import init_logger
 
+from omni_connector.arena.nodes import near_cores, process_cores
+from omni_connector.arena.reservations import Reservation
+from omni_connector.arena.sizing import ArenaSizing, copy_threads
 from omni_connector.config import OmniConfig
-from omni_connector.copies.ended import ended_copies
-from omni_connector.copies.jobs import LoadSpec, Saver, SaveSpec
-from omni_connector.copies.loading import Loader
-from omni_connector.copies.prefix_jobs import HostLoadSpec, KeepSpec, StoreLoadSpec, StoreSaveSpec
-from omni_connector.copies.sizing import ArenaSizing, copy_threads
-from omni_connector.copy_threads import (
+from omni_connector.copy.copying import BlockCopier
+from omni_connector.copy.ended import ended_copies
+from omni_connector.copy.jobs import LoadSpec, Saver, SaveSpec
+from omni_connector.copy.layered import Forward, Stretches, TracedCopier
+from omni_connector.copy.ledger import Ended
+from omni_connector.copy.loading import Loader
+from omni_connector.copy.prefix_jobs import HostLoadSpec, KeepSpec, StoreLoadSpec, StoreSaveSpec
+from omni_connector.copy.threads import (
     CLOSE_S,
     NO_JOB_ID,
     CopyThread,
@@ -32,21 +37,16 @@ from omni_connector.kv.canonical import (
     canonicalize,
     canonicalize_cross_layers,
 )
-from omni_connector.kv.copying import BlockCopier
-from omni_connector.kv.layered import Forward, Stretches, TracedCopier
-from omni_connector.kv.ledger import Ended
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import TransferSpec
-from omni_connector.memory.nodes import near_cores, process_cores
-from omni_connector.memory.reservations import Reservation
 from omni_connector.net.introductions import introduction
 from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.prefix.attaching import attached_ahead
 from omni_connector.prefix.store_jobs import StoreJobs
-from omni_connector.shared_work import Helpers
-from omni_connector.stats import LEASE_EXPIRED
+from omni_connector.runtime.shared_work import Helpers
+from omni_connector.runtime.stats import LEASE_EXPIRED
+from omni_connector.runtime.trace import Trace
 from omni_connector.stores.block_store import BlockStore
-from omni_connector.trace import Trace
 from omni_connector.transports import Arena, Endpoint
 from omni_connector.transports.choice import Transports
 from omni_connector.vllm_v1.adapter_loads import AdapterLoads

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from omni_connector.testing import soak
 from omni_connector.testing.engines import Engine
+from tests import soak
 
 from ..stopping import stop_group
 from .harness import Case, Pair

@@ -45,8 +45,9 @@ from omni_connector.net.listener import (
 )
 from omni_connector.net.peers import HostPort, parse_host_port
 from omni_connector.net.zeromq import Link, make_context
-from omni_connector.testing import FakeClock, inspection
+from omni_connector.testing import FakeClock
 from omni_connector.testing.ports import free_port
+from tests import inspection
 
 from ..descriptors import spare
 from ..stopping import stop
@@ -510,7 +511,7 @@ import os, resource, sys, threading, time
 from omni_connector.net.keys import ClusterKey
 from omni_connector.net.links import ZmqSockets
 from omni_connector.net.peers import HostPort
-from omni_connector.turns import TurnThread
+from omni_connector.runtime.turns import TurnThread
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 KEY = ClusterKey(*(each.encode() for each in sys.argv[1:]))
 sockets = ZmqSockets()

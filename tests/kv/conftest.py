@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from omni_connector.copy.copying import BlockCopier, CpuCopier
+from omni_connector.copy.staging import StagedCopier, Stream
 from omni_connector.kv.canonical import CanonicalKVCaches, GroupSpec, LayerSpec, SlotLayout
-from omni_connector.kv.copying import BlockCopier, CpuCopier
-from omni_connector.kv.staging import StagedCopier, Stream
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 PADDABLE = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")

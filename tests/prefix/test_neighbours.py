@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from omni_connector.memory.block_index import BlockIndex
+from omni_connector.arena.block_index import BlockIndex
 from omni_connector.prefix import neighbours
 from omni_connector.prefix.neighbours import Hits, HostNeighbours, Household
 from omni_connector.transports import Endpoint

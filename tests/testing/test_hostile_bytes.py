@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from omni_connector.errors import ProtocolError
-from omni_connector.testing.hostile import (
+from tests.hostile import (
     FOLLOWED,
     PARSERS,
     Parser,
@@ -20,7 +20,7 @@ from omni_connector.testing.hostile import (
     opened,
     trial,
 )
-from omni_connector.testing.hostile.mutation import (
+from tests.hostile.mutation import (
     ODD_VALUES,
     damage,
     distort,

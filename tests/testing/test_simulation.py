@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from omni_connector.copy.copying import CpuCopier
 from omni_connector.handoff.directory import SlotDirectory
-from omni_connector.kv.copying import CpuCopier
-from omni_connector.testing.simulation import HASHES_VARIABLE, __main__
-from omni_connector.testing.simulation.campaign import campaign, replayed
-from omni_connector.testing.simulation.draws import plan_of
-from omni_connector.testing.simulation.features import FEATURES
-from omni_connector.testing.simulation.mutants import command as mutants
-from omni_connector.testing.simulation.mutants.mutations import MUTANTS
-from omni_connector.testing.simulation.plan import has_states
-from omni_connector.testing.simulation.run import laboratory, run, told
 from omni_connector.vllm_v1.metrics import OmniStats
+from tests.simulation import HASHES_VARIABLE, __main__
+from tests.simulation.campaign import campaign, replayed
+from tests.simulation.draws import plan_of
+from tests.simulation.features import FEATURES
+from tests.simulation.mutants import command as mutants
+from tests.simulation.mutants.mutations import MUTANTS
+from tests.simulation.plan import has_states
+from tests.simulation.run import laboratory, run, told
 
 from ..simulations import STORIES
 
@@ -51,7 +51,7 @@ def test_the_command_starts_anew_with_fixed_hashes(monkeypatch):
     monkeypatch.setenv(HASHES_VARIABLE, "7")
     __main__.with_the_same_hashes()
     __main__.with_the_same_hashes()
-    words = [sys.executable, "-m", "omni_connector.testing.simulation", "--seeds", "3"]
+    words = [sys.executable, "-m", "tests.simulation", "--seeds", "3"]
     assert began == [(sys.executable, words)]
     assert os.environ[HASHES_VARIABLE] == "0"
 

@@ -22,6 +22,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omni_connector.arena import pool as memory_pool
+from omni_connector.arena.arena import Arena
+from omni_connector.arena.format import ArenaGeometry
 from omni_connector.config import MooncakeSettings
 from omni_connector.errors import (
     ChecksumError,
@@ -35,14 +38,11 @@ from omni_connector.errors import (
     StaleSlotError,
     TransportError,
 )
-from omni_connector.memory import pool as memory_pool
-from omni_connector.memory.arena import Arena
-from omni_connector.memory.arena_format import ArenaGeometry
 from omni_connector.testing.conformance import TransportConformance, publish, read
-from omni_connector.transports import mooncake_engine
 from omni_connector.transports.base import Endpoint, RemoteArena
-from omni_connector.transports.mooncake import MooncakeArena, MooncakeTransport
-from omni_connector.transports.mooncake_engine import MemoryRange, TransferEngine, cut, join
+from omni_connector.transports.mooncake import engine as mooncake_engine
+from omni_connector.transports.mooncake.engine import MemoryRange, TransferEngine, cut, join
+from omni_connector.transports.mooncake.transport import MooncakeArena, MooncakeTransport
 
 from ..stopping import stop
 
@@ -546,8 +546,8 @@ import os, sys
 import msgspec, numpy as np
 from omni_connector.config import MooncakeSettings
 from omni_connector.testing.conformance import publish
-from omni_connector.memory.arena import Arena
-from omni_connector.transports.mooncake import MooncakeTransport
+from omni_connector.arena.arena import Arena
+from omni_connector.transports.mooncake.transport import MooncakeTransport
 
 connector = MooncakeTransport(settings=MooncakeSettings(timeout_s=2.0), host="127.0.0.1")
 arena = Arena.create(16, 1 << 20)
@@ -622,9 +622,9 @@ import sys
 import msgspec
 from omni_connector.config import MooncakeSettings
 from omni_connector.errors import PeerUnreachableError
-from omni_connector.testing.slots import read
+from omni_connector.testing.conformance.slots import read
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.mooncake import MooncakeTransport
+from omni_connector.transports.mooncake.transport import MooncakeTransport
 
 endpoint = msgspec.json.decode(sys.argv[1], type=Endpoint)
 with MooncakeTransport(settings=MooncakeSettings(timeout_s=1.0), host="127.0.0.1") as reader:

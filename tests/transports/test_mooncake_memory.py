@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from omni_connector.arena.pool import QUARANTINE_S, pages
 from omni_connector.errors import TransportError
-from omni_connector.memory.pool import QUARANTINE_S, pages
 from omni_connector.testing import FakeClock
-from omni_connector.transports.mooncake_client import OK, TRANSFER_FAILED
-from omni_connector.transports.mooncake_memory import Staging
+from omni_connector.transports.mooncake.client import OK, TRANSFER_FAILED
+from omni_connector.transports.mooncake.memory import Staging
 
 SIZE = 8192
 

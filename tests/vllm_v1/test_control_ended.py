@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from omni_connector.testing import inspection
-from omni_connector.testing.toy import BLOCK
+from tests import inspection
+from tests.toy import BLOCK
 
 from .harness import DEADLINE, HANDOFF, assert_clean, prompt, slots, wait
 

@@ -4,12 +4,12 @@
 import numpy as np
 import pytest
 
-from omni_connector.copies.jobs import LoadSpec, SaveSpec
-from omni_connector.copy_threads import CopyThread, Outcome
+from omni_connector.copy.jobs import LoadSpec, SaveSpec
+from omni_connector.copy.threads import CopyThread, Outcome
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
-from omni_connector.testing import inspection
-from omni_connector.testing.toy import BLOCK
 from omni_connector.vllm_v1.metadata import OmniWorkerMetadata
+from tests import inspection
+from tests.toy import BLOCK
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt, wait
 

@@ -6,12 +6,12 @@ import contextlib
 import pytest
 import torch
 
-from omni_connector.copies.ended import RankCopies
+from omni_connector.copy.ended import RankCopies
 from omni_connector.errors import LayoutError
 from omni_connector.net.runtime import runtime_dir
-from omni_connector.testing.toy import BLOCK
-from omni_connector.testing.toy_runner import ToyRunner
 from omni_connector.vllm_v1.compat import cross_layer_dims
+from tests.toy import BLOCK
+from tests.toy_runner import ToyRunner
 
 from .harness import (
     InProcessEngine,

@@ -7,12 +7,12 @@ import time
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
+from omni_connector.copy import ledger
 from omni_connector.errors import StaleSlotError
 from omni_connector.handoff import receiver
-from omni_connector.kv import ledger
-from omni_connector.testing import inspection
-from omni_connector.testing.toy import BLOCK
 from omni_connector.vllm_v1 import connector
+from tests import inspection
+from tests.toy import BLOCK
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, leased, prompt, wait
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 from vllm.v1.request import FinishReason
 
-from omni_connector.testing import inspection
-from omni_connector.testing.toy import BLOCK
 from omni_connector.transports.shm import SharedMemoryTransport
+from tests import inspection
+from tests.toy import BLOCK
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, leased, prompt, wait
 from .test_preemption import preempt_now

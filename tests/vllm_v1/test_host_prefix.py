@@ -10,16 +10,16 @@ import time
 import pytest
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from omni_connector.copies import loading
+from omni_connector.copy import loading
 from omni_connector.errors import PeerUnreachableError
 from omni_connector.prefix import neighbours as module
 from omni_connector.prefix.hints import Candidate
 from omni_connector.prefix.neighbours import HostNeighbours
-from omni_connector.testing import inspection
-from omni_connector.testing.simulation import check
-from omni_connector.testing.toy import BLOCK
-from omni_connector.testing.toy import FAMILIES as GROUPS
 from omni_connector.transports.shm import SharedMemoryTransport
+from tests import inspection
+from tests.simulation import check
+from tests.toy import BLOCK
+from tests.toy import FAMILIES as GROUPS
 
 from .harness import DEADLINE, HANDOFF, assert_clean, hand_off, prompt, slots, sockets, wait
 from .stores import MASTER, PREFIX, QUESTION, landed

@@ -15,7 +15,7 @@ from omni_connector.stores import recently as recently_module
 from omni_connector.stores.recently import Recently
 from omni_connector.stores.shared_blocks import block_key
 from omni_connector.testing.clock import FakeClock
-from omni_connector.testing.simulation.surroundings.memory import SimulatedStore
+from tests.simulation.surroundings.memory import SimulatedStore
 
 from .harness import wait
 from .stores import SwitchedShelf

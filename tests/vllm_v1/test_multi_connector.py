@@ -11,8 +11,8 @@ from omni_connector.errors import ConfigError, TransportError
 from omni_connector.net import introductions, rank_socket
 from omni_connector.net.runtime import runtime_dir
 from omni_connector.testing import no_op
-from omni_connector.testing.toy import BLOCK
 from omni_connector.vllm_v1.connector import OmniKVConnector
+from tests.toy import BLOCK
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt, wait
 from .siblings import SIBLING

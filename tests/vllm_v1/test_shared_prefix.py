@@ -9,9 +9,9 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import FinishReason
 
 from omni_connector.prefix import store_jobs
-from omni_connector.testing import inspection
-from omni_connector.testing.inspection import hold_no_blocks
-from omni_connector.testing.toy import BLOCK, WINDOW
+from tests import inspection
+from tests.inspection import hold_no_blocks
+from tests.toy import BLOCK, WINDOW
 
 from . import harness
 from .harness import HANDOFF, assert_clean, prompt, run
