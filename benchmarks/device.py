@@ -27,7 +27,8 @@ import torch
 from data_plane import RESULTS, machine
 
 from omni_connector.arena.arena import Arena
-from omni_connector.copy.copying import BlockCopier, BlockCopy, make_copier
+from omni_connector.copy.choice import make_copier
+from omni_connector.copy.copier import BlockCopier, BlockCopy
 from omni_connector.kv.canonical import GroupSpec, LayerSpec, SlotLayout, canonicalize
 
 mpl.use("Agg")

@@ -22,7 +22,7 @@ from data_plane import FULL, LAYERS, RESULTS, Cache, Memcpy, block_ids, machine,
 
 from omni_connector.arena.arena import Arena, ArenaView
 from omni_connector.arena.huge_pages import explain
-from omni_connector.copy.copying import BlockCopy
+from omni_connector.copy.copier import BlockCopy
 from omni_connector.copy.jobs import BATCH_BYTES
 from omni_connector.runtime.turns import COPIES
 

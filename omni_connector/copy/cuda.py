@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from omni_connector.copy.staging import Stream
+from omni_connector.copy.stream import Stream
 
 logger = logging.getLogger("vllm.omni_connector.staging")
 

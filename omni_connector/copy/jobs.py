@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.copy.copying import BlockCopier
+from omni_connector.copy.copier import BlockCopier
 from omni_connector.copy.layered import Forward, LayeredSave, Stretches
 from omni_connector.copy.threads import NO_JOB_ID, Outcome, Work
 from omni_connector.kv.canonical import SlotLayout

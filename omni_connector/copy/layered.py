@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.copy.copying import BlockCopier, BlockCopy
+from omni_connector.copy.copier import BlockCopier, BlockCopy
 from omni_connector.copy.threads import UNTIL_NOTIFIED
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
 from omni_connector.kv.spans import BlockSpans

@@ -13,7 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.arena.arena import Arena
-from omni_connector.copy.copying import BlockCopier, BlockCopy
+from omni_connector.copy.copier import BlockCopier, BlockCopy
 from omni_connector.copy.jobs import LoadSpec, batch_blocks
 from omni_connector.copy.threads import Outcome, Work
 from omni_connector.errors import (

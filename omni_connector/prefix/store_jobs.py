@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.copy.copying import BlockCopier, BlockCopy
+from omni_connector.copy.copier import BlockCopier, BlockCopy
 from omni_connector.copy.prefix_jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.copy.threads import CLOSE_S, CopyThread, Outcome, Work
 from omni_connector.errors import ChecksumError, OmniError

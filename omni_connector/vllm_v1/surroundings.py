@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from omni_connector.config import FileStoreSettings, OmniConfig, StoreSettings
-from omni_connector.copy.copying import BlockCopier, Sharing, make_copier
+from omni_connector.copy.choice import make_copier
+from omni_connector.copy.copier import BlockCopier
 from omni_connector.copy.ended import CopiesOfRanks, RankCopies
+from omni_connector.copy.host import Sharing
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
 from omni_connector.net import rank_socket
 from omni_connector.net.links import Sockets, ZmqSockets

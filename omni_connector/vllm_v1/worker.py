@@ -15,7 +15,7 @@ from omni_connector.arena.nodes import near_cores, process_cores
 from omni_connector.arena.reservations import Reservation
 from omni_connector.arena.sizing import ArenaSizing, copy_threads
 from omni_connector.config import OmniConfig
-from omni_connector.copy.copying import BlockCopier
+from omni_connector.copy.copier import BlockCopier
 from omni_connector.copy.ended import ended_copies
 from omni_connector.copy.jobs import LoadSpec, Saver, SaveSpec
 from omni_connector.copy.layered import Forward, Stretches, TracedCopier

@@ -10,10 +10,11 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from omni_connector.copy import copying
-from omni_connector.copy.copying import BlockCopy, CpuCopier
-from omni_connector.copy.copying import make_copier as choose_copier
-from omni_connector.copy.staging import StagedCopier
+from omni_connector.copy import host
+from omni_connector.copy.choice import make_copier as choose_copier
+from omni_connector.copy.copier import BlockCopy
+from omni_connector.copy.host import CpuCopier
+from omni_connector.copy.staged import StagedCopier
 from omni_connector.errors import LayoutError
 from omni_connector.kv.canonical import (
     GroupSpec,
@@ -173,14 +174,14 @@ def test_layouts_of_one_byte_order_read_each_others_slots(kv, make_copier, layou
 @pytest.mark.parametrize(
     ("layout", "hashed", "tokens"),
     [
-        ("LBHNC", copying._HASHED_BYTES, 700),
+        ("LBHNC", host._HASHED_BYTES, 700),
         *((layout, 8192, 11) for layout in ("LBHNC", "BLNHC", "BHLNC")),
     ],
 )
 def test_slots_larger_than_what_is_hashed_at_once_are_copied_whole(
     kv, make_copier, monkeypatch, layout, hashed, tokens, checksum
 ):
-    monkeypatch.setattr(copying, "_HASHED_BYTES", hashed)
+    monkeypatch.setattr(host, "_HASHED_BYTES", hashed)
     shapes = [[kv.Shape(layers=3, heads=2, tokens=tokens, content=512)]]
     assert 3 * 2 * tokens * 512 > 4 * hashed
     source = kv.build(layout, 4, shapes, seed=1)
@@ -440,7 +441,7 @@ def test_the_device_is_idle_after_a_copy_that_failed(kv, monkeypatch):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(
-        "omni_connector.copy.staging.GroupOnDevice.gather", lambda self, *a: broken(*a)
+        "omni_connector.copy.staged.GroupOnDevice.gather", lambda self, *a: broken(*a)
     )
     with pytest.raises(RuntimeError, match="out of memory"):
         copier.save(BlockCopy(0, ids([0, 1]), slots, ids([0, 1]), checksum=False))

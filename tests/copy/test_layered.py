@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from omni_connector.copy import layered
 from omni_connector.copy import threads as copy_threads
-from omni_connector.copy.copying import CpuCopier
+from omni_connector.copy.host import CpuCopier
 from omni_connector.copy.layered import Forward, LayeredSave, Stretches, TracedCopier
 from omni_connector.copy.threads import UNTIL_NOTIFIED, CopyThread, Outcome
 from omni_connector.kv.canonical import SlotLayout, canonicalize
@@ -233,7 +233,7 @@ def test_bytes_without_a_name_wait_for_the_end():
 
 def test_a_copy_waits_for_what_its_layer_marked(kv):
     """A device computes behind its host: each layer's copy comes after that layer's mark."""
-    from omni_connector.copy.staging import StagedCopier
+    from omni_connector.copy.staged import StagedCopier
 
     stream = kv.HostStream()
     source = kv.build("LBHNC", 3, [[kv.Shape(2, 2, 4, 8)]], seed=1)
@@ -431,7 +431,7 @@ def test_a_real_thread_sleeps_until_it_is_notified(waiting, made):
 
 
 def test_a_layer_of_a_device_goes_to_pinned_slots_in_batches_of_its_own_size(kv):
-    from omni_connector.copy.staging import StagedCopier
+    from omni_connector.copy.staged import StagedCopier
 
     stream = kv.HostStream(pins=True)
     source = kv.build("LBHNC", 9, [[kv.Shape(4, 2, 16, 128)]], seed=1)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from omni_connector.arena.arena import Arena
 from omni_connector.copy import loading
-from omni_connector.copy.copying import BlockCopy
+from omni_connector.copy.copier import BlockCopy
 from omni_connector.copy.jobs import LoadSpec
 from omni_connector.copy.ledger import CopyLedger
 from omni_connector.copy.loading import Loader

@@ -12,8 +12,10 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from omni_connector.copy.copying import BlockCopier, CpuCopier
-from omni_connector.copy.staging import StagedCopier, Stream
+from omni_connector.copy.copier import BlockCopier
+from omni_connector.copy.host import CpuCopier
+from omni_connector.copy.staged import StagedCopier
+from omni_connector.copy.stream import Stream
 from omni_connector.kv.canonical import CanonicalKVCaches, GroupSpec, LayerSpec, SlotLayout
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")

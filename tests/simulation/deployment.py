@@ -5,7 +5,7 @@ import functools
 import itertools
 from typing import Any, Final
 
-from omni_connector.copy.copying import make_copier
+from omni_connector.copy.choice import make_copier
 from omni_connector.errors import ConfigError, LayoutError
 from omni_connector.transports.choice import Transports
 from omni_connector.vllm_v1.adapter_loads import AdapterLoads

@@ -21,7 +21,7 @@ from vllm.v1 import kv_cache_interface
 
 from omni_connector import config, plugin
 from omni_connector.arena import block_index
-from omni_connector.copy import copying, jobs
+from omni_connector.copy import host, jobs
 from omni_connector.native_copy import native_copy
 from omni_connector.native_probe import native_probe
 from omni_connector.net import runtime
@@ -67,7 +67,7 @@ _STALE: Final = {"stale_slot", "weights_changed"}
 
 # Where machine code is asked for, by which name, and what gives it.
 _NATIVE: Final[list[tuple[Any, str, Any]]] = [
-    (copying, "native_copy", native_copy),
+    (host, "native_copy", native_copy),
     (block_index, "native_probe", native_probe),
 ]
 

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from omni_connector.copy.copying import BlockCopier
+from omni_connector.copy.copier import BlockCopier
 from tests.simulation.surroundings.world import World
 
 

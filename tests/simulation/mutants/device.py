@@ -10,7 +10,7 @@ from typing import Final
 from tests.simulation.mutants.faults import mutant
 
 _WORKER: Final = "omni_connector.vllm_v1.worker"
-_STAGING: Final = "omni_connector.copy.staging"
+_STAGING: Final = "omni_connector.copy.staged"
 
 DEVICE: Final = (
     mutant(

@@ -102,7 +102,7 @@ OWN: Final = (
         "a run of blocks is a run of slots",
         "without machine code, blocks that follow each other are copied as if their slots did",
         (
-            "omni_connector.copy.copying",
+            "omni_connector.copy.copier",
             "            and slots[first + count] == slot + count\n",
             "",
         ),

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from omni_connector.copy.copying import BlockCopier
-from omni_connector.copy.staging import StagedCopier, Stream
+from omni_connector.copy.copier import BlockCopier
+from omni_connector.copy.staged import StagedCopier
+from omni_connector.copy.stream import Stream
 from omni_connector.kv.segments import reserved_of
 from tests.simulation.surroundings.world import (
     NEVER,
