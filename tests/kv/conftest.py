@@ -337,7 +337,7 @@ def pinned(canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndarray) 
 
 @pytest.fixture(scope="session")
 def kv() -> SimpleNamespace:
-    """The builders above, for tests in this folder."""
+    """The builders above, for tests here and in `copy`."""
     return SimpleNamespace(
         LAYOUTS=LAYOUTS,
         PADDABLE=PADDABLE,

@@ -44,7 +44,7 @@ from omni_connector.transports.mooncake import engine as mooncake_engine
 from omni_connector.transports.mooncake.engine import MemoryRange, TransferEngine, cut, join
 from omni_connector.transports.mooncake.transport import MooncakeArena, MooncakeTransport
 
-from ..stopping import stop
+from ...stopping import stop
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 

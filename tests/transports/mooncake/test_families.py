@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ..masters import Master, lender
+from ...masters import Master, lender
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import omni_connector
 from tests.simulation import HASHES_VARIABLE
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SEEDS = 250
 STORIES = 12
 _COMMAND = "from tests.simulation.command import main; raise SystemExit(main())"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from ..simulations import SEEDS, Run
+from .beside import SEEDS, Run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.beside, pytest.mark.timeout(1500)]
 

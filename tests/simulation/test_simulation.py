@@ -23,7 +23,7 @@ from tests.simulation.mutants.mutations import MUTANTS
 from tests.simulation.plan import has_states
 from tests.simulation.run import laboratory, run, told
 
-from ..simulations import STORIES
+from .beside import STORIES
 
 pytestmark = pytest.mark.vllm
 
