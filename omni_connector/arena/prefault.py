@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.arena import populate
+from omni_connector.arena.available import available_bytes
 from omni_connector.arena.huge_pages import HugePages, expected, explain, mapped_huge
-from omni_connector.arena.size import GIB, available_bytes
 from omni_connector.config import memory_limit_bytes
 from omni_connector.runtime.turns import COPIES
 
@@ -75,7 +75,7 @@ def overcommit_is_strict() -> bool:
 
 def spared_bytes() -> int:
     """Bytes of available memory that populating in the background leaves to others."""
-    return min(memory_limit_bytes() // 20, 4 * GIB)
+    return min(memory_limit_bytes() // 20, 4 << 30)
 
 
 class _Steps:
@@ -222,10 +222,10 @@ class Prefaulter:
                     "Stopped allocating the arena's memory in advance at %.2f of %.2f GiB: %.2f "
                     "GiB are available, of which %.2f are left to others. What is left comes as it "
                     "is used",
-                    start / GIB,
-                    steps.size / GIB,
-                    left / GIB,
-                    spared / GIB,
+                    start / 2**30,
+                    steps.size / 2**30,
+                    left / 2**30,
+                    spared / 2**30,
                 )
                 return False
             process.stdin.write(b".")
@@ -237,7 +237,7 @@ class Prefaulter:
             self._populated(end)
         logger.info(
             "The arena's memory is allocated: %.2f GiB, %s",
-            steps.size / GIB,
+            steps.size / 2**30,
             got(self._huge_pages, steps.address),
         )
         return True
@@ -333,7 +333,7 @@ def got(setting: HugePages, address: int) -> str:
         return "all of it in reserved huge pages"
     if not expected(setting):
         return explain(setting)
-    return f"{mapped_huge(address) / GIB:.2f} of it in huge pages"
+    return f"{mapped_huge(address) / 2**30:.2f} of it in huge pages"
 
 
 def prefault(fd: int, pages: NDArray[np.uint8], start: int, length: int) -> None:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from omni_connector.arena.size import available_bytes, memory_cgroup
+from omni_connector.arena.available import available_bytes, memory_cgroup
 
 logger = logging.getLogger("vllm.omni_connector.worker")
 

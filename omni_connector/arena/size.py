@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory there is for an arena, and the size of one where `arena_gib` is not set.
+"""How many slots the arena of one rank has, and what is said of it."""
 
-An arena is a memfd, which the size of /dev/shm does not bound. The machine's memory bounds it, and
-the limits of all cgroups of this process, to which each page is charged when it is first touched.
-"""
-
-from collections.abc import Iterator
+import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
-from omni_connector.config import memory_limit_bytes
+from omni_connector.arena.huge_pages import HugePages
+from omni_connector.arena.reservations import Reservation, sizing_lock, unclaimed_bytes
+from omni_connector.errors import ConfigError
+from omni_connector.kv.shapes import GroupShape
+
+logger = logging.getLogger("vllm.omni_connector.worker")
 
 GIB: Final = 1 << 30
 
@@ -23,10 +23,6 @@ LARGEST_PART: Final = 4
 USEFUL_CACHES: Final = 2
 """An arena holds at most as many blocks as 2 KV caches: while the KV of one waits for its decode
 engines, that of the next is computed."""
-
-# (limit, use, name in memory.stat of memory that can be reclaimed), for both versions of cgroups.
-_V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2: Final = ("memory.max", "memory.current", "inactive_file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,61 +68,93 @@ def arena_size(
     return ArenaSize(wanted, f"1/{LARGEST_PART} of {there}")
 
 
-def available_bytes(root: Path = Path("/"), *, claimed: int = 0, in_cgroup: int = 0) -> int:
-    """Bytes of memory that the machine, and the cgroups of this process, have left.
+@dataclass(frozen=True)
+class ArenaSizing:
+    """What the size of one rank's arena depends on, beside the size of a slot.
 
-    Args:
-        root: the folder with /proc and /sys.
-        claimed: bytes of the machine's memory that others will take.
-        in_cgroup: those of them that are charged to the cgroups of this process.
+    Attributes:
+        given: bytes that the configuration sets; None takes what the memory of the host allows.
+        cache_blocks: blocks of the rank's KV cache.
+        max_tokens: tokens of the longest prompt.
+        sharers: arenas of this deployment on this host.
+        reserved: bytes of memory that are taken but perhaps not in use yet.
+        huge_pages: which pages the arena has, as the configuration says.
+        deployment: names the deployment among all on the host; see `reservations`.
     """
-    available = memory_limit_bytes()
-    for line in _lines(root / "proc/meminfo"):
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            available = min(available, int(value.split()[0]) * 1024)
-    of_cgroups = [left - in_cgroup for _, left in _left_in_cgroups(root)]
-    return max(0, min([available - claimed, *of_cgroups]))
 
+    given: int | None
+    cache_blocks: int
+    max_tokens: int
+    sharers: int = 1
+    reserved: int = 0
+    huge_pages: HugePages = "auto"
+    deployment: str = ""
 
-def memory_cgroup(root: Path = Path("/")) -> int:
-    """A number of the innermost cgroup that limits this process's memory, the same in every
-    namespace; 0 where none does."""
-    for folder, _ in _left_in_cgroups(root):
-        try:
-            return folder.stat().st_ino
-        except OSError:  # it has just been removed
-            break
-    return 0
+    def reserve(
+        self, slot_bytes: int, groups: tuple[GroupShape, ...]
+    ) -> tuple[ArenaSize, Reservation]:
+        """The size of the arena, and the claim on its memory that other engines see from now on.
 
+        Raises:
+            ConfigError: as `size`.
+        """
+        with sizing_lock():
+            size = self.size(slot_bytes, groups)
+            return size, Reservation(self.deployment, size.slots * slot_bytes)
 
-def _left_in_cgroups(root: Path) -> Iterator[tuple[Path, int]]:
-    for line in _lines(root / "proc/self/cgroup"):
-        number, _, rest = line.partition(":")
-        controllers, _, own = rest.partition(":")
-        mount = root / "sys/fs/cgroup"
-        if number == "0":
-            names = _V2
-        elif "memory" in controllers.split(","):
-            mount, names = mount / "memory", _V1
+    def size(self, slot_bytes: int, groups: tuple[GroupShape, ...]) -> ArenaSize:
+        """How many slots the arena has, and why.
+
+        Raises:
+            ConfigError: there is no room for a single slot.
+        """
+        if self.given is not None:
+            size = ArenaSize(self.given // slot_bytes, "arena_gib")
         else:
-            continue
-        # In a container the path may be that of the host, where only the mount itself is visible.
-        within = Path(own.strip().lstrip("/"))
-        for folder in [mount / within, *(mount / parent for parent in within.parents)]:
-            yield from ((folder, left) for left in _left_in(folder, *names))
+            unclaimed = unclaimed_bytes(self.deployment)
+            # The engine's own cache may be in memory already, at least in part.
+            size = arena_size(
+                available=max(unclaimed - self.reserved, unclaimed // 2),
+                slot_bytes=slot_bytes,
+                cache_blocks=self.cache_blocks,
+                prompt_blocks=self.prompt_blocks(groups),
+                sharers=self.sharers,
+            )
+        if size.slots < 1:
+            raise ConfigError(
+                f"the arena has no room for a single KV block of {slot_bytes} bytes "
+                f"({size.why}); set arena_gib"
+            )
+        return size
 
+    def tell(
+        self,
+        rank: int,
+        ranks: int,
+        size: ArenaSize,
+        slot_bytes: int,
+        groups: tuple[GroupShape, ...],
+    ) -> None:
+        """Log the size of a rank's arena, and whether the longest prompts have room in it."""
+        logger.info(
+            "Arena of rank %d: %.2f GiB, %d slots of %.1f MiB (%s)",
+            rank,
+            size.slots * slot_bytes / 2**30,
+            size.slots,
+            slot_bytes / 2**20,
+            size.why,
+        )
+        longest = self.prompt_blocks(groups)
+        if longest > size.slots and self.given is None:  # else the user has set the size
+            logger.warning(
+                "The longest prompts take %d slots, the arena has %d (%s): they are not handed "
+                "off; set arena_gib to %.1f",
+                longest,
+                size.slots,
+                size.why,
+                (longest * slot_bytes * ranks + 2**26) / 2**30,
+            )
 
-def _left_in(folder: Path, limit_file: str, use_file: str, reclaimable: str) -> Iterator[int]:
-    limit, use = (next(_lines(folder / name), "") for name in (limit_file, use_file))
-    if not (limit.isdigit() and use.isdigit()):  # no limit, or no such cgroup
-        return
-    stat = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat") if " " in line)
-    yield int(limit) - int(use) + int(stat.get(reclaimable, 0))
-
-
-def _lines(path: Path) -> Iterator[str]:
-    try:
-        yield from path.read_text().splitlines()
-    except OSError:  # not on this machine
-        return
+    def prompt_blocks(self, groups: tuple[GroupShape, ...]) -> int:
+        """Slots that the longest prompt needs."""
+        return sum(len(group.needed(self.max_tokens)) for group in groups)

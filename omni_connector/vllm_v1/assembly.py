@@ -16,7 +16,8 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
 from omni_connector.arena.block_index import BlockIndex
 from omni_connector.arena.format import EPOCH_BYTES
-from omni_connector.arena.sizing import arena_sizing
+from omni_connector.arena.reservations import deployment_id
+from omni_connector.arena.size import ArenaSizing
 from omni_connector.arena.slot_index import SlotChanges
 from omni_connector.arena.slot_pool import SlotListing
 from omni_connector.config import OmniConfig
@@ -81,7 +82,7 @@ def make_worker(
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     assert transfer is not None
     rank = parallel.rank % parallel.tensor_parallel_size  # there is one pipeline stage
-    sizing = arena_sizing(config, vllm_config, kv_cache_config)
+    sizing = _arena_sizing(config, vllm_config, kv_cache_config)
     shares = config.share and _sharing_refusal(vllm_config, kv_cache_config) is None
     answer = partial(
         surroundings.answer_for_rank, runtime_dir(config.namespace), str(transfer.engine_id), rank
@@ -497,3 +498,25 @@ def _sharing_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
         if group.block_size % hash_size:
             return f"blocks of {group.block_size} tokens are hashed by {hash_size}"
     return None
+
+
+def _arena_sizing(
+    config: OmniConfig, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
+) -> ArenaSizing:
+    """What the configuration of an engine says of the arena of one rank."""
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    given = config.arena_bytes()
+    sharers = ranks * max(1, parallel.data_parallel_size_local)
+    caches = 0
+    if vllm_config.device_config.device_type == "cpu":  # in the same memory, page by page
+        caches = sharers * sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+    return ArenaSizing(
+        given=None if given is None else given // ranks,
+        cache_blocks=kv_cache_config.num_blocks,
+        max_tokens=vllm_config.model_config.max_model_len,
+        sharers=sharers,
+        reserved=caches,
+        huge_pages=config.huge_pages,
+        deployment=deployment_id(f"{config.namespace}/{vllm_config.kv_transfer_config.engine_id}"),
+    )

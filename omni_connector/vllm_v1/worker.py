@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 
 from omni_connector.arena.nodes import near_cores, process_cores
 from omni_connector.arena.reservations import Reservation
-from omni_connector.arena.sizing import ArenaSizing, copy_threads
+from omni_connector.arena.size import ArenaSizing
 from omni_connector.config import OmniConfig
 from omni_connector.copy.copier import BlockCopier
 from omni_connector.copy.ended import ended_copies
@@ -192,7 +192,7 @@ class OmniWorker:
         ]
         stretches = Stretches.of(canonical, layout, addresses)
         cores = len(_PROCESS_CORES) // self._ranks
-        threads = self._config.copy_threads or copy_threads(cores, canonical.device.type)
+        threads = self._config.copy_threads or _default_copy_threads(cores, canonical.device.type)
         self._helpers.threads = 1 + threads
         self._copier = self._surroundings.copier(
             stretches.canonical, stretches.layout, self._helpers
@@ -523,3 +523,14 @@ class OmniWorker:
             self._reservation.close()
         if self._trace is not None:
             self._trace.close()
+
+
+def _default_copy_threads(cores: int, device: str) -> int:
+    """Threads that one copy is shared by, where the configuration does not say.
+
+    Args:
+        cores: of this host, for each rank of the engine.
+        device: type of the device of the KV cache.
+    """
+    computing = torch.get_num_threads() if device == "cpu" else 0
+    return max(1, min(4, cores - computing))

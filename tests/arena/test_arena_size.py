@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_connector.arena import size as memory
+from omni_connector.arena import available as memory
+from omni_connector.arena.available import available_bytes
 from omni_connector.arena.size import (
     GIB,
     LARGEST_PART,
     ORDINARY_PART,
     USEFUL_CACHES,
     arena_size,
-    available_bytes,
 )
 
 TIB = 1 << 40

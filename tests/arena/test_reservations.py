@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from omni_connector.arena import reservations
+from omni_connector.arena.available import available_bytes, memory_cgroup
 from omni_connector.arena.reservations import Claim, Reservation, deployment_id, sizing_lock
-from omni_connector.arena.size import available_bytes, memory_cgroup
-from omni_connector.arena.sizing import ArenaSizing
+from omni_connector.arena.size import ArenaSizing
 
 GIB = 1 << 30
 TIB = 1 << 40
