@@ -156,10 +156,10 @@ def changes(slots: int, batch: int, count: int) -> tuple[float, float]:
 PARTS: Final = {
     "file": "the index's file",
     "memory/block_index.py": "the owner's part of it",
-    "memory/slot_index.py": "`slot_index.py`",
+    "arena/slot_index.py": "`slot_index.py`",
     "benchmarks/block_index.py": "keys that stay alive",
-    "memory/eviction.py": "`eviction.py`",
-    "memory/slot_pool.py": "`slot_pool.py`",
+    "arena/eviction.py": "`eviction.py`",
+    "arena/slot_pool.py": "`slot_pool.py`",
 }
 
 

@@ -115,7 +115,7 @@ def test_memory_that_is_limited_for_others_only_is_theirs(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr("omni_connector.arena.size.memory_limit_bytes", lambda: TIB)
+    monkeypatch.setattr("omni_connector.arena.available.memory_limit_bytes", lambda: TIB)
     assert memory_cgroup(tmp_path) == (tmp_path / "sys/fs/cgroup/pod").stat().st_ino
     assert memory_cgroup(tmp_path / "nowhere") == 0
     assert available_bytes(tmp_path) == 18 * GIB
@@ -127,13 +127,13 @@ def test_memory_that_is_limited_for_others_only_is_theirs(
 
 ENGINE = """
 import sys
-from omni_connector.arena import sizing
 from omni_connector.arena import reservations
+from omni_connector.arena.size import ArenaSizing
 reservations._PREFIX, reservations._LOCK, pattern = sys.argv[2:]
 reservations._NAME = reservations.re.compile(pattern)
 reservations.available_bytes = lambda claimed=0, in_cgroup=0: max(0, (1 << 40) - claimed)
-name = sizing.deployment_id(sys.argv[1])
-sized = sizing.ArenaSizing(given=None, cache_blocks=1 << 30, max_tokens=1, deployment=name)
+name = reservations.deployment_id(sys.argv[1])
+sized = ArenaSizing(given=None, cache_blocks=1 << 30, max_tokens=1, deployment=name)
 print("ready", flush=True)
 sys.stdin.readline()
 size, reservation = sized.reserve(1 << 20, ())
