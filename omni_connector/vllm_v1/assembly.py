@@ -504,7 +504,8 @@ def _arena_sizing(
     config: OmniConfig, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
 ) -> ArenaSizing:
     """What the configuration of an engine says of the arena of one rank."""
-    parallel = vllm_config.parallel_config
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    assert transfer is not None
     ranks = parallel.tensor_parallel_size
     given = config.arena_bytes()
     sharers = ranks * max(1, parallel.data_parallel_size_local)
@@ -518,5 +519,5 @@ def _arena_sizing(
         sharers=sharers,
         reserved=caches,
         huge_pages=config.huge_pages,
-        deployment=deployment_id(f"{config.namespace}/{vllm_config.kv_transfer_config.engine_id}"),
+        deployment=deployment_id(f"{config.namespace}/{transfer.engine_id}"),
     )
