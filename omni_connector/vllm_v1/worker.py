@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from vllm.logger import init_logger
 
@@ -61,7 +62,6 @@ from omni_connector.vllm_v1.specs import fails_by_block, group_shapes, group_spe
 from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings
 
 if TYPE_CHECKING:
-    import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.omni_connector.worker")
