@@ -34,8 +34,8 @@ MAX_COPY_THREADS = 64
 _GIB = 1 << 30
 _SHOWN_CHARS = 200
 
-Admission = Literal["auto", "all", "second_sight"]
-"""Which new blocks an arena keeps: `all`; at `second_sight`, those that were there or were passed
+Admission = Literal["auto", "all", "second_hit"]
+"""Which new blocks an arena keeps: `all`; at `second_hit`, those that were there or were passed
 over not long ago; `auto`, all of them until the arena is full, and then as long as at least one
 in 32 of them is used again, else at second sight."""
 

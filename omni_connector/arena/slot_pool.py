@@ -285,7 +285,7 @@ class SlotPool:
         self, group: int, keys: Sequence[SlotKey], admission: Admission, prompts: Ints | None = None
     ) -> Bools:
         """Which blocks of a group are worth a slot; see `EvictionOrder.admits`."""
-        if admission != "second_sight" and len(keys) <= self._num_free:
+        if admission != "second_hit" and len(keys) <= self._num_free:
             return np.ones(len(keys), bool)
         return self._order.admits(_content_hashes(group, keys), admission, prompts)
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.copy.copier import BlockCopier
-from omni_connector.copy.layered import Forward, LayeredSave, Stretches
+from omni_connector.copy.layered import Forward, LayeredSave, LayerRanges
 from omni_connector.copy.threads import NO_JOB_ID, Outcome, Work
 from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
@@ -86,16 +86,16 @@ class Saver:
 
     Args:
         arena: whose slots are written.
-        copier, stretches: of this rank's KV caches; the copier knows the stretches.
+        copier, layer_ranges: of this rank's KV caches; the copier knows the layer_ranges.
         checksum: whether slots carry checksums.
     """
 
     def __init__(
-        self, *, arena: Arena, copier: BlockCopier, stretches: Stretches, checksum: bool
+        self, *, arena: Arena, copier: BlockCopier, layer_ranges: LayerRanges, checksum: bool
     ) -> None:
         self._arena = arena
-        self._layout = stretches.layout
-        self._copies = partial(LayeredSave, copier, stretches, checksum)
+        self._layout = layer_ranges.layout
+        self._copies = partial(LayeredSave, copier, layer_ranges, checksum)
 
     def work(self, job_id: int, spec: SaveSpec, fence: object) -> Work:
         """The body of a save; see `Work`. Slots that it did not commit are void when it ends.

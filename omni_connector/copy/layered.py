@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving blocks layer by layer, while the forward pass that fills them computes the next layers.
 
-A slot holds a block's layers one after the other, so the bytes of one layer are one stretch of it.
-The copier sees each stretch as a group of its own, and the checksum of a slot grows with them.
+A slot holds a block's layers one after the other, so the bytes of one layer are consecutive.
+The copier sees each layer's range as a group of its own, and the checksum of a slot grows with them.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -71,7 +71,7 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class LayerRange:
     """One layer's bytes of a slot.
 
     Attributes:
@@ -87,19 +87,19 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretches:
+class LayerRanges:
     """The layers of a KV cache's groups.
 
     Attributes:
-        canonical, layout: the KV cache and its slots, for a copier: with a group for each stretch
-            after the real ones. A stretch is copied to and from a view of the slots,
+        canonical, layout: the KV cache and its slots, for a copier: with a group for each
+            layer range after the real ones. A range is copied to and from a view of the slots,
             `slots[:, first:end]`.
-        of_groups: for each real group its stretches, in slot order.
+        of_groups: for each real group its layer ranges, in slot order.
     """
 
     canonical: CanonicalKVCaches
     layout: SlotLayout
-    of_groups: tuple[tuple[Stretch, ...], ...]
+    of_groups: tuple[tuple[LayerRange, ...], ...]
 
     @classmethod
     def of(
@@ -107,7 +107,7 @@ class Stretches:
         canonical: CanonicalKVCaches,
         layout: SlotLayout,
         addresses: Sequence[Mapping[str, int]],
-    ) -> "Stretches":
+    ) -> "LayerRanges":
         """Find the layers' bytes.
 
         Args:
@@ -118,15 +118,15 @@ class Stretches:
         pages, sizes = list(canonical.pages), list(layout.group_bytes)
         of_groups = []
         for group_pages, group_addresses in zip(canonical.pages, addresses, strict=True):
-            stretches = []
+            layer_ranges = []
             for page in group_pages:
                 at = page.storage + page.start
                 layers = frozenset(name for name, each in group_addresses.items() if each == at)
                 end = page.slot_offset + page.nbytes
-                stretches.append(Stretch(len(pages), page.slot_offset, end, layers))
+                layer_ranges.append(LayerRange(len(pages), page.slot_offset, end, layers))
                 pages.append((replace(page, slot_offset=0),))
                 sizes.append(page.nbytes)
-            of_groups.append(tuple(stretches))
+            of_groups.append(tuple(layer_ranges))
         return cls(
             replace(canonical, pages=tuple(pages)),
             SlotLayout(tuple(sizes), layout.slot_bytes),
@@ -138,7 +138,7 @@ class LayeredSave:
     """The copies of one save.
 
     Args:
-        copier, stretches: of the KV cache; the copier was made for the stretches.
+        copier, layer_ranges: of the KV cache; the copier was made for the layer ranges.
         checksum: whether slots have checksums.
         forward: the pass that fills the blocks.
         blocks: what is copied.
@@ -149,7 +149,7 @@ class LayeredSave:
     def __init__(
         self,
         copier: BlockCopier,
-        stretches: Stretches,
+        layer_ranges: LayerRanges,
         checksum: bool,
         forward: Forward,
         blocks: BlockSpans,
@@ -157,7 +157,7 @@ class LayeredSave:
         slot_ids: NDArray[np.int64],
     ) -> None:
         self._copier = copier
-        self._stretches = stretches.of_groups
+        self._layer_ranges = layer_ranges.of_groups
         self._forward = forward
         self._block_ids = blocks.block_ids
         self._slots = slots
@@ -168,7 +168,7 @@ class LayeredSave:
         self._states: dict[int, NDArray[np.uint64] | None] = {}
         self._sums = np.zeros(len(slot_ids), np.uint64)
         self._digests: dict[int, xxhash.xxh3_64] = {}
-        self._done = [0] * len(self._stretches)
+        self._done = [0] * len(self._layer_ranges)
 
     def follow(self, cancelled: Callable[[], bool]) -> Generator[bool | float, None, int]:
         """Copy layers that are computed until the forward pass has ended; see `Work`.
@@ -184,11 +184,11 @@ class LayeredSave:
             if group is None:
                 yield UNTIL_NOTIFIED
                 continue
-            stretch, places = self._stretches[group][self._done[group]], self._places[group]
-            for batch in _batches(places, stretch):
-                if not self._copy(group, stretch, batch, cancelled):
+            layer_range, places = self._layer_ranges[group][self._done[group]], self._places[group]
+            for batch in _batches(places, layer_range):
+                if not self._copy(group, layer_range, batch, cancelled):
                     return copied
-                copied += len(batch) * (stretch.end - stretch.first)
+                copied += len(batch) * (layer_range.end - layer_range.first)
                 yield True
             self._done[group] += 1
         return copied
@@ -196,7 +196,7 @@ class LayeredSave:
     def _next_group(self) -> int | None:
         """A group whose next layer is computed."""
         for group in self._places:
-            left = self._stretches[group][self._done[group] :]
+            left = self._layer_ranges[group][self._done[group] :]
             if left and self._forward.has(left[0].layers):
                 return group
         return None
@@ -214,14 +214,14 @@ class LayeredSave:
         Returns:
             What `BlockCopier.save` does.
         """
-        stretches, done = self._stretches[group], self._done[group]
-        if not done or any(self._forward.repeated(each.layers) for each in stretches[:done]):
+        layer_ranges, done = self._layer_ranges[group], self._done[group]
+        if not done or any(self._forward.repeated(each.layers) for each in layer_ranges[:done]):
             ids = self._block_ids[places], self._slots, self._slot_ids[places]
             whole = BlockCopy(group, *ids, self._checksum, self._forward.fence)
             return self._copier.save(whole, cancelled=cancelled)
-        for stretch in stretches[done:]:
-            for batch in _batches(places, stretch):
-                if not self._copy(group, stretch, batch, cancelled):
+        for layer_range in layer_ranges[done:]:
+            for batch in _batches(places, layer_range):
+                if not self._copy(group, layer_range, batch, cancelled):
                     return None
         if self._checksum and self._states.get(group) is None:
             sums = [self._digests[place].intdigest() for place in places.tolist()]
@@ -231,18 +231,18 @@ class LayeredSave:
     def _copy(
         self,
         group: int,
-        stretch: Stretch,
+        layer_range: LayerRange,
         places: NDArray[np.int64],
         cancelled: Callable[[], bool],
     ) -> bool:
-        part, slot_ids = self._slots[:, stretch.first : stretch.end], self._slot_ids[places]
+        part, slot_ids = self._slots[:, layer_range.first : layer_range.end], self._slot_ids[places]
         if self._checksum and group not in self._states:
-            numbers = [each.number for each in self._stretches[group]]
+            numbers = [each.number for each in self._layer_ranges[group]]
             self._states[group] = self._copier.begin(numbers, self._slots, len(self._slot_ids))
         states = self._states.get(group)
         of_these = None if states is None else states[places]
         ids, goes_on = (self._block_ids[places], part, slot_ids), states is not None
-        copy = BlockCopy(stretch.number, *ids, goes_on, self._forward.fence, of_these)
+        copy = BlockCopy(layer_range.number, *ids, goes_on, self._forward.fence, of_these)
         copied = self._copier.save(copy, cancelled=cancelled)
         if copied is None:
             return False
@@ -258,19 +258,19 @@ class TracedCopier(BlockCopier):
     """A copier each of whose copies becomes a span of a trace.
 
     Args:
-        inner: the copier that copies, made for the stretches.
-        stretches: of the KV cache.
+        inner: the copier that copies, made for the layer ranges.
+        layer_ranges: of the KV cache.
         trace: takes the spans.
     """
 
-    def __init__(self, inner: BlockCopier, stretches: Stretches, trace: Trace) -> None:
-        super().__init__(stretches.layout)
+    def __init__(self, inner: BlockCopier, layer_ranges: LayerRanges, trace: Trace) -> None:
+        super().__init__(layer_ranges.layout)
         self._inner = inner
         self._trace = trace
         self._layers = {
-            stretch.number: " ".join(sorted(stretch.layers)) or "padding"
-            for group in stretches.of_groups
-            for stretch in group
+            layer_range.number: " ".join(sorted(layer_range.layers)) or "padding"
+            for group in layer_ranges.of_groups
+            for layer_range in group
         }
 
     def fence(self) -> object:
@@ -312,8 +312,8 @@ class TracedCopier(BlockCopier):
         return checksums
 
 
-def _batches(places: NDArray[np.int64], stretch: Stretch) -> Iterator[NDArray[np.int64]]:
+def _batches(places: NDArray[np.int64], layer_range: LayerRange) -> Iterator[NDArray[np.int64]]:
     """Batches of so few blocks that what was copied of them is hashed while it is cached."""
-    count = max(1, _HASHED_BYTES // (stretch.end - stretch.first))
+    count = max(1, _HASHED_BYTES // (layer_range.end - layer_range.first))
     for first in range(0, len(places), count):
         yield places[first : first + count]

@@ -27,10 +27,10 @@ from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
 from omni_connector.handoff.messages import TOKEN_BYTES, HandshakeReply
 from omni_connector.handoff.params import BadParamsError, RemotePrefill, tcp_address
+from omni_connector.handoff.periodic_tasks import PeriodicTasks
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.server import ControlServer
-from omni_connector.handoff.upkeep import Upkeep
 from omni_connector.identity.epochs import WeightsEpoch
 from omni_connector.net.keys import load_key
 from omni_connector.net.peers import Peers, parse_listen
@@ -41,7 +41,7 @@ from omni_connector.prefix.explain import ExplainedEngine
 from omni_connector.prefix.hints import HintPolicy
 from omni_connector.prefix.host_blocks import HostBlocks, touch
 from omni_connector.prefix.lookups import StoreLookups
-from omni_connector.prefix.neighbours import Household
+from omni_connector.prefix.neighbours import LocalEngine
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.runtime.stats import COUNTERS
 from omni_connector.runtime.trace import Trace
@@ -177,7 +177,7 @@ class _Assembly:
         with_arena = _has_arena(config, vllm_config, kv_cache_config)
         self._directory = self._new_directory() if with_arena else None
         self._status = self._new_status()
-        self._upkeep = Upkeep(
+        self._periodic_tasks = PeriodicTasks(
             self._folder,
             self._clock,
             self._directory,
@@ -195,7 +195,7 @@ class _Assembly:
         offered = directory if self._config.handoff and self._transfer.is_kv_producer else None
         receives = self._config.handoff and self._transfer.is_kv_consumer
         channel = self._channel(None if offered is None else self._server(offered))
-        self._upkeep.channel = channel
+        self._periodic_tasks.channel = channel
         try:
             shared = self._shared_prefix()
         except BaseException:
@@ -214,7 +214,7 @@ class _Assembly:
                 self._ours.groups,
                 self._vllm_config.num_speculative_tokens,
             ),
-            upkeep=self._upkeep,
+            periodic_tasks=self._periodic_tasks,
             channel=channel,
             directory=directory,
             sender=None if offered is None else self._sender(offered, channel),
@@ -263,7 +263,7 @@ class _Assembly:
             valid=self._weights.holds,
             clock=self._clock,
             pending_timeout=self._config.handoff_ttl_s,
-            count=self._upkeep.count,
+            count=self._periodic_tasks.count,
         )
 
     def _channel(self, server: ControlServer | None) -> ControlChannel:
@@ -274,7 +274,7 @@ class _Assembly:
             listen=None if server is None else self._control_path(self._engine_id),
             listen_tcp=None if listen is None else parse_listen(listen, rank),
             key=self._key or (loopback_key() if listen or self._config.peers else None),
-            on_tick=self._upkeep.tick,
+            on_tick=self._periodic_tasks.tick,
             on_peer_gone=partial(tidy, self._folder),
             clock=self._clock,
             start=self._surroundings.start,
@@ -399,7 +399,7 @@ class _Assembly:
         index = BlockIndex.create(self._directory.num_slots, epoch)
         try:
             neighbours = self._surroundings.neighbours(
-                Household(
+                LocalEngine(
                     folder=self._folder,
                     name=f"index:{self._engine_id}",
                     readers=readers_id(self._shared_with, self._hash_id),

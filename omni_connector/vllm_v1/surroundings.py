@@ -24,7 +24,7 @@ from omni_connector.net.links import Sockets, ZmqSockets
 from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.net.status import StatusFile
 from omni_connector.prefix.attaching import Ranks, RankSockets
-from omni_connector.prefix.neighbours import HostNeighbours, Household, Neighbours
+from omni_connector.prefix.neighbours import HostNeighbours, LocalEngine, Neighbours
 from omni_connector.runtime.turns import MakeLock, StartTurns, TurnThread
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.opening import open_block_store
@@ -69,7 +69,9 @@ class Surroundings:
     transports: Callable[[OmniConfig, bool], Transports] = make_transports
     block_store: Callable[[StoreSettings | FileStoreSettings, int], BlockStore] = open_block_store
     rank_copies: Callable[[Path, str, int, float], CopiesOfRanks] = RankCopies
-    neighbours: Callable[[Household, Callable[[], float], StartTurns], Neighbours] = HostNeighbours
+    neighbours: Callable[[LocalEngine, Callable[[], float], StartTurns], Neighbours] = (
+        HostNeighbours
+    )
     answer_for_rank: Callable[[Path, str, int, RankAnswers], Callable[[], None]] = (
         rank_socket.listen
     )

@@ -19,7 +19,7 @@ from omni_connector.config import OmniConfig
 from omni_connector.copy.copier import BlockCopier
 from omni_connector.copy.ended import ended_copies
 from omni_connector.copy.jobs import LoadSpec, Saver, SaveSpec
-from omni_connector.copy.layered import Forward, Stretches, TracedCopier
+from omni_connector.copy.layered import Forward, LayerRanges, TracedCopier
 from omni_connector.copy.ledger import Ended
 from omni_connector.copy.loading import Loader
 from omni_connector.copy.prefix_jobs import HostLoadSpec, KeepSpec, StoreLoadSpec, StoreSaveSpec
@@ -190,21 +190,21 @@ class OmniWorker:
             {layer.name: views[layer.name].data_ptr() for layer in group.layers}
             for group in group_specs(self._kv_cache_config)
         ]
-        stretches = Stretches.of(canonical, layout, addresses)
+        layer_ranges = LayerRanges.of(canonical, layout, addresses)
         cores = len(_PROCESS_CORES) // self._ranks
         threads = self._config.copy_threads or _default_copy_threads(cores, canonical.device.type)
         self._helpers.threads = 1 + threads
         self._copier = self._surroundings.copier(
-            stretches.canonical, stretches.layout, self._helpers
+            layer_ranges.canonical, layer_ranges.layout, self._helpers
         )
         if self._trace is not None:
-            self._copier = TracedCopier(self._copier, stretches, self._trace)
+            self._copier = TracedCopier(self._copier, layer_ranges, self._trace)
         orders = kernel_orders(self._kv_cache_config, self._layers, canonical.page_orders)
         attention = attention_of(self._kv_cache_config, self._layers)
         groups = group_shapes(self._kv_cache_config, orders, attention)
         endpoints: tuple[Endpoint, ...] = ()
         if self._sizing is not None:
-            endpoints = self._open_arena(self._sizing, self._copier, stretches, groups)
+            endpoints = self._open_arena(self._sizing, self._copier, layer_ranges, groups)
         if self._store is not None:
             self._store_jobs = StoreJobs(
                 store=self._store,
@@ -244,10 +244,10 @@ class OmniWorker:
         self,
         sizing: ArenaSizing,
         copier: BlockCopier,
-        stretches: Stretches,
+        layer_ranges: LayerRanges,
         groups: tuple[GroupShape, ...],
     ) -> tuple[Endpoint, ...]:
-        slot_bytes = stretches.layout.slot_bytes
+        slot_bytes = layer_ranges.layout.slot_bytes
         if self._surroundings.prefault:
             size, self._reservation = sizing.reserve(slot_bytes, groups)
         else:
@@ -272,7 +272,7 @@ class OmniWorker:
         self._saver = Saver(
             arena=self._arena,
             copier=copier,
-            stretches=stretches,
+            layer_ranges=layer_ranges,
             checksum=self._checksum or self._transports.needs_checksums,
         )
         self._bodies[SaveSpec] = self._bodies[KeepSpec] = self._saves, self._saver.work

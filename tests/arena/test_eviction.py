@@ -216,7 +216,7 @@ def admitted(pool: SlotPool, word: str, admission: Admission) -> bool:
 
 @pytest.mark.parametrize(
     ("admission", "expected"),
-    [("all", [1, 1, 1, 1]), ("auto", [1, 0, 0, 1]), ("second_sight", [0, 0, 0, 1])],
+    [("all", [1, 1, 1, 1]), ("auto", [1, 0, 0, 1]), ("second_hit", [0, 0, 0, 1])],
 )
 def test_where_nothing_comes_again_new_blocks_are_passed_over(
     admission: Admission, expected: list[int]
@@ -253,9 +253,9 @@ def test_what_was_there_of_one_prompt_says_nothing_of_others(seen: list[list[boo
     asked = [[f"{p}/{i}".encode() for i in range(len(blocks))] for p, blocks in enumerate(seen)]
     for prompt, blocks in zip(asked, seen, strict=True):
         for key, before in zip(prompt, blocks, strict=True):
-            assert not before or not pool.admits(0, [key], "second_sight").any()
+            assert not before or not pool.admits(0, [key], "second_hit").any()
     prompts = np.repeat(np.arange(len(seen)), [len(blocks) for blocks in seen])
-    together = pool.admits(0, [key for prompt in asked for key in prompt], "second_sight", prompts)
+    together = pool.admits(0, [key for prompt in asked for key in prompt], "second_hit", prompts)
     assert together.tolist() == [any(of[i:]) for of in seen for i in range(len(of))]
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from omni_connector.copy import layered
 from omni_connector.copy import threads as copy_threads
 from omni_connector.copy.host import CpuCopier
-from omni_connector.copy.layered import Forward, LayeredSave, Stretches, TracedCopier
+from omni_connector.copy.layered import Forward, LayeredSave, LayerRanges, TracedCopier
 from omni_connector.copy.threads import UNTIL_NOTIFIED, CopyThread, Outcome
 from omni_connector.kv.canonical import SlotLayout, canonicalize
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
@@ -28,13 +28,13 @@ def never():
     return False
 
 
-def stretches_of(cache):
+def layer_ranges_of(cache):
     canonical = canonicalize(cache.groups, cache.views, cache.num_blocks)
     addresses = [
         {layer.name: cache.views[layer.name].data_ptr() for layer in group.layers}
         for group in cache.groups
     ]
-    return Stretches.of(canonical, SlotLayout.of(canonical), addresses)
+    return LayerRanges.of(canonical, SlotLayout.of(canonical), addresses)
 
 
 class Saving:
@@ -45,21 +45,21 @@ class Saving:
 
     def __init__(self, make_copier, source, after, *, checksum=True):
         self.source, self.after = source, after
-        self.stretches = stretches_of(source)
+        self.layer_ranges = layer_ranges_of(source)
         self.forward = Forward()
         of_group = np.array_split(np.arange(1, source.num_blocks), len(source.groups))
         self.blocks = BlockSpans.of([(0, [NULL_BLOCK_ID, *ids.tolist()]) for ids in of_group])
         count = len(self.blocks.block_ids)
         # As in an arena: machine code writes to whole lines only.
-        size = self.stretches.layout.slot_bytes
+        size = self.layer_ranges.layout.slot_bytes
         wide = np.zeros((count * -(-size // 64) + 1) * 64, np.uint8)
         lines = wide[-wide.ctypes.data % 64 :][: count * -(-size // 64) * 64]
         self.slots = lines.reshape(count, -1)[:, :size]
-        self.copier = make_copier(self.stretches.canonical, self.stretches.layout, self.slots)
+        self.copier = make_copier(self.layer_ranges.canonical, self.layer_ranges.layout, self.slots)
         self.checksum = checksum
         self.copies = LayeredSave(
             self.copier,
-            self.stretches,
+            self.layer_ranges,
             checksum,
             self.forward,
             self.blocks,
@@ -162,8 +162,8 @@ def test_checksums_go_on_from_layer_to_layer_in_machine_code(kv, layers):
     saving = Saving(
         lambda canonical, layout, slots: CpuCopier(canonical, layout), source, source.clone()
     )
-    for stretches in saving.stretches.of_groups:
-        numbers = [stretch.number for stretch in stretches]
+    for layer_ranges in saving.layer_ranges.of_groups:
+        numbers = [layer_range.number for layer_range in layer_ranges]
         assert saving.copier.begin(numbers, saving.slots, 2) is not None
         assert saving.copier.begin(numbers, saving.slots[:, 1:], 2) is None
     for layer in saving.layers[:-1]:
@@ -214,7 +214,7 @@ def test_a_save_that_is_cancelled_copies_no_more_of_its_layer(kv, make_copier, m
 
 def test_a_layer_that_others_read_waits_for_all_of_them(kv):
     cache = kv.build("LBHNC", 4, [[kv.Shape(2, 2, 4, 8)]], shared_layers=True)
-    first, second = stretches_of(cache).of_groups[0]
+    first, second = layer_ranges_of(cache).of_groups[0]
     assert first.layers == {"group0.shape0.layer0", "group0.shared"}
     assert second.layers == {"group0.shape0.layer1"}
     forward = Forward()
@@ -456,7 +456,7 @@ def test_a_layer_of_a_device_goes_to_pinned_slots_in_batches_of_its_own_size(kv)
 def test_zeroed_blocks_are_traced() -> None:
     told: list[Any] = []
     inner: Any = SimpleNamespace(zero=lambda group, ids, fence=None: told.append(len(ids)))
-    stretches: Any = SimpleNamespace(layout=None, of_groups=())
+    layer_ranges: Any = SimpleNamespace(layout=None, of_groups=())
     trace: Any = SimpleNamespace(span=lambda name, began, **what: told.append((name, what)))
-    TracedCopier(inner, stretches, trace).zero(1, np.arange(3))
+    TracedCopier(inner, layer_ranges, trace).zero(1, np.arange(3))
     assert told == [3, ("zero", {"group": 1, "blocks": 3})]

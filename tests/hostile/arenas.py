@@ -50,7 +50,7 @@ from omni_connector.objects.peer import ANSWERS, Find, Found, Missing, Read, rea
 from omni_connector.prefix.attaching import RankSockets
 from omni_connector.prefix.host_blocks import touch
 from omni_connector.prefix.neighbours import ANSWERS as GIVEN
-from omni_connector.prefix.neighbours import QUESTIONS, GiveIndex, Hits, Household, opened
+from omni_connector.prefix.neighbours import QUESTIONS, GiveIndex, Hits, LocalEngine, opened
 from omni_connector.testing.conformance.slots import read
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.mooncake.engine import MemoryRange
@@ -235,7 +235,7 @@ def neighbours() -> Iterator[Parser]:
     with _owner() as owner, BlockIndex.create(N_SLOTS, epoch) as index:
         arenas = ((Endpoint.of(owner.arena, "shm", "/x"),),)
         ranks = RankSockets(Path("/"), "", 0)
-        ours = Household(Path("/"), "", readers, index, arenas, ranks, partial(touch, pool))
+        ours = LocalEngine(Path("/"), "", readers, index, arenas, ranks, partial(touch, pool))
         given = msgspec.msgpack.encode(GiveIndex(readers, epoch, N_SLOTS, arenas))
         numbers = np.arange(N_SLOTS).tobytes()
         told = msgspec.msgpack.encode(Hits(numbers, numbers))

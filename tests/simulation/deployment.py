@@ -231,8 +231,8 @@ class Deployment:
             transports=transports,
             block_store=lambda settings, lends: self.shelf.client(owner, model),
             rank_copies=lambda folder, engine_id, *_: SimulatedRankCopies(self.engines[engine_id]),
-            neighbours=lambda household, *_: SimulatedNeighbours(
-                self.host.neighbourhood, owner, model, household
+            neighbours=lambda local_engine, *_: SimulatedNeighbours(
+                self.host.neighbourhood, owner, model, local_engine
             ),
             answer_for_rank=lambda folder, engine_id, rank, answers: self.host.answer_for_rank(
                 owner, rank, answers

@@ -142,7 +142,7 @@ def test_new_blocks_are_kept_only_where_some_are_used_again(sharer, tokens):
 
 @pytest.mark.parametrize("hint", [{"pin_s": 5}, {"prefetch": True}, {"cache": "high"}])
 def test_new_blocks_that_are_asked_for_are_kept(sharer, hint):
-    alone = sharer(extra={**slots(16), "admission": "second_sight"})
+    alone = sharer(extra={**slots(16), "admission": "second_hit"})
     publish(alone, prompt(4 * BLOCK, seed=1))
     assert kept(alone) == 0
     publish(alone, prompt(4 * BLOCK, seed=2), params={"omni": hint})
@@ -481,7 +481,7 @@ def test_an_engine_of_another_model_is_told_of_once(sharer, monkeypatch):
     told = []
     monkeypatch.setattr(module.logger, "log", lambda level, *text: told.append(text))
     found = neighbours(sharer())
-    other = dataclasses.replace(found._household, name="another", readers=b"x" * 16)
+    other = dataclasses.replace(found._local_engine, name="another", readers=b"x" * 16)
     with contextlib.closing(HostNeighbours(other, time.monotonic)):
         for _ in range(3):
             found._not_before.clear()

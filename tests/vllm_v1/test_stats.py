@@ -43,7 +43,7 @@ def reported(engine):
     prefill.generate(prompt(40 * BLOCK, seed=1), params=HANDOFF)
     decode.generate(prompt(40), params={"do_remote_prefill": True})
     assert_clean(prefill, decode)
-    prefill.half._upkeep.count("handoffs_expired")
+    prefill.half._periodic_tasks.count("handoffs_expired")
     for each in (prefill, decode):
         each.count("")
     return prefill.stats, decode.stats

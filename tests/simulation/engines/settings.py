@@ -99,7 +99,7 @@ ARENA_WAIT_S: Final = 2.0
 LOAD_TIMEOUT_S: Final = 3.0
 HANDOFF_TTL_S: Final = 12.0
 LOOKUP_TIMEOUT_S: Final = 0.25
-ADMISSIONS: Final = ("all", "auto", "all", "second_sight")
+ADMISSIONS: Final = ("all", "auto", "all", "second_hit")
 
 
 def extra_config(shape: EngineShape, slot_bytes: int) -> dict[str, Any]:

@@ -144,7 +144,7 @@ MENDED: Final = (
         "defect 3: expiry ends with the thread",
         "without the control thread no hand-off's time ends",
         (
-            "omni_connector.handoff.upkeep",
+            "omni_connector.handoff.periodic_tasks",
             "            self._next_expiry = self._clock() + TICK_S\n            self._expire()\n",
             "            self._next_expiry = self._clock() + TICK_S\n",
         ),

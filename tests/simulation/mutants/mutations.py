@@ -85,7 +85,7 @@ OWN: Final = (
             "omni_connector.copy.layered",
             "            states[places], self._sums[places] = of_these, copied\n",
             "            self._sums[places] = copied\n"
-            "            if stretch.first:\n"
+            "            if layer_range.first:\n"
             "                states[places] = of_these\n",
         ),
     ),
@@ -95,7 +95,7 @@ OWN: Final = (
         (
             "omni_connector.copy.layered",
             "        elif self._checksum:\n            for place, slot",
-            "        elif self._checksum and stretch.first:\n            for place, slot",
+            "        elif self._checksum and layer_range.first:\n            for place, slot",
         ),
     ),
     mutant(
@@ -121,8 +121,8 @@ OWN: Final = (
         "a slot is published without the layers that told nothing",
         (
             "omni_connector.copy.layered",
-            "        for stretch in stretches[done:]:\n",
-            "        for stretch in ():\n",
+            "        for layer_range in layer_ranges[done:]:\n",
+            "        for layer_range in ():\n",
         ),
     ),
     mutant(

@@ -19,7 +19,7 @@ from omni_connector.arena.block_index import BlockIndex, BlockIndexView, Tags
 from omni_connector.arena.format import EPOCH_BYTES
 from omni_connector.arena.slot_index import Ints
 from omni_connector.prefix.attaching import Arenas
-from omni_connector.prefix.neighbours import Household, Neighbour, Neighbours
+from omni_connector.prefix.neighbours import LocalEngine, Neighbour, Neighbours
 from tests import inspection
 from tests.simulation.surroundings.world import Violation, World
 
@@ -70,7 +70,7 @@ class Neighbourhood:
         home = self.homes.get(owner)
         if home is not None:
             home.close()
-            home.household.index.close()
+            home.local_engine.index.close()
 
     def mapped(self, reader: str, owner: str, view: BlockIndexView) -> None:
         """A reader has mapped the index of another engine."""
@@ -95,16 +95,16 @@ class SimulatedNeighbours(Neighbours):
     """
 
     def __init__(
-        self, neighbourhood: Neighbourhood, owner: str, model: str, household: Household
+        self, neighbourhood: Neighbourhood, owner: str, model: str, local_engine: LocalEngine
     ) -> None:
-        readers = hashlib.blake2b(household.readers + model.encode(), digest_size=16).digest()
+        readers = hashlib.blake2b(local_engine.readers + model.encode(), digest_size=16).digest()
         self.owner = owner
-        self.household = replace(household, readers=readers)
+        self.local_engine = replace(local_engine, readers=readers)
         self._neighbourhood = neighbourhood
         self._met: dict[SimulatedNeighbours, Neighbour] = {}
         self._present: tuple[Neighbour, ...] = ()
         self._follows_at = 0.0
-        self._fd = os.dup(household.index.fd)
+        self._fd = os.dup(local_engine.index.fd)
         neighbourhood.join(self)
 
     def present(self) -> Sequence[Neighbour]:
@@ -115,7 +115,7 @@ class SimulatedNeighbours(Neighbours):
     def _follow(self) -> None:
         """See what the ranks have attached, as a real engine does about once a second."""
         world, met = self._neighbourhood.world, list(self._met.values())
-        attached = self.household.ranks.attached([each.arenas for each in met])
+        attached = self.local_engine.ranks.attached([each.arenas for each in met])
         self._present = tuple(each for each, there in zip(met, attached, strict=True) if there)
         self._follows_at = world.now + (_LOOK_S if all(attached) else _SOON_S) * world.draw.random()
 
@@ -141,7 +141,7 @@ class SimulatedNeighbours(Neighbours):
         if self.owner not in self._neighbourhood.homes:
             return
         try:
-            self.household.on_hits(slots, generations)
+            self.local_engine.on_hits(slots, generations)
         except Exception as error:
             raise Violation(
                 "exception", f"{self.owner} is told of hits: {type(error).__name__}: {error}"
@@ -149,7 +149,7 @@ class SimulatedNeighbours(Neighbours):
 
     def meet(self, other: "SimulatedNeighbours") -> None:
         """Map the index of another engine, if both are there and keep the same."""
-        ours, theirs = self.household, other.household
+        ours, theirs = self.local_engine, other.local_engine
         homes = self._neighbourhood.homes
         if self.owner not in homes or other.owner not in homes or ours.readers != theirs.readers:
             return
@@ -198,14 +198,14 @@ class LyingIndex:
     def __init__(
         self, neighbourhood: Neighbourhood, victim: SimulatedNeighbours, name: str
     ) -> None:
-        index = victim.household.index
+        index = victim.local_engine.index
         self._index = BlockIndex.create(index.num_slots, neighbourhood.world.randbytes(EPOCH_BYTES))
         self._neighbourhood = neighbourhood
-        household = replace(
-            victim.household, index=self._index, ranks=_NoRanks(), on_hits=lambda *_: None
+        local_engine = replace(
+            victim.local_engine, index=self._index, ranks=_NoRanks(), on_hits=lambda *_: None
         )
-        self._home = SimulatedNeighbours(neighbourhood, name, "", household)
-        self._home.household = household  # with the very digest of the victim
+        self._home = SimulatedNeighbours(neighbourhood, name, "", local_engine)
+        self._home.local_engine = local_engine  # with the very digest of the victim
 
     def lie(self, tags: Tags, generations: Ints, draw: random.Random) -> None:
         """Write nonsense.

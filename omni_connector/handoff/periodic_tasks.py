@@ -16,7 +16,7 @@ from omni_connector.runtime.turns import MakeLock
 _SWEEP_S: Final = 10.0
 
 
-class Upkeep:
+class PeriodicTasks:
     """Ends leases when their time is over, removes dead sockets, and counts events of all threads.
 
     Args:

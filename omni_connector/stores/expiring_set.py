@@ -12,7 +12,7 @@ BlockName = tuple[int, bytes]
 _MAX_REMEMBERED: Final = 1 << 16
 
 
-class Recently:
+class ExpiringSet:
     """Names of blocks, each remembered for some time. One thread adds them, any thread may ask.
 
     Args:
