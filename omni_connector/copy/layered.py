@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving blocks layer by layer, while the forward pass that fills them computes the next layers.
 
-A slot holds a block's layers one after the other, so the bytes of one layer are consecutive.
-The copier sees each layer's range as a group of its own, and the checksum of a slot grows with them.
+A slot holds the layers of a block one after the other, so the bytes of one layer are consecutive.
+The copier sees each such range as a group of its own, and the checksum of a slot grows with them.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
