@@ -115,4 +115,31 @@ FEATURES: Final = (
             '        return "last", 0\n',
         ),
     ),
+    mutant(
+        "ranks report as one",
+        "a job ends only if all ranks report it in one step",
+        (
+            "omni_connector.kv.ledger",
+            "            if job.ranks_left <= 0:\n",
+            "            if ranks >= self._ranks:\n",
+        ),
+    ),
+    mutant(
+        "what a reset has let go of does not end",
+        "ranks that report a copy after a reset has waited for it are not heard",
+        (
+            "omni_connector.kv.ledger",
+            "            if job is None:\n                continue\n",
+            "            if job is None or not job.block_ids:\n                continue\n",
+        ),
+    ),
+    mutant(
+        "slots are voided under a copy",
+        "at a reset slots are voided at once, also where a rank still copies into them",
+        (
+            "omni_connector.vllm_v1.worker",
+            "            self._saves.submit(NO_JOB_ID, self._saver.void_work(*metadata.void))\n",
+            "            list(self._saver.void_work(*metadata.void)(lambda: False))\n",
+        ),
+    ),
 )
