@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from omni_connector.transports.mooncake.transport.engine import TransferEngine
+from omni_connector.transports.mooncake.engine import TransferEngine
 
 from . import early, machine, support_table
 from .masters import Master

@@ -38,7 +38,7 @@ from omni_connector.plugin import CONNECTOR_NAME, require_supported_vllm, suppor
 from omni_connector.stores.file_folder import BlockFolder
 from omni_connector.stores.file_store import FileBlockStore
 from omni_connector.transports.choice import make_transports
-from omni_connector.transports.mooncake.transport.library import (
+from omni_connector.transports.mooncake.library import (
     engine_module,
     family_of,
     store_module,

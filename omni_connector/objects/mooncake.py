@@ -34,8 +34,8 @@ from omni_connector.objects.object_store import DEFAULT_TTL_S, object_geometry
 from omni_connector.objects.peer import ENCODER, QUESTIONS, Answer, Find, Found, Missing, Read
 from omni_connector.runtime.turns import TurnThread
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.mooncake.transport.engine import address_towards
-from omni_connector.transports.mooncake.transport.transport import MooncakeTransport
+from omni_connector.transports.mooncake.engine import address_towards
+from omni_connector.transports.mooncake.transport import MooncakeTransport
 
 logger = logging.getLogger(__name__)
 

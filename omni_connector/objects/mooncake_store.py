@@ -42,7 +42,7 @@ from omni_connector.objects.manifest import (
     Version,
     manifest_name,
 )
-from omni_connector.transports.mooncake.transport.client import (
+from omni_connector.transports.mooncake.client import (
     MISSING,
     NO_ROOM,
     OK,
@@ -51,8 +51,8 @@ from omni_connector.transports.mooncake.transport.client import (
     StoreClient,
     name_of,
 )
-from omni_connector.transports.mooncake.transport.library import evicted_last
-from omni_connector.transports.mooncake.transport.memory import Staging, addresses
+from omni_connector.transports.mooncake.library import evicted_last
+from omni_connector.transports.mooncake.memory import Staging, addresses
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ AUTO: Final = "auto"
 
 _BUILT_IN: Final = {
     "shm": "omni_connector.transports.shm:SharedMemoryTransport",
-    "mooncake": "omni_connector.transports.mooncake.transport.transport:MooncakeTransport",
+    "mooncake": "omni_connector.transports.mooncake.transport:MooncakeTransport",
 }
 _NONE: Final = {
     "mooncake_store": "a Mooncake Store keeps blocks and objects, but is no transport; configure "

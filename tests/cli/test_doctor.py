@@ -16,7 +16,7 @@ from omni_connector.cli.doctor import CheckFailedError, Finding, doctor, examine
 from omni_connector.cli.main import main
 from omni_connector.config import OmniConfig
 from omni_connector.net.keys import write_new_key
-from omni_connector.transports.mooncake.transport import library as mooncake_lib
+from omni_connector.transports.mooncake import library as mooncake_lib
 
 SLOW = ("vLLM", "plugin")
 

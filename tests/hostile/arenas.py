@@ -53,8 +53,8 @@ from omni_connector.prefix.neighbours import ANSWERS as GIVEN
 from omni_connector.prefix.neighbours import QUESTIONS, GiveIndex, Hits, LocalEngine, opened
 from omni_connector.testing.conformance.slots import read
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.mooncake.transport.engine import MemoryRange
-from omni_connector.transports.mooncake.transport.transport import MooncakeArena
+from omni_connector.transports.mooncake.engine import MemoryRange
+from omni_connector.transports.mooncake.transport import MooncakeArena
 from omni_connector.transports.shm import Attach, AttachReply, MappedArena
 from tests import inspection
 from tests.hostile.mutation import damage, distort_msgpack

@@ -21,8 +21,8 @@ from omni_connector.errors import (
 from omni_connector.transports import choice
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.choice import Choice, Transports, make_transports
-from omni_connector.transports.mooncake.transport import transport as mooncake_module
-from omni_connector.transports.mooncake.transport.transport import MooncakeTransport
+from omni_connector.transports.mooncake import transport as mooncake_module
+from omni_connector.transports.mooncake.transport import MooncakeTransport
 from omni_connector.transports.shm import SharedMemoryTransport
 from tests import inspection
 

@@ -24,11 +24,11 @@ from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.mooncake_store import MooncakeStoreConnector
 from omni_connector.objects.shm import SharedMemoryConnector
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.mooncake.transport import client as mooncake_client
-from omni_connector.transports.mooncake.transport import engine as mooncake_engine
-from omni_connector.transports.mooncake.transport import library as mooncake_lib
-from omni_connector.transports.mooncake.transport.client import StoreClient
-from omni_connector.transports.mooncake.transport.engine import TransferEngine
+from omni_connector.transports.mooncake import client as mooncake_client
+from omni_connector.transports.mooncake import engine as mooncake_engine
+from omni_connector.transports.mooncake import library as mooncake_lib
+from omni_connector.transports.mooncake.client import StoreClient
+from omni_connector.transports.mooncake.engine import TransferEngine
 from omni_connector.transports.shm import SharedMemoryTransport
 from tests import inspection
 

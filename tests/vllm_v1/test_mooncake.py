@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from omni_connector.copy.loading import Loader
-from omni_connector.transports.mooncake.transport.transport import MooncakeTransport
+from omni_connector.transports.mooncake.transport import MooncakeTransport
 from tests import inspection
 from tests.toy import BLOCK, FAMILIES
 

@@ -26,7 +26,7 @@ from omni_connector.errors import OmniError, PeerUnreachableError, TransportErro
 from omni_connector.net.forks import forget_in_child
 from omni_connector.net.peers import parse_host
 from omni_connector.runtime.blocking_calls import CallThreads
-from omni_connector.transports.mooncake.transport.library import (
+from omni_connector.transports.mooncake.library import (
     family_of,
     never_destroy,
     require_package,

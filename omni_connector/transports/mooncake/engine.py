@@ -28,7 +28,7 @@ from omni_connector.errors import PeerUnreachableError, TransportError
 from omni_connector.net.forks import forget_in_child
 from omni_connector.net.peers import HostPort, parse_host, parse_host_port
 from omni_connector.net.resolver import resolve
-from omni_connector.transports.mooncake.transport.library import (
+from omni_connector.transports.mooncake.library import (
     engine_module,
     family_of,
     never_destroy,

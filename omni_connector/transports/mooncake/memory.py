@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from omni_connector.arena.pool import Memory, Pool
 from omni_connector.errors import OmniError, TransportError
-from omni_connector.transports.mooncake.transport.client import TRANSFER_FAILED, StoreClient
+from omni_connector.transports.mooncake.client import TRANSFER_FAILED, StoreClient
 
 _STORE: Final = "Mooncake Store"
 

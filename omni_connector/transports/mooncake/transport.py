@@ -42,12 +42,8 @@ from omni_connector.transports.base import (
     Site,
     check_destination,
 )
-from omni_connector.transports.mooncake.transport.engine import MemoryRange, TransferEngine
-from omni_connector.transports.mooncake.transport.library import (
-    engine_module,
-    family_of,
-    require_package,
-)
+from omni_connector.transports.mooncake.engine import MemoryRange, TransferEngine
+from omni_connector.transports.mooncake.library import engine_module, family_of, require_package
 
 _ADDRESS: Final = re.compile(
     r"(?P<protocol>tcp|rdma)://(?P<engine>[][A-Za-z0-9.:_-]+)/(?P<base>[0-9a-f]{1,16})\Z"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from omni_connector.errors import PeerUnreachableError
-from omni_connector.transports.mooncake.transport import client as mooncake_client
-from omni_connector.transports.mooncake.transport.client import ClientSettings, StoreClient
+from omni_connector.transports.mooncake import client as mooncake_client
+from omni_connector.transports.mooncake.client import ClientSettings, StoreClient
 
 
 class Store:

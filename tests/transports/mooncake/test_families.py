@@ -50,7 +50,7 @@ from omni_connector.config import MooncakeSettings
 from omni_connector.errors import OmniError
 from omni_connector.arena.arena import Arena
 from omni_connector.transports.base import Endpoint, Site
-from omni_connector.transports.mooncake.transport.transport import MooncakeTransport
+from omni_connector.transports.mooncake.transport import MooncakeTransport
 
 own, other = sys.argv[1:]
 settings = MooncakeSettings(timeout_s=5.0)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from omni_connector.transports.mooncake.transport import library as mooncake_lib
+from omni_connector.transports.mooncake import library as mooncake_lib
 
 IMPORT = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from omni_connector.errors import MissingDependencyError
-from omni_connector.transports.mooncake.transport.library import engine_module, store_module
+from omni_connector.transports.mooncake.library import engine_module, store_module
 for module in (engine_module, store_module):
     try:
         module()

@@ -10,8 +10,8 @@ import pytest
 from omni_connector.arena.pool import QUARANTINE_S, pages
 from omni_connector.errors import TransportError
 from omni_connector.testing import FakeClock
-from omni_connector.transports.mooncake.transport.client import OK, TRANSFER_FAILED
-from omni_connector.transports.mooncake.transport.memory import Staging
+from omni_connector.transports.mooncake.client import OK, TRANSFER_FAILED
+from omni_connector.transports.mooncake.memory import Staging
 
 SIZE = 8192
 

@@ -40,14 +40,9 @@ from omni_connector.errors import (
 )
 from omni_connector.testing.conformance import TransportConformance, publish, read
 from omni_connector.transports.base import Endpoint, RemoteArena
-from omni_connector.transports.mooncake.transport import engine as mooncake_engine
-from omni_connector.transports.mooncake.transport.engine import (
-    MemoryRange,
-    TransferEngine,
-    cut,
-    join,
-)
-from omni_connector.transports.mooncake.transport.transport import MooncakeArena, MooncakeTransport
+from omni_connector.transports.mooncake import engine as mooncake_engine
+from omni_connector.transports.mooncake.engine import MemoryRange, TransferEngine, cut, join
+from omni_connector.transports.mooncake.transport import MooncakeArena, MooncakeTransport
 
 from ...stopping import stop
 
@@ -552,7 +547,7 @@ import msgspec, numpy as np
 from omni_connector.config import MooncakeSettings
 from omni_connector.testing.conformance import publish
 from omni_connector.arena.arena import Arena
-from omni_connector.transports.mooncake.transport.transport import MooncakeTransport
+from omni_connector.transports.mooncake.transport import MooncakeTransport
 
 connector = MooncakeTransport(settings=MooncakeSettings(timeout_s=2.0), host="127.0.0.1")
 arena = Arena.create(16, 1 << 20)
@@ -629,7 +624,7 @@ from omni_connector.config import MooncakeSettings
 from omni_connector.errors import PeerUnreachableError
 from omni_connector.testing.conformance.slots import read
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.mooncake.transport.transport import MooncakeTransport
+from omni_connector.transports.mooncake.transport import MooncakeTransport
 
 endpoint = msgspec.json.decode(sys.argv[1], type=Endpoint)
 with MooncakeTransport(settings=MooncakeSettings(timeout_s=1.0), host="127.0.0.1") as reader:
