@@ -363,7 +363,7 @@ def laboratory() -> Iterator[None]:
         (file_folder, "_PARTS", 1),
         (saves, "_TOGETHER", 2),  # answers are short
         (saves, "_MANY", 2),  # and so are prompts
-        (reading, "_FETCH_AGAIN_S", 0.02),  # each time is several acts
+        (reading, "_FETCH_AGAIN_S", 0.02),  # each time, several threads act
         (time, "sleep", _no_sleep),
         # What says the same for each engine of a process.
         (plugin, "installed_vllm", functools.cache(plugin.installed_vllm)),
