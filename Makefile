@@ -46,11 +46,11 @@ test-matrix: setup
 
 SEEDS ?= 0:10000
 simulate: setup
-	$(BIN)/python -m omni_connector.testing.simulation --seeds $(SEEDS) --jobs 2 \
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --jobs 2 \
 		--keep benchmarks/results/simulation.md $(ARGS)
 
 mutants: setup
-	$(BIN)/python -m omni_connector.testing.simulation.mutants --jobs 2 \
+	$(BIN)/python -m tests.simulation.mutants --jobs 2 \
 		--keep benchmarks/results/mutants.md $(ARGS)
 
 # mutmut is not among the development tools: its needs would make `make setup` heavier for all, and

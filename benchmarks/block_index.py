@@ -31,15 +31,15 @@ from unittest.mock import patch
 import matplotlib as mpl
 import numpy as np
 
-from omni_connector.memory import block_index
-from omni_connector.memory.block_index import (
+from omni_connector.arena import block_index
+from omni_connector.arena.block_index import (
     BlockIndex,
     BlockIndexView,
     Tags,
     find_prefix,
     tags_of,
 )
-from omni_connector.memory.slot_pool import SlotListing, SlotPool
+from omni_connector.arena.slot_pool import SlotListing, SlotPool
 from omni_connector.native_probe import native_probe
 
 mpl.use("Agg")
@@ -156,10 +156,10 @@ def changes(slots: int, batch: int, count: int) -> tuple[float, float]:
 PARTS: Final = {
     "file": "the index's file",
     "memory/block_index.py": "the owner's part of it",
-    "memory/slot_index.py": "`slot_index.py`",
+    "arena/slot_index.py": "`slot_index.py`",
     "benchmarks/block_index.py": "keys that stay alive",
-    "memory/eviction.py": "`eviction.py`",
-    "memory/slot_pool.py": "`slot_pool.py`",
+    "arena/eviction.py": "`eviction.py`",
+    "arena/slot_pool.py": "`slot_pool.py`",
 }
 
 

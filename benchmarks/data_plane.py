@@ -34,8 +34,9 @@ import msgspec
 import numpy as np
 import torch
 
+from omni_connector.copy.choice import make_copier
+from omni_connector.copy.copier import BlockCopy
 from omni_connector.kv.canonical import GroupSpec, LayerSpec, SlotLayout, canonicalize
-from omni_connector.kv.copying import BlockCopy, make_copier
 from omni_connector.transports import Arena, Endpoint
 from omni_connector.transports.shm import SharedMemoryTransport
 

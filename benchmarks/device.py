@@ -26,9 +26,10 @@ import numpy as np
 import torch
 from data_plane import RESULTS, machine
 
+from omni_connector.arena.arena import Arena
+from omni_connector.copy.choice import make_copier
+from omni_connector.copy.copier import BlockCopier, BlockCopy
 from omni_connector.kv.canonical import GroupSpec, LayerSpec, SlotLayout, canonicalize
-from omni_connector.kv.copying import BlockCopier, BlockCopy, make_copier
-from omni_connector.memory.arena import Arena
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

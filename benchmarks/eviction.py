@@ -24,9 +24,9 @@ import numpy as np
 from policies import ARC, LRU, S3FIFO, SecondSight, belady, hits_of
 from traces import Trace, agents, conversations, of_file, questions
 
+from omni_connector.arena.slot_index import SlotKey
+from omni_connector.arena.slot_pool import SlotPool
 from omni_connector.config import Admission
-from omni_connector.memory.slot_index import SlotKey
-from omni_connector.memory.slot_pool import SlotPool
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

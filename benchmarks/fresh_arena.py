@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from data_plane import FULL, LAYERS, RESULTS, Cache, Memcpy, block_ids, machine, timed
 
-from omni_connector.copies.jobs import BATCH_BYTES
-from omni_connector.kv.copying import BlockCopy
-from omni_connector.memory.arena import Arena, ArenaView
-from omni_connector.memory.huge_pages import explain
-from omni_connector.turns import COPIES
+from omni_connector.arena.arena import Arena, ArenaView
+from omni_connector.arena.huge_pages import explain
+from omni_connector.copy.copier import BlockCopy
+from omni_connector.copy.jobs import BATCH_BYTES
+from omni_connector.runtime.turns import COPIES
 
 PAGE_BYTES = 128 << 10  # 16 tokens of 8 heads of 128 float32, keys and values
 BLOCKS = 128

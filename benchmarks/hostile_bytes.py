@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A million hostile inputs for each parser: a typed error or a clean refusal, and nothing else.
 
-Each parser of `omni_connector.testing.hostile` is tried in a process of its own, which may map
+Each parser of `tests.hostile` is tried in a process of its own, which may map
 half a GiB more than it has when it starts, and which is ended, with its stacks shown, where
 thousand inputs take two minutes. The first inputs are traced for the memory that each takes.
 An input that ends otherwise stops the parser's process, with seed, number and input. What follows
@@ -25,7 +25,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from omni_connector.testing.hostile import FOLLOWED, PARSERS, attack, opened
+from tests.hostile import FOLLOWED, PARSERS, attack, opened
 
 RESULTS = Path(__file__).parent / "results"
 ROOM_BYTES = 512 << 20

@@ -56,7 +56,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from omni_connector.plugin import register
 from omni_connector.testing import no_op
 from omni_connector.testing.models import make_model
-from omni_connector.testing.simulation.engines import lifecycles
+from tests.simulation.engines import lifecycles
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thousands of requests to engines that share their prefixes, one of which is killed all the while.
 
-See `omni_connector.testing.soak`. Every answer is compared with that of an engine without
+See `tests.soak`. Every answer is compared with that of an engine without
 connector, and in the end nothing may be left: no slot held, no file in the runtime folder or in
 /dev/shm. The memory of the two engines that run throughout is looked at every second.
 
@@ -24,10 +24,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omni_connector.stats import COUNTERS
-from omni_connector.testing import soak
+from omni_connector.runtime.stats import COUNTERS
 from omni_connector.testing.engines import Engine
 from omni_connector.testing.models import make_model
+from tests import soak
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))

@@ -39,7 +39,7 @@ from omni_connector.config import StoreSettings
 from omni_connector.objects.mooncake_store import MooncakeStoreConnector
 from omni_connector.stores.block_store import MooncakeBlockStore
 from omni_connector.testing.ports import free_port
-from omni_connector.transports.mooncake_lib import store_module
+from omni_connector.transports.mooncake.transport.library import store_module
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

@@ -21,9 +21,9 @@ from pathlib import Path
 import matplotlib as mpl
 from handoff import ARENA_GIB, HANDOFF_TTL_S, PAUSE_S, RESULTS, TOKEN_BYTES, engines, random_prompt
 
+from omni_connector.runtime.trace import Span, Trace, now, spans
 from omni_connector.testing.engines import completion, prefill
 from omni_connector.testing.models import make_model
-from omni_connector.trace import Span, Trace, now, spans
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

@@ -34,10 +34,10 @@ import msgspec
 import numpy as np
 from handoff import TOKEN_BYTES, Sample, measure, median
 
-from omni_connector.memory.arena import Arena
+from omni_connector.arena.arena import Arena
 from omni_connector.testing.models import make_model
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.mooncake import MooncakeTransport
+from omni_connector.transports.mooncake.transport.transport import MooncakeTransport
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

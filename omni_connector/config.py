@@ -34,8 +34,8 @@ MAX_COPY_THREADS = 64
 _GIB = 1 << 30
 _SHOWN_CHARS = 200
 
-Admission = Literal["auto", "all", "second_sight"]
-"""Which new blocks an arena keeps: `all`; at `second_sight`, those that were there or were passed
+Admission = Literal["auto", "all", "second_hit"]
+"""Which new blocks an arena keeps: `all`; at `second_hit`, those that were there or were passed
 over not long ago; `auto`, all of them until the arena is full, and then as long as at least one
 in 32 of them is used again, else at second sight."""
 
@@ -160,7 +160,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         transport_config: settings of the transport that `transport` names, which types them. With
             `auto` it holds such settings by the transports' names.
         arena_gib: size of this engine's arenas in GiB, of all its ranks on this host together; None
-            takes what `omni_connector.memory.arena_size` says.
+            takes what `omni_connector.arena.size` says.
         huge_pages: which pages the arena has: `auto` takes the huge ones that the kernel gives to
             shared memory, `hugetlb` those that an administrator has reserved, `off` none. With
             `hugetlb` the arena's size must be set.

@@ -23,7 +23,7 @@ from omni_connector.native_copy import compiled
 
 logger = logging.getLogger("vllm.omni_connector.native")
 
-# An index is {fingerprints, cells, checks, generations, number of slots}, as memory/block_index.py
+# An index is {fingerprints, cells, checks, generations, number of slots}, as arena/block_index.py
 # lays them out. Others write to them meanwhile: each word is read once, and then used.
 _CODE: Final = """
 declare i64 @llvm.cttz.i64(i64, i1)

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from omni_connector.transports.mooncake_engine import TransferEngine
+from omni_connector.transports.mooncake.transport.engine import TransferEngine
 
-from . import early, machine, simulations, support_table
+from . import early, machine, support_table
 from .masters import Master
 from .peer_processes import Peer, starting
+from .simulation import beside
 
 # How long an example takes, and how long it takes to make one, says nothing but how busy the
 # machine is; what must not take long is limited by the tests' own deadlines.
@@ -43,16 +44,16 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def campaigns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, simulations.Run]]:
+def campaigns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, beside.Run]]:
     """500 schedules of the simulation, which are on their way."""
-    with simulations.campaigns(tmp_path_factory.mktemp("campaigns")) as runs:
+    with beside.campaigns(tmp_path_factory.mktemp("campaigns")) as runs:
         yield runs
 
 
 @pytest.fixture(scope="session")
-def stories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[simulations.Run]]:
+def stories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[beside.Run]]:
     """Schedules of the simulation that are told twice, which are on their way."""
-    with simulations.stories(tmp_path_factory.mktemp("stories")) as runs:
+    with beside.stories(tmp_path_factory.mktemp("stories")) as runs:
         yield runs
 
 

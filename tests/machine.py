@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from omni_connector.config import memory_limit_bytes
 from omni_connector.plugin import installed_vllm
-from omni_connector.transports.mooncake_lib import engine_module, wheel_name
+from omni_connector.transports.mooncake.transport.library import engine_module, wheel_name
 
 GIB: Final = 1 << 30
 

@@ -17,7 +17,7 @@ SETUP = """
 import os, signal, sys, time
 from pathlib import Path
 import numpy as np, xxhash, msgspec
-from omni_connector.memory.arena import Arena
+from omni_connector.arena.arena import Arena
 from omni_connector.net import runtime
 from omni_connector.objects.shm import SharedMemoryConnector
 from omni_connector.transports.shm import SharedMemoryTransport

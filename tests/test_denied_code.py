@@ -58,7 +58,7 @@ class Notes(logging.Handler):
 logging.getLogger("vllm.omni_connector.native").addHandler(Notes())
 
 import numpy as np
-from omni_connector.memory.block_index import BlockIndex
+from omni_connector.arena.block_index import BlockIndex
 from omni_connector.native_copy import native_copy
 from omni_connector.native_probe import native_probe
 from omni_connector.row_table import DictTable, row_table

@@ -292,7 +292,7 @@ def asking_seeds(seeds: Sequence[int]) -> Callable[[_Notes], None]:
 
     def ask(notes: _Notes) -> None:
         try:
-            from omni_connector.testing.simulation.campaign import campaign
+            from tests.simulation.campaign import campaign
 
             for at, seed in enumerate(seeds):
                 notes.begins(f"seed {seed}")

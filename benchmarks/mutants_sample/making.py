@@ -32,7 +32,7 @@ RULES: Final = (
     "`None` in place of `False`, which is as false, or of a text for people",
     "arguments of `max` and `min` in another order",
     "arguments of `len` and `isinstance` (mutmut's own rule)",
-    "`kv/cuda.py`, which only a GPU executes",
+    "`copy/cuda.py`, which only a GPU executes",
     "a change that leaves the syntax tree as it was, or no valid one",
 )
 

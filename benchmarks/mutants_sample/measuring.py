@@ -92,7 +92,7 @@ def main() -> int:
     """Trace seeds of the simulation."""
     first, _, end = sys.argv[1].partition(":")
     tracing = Tracing(Path(os.environ[FOLDER_VARIABLE]), "seeds")
-    from omni_connector.testing.simulation.campaign import campaign
+    from tests.simulation.campaign import campaign
 
     for seed in range(int(first), int(end)):
         tracing.begin(str(seed))

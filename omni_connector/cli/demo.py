@@ -34,8 +34,8 @@ from rich.table import Table
 from omni_connector.cli.engines import Deployment, make_engines, running
 from omni_connector.errors import ConfigError
 from omni_connector.plugin import CONNECTOR_NAME
+from omni_connector.runtime.trace import Trace, merge, now
 from omni_connector.testing.engines import Client, Engine, EngineError, completion
-from omni_connector.trace import Trace, merge, now
 
 LENGTHS: Final = (100, 513, 1000, 2049)
 FAMILY: Final = "llama-wide"

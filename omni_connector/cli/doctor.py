@@ -20,16 +20,16 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from omni_connector.config import FileStoreSettings, OmniConfig, StoreSettings, memory_limit_bytes
-from omni_connector.errors import ConfigError, OmniError
-from omni_connector.memory.arena import Arena, ArenaView
-from omni_connector.memory.arena_size import (
+from omni_connector.arena.arena import Arena, ArenaView
+from omni_connector.arena.huge_pages import explain, pool
+from omni_connector.arena.reservations import unclaimed_bytes
+from omni_connector.arena.size import (
     LARGEST_PART,
     ORDINARY_PART,
     USEFUL_CACHES,
 )
-from omni_connector.memory.huge_pages import explain, pool
-from omni_connector.memory.reservations import unclaimed_bytes
+from omni_connector.config import FileStoreSettings, OmniConfig, StoreSettings, memory_limit_bytes
+from omni_connector.errors import ConfigError, OmniError
 from omni_connector.net.keys import load_key
 from omni_connector.net.listener import local_address
 from omni_connector.net.peers import Peers, parse_listen
@@ -38,7 +38,7 @@ from omni_connector.plugin import CONNECTOR_NAME, require_supported_vllm, suppor
 from omni_connector.stores.file_folder import BlockFolder
 from omni_connector.stores.file_store import FileBlockStore
 from omni_connector.transports.choice import make_transports
-from omni_connector.transports.mooncake_lib import (
+from omni_connector.transports.mooncake.transport.library import (
     engine_module,
     family_of,
     store_module,
@@ -257,7 +257,8 @@ def _store(config: OmniConfig) -> str:
         return "none; engines share no prefixes through a store"
     if not isinstance(settings, FileStoreSettings):
         return f"a Mooncake Store whose master is {settings.master}; it was not asked"
-    folder, key = BlockFolder(settings.path), f"doctor/{os.urandom(8).hex()}"
+    folder = BlockFolder(settings.path)
+    key = f"doctor/{os.urandom(8).hex()}"
     missing = [
         each
         for each in (os.path.dirname(folder.path_of(key)), settings.path)

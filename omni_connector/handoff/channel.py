@@ -30,7 +30,7 @@ from omni_connector.net.links import Sockets, ZmqSockets
 from omni_connector.net.listener import TcpListener
 from omni_connector.net.peers import HostPort, parse_host, parse_host_port
 from omni_connector.net.resolver import Resolver
-from omni_connector.turns import MakeLock, StartTurns, TurnThread
+from omni_connector.runtime.turns import MakeLock, StartTurns, TurnThread
 
 logger = logging.getLogger("vllm.omni_connector.handoff")
 

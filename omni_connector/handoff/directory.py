@@ -21,14 +21,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from omni_connector.arena.slot_index import Ints, SlotKey
+from omni_connector.arena.slot_pool import NONE, SlotPool
+from omni_connector.copy.ledger import Block
 from omni_connector.errors import ArenaFullError
 from omni_connector.handoff.messages import TOKEN_BYTES, DigestKind
 from omni_connector.handoff.prompt import Prompt
-from omni_connector.kv.ledger import Block
-from omni_connector.memory.slot_index import Ints, SlotKey
-from omni_connector.memory.slot_pool import NONE, SlotPool
 from omni_connector.net.status import Usage
-from omni_connector.turns import MakeLock
+from omni_connector.runtime.turns import MakeLock
 
 
 class LeaseState(Enum):

@@ -16,7 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from omni_connector.copies.jobs import LoadSpec
+from omni_connector.copy.jobs import LoadSpec
+from omni_connector.copy.ledger import CANCELLED, CopyLedger, CopyWork, EngineRequest, RequestBlocks
 from omni_connector.errors import IncompatiblePeerError, PeerUnreachableError, ProtocolError
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.client import Lease, LeaseDeniedError, PendingLease
@@ -28,10 +29,9 @@ from omni_connector.handoff.params import (
 )
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.compatibility import CompatibilityKey
-from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, EngineRequest, RequestBlocks
 from omni_connector.kv.shapes import GroupShape, same_bytes
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
-from omni_connector.stats import LEASE_EXPIRED, Stats
+from omni_connector.runtime.stats import LEASE_EXPIRED, Stats
 
 logger = logging.getLogger("vllm.omni_connector.receiver")
 

@@ -15,13 +15,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from omni_connector.copies.jobs import SaveSpec
-from omni_connector.errors import ArenaFullError
-from omni_connector.handoff.directory import Handoff, SlotDirectory
-from omni_connector.handoff.params import handoff_answer, no_handoff_answer
-from omni_connector.handoff.prompt import Prompt
-from omni_connector.kv.compatibility import CompatibilityKey
-from omni_connector.kv.ledger import (
+from omni_connector.arena.slot_index import SlotKey
+from omni_connector.copy.jobs import SaveSpec
+from omni_connector.copy.ledger import (
     CANCELLED,
     Block,
     CopyLedger,
@@ -31,11 +27,15 @@ from omni_connector.kv.ledger import (
     EngineStep,
     RequestBlocks,
 )
+from omni_connector.errors import ArenaFullError
+from omni_connector.handoff.directory import Handoff, SlotDirectory
+from omni_connector.handoff.params import handoff_answer, no_handoff_answer
+from omni_connector.handoff.prompt import Prompt
+from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
-from omni_connector.memory.slot_index import SlotKey
 from omni_connector.net.peers import HostPort
-from omni_connector.stats import Stats
+from omni_connector.runtime.stats import Stats
 
 logger = logging.getLogger("vllm.omni_connector.sender")
 

@@ -18,7 +18,7 @@ from omni_connector.net.listener import TcpListener
 from omni_connector.net.peers import HostPort
 from omni_connector.net.runtime import appearing, identity, remove_own
 from omni_connector.net.zeromq import Link, Socket, make_context, prepare
-from omni_connector.turns import WOKEN, Sleep
+from omni_connector.runtime.turns import WOKEN, Sleep
 
 
 class Poller(Sleep, Protocol):

@@ -8,9 +8,9 @@ import socket
 from concurrent.futures import Future
 from typing import Final
 
-from omni_connector.bounded import CallThreads
 from omni_connector.errors import PeerUnreachableError, TransportError
 from omni_connector.net.peers import HostPort, parse_host
+from omni_connector.runtime.blocking_calls import CallThreads
 
 MAX_LOOKUPS: Final = 16
 

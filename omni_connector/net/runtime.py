@@ -44,7 +44,7 @@ RUNTIME_DIR_VARIABLE: Final = "OMNI_CONNECTOR_RUNTIME_DIR"
 LOCK_TIMEOUT_S: Final = 5.0
 
 _FOLDER: Final = "omni-connector"
-_KEY: Final = ".loopback.key"  # no namespace begins with a dot
+LOOPBACK_KEY: Final = ".loopback.key"  # no namespace begins with a dot
 SUN_PATH_BYTES: Final = 108
 _PLAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _ADDRESS: Final = re.compile(r"[a-z]-[0-9a-f]{24}\.sock")
@@ -134,7 +134,7 @@ def loopback_key() -> ClusterKey:
         ConfigError: as `runtime_dir` and `own_key`.
     """
     runtime_dir()
-    return own_key(runtime_root() / _KEY)
+    return own_key(runtime_root() / LOOPBACK_KEY)
 
 
 def check_private(folder: Path) -> None:

@@ -27,8 +27,8 @@ from msgspec import Meta, Struct
 
 from omni_connector import __version__
 from omni_connector.net.forks import forget_in_child
-from omni_connector.stats import FAILURE, PEER
-from omni_connector.turns import MakeLock
+from omni_connector.runtime.stats import FAILURE, PEER
+from omni_connector.runtime.turns import MakeLock
 
 logger = logging.getLogger("vllm.omni_connector.status")
 

@@ -36,7 +36,7 @@ from omni_connector.net.descriptors import reason
 from omni_connector.net.forks import forget_in_child
 from omni_connector.net.packets import Refusal, close_all, read_answer, receive
 from omni_connector.net.warnings import Warnings
-from omni_connector.turns import WOKEN, TurnThread
+from omni_connector.runtime.turns import WOKEN, TurnThread
 
 logger = logging.getLogger("vllm.omni_connector.net")
 

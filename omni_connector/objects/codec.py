@@ -28,8 +28,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from omni_connector.arena.buffers import ALIGNMENT, aligned
 from omni_connector.errors import MissingDependencyError, ProtocolError
-from omni_connector.memory.buffers import ALIGNMENT, aligned
 
 MAX_DEPTH: Final = 100
 MAX_DIMENSIONS: Final = 64

@@ -18,6 +18,8 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from omni_connector.arena.arena import Arena
+from omni_connector.arena.buffers import Buffers
 from omni_connector.errors import (
     OmniError,
     PeerRefusedError,
@@ -26,8 +28,6 @@ from omni_connector.errors import (
     StaleSlotError,
     TransportError,
 )
-from omni_connector.memory.arena import Arena
-from omni_connector.memory.buffers import Buffers
 from omni_connector.net.forks import forget_in_child
 from omni_connector.objects.base import ObjectKey, OmniConnector, check_times
 from omni_connector.objects.object_store import ObjectStore
@@ -41,8 +41,8 @@ from omni_connector.objects.peer import (
     Read,
     read_object,
 )
+from omni_connector.runtime.turns import Watch
 from omni_connector.transports.base import ArenaTransport, Endpoint
-from omni_connector.turns import Watch
 
 logger = logging.getLogger(__name__)
 

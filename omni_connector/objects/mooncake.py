@@ -16,9 +16,9 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 import zmq
 
+from omni_connector.arena.arena import Arena
 from omni_connector.config import MooncakeSettings
 from omni_connector.errors import ConfigError, PeerUnreachableError, ProtocolError, TransportError
-from omni_connector.memory.arena import Arena
 from omni_connector.net.keys import ClusterKey, load_key
 from omni_connector.net.links import ZmqPoller
 from omni_connector.net.listener import TcpListener
@@ -32,10 +32,10 @@ from omni_connector.objects.exchange import Exchange
 from omni_connector.objects.factory import ENGINE_PORT
 from omni_connector.objects.object_store import DEFAULT_TTL_S, object_geometry
 from omni_connector.objects.peer import ENCODER, QUESTIONS, Answer, Find, Found, Missing, Read
+from omni_connector.runtime.turns import TurnThread
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.mooncake import MooncakeTransport
-from omni_connector.transports.mooncake_engine import address_towards
-from omni_connector.turns import TurnThread
+from omni_connector.transports.mooncake.transport.engine import address_towards
+from omni_connector.transports.mooncake.transport.transport import MooncakeTransport
 
 logger = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from omni_connector.arena.buffers import Buffers
 from omni_connector.errors import (
     ArenaFullError,
     ChecksumError,
@@ -31,7 +32,6 @@ from omni_connector.errors import (
     OmniError,
     TransportError,
 )
-from omni_connector.memory.buffers import Buffers
 from omni_connector.net.forks import forget_in_child
 from omni_connector.objects import codec
 from omni_connector.objects.base import ObjectKey, OmniConnector
@@ -42,7 +42,7 @@ from omni_connector.objects.manifest import (
     Version,
     manifest_name,
 )
-from omni_connector.transports.mooncake_client import (
+from omni_connector.transports.mooncake.transport.client import (
     MISSING,
     NO_ROOM,
     OK,
@@ -51,8 +51,8 @@ from omni_connector.transports.mooncake_client import (
     StoreClient,
     name_of,
 )
-from omni_connector.transports.mooncake_lib import evicted_last
-from omni_connector.transports.mooncake_memory import Staging, addresses
+from omni_connector.transports.mooncake.transport.library import evicted_last
+from omni_connector.transports.mooncake.transport.memory import Staging, addresses
 
 logger = logging.getLogger(__name__)
 

@@ -24,12 +24,12 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from omni_connector.arena.arena import Arena
 from omni_connector.config import memory_limit_bytes
 from omni_connector.errors import ArenaFullError, ConfigError, ProtocolError, TransportError
-from omni_connector.memory.arena import Arena
 from omni_connector.objects import codec
 from omni_connector.objects.base import ObjectKey, check_times
-from omni_connector.shared_work import share_out
+from omni_connector.runtime.shared_work import share_out
 
 # One message, of bounded size, describes an object even if none of its slots are consecutive.
 MAX_OBJECT_SLOTS: Final = 4096

@@ -17,6 +17,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from omni_connector.arena.arena import Arena
+from omni_connector.arena.buffers import Buffers
 from omni_connector.errors import (
     ChecksumError,
     PeerRefusedError,
@@ -25,13 +27,11 @@ from omni_connector.errors import (
     StaleSlotError,
     TransportError,
 )
-from omni_connector.memory.arena import Arena
-from omni_connector.memory.buffers import Buffers
 from omni_connector.net.packets import Refusal, require_protocol
 from omni_connector.net.status import plain
 from omni_connector.objects import codec
 from omni_connector.objects.object_store import StoredObject
-from omni_connector.shared_work import share_out
+from omni_connector.runtime.shared_work import share_out
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
 
 PROTOCOL: Final = 2

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from omni_connector.memory.arena import Arena
+from omni_connector.arena.arena import Arena
 from omni_connector.net.unix import Connection
 from omni_connector.objects.exchange import Exchange
 from omni_connector.objects.object_store import DEFAULT_TTL_S, object_geometry

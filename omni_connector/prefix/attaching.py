@@ -2,15 +2,16 @@
 """An engine's ranks attach the arenas of its neighbours ahead of the first hit there.
 
 The scheduler half meets the neighbours and decides about hits; the workers, other processes with
-tensor parallelism, attach and read the arenas. So each worker listens at a socket in the runtime
-folder, where the scheduler half asks it for arenas. The answer comes at once, and says whether the
-arena is attached already. That works while the engine makes no step, too.
+tensor parallelism, attach and read the arenas. So the scheduler half asks each worker for arenas at
+the socket of its rank. The answer comes at once, and says whether the arena is attached already.
+That works while the engine makes no step, too.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, Protocol
 
@@ -18,9 +19,10 @@ from msgspec import Meta, Struct
 from msgspec.msgpack import Decoder
 
 from omni_connector.errors import OmniError
+from omni_connector.net import rank_socket
 from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
-from omni_connector.net.runtime import socket_path
-from omni_connector.net.unix import Connection, Listener
+from omni_connector.net.rank_socket import RankAnswers
+from omni_connector.net.unix import Connection
 from omni_connector.transports import Endpoint
 
 logger = logging.getLogger("vllm.omni_connector.sharing")
@@ -53,36 +55,20 @@ class Attached(Struct, frozen=True, tag="attached"):
     attached: bool
 
 
-QUESTIONS: Final = Decoder(AskAttached)
 ANSWERS: Final = Decoder(Attached | Refusal)
 
 
-def answer_for_rank(
-    folder: Path, engine_id: str, rank: int, attach: AttachAhead
-) -> Callable[[], None]:
-    """Let the scheduler half of an engine ask one of its ranks for arenas.
+def attached_ahead(attach: AttachAhead) -> RankAnswers:
+    """What answers `RankSockets`: it has this rank attach arenas."""
 
-    Returns:
-        A function that ends this; to call it again does nothing.
-
-    Raises:
-        TransportError: another process has the socket of this rank.
-    """
-
-    def answer(question: AskAttached) -> tuple[Struct, None]:
+    def answer(question: AskAttached) -> Attached:
         try:
-            return Attached(attach(question.arena)), None
+            return Attached(attach(question.arena))
         except Exception:  # other arenas may do better
             logger.exception("Attaching an arena ahead failed; please report it")
-            return Attached(False), None
+            return Attached(False)
 
-    listener = Listener(QUESTIONS, answer)
-    try:
-        listener.add(_path(folder, engine_id, rank))
-    except BaseException:
-        listener.close()
-        raise
-    return listener.close
+    return {AskAttached: answer}
 
 
 class Ranks(Protocol):
@@ -110,7 +96,7 @@ class RankSockets:
     """
 
     def __init__(self, folder: Path, engine_id: str, num_ranks: int) -> None:
-        self._paths = [_path(folder, engine_id, rank) for rank in range(num_ranks)]
+        self._connect = partial(rank_socket.connect, folder, engine_id)
         self._connections: dict[int, Connection] = {}
         self._said: list[dict[tuple[Endpoint, ...], bool]] = [{} for _ in range(num_ranks)]
         self._silent_since: dict[int, float] = {}
@@ -144,30 +130,26 @@ class RankSockets:
             try:
                 connection = self._connections.get(rank)
                 if connection is None:
-                    connection = Connection(self._paths[rank], deadline)
+                    connection = self._connect(rank, deadline)
                     self._connections[rank] = connection
                 answer, _ = connection.ask(AskAttached(arena), ANSWERS, deadline)
             except OmniError as error:  # it is asked again with the next look
                 logger.debug("rank %d does not say what it has attached: %s", rank, error)
                 if (failed := self._connections.pop(rank, None)) is not None:
                     failed.close()
-                self._note_silent(rank)
+                self._note_silent(rank, error)
                 return
             self._said[rank][arena] = answer.attached
             self._silent_since.pop(rank, None)
 
-    def _note_silent(self, rank: int) -> None:
+    def _note_silent(self, rank: int, error: OmniError) -> None:
         now = time.monotonic()
         since = self._silent_since.setdefault(rank, now)
         if now - since >= _SILENT_S and not self._warned:
             self._warned = True
             logger.warning(
-                "Rank %d of this engine does not answer at %s (any more): prefixes of other "
-                "engines may not be found",
+                "Rank %d of this engine does not answer (any more), so that prefixes of other "
+                "engines may not be found: %s",
                 rank,
-                self._paths[rank],
+                error,
             )
-
-
-def _path(folder: Path, engine_id: str, rank: int) -> Path:
-    return socket_path(folder, f"rank:{engine_id}:{rank}", kind="r-")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from omni_connector.memory.slot_pool import SlotPool
-from omni_connector.stores.recently import BlockName
+from omni_connector.arena.slot_pool import SlotPool
+from omni_connector.stores.expiring_set import BlockName
 
 Content = TypeVar("Content")
 

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from omni_connector.arena.slot_index import SlotKey
+from omni_connector.arena.slot_pool import SlotPool
 from omni_connector.config import HintName
-from omni_connector.memory.slot_index import SlotKey
-from omni_connector.memory.slot_pool import SlotPool
-from omni_connector.stats import Stats
+from omni_connector.runtime.stats import Stats
 
 KEY: Final = "omni"
 """Where hints stand in `kv_transfer_params`."""

@@ -14,18 +14,18 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_connector.arena.block_index import BlockIndex, Tags, find_prefix, tags_of
+from omni_connector.arena.format import header_keys
+from omni_connector.arena.slot_index import Ints
+from omni_connector.arena.slot_pool import NONE, Bools, SlotPool
 from omni_connector.config import Admission
-from omni_connector.copies.prefix_jobs import HostLoadSpec, KeepSpec
+from omni_connector.copy.prefix_jobs import HostLoadSpec, KeepSpec
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
-from omni_connector.memory.arena_format import header_keys
-from omni_connector.memory.block_index import BlockIndex, Tags, find_prefix, tags_of
-from omni_connector.memory.slot_index import Ints
-from omni_connector.memory.slot_pool import NONE, Bools, SlotPool
 from omni_connector.prefix.attaching import Arenas
 from omni_connector.prefix.hints import Candidate, HintPolicy
 from omni_connector.prefix.neighbours import Neighbour, Neighbours
-from omni_connector.stats import Stats
+from omni_connector.runtime.stats import Stats
 
 NOBODY: Final = -1
 

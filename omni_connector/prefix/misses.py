@@ -8,7 +8,7 @@ from typing import Final
 
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.prompts import SharedPrompt
-from omni_connector.stats import Stats
+from omni_connector.runtime.stats import Stats
 
 _MAX_BEGINNINGS: Final = 1 << 14
 

@@ -24,16 +24,16 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from omni_connector.arena.block_index import MAX_SLOTS, BlockIndex, BlockIndexView
+from omni_connector.arena.format import EPOCH_BYTES
+from omni_connector.arena.slot_index import Ints
 from omni_connector.errors import OmniError, PeerRefusedError, PeerUnreachableError
-from omni_connector.memory.arena_format import EPOCH_BYTES
-from omni_connector.memory.block_index import MAX_SLOTS, BlockIndex, BlockIndexView
-from omni_connector.memory.slot_index import Ints
 from omni_connector.net import runtime
 from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
 from omni_connector.net.unix import Connection, Listener
 from omni_connector.prefix.attaching import Arenas, Ranks
+from omni_connector.runtime.turns import StartTurns, TurnThread
 from omni_connector.transports import Endpoint
-from omni_connector.turns import StartTurns, TurnThread
 
 logger = logging.getLogger("vllm.omni_connector.sharing")
 
@@ -141,7 +141,7 @@ class Neighbours(Protocol):
 
 
 @dataclass(frozen=True)
-class Household:
+class LocalEngine:
     """What one engine tells its neighbours of itself, and hears from them.
 
     Attributes:
@@ -176,7 +176,7 @@ class HostNeighbours:
     """The neighbours of a real engine.
 
     Args:
-        household: this engine.
+        local_engine: this engine.
         clock: seconds, monotonic.
         start: starts the thread that looks for them.
 
@@ -186,15 +186,17 @@ class HostNeighbours:
 
     def __init__(
         self,
-        household: Household,
+        local_engine: LocalEngine,
         clock: Callable[[], float],
         start: StartTurns = TurnThread,
     ) -> None:
-        self._household = household
+        self._local_engine = local_engine
         self._clock = clock
-        self._own = runtime.socket_path(household.folder, household.name, kind=_KIND)
-        index = household.index
-        self._gives = GiveIndex(household.readers, index.epoch, index.num_slots, household.arenas)
+        self._own = runtime.socket_path(local_engine.folder, local_engine.name, kind=_KIND)
+        index = local_engine.index
+        self._gives = GiveIndex(
+            local_engine.readers, index.epoch, index.num_slots, local_engine.arenas
+        )
         self._fd = os.dup(index.fd)
         self._lock = threading.Lock()
         self._looks = threading.Lock()  # one look at a time
@@ -244,7 +246,7 @@ class HostNeighbours:
     def _follow(self) -> None:
         """See what the ranks have attached, and who is present by that."""
         mets = list(self._met.values())
-        attached = self._household.ranks.attached([met.neighbour.arenas for met in mets])
+        attached = self._local_engine.ranks.attached([met.neighbour.arenas for met in mets])
         now = self._clock()
         with self._lock:
             there = [met.neighbour for met in mets]
@@ -273,7 +275,7 @@ class HostNeighbours:
         self._present = ()
         for name in list(self._met):
             self._leave(name)
-        self._household.ranks.close()
+        self._local_engine.ranks.close()
         os.close(self._fd)
 
     def _turn(self) -> float | None:
@@ -294,7 +296,7 @@ class HostNeighbours:
 
     def _sockets(self) -> list[str]:
         try:
-            names = os.listdir(self._household.folder)
+            names = os.listdir(self._local_engine.folder)
         except OSError as error:
             logger.debug("cannot read the runtime folder: %s", error)
             return []
@@ -329,7 +331,7 @@ class HostNeighbours:
             return None
         self._not_before[name] = now + _AGAIN_S
         try:
-            connection = Connection(self._household.folder / name, time.monotonic() + _CONNECT_S)
+            connection = Connection(self._local_engine.folder / name, time.monotonic() + _CONNECT_S)
         except (OmniError, OSError) as error:  # of descriptors there may be no more
             logger.debug("%s is not met: %s", name, error)
             return None
@@ -342,7 +344,7 @@ class HostNeighbours:
         try:
             reply, descriptor = connection.answer(ANSWERS, time.monotonic() + _CONNECT_S, True)
             assert descriptor is not None
-            neighbour = opened(reply, descriptor, self._household, name)
+            neighbour = opened(reply, descriptor, self._local_engine, name)
         except (OmniError, OSError) as error:
             connection.close()
             # Engines of other models are no fault, and are met again and again.
@@ -385,14 +387,14 @@ class HostNeighbours:
     def _answer(self, question: AskIndex | Hits) -> tuple[msgspec.Struct | None, int | None]:
         if isinstance(question, Hits):
             slots, generations = question.slots, question.generations
-            self._household.on_hits(
+            self._local_engine.on_hits(
                 np.frombuffer(slots, np.int64), np.frombuffer(generations, np.int64)
             )
             return None, None
         return self._gives, os.dup(self._fd)
 
 
-def opened(reply: GiveIndex, descriptor: int, ours: Household, name: str = "") -> Neighbour:
+def opened(reply: GiveIndex, descriptor: int, ours: LocalEngine, name: str = "") -> Neighbour:
     """The engine that has sent this, and its index, whose descriptor is closed here.
 
     Raises:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import zip_longest
 
-from omni_connector.kv.ledger import EngineRequest
+from omni_connector.copy.ledger import EngineRequest
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.hints import Hints
 from omni_connector.prefix.host_blocks import Found

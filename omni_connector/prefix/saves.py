@@ -15,16 +15,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from omni_connector.copies.prefix_jobs import StoreSaveSpec
-from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, RequestBlocks
+from omni_connector.copy.ledger import CANCELLED, CopyLedger, CopyWork, RequestBlocks
+from omni_connector.copy.prefix_jobs import StoreSaveSpec
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, whole_blocks
 from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.hints import Candidate
 from omni_connector.prefix.host_blocks import MAX_IN_ORDER, HostBlocks
 from omni_connector.prefix.prompts import SharedPrompt
-from omni_connector.stats import Stats
-from omni_connector.stores.recently import Recently
+from omni_connector.runtime.stats import Stats
+from omni_connector.stores.expiring_set import ExpiringSet
 
 # Copies under way hold at most one in so many KV blocks.
 _HELD_PART: Final = 4
@@ -108,7 +108,7 @@ class PrefixSaves:
         self._keeping: set[int] = set()
         self.waiting: deque[Candidate | SharedPrompt] = deque()
         self._places = cycle(range(1024))  # so that prompts differ whose blocks wait
-        self._sent = Recently(_RECENT_S, clock)
+        self._sent = ExpiringSet(_RECENT_S, clock)
 
     def build(
         self,
@@ -325,4 +325,4 @@ class PrefixSaves:
         self._stores = self._stores and stores
         self._ledger.revoke(self._keeping)
         self.waiting.clear()
-        self._sent = Recently(_RECENT_S, self._clock)
+        self._sent = ExpiringSet(_RECENT_S, self._clock)

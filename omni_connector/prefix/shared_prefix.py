@@ -21,9 +21,9 @@ from typing import Any, Final
 import numpy as np
 
 from omni_connector.config import HintName
-from omni_connector.copies.prefix_jobs import HostLoadSpec, StoreLoadSpec
+from omni_connector.copy.ledger import CANCELLED, CopyLedger, CopyWork, EngineRequest
+from omni_connector.copy.prefix_jobs import HostLoadSpec, StoreLoadSpec
 from omni_connector.errors import OmniError
-from omni_connector.kv.ledger import CANCELLED, CopyLedger, CopyWork, EngineRequest
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec, shares
 from omni_connector.prefix.block_changes import BlockChanges
@@ -34,8 +34,8 @@ from omni_connector.prefix.lookups import Lookup, StoreLookups
 from omni_connector.prefix.misses import Misses
 from omni_connector.prefix.prompts import SharedPrompt
 from omni_connector.prefix.saves import PrefixSaves
-from omni_connector.stats import UNREACHABLE, Stats
-from omni_connector.stores.recently import BlockName
+from omni_connector.runtime.stats import UNREACHABLE, Stats
+from omni_connector.stores.expiring_set import BlockName
 from omni_connector.stores.shared_blocks import CORRUPT
 
 logger = logging.getLogger("vllm.omni_connector.shared_prefix")

@@ -16,13 +16,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.copies.prefix_jobs import StoreLoadSpec, StoreSaveSpec
-from omni_connector.copy_threads import CLOSE_S, CopyThread, Outcome, Work
+from omni_connector.copy.copier import BlockCopier, BlockCopy
+from omni_connector.copy.prefix_jobs import StoreLoadSpec, StoreSaveSpec
+from omni_connector.copy.threads import CLOSE_S, CopyThread, Outcome, Work
 from omni_connector.errors import ChecksumError, OmniError
 from omni_connector.kv.canonical import SlotLayout
-from omni_connector.kv.copying import BlockCopier, BlockCopy
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.stats import Stats
+from omni_connector.runtime.stats import Stats
+from omni_connector.runtime.turns import WOKEN, StartTurns
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.shared_blocks import (
     CORRUPT,
@@ -33,7 +34,6 @@ from omni_connector.stores.shared_blocks import (
     owning_rank,
     verify,
 )
-from omni_connector.turns import WOKEN, StartTurns
 
 logger = logging.getLogger("vllm.omni_connector.store")
 

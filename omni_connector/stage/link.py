@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from omni_connector.errors import TransportError
+from omni_connector.net.peers import MAX_PORT, parse_host
 from omni_connector.objects.base import OmniConnector
 from omni_connector.objects.codec import Pieces
 from omni_connector.objects.factory import (
@@ -193,9 +194,10 @@ class ConnectorLink:
         found: dict[str, tuple[dict[str, Any], int]] = {}
         deadline = self._clock() + timeout
         interval = _FIRST_POLL_S
+        told: set[str] = set()
         while True:
             for key, rank in (each for each in keys if each[0] not in found):
-                result = self._get(stages, key, rank, deadline)
+                result = self._get(stages, key, rank, deadline, told)
                 if result is not None:
                     found[key] = read_payload(result[0]), int(result[1])
                 elif self._clock() >= deadline:
@@ -213,19 +215,16 @@ class ConnectorLink:
             self._sleep(min(interval, left))
             interval = min(2 * interval, _LAST_POLL_S)
 
-    def update_sender(self, info: object, stage: str) -> bool:
+    def update_sender(self, info: object, stage: str) -> None:
         """Take the sender's host and port from what an orchestrator says; see the manager.
 
-        Returns:
-            Whether they are there.
+        Raises:
+            ValueError: as `find_sender`.
         """
         sender = find_sender(info, stage)
-        if sender is None:
-            return False
         with self._lock:
             self._sender = sender
             self._tell(self._connector)
-        return True
 
     @contextmanager
     def asking(self, sender: Sender | None) -> Iterator[None]:
@@ -263,7 +262,14 @@ class ConnectorLink:
         if connector is not None:
             connector.close()
 
-    def _get(self, stages: tuple[str, str], key: str, rank: int | None, deadline: float) -> Any:
+    def _get(
+        self,
+        stages: tuple[str, str],
+        key: str,
+        rank: int | None,
+        deadline: float,
+        told: set[str],
+    ) -> Any:
         connector = self.connector
         if connector is None:
             return None
@@ -276,9 +282,12 @@ class ConnectorLink:
             return connector.get(
                 from_stage=stages[0], to_stage=stages[1], get_key=key, metadata=metadata, **limit
             )
-        except Exception:
-            # As for `put`; the next poll may succeed.
-            logger.warning("get of %r failed", key, exc_info=True)
+        except Exception as error:
+            # As for `put`; the next poll may succeed, or fail for the same reason.
+            reason = f"{type(error).__name__}: {error}"
+            if reason not in told:
+                told.add(reason)
+                logger.warning("get of %r failed", key, exc_info=True)
             return None
 
     def _place(self, connector: Any, rank: int | None) -> dict[str, Any] | None:
@@ -346,14 +355,10 @@ class ConnectorLink:
                 found["zmq_port"] = self._own_port(int(base))
         elif config.need_recv_cache:
             found["role"] = "receiver"
-            if self._sender is None:
-                self._sender = find_sender(
-                    {
-                        "host": settings.get("sender_host"),
-                        "zmq_port": settings.get("sender_zmq_port"),
-                    },
-                    "",
-                )
+            host = settings.get("sender_host")
+            if self._sender is None and host:
+                info = {"host": host, "zmq_port": settings.get("sender_zmq_port")}
+                self._sender = find_sender(info, "")
             if self._sender is not None:
                 found["sender_host"] = self._sender.host
                 found["sender_zmq_port"] = self._sender.port_of(self._topology().rank)
@@ -378,28 +383,38 @@ def _pack(connector: Any, data: KVCacheTransferData) -> Any:
     return Pieces(data.to_pieces()) if isinstance(connector, OmniConnector) else data.to_bytes()
 
 
-def find_sender(info: object, stage: str) -> Sender | None:
+def find_sender(info: object, stage: str) -> Sender:
     """The sender's place in what an orchestrator says; see the manager's `update_sender_info`.
 
     Args:
         info: `host` and `zmq_port`, or a dict of these by stage.
         stage: which of the stages.
 
-    Returns:
-        None where it names no host, or something that is no port.
+    Raises:
+        ValueError: it names no host, or something that is no host, or no port.
     """
     if not isinstance(info, Mapping):
-        return None
+        raise ValueError("it is no mapping")
     if "host" not in info:
         by_stage = {str(key): each for key, each in info.items() if isinstance(each, Mapping)}
         # If there is one entry only, it is the sender's.
         only = next(iter(by_stage.values())) if len(by_stage) == 1 else {}
         info = by_stage.get(stage, only)
     host, port = info.get("host"), info.get("zmq_port")
+    if not isinstance(host, str):
+        raise ValueError("it has no host")
     try:
-        port = None if port is None else int(port)
+        parse_host(host)
+    except ValueError as error:
+        raise ValueError(f"{host!r} is no host: {error}") from error
+    return Sender(host, None if port is None else _port(port))
+
+
+def _port(value: Any) -> int:
+    try:
+        port = int(value)
     except (TypeError, ValueError, OverflowError):
-        return None
-    if not isinstance(host, str) or not host or (port is not None and not 0 < port < 1 << 16):
-        return None
-    return Sender(host, port)
+        port = 0
+    if not 0 < port <= MAX_PORT:
+        raise ValueError(f"{value!r} is no port")
+    return port

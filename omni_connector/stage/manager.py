@@ -235,7 +235,8 @@ class OmniKVTransferManager:
 
         Args:
             req: has a `request_id`, and perhaps a `kv_sender_info` in the form that
-                `update_sender_info` takes: the sender of this request alone.
+                `update_sender_info` takes: the sender of this request alone. One that names no host
+                and port is logged and ignored.
             target_device: as `receive_kv_cache_for_request`.
 
         Returns:
@@ -277,7 +278,7 @@ class OmniKVTransferManager:
         companions = getattr(params, "cfg_kv_request_ids", None)
         if companions and cfg_kv_collect_func is not None:
             try:
-                with self._link.asking(self._sender_of(req)):
+                with self._link.asking(self._sender_of(req, warn=False)):
                     collected = cfg_kv_collect_func(req.request_id, companions, self, target_device)
                 for name, value in (collected or {}).items():
                     setattr(params, name, value)
@@ -369,8 +370,10 @@ class OmniKVTransferManager:
         if not self.config.need_recv_cache:
             return
         stage = self.recv_stages[0] if sender_stage_id is None else sender_stage_id
-        if not self._link.update_sender(sender_info, str(stage)):
-            logger.warning("The sender info %r names no host and port to connect to", sender_info)
+        try:
+            self._link.update_sender(sender_info, str(stage))
+        except ValueError as error:
+            _warn_of_sender(sender_info, error)
 
     def cleanup(self, request_id: str) -> None:
         """Free what was sent for a request; the id is the one that the next stage knows."""
@@ -431,14 +434,16 @@ class OmniKVTransferManager:
                 self._link.cleanup(request_id)
             raise
 
-    def _sender_of(self, req: Any) -> Sender | None:
+    def _sender_of(self, req: Any, *, warn: bool = True) -> Sender | None:
         info = getattr(req, "kv_sender_info", None)
         if not info or not self.config.need_recv_cache:
             return None
-        sender = find_sender(info, str(self.recv_stages[0]))
-        if sender is None:
-            logger.warning("The sender info %r names no host and port to connect to", info)
-        return sender
+        try:
+            return find_sender(info, str(self.recv_stages[0]))
+        except ValueError as error:
+            if warn:
+                _warn_of_sender(info, error)
+            return None
 
     def _receive(self, request_id: str) -> tuple[dict[str, Any], int] | None:
         stages = self._configured(
@@ -482,6 +487,10 @@ class OmniKVTransferManager:
         if not self._link.configured:
             raise ConfigError("no connector is configured")
         return from_stage, to_stage
+
+
+def _warn_of_sender(info: object, error: ValueError) -> None:
+    logger.warning("The sender info %r names no host and port to connect to: %s", info, error)
 
 
 def _owners(req: Any) -> list[Any]:

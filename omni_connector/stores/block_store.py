@@ -17,12 +17,17 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_connector.arena.format import PAGE_BYTES
+from omni_connector.arena.pool import pages
 from omni_connector.config import StoreSettings
 from omni_connector.errors import OmniError, PeerUnreachableError
-from omni_connector.memory.arena_format import PAGE_BYTES
-from omni_connector.memory.pool import pages
-from omni_connector.transports.mooncake_client import OK, ClientSettings, StoreClient, name_of
-from omni_connector.transports.mooncake_memory import Staging, addresses
+from omni_connector.transports.mooncake.transport.client import (
+    OK,
+    ClientSettings,
+    StoreClient,
+    name_of,
+)
+from omni_connector.transports.mooncake.transport.memory import Staging, addresses
 
 # Larger calls, and several at once, are no faster.
 _CALL_BYTES: Final = 16 << 20

@@ -16,8 +16,8 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
+from omni_connector.arena.format import PAGE_BYTES
 from omni_connector.errors import ConfigError
-from omni_connector.memory.arena_format import PAGE_BYTES
 
 _PARTS: Final = 256
 _NAME: Final = re.compile(r"[0-9a-f]{38}\.kv")

@@ -20,14 +20,14 @@ from typing import Final, Protocol, TypeVar
 
 import numpy as np
 
-from omni_connector.bounded import CallThreads
+from omni_connector.arena.pool import pages
 from omni_connector.config import FileStoreSettings
 from omni_connector.errors import ConfigError, TransportError
-from omni_connector.memory.pool import pages
+from omni_connector.runtime.blocking_calls import CallThreads
+from omni_connector.runtime.turns import StartTurns, Turns, TurnThread
 from omni_connector.stores.block_store import BlockStore, Rows, check_rows, in_pages
 from omni_connector.stores.file_folder import GONE, BlockFolder
 from omni_connector.stores.file_sweep import Sweeper
-from omni_connector.turns import StartTurns, Turns, TurnThread
 
 logger = logging.getLogger("vllm.omni_connector.store")
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from omni_connector.errors import ChecksumError
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.stats import Stats
+from omni_connector.runtime.stats import Stats
 from omni_connector.stores.block_store import BlockStore
 
 _TRAILER: Final = struct.Struct("<8sQ")

@@ -9,8 +9,8 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.memory.arena import Arena
-from omni_connector.memory.arena_format import SlotHeader
+from omni_connector.arena.arena import Arena
+from omni_connector.arena.format import SlotHeader
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
 
 Verb = Literal["export", "withdraw", "attach", "slots", "verify", "read_into"]

@@ -5,8 +5,8 @@ An engine exports its arena and gets an endpoint, which it sends to peers. A rea
 arena at a peer's endpoint and gets the peer's slots, which it checks.
 """
 
-from omni_connector.memory.arena import Arena, ArenaView
-from omni_connector.memory.arena_format import SlotHeader, SlotState
+from omni_connector.arena.arena import Arena, ArenaView
+from omni_connector.arena.format import SlotHeader, SlotState
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena, Site
 from omni_connector.transports.choice import register_transport, transport_class, transport_names
 

@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_connector.arena.arena import Arena
+from omni_connector.arena.format import EPOCH_BYTES, ArenaGeometry, SlotHeader
 from omni_connector.errors import ProtocolError, TransportError
-from omni_connector.memory.arena import Arena
-from omni_connector.memory.arena_format import EPOCH_BYTES, ArenaGeometry, SlotHeader
 from omni_connector.net.peers import is_loopback
 
 MAX_ADDRESS_BYTES: Final = 1024

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, NamedTuple
 
+from omni_connector.arena.arena import Arena
 from omni_connector.config import OmniConfig, read_settings
 from omni_connector.errors import (
     ConfigError,
@@ -23,9 +24,8 @@ from omni_connector.errors import (
     PeerRefusedError,
     unknown,
 )
-from omni_connector.memory.arena import Arena
 from omni_connector.net.peers import Peers, is_loopback, parse_listen
-from omni_connector.trace import Trace
+from omni_connector.runtime.trace import Trace
 from omni_connector.transports.base import ArenaTransport, Endpoint, Site
 
 logger = logging.getLogger("vllm.omni_connector.transports")
@@ -37,7 +37,7 @@ AUTO: Final = "auto"
 
 _BUILT_IN: Final = {
     "shm": "omni_connector.transports.shm:SharedMemoryTransport",
-    "mooncake": "omni_connector.transports.mooncake:MooncakeTransport",
+    "mooncake": "omni_connector.transports.mooncake.transport.transport:MooncakeTransport",
 }
 _NONE: Final = {
     "mooncake_store": "a Mooncake Store keeps blocks and objects, but is no transport; configure "

@@ -20,14 +20,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_connector.arena.arena import Arena
+from omni_connector.arena.format import SlotHeader
 from omni_connector.errors import OmniError, PeerUnreachableError, ProtocolError
-from omni_connector.memory.arena import Arena
-from omni_connector.memory.arena_format import SlotHeader
-from omni_connector.trace import now
+from omni_connector.runtime.trace import now
+from omni_connector.runtime.turns import WATCH_S, StartTurns, TurnThread, Watch
 from omni_connector.transports import ArenaTransport, Endpoint, RemoteArena
 from omni_connector.transports.choice import Transports
 from omni_connector.transports.reading import PeerThreads
-from omni_connector.turns import WATCH_S, StartTurns, TurnThread, Watch
 
 ATTACH_S: Final = 10.0
 IDLE_S: Final = 10.0

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.errors import PeerRefusedError, SlotPendingError
+from omni_connector.runtime.turns import WOKEN, StartTurns, Turns, TurnThread
 from omni_connector.transports import RemoteArena, SlotHeader
-from omni_connector.turns import WOKEN, StartTurns, Turns, TurnThread
 
 THREADS_A_PEER: Final = 4
 MAX_THREADS: Final = 64

@@ -19,6 +19,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_connector.arena.arena import Arena, ArenaView
+from omni_connector.arena.format import SlotHeader
 from omni_connector.errors import (
     IncompatiblePeerError,
     PeerRefusedError,
@@ -26,8 +28,6 @@ from omni_connector.errors import (
     ProtocolError,
     TransportError,
 )
-from omni_connector.memory.arena import Arena, ArenaView
-from omni_connector.memory.arena_format import SlotHeader
 from omni_connector.net import runtime
 from omni_connector.net.descriptors import reason
 from omni_connector.net.forks import forget_in_child

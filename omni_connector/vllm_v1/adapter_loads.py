@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
 
-from omni_connector.handoff.adapters import Adapter, AdapterLoad, version_of
+from omni_connector.identity.adapters import Adapter, AdapterLoad, version_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -14,23 +14,24 @@ import msgspec
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
+from omni_connector.arena.block_index import BlockIndex
+from omni_connector.arena.format import EPOCH_BYTES
+from omni_connector.arena.reservations import deployment_id
+from omni_connector.arena.size import ArenaSizing
+from omni_connector.arena.slot_index import SlotChanges
+from omni_connector.arena.slot_pool import SlotListing
 from omni_connector.config import OmniConfig
-from omni_connector.copies.sizing import arena_sizing
+from omni_connector.copy.ledger import CopyLedger
 from omni_connector.errors import ConfigError
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
 from omni_connector.handoff.messages import TOKEN_BYTES, HandshakeReply
 from omni_connector.handoff.params import BadParamsError, RemotePrefill, tcp_address
+from omni_connector.handoff.periodic_tasks import PeriodicTasks
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.server import ControlServer
-from omni_connector.handoff.upkeep import Upkeep
-from omni_connector.handoff.weights import WeightsEpoch
-from omni_connector.kv.ledger import CopyLedger
-from omni_connector.memory.arena_format import EPOCH_BYTES
-from omni_connector.memory.block_index import BlockIndex
-from omni_connector.memory.slot_index import SlotChanges
-from omni_connector.memory.slot_pool import SlotListing
+from omni_connector.identity.epochs import WeightsEpoch
 from omni_connector.net.keys import load_key
 from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import is_dead, loopback_key, runtime_dir, socket_path, tidy
@@ -40,12 +41,12 @@ from omni_connector.prefix.explain import ExplainedEngine
 from omni_connector.prefix.hints import HintPolicy
 from omni_connector.prefix.host_blocks import HostBlocks, touch
 from omni_connector.prefix.lookups import StoreLookups
-from omni_connector.prefix.neighbours import Household
+from omni_connector.prefix.neighbours import LocalEngine
 from omni_connector.prefix.shared_prefix import SharedPrefix
-from omni_connector.stats import COUNTERS
+from omni_connector.runtime.stats import COUNTERS
+from omni_connector.runtime.trace import Trace
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.shared_blocks import key_prefix, readers_id
-from omni_connector.trace import Trace
 from omni_connector.vllm_v1.compat import hash_block_size
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.identity import compatibility, hash_id
@@ -81,7 +82,7 @@ def make_worker(
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     assert transfer is not None
     rank = parallel.rank % parallel.tensor_parallel_size  # there is one pipeline stage
-    sizing = arena_sizing(config, vllm_config, kv_cache_config)
+    sizing = _arena_sizing(config, vllm_config, kv_cache_config)
     shares = config.share and _sharing_refusal(vllm_config, kv_cache_config) is None
     answer = partial(
         surroundings.answer_for_rank, runtime_dir(config.namespace), str(transfer.engine_id), rank
@@ -95,7 +96,8 @@ def make_worker(
         ranks=parallel.tensor_parallel_size,
         arena_name=f"arena:{transfer.engine_id}:{rank}",
         arena=sizing if _has_arena(config, vllm_config, kv_cache_config) else None,
-        answer=answer if shares else None,
+        answer=answer,
+        shares=shares,
         store=_lending_store(config, vllm_config, kv_cache_config, surroundings),
         surroundings=surroundings,
         trace=_trace(config, transfer.engine_id, f"worker{rank}", surroundings),
@@ -175,7 +177,7 @@ class _Assembly:
         with_arena = _has_arena(config, vllm_config, kv_cache_config)
         self._directory = self._new_directory() if with_arena else None
         self._status = self._new_status()
-        self._upkeep = Upkeep(
+        self._periodic_tasks = PeriodicTasks(
             self._folder,
             self._clock,
             self._directory,
@@ -193,7 +195,7 @@ class _Assembly:
         offered = directory if self._config.handoff and self._transfer.is_kv_producer else None
         receives = self._config.handoff and self._transfer.is_kv_consumer
         channel = self._channel(None if offered is None else self._server(offered))
-        self._upkeep.channel = channel
+        self._periodic_tasks.channel = channel
         try:
             shared = self._shared_prefix()
         except BaseException:
@@ -212,7 +214,7 @@ class _Assembly:
                 self._ours.groups,
                 self._vllm_config.num_speculative_tokens,
             ),
-            upkeep=self._upkeep,
+            periodic_tasks=self._periodic_tasks,
             channel=channel,
             directory=directory,
             sender=None if offered is None else self._sender(offered, channel),
@@ -261,7 +263,7 @@ class _Assembly:
             valid=self._weights.holds,
             clock=self._clock,
             pending_timeout=self._config.handoff_ttl_s,
-            count=self._upkeep.count,
+            count=self._periodic_tasks.count,
         )
 
     def _channel(self, server: ControlServer | None) -> ControlChannel:
@@ -272,7 +274,7 @@ class _Assembly:
             listen=None if server is None else self._control_path(self._engine_id),
             listen_tcp=None if listen is None else parse_listen(listen, rank),
             key=self._key or (loopback_key() if listen or self._config.peers else None),
-            on_tick=self._upkeep.tick,
+            on_tick=self._periodic_tasks.tick,
             on_peer_gone=partial(tidy, self._folder),
             clock=self._clock,
             start=self._surroundings.start,
@@ -397,7 +399,7 @@ class _Assembly:
         index = BlockIndex.create(self._directory.num_slots, epoch)
         try:
             neighbours = self._surroundings.neighbours(
-                Household(
+                LocalEngine(
                     folder=self._folder,
                     name=f"index:{self._engine_id}",
                     readers=readers_id(self._shared_with, self._hash_id),
@@ -496,3 +498,26 @@ def _sharing_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
         if group.block_size % hash_size:
             return f"blocks of {group.block_size} tokens are hashed by {hash_size}"
     return None
+
+
+def _arena_sizing(
+    config: OmniConfig, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
+) -> ArenaSizing:
+    """What the configuration of an engine says of the arena of one rank."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    assert transfer is not None
+    ranks = parallel.tensor_parallel_size
+    given = config.arena_bytes()
+    sharers = ranks * max(1, parallel.data_parallel_size_local)
+    caches = 0
+    if vllm_config.device_config.device_type == "cpu":  # in the same memory, page by page
+        caches = sharers * sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+    return ArenaSizing(
+        given=None if given is None else given // ranks,
+        cache_blocks=kv_cache_config.num_blocks,
+        max_tokens=vllm_config.model_config.max_model_len,
+        sharers=sharers,
+        reserved=caches,
+        huge_pages=config.huge_pages,
+        deployment=deployment_id(f"{config.namespace}/{transfer.engine_id}"),
+    )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OmniKVConnector`: what vLLM loads. It forwards to the half that its role asks for."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 )
 
 from omni_connector.config import OmniConfig  # noqa: E402
-from omni_connector.kv.ledger import SETTLE_S  # noqa: E402
+from omni_connector.copy.ledger import SETTLE_S  # noqa: E402
 from omni_connector.vllm_v1.assembly import make_scheduler, make_worker  # noqa: E402
 from omni_connector.vllm_v1.compat import (  # noqa: E402
     ReportingStats,
@@ -37,9 +37,8 @@ from omni_connector.vllm_v1.compat import (  # noqa: E402
 from omni_connector.vllm_v1.metadata import (  # noqa: E402
     OmniConnectorMetadata,
     OmniHandshakeMetadata,
-    introduce_worker,
     introduced_workers,
-    introductions,
+    ranks_of,
 )
 from omni_connector.vllm_v1.metrics import OmniPromMetrics, OmniStats  # noqa: E402
 from omni_connector.vllm_v1.scheduler import OmniScheduler  # noqa: E402
@@ -85,7 +84,6 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_half: OmniScheduler | None = None
         self._worker_half: OmniWorker | None = None
         self._reports = ReportPath()
-        self._end_introduction: Callable[[], None] | None = None
         self._beside_others = False
         if role == KVConnectorRole.WORKER:
             self._worker_half = make_worker(
@@ -120,8 +118,6 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler_half.close()
         if self._worker_half is not None:
             self._worker_half.close()
-        if self._end_introduction is not None:
-            self._end_introduction()
 
     def get_kv_connector_stats(self) -> OmniStats | None:
         """What this half has counted since the last call."""
@@ -151,7 +147,7 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
             elif isinstance(worker, OmniKVConnector):
                 self._scheduler_half.settle(worker._worker.saves_ended)
             else:
-                ranks = introductions(self._config, self._vllm_config)
+                ranks = ranks_of(self._config, self._vllm_config)
                 asks = partial(self._surroundings().rank_copies, *ranks, SETTLE_S)
                 self._scheduler_half.settle_ranks(asks)
             return reset()
@@ -237,13 +233,13 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         self._worker.register_kv_caches(kv_caches)
+        self._listen()
+
+    def _listen(self) -> None:
         self._beside_others = has_kv_transfer_group() and get_kv_transfer_group() is not self
         alone = self._vllm_config.parallel_config.distributed_executor_backend == "uni"
-        if self._beside_others or not alone:  # the scheduler half cannot call this half
-            assert self._worker.handshake is not None
-            self._end_introduction = introduce_worker(
-                self._config, self._vllm_config, self._worker.handshake, self._worker.ended
-            )
+        # Else the scheduler half can call this half.
+        self._worker.listen(introduces=self._beside_others or not alone)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         # The connector around this one, if there is one, tells all its children what the first of
@@ -310,6 +306,7 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Register that tensor instead of one for each layer."""
         self._worker.register_cross_layers(kv_cache, cross_layer_dims(attn_backend))
+        self._listen()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.get_transfer_results(finished_req_ids)

@@ -10,8 +10,8 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as _external
 
+from omni_connector.arena.slot_pool import SlotPool
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.memory.slot_pool import SlotPool
 from omni_connector.prefix.block_changes import BlockChange, BlockChanges
 
 if TYPE_CHECKING:

@@ -10,12 +10,7 @@ from vllm import envs
 from vllm.logger import init_logger
 
 from omni_connector.config import OmniConfig
-from omni_connector.kv.compatibility import CompatibilityKey
-from omni_connector.kv.numerics import digest, numerics_of
-from omni_connector.plugin import require_supported_vllm
-from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
-from omni_connector.vllm_v1.specs import group_shapes
-from omni_connector.vllm_v1.weight_files import (
+from omni_connector.identity.weight_files import (
     NOT_THE_MODEL,
     ModelFiles,
     UnknownFilesError,
@@ -24,6 +19,11 @@ from omni_connector.vllm_v1.weight_files import (
     files_of,
     process_began,
 )
+from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.kv.numerics import digest, numerics_of
+from omni_connector.plugin import require_supported_vllm
+from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
+from omni_connector.vllm_v1.specs import group_shapes
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

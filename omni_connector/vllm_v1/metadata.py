@@ -2,10 +2,9 @@
 """What the two halves tell each other.
 
 vLLM carries it. But MultiConnector passes on the handshake metadata of one of its children only, to
-all of them. So beside other connectors the workers introduce themselves at sockets of their own.
+all of them. So beside other connectors the workers introduce themselves at their ranks' sockets.
 """
 
-from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError, OmniError
-from omni_connector.handoff.adapters import AdapterLoad
+from omni_connector.identity.adapters import AdapterLoad
 from omni_connector.kv.spans import TransferSpec
-from omni_connector.net.introductions import introduce, introduced
+from omni_connector.net.introductions import introduced
 from omni_connector.net.runtime import runtime_dir
 from omni_connector.transports.base import Endpoint
 
@@ -103,34 +102,15 @@ class OmniHandshakeMetadata(KVConnectorHandshakeMetadata):
         return msgspec.msgpack.decode(content, type=cls)
 
 
-def introduce_worker(
-    config: OmniConfig,
-    vllm_config: "VllmConfig",
-    handshake: OmniHandshakeMetadata,
-    ended: Callable[[Collection[int]], Collection[int]],
-) -> Callable[[], None]:
-    """Have a worker tell the scheduler half what it must know; returns what ends that.
-
-    Args:
-        ended: as for `introduce`.
-
-    Raises:
-        TransportError: another process has the socket of this rank.
-    """
-    folder, engine_id, ranks = introductions(config, vllm_config)
-    rank = vllm_config.parallel_config.rank % ranks
-    return introduce(folder, engine_id, rank, handshake.encode(), ended)
-
-
 def introduced_workers(
     config: OmniConfig, vllm_config: "VllmConfig"
 ) -> dict[tuple[int, int], OmniHandshakeMetadata]:
-    """What the workers of this engine tell by `introduce_worker`, by (pipeline rank, tensor rank).
+    """What the workers of this engine tell at their sockets, by (pipeline rank, tensor rank).
 
     Raises:
         ConfigError: a worker tells nothing.
     """
-    folder, engine_id, ranks = introductions(config, vllm_config)
+    folder, engine_id, ranks = ranks_of(config, vllm_config)
     found = {}
     for rank in range(ranks):
         try:
@@ -144,8 +124,8 @@ def introduced_workers(
     return found
 
 
-def introductions(config: OmniConfig, vllm_config: "VllmConfig") -> tuple[Path, str, int]:
-    """The folder where the workers of an engine introduce themselves, its id, and its ranks."""
+def ranks_of(config: OmniConfig, vllm_config: "VllmConfig") -> tuple[Path, str, int]:
+    """The folder with the sockets of an engine's ranks, its id, and how many they are."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     assert transfer.engine_id is not None

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from omni_connector.stats import COUNTERS, FAILURE, GAUGES, MISSED, PEER, SECONDS
+from omni_connector.runtime.stats import COUNTERS, FAILURE, GAUGES, MISSED, PEER, SECONDS
 
 _SECONDS_BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5, 30]
 

@@ -15,7 +15,7 @@ from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.truncation import answer_one_token
 from omni_connector.prefix.hints import KEY, NO_HINTS, read_hints
 from omni_connector.prefix.shared_prefix import SharedPrefix
-from omni_connector.stats import Stats
+from omni_connector.runtime.stats import Stats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
 
+from omni_connector.copy.ended import CopiesOfRanks
+from omni_connector.copy.ledger import CopyLedger, Ended
 from omni_connector.errors import OmniError
-from omni_connector.handoff.adapters import AdapterContents
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
 from omni_connector.handoff.params import (
@@ -21,18 +22,17 @@ from omni_connector.handoff.params import (
     wants_handoff,
     wants_remote_kv,
 )
+from omni_connector.handoff.periodic_tasks import PeriodicTasks
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.truncation import TRUNCATED, truncate, truncation_refusal
-from omni_connector.handoff.upkeep import Upkeep
-from omni_connector.handoff.weights import WeightsEpoch
-from omni_connector.kv.ledger import CopyLedger, Ended
-from omni_connector.net.introductions import CopiesOfRanks
+from omni_connector.identity.adapters import AdapterContents
+from omni_connector.identity.epochs import WeightsEpoch
 from omni_connector.net.status import StatusReport
 from omni_connector.prefix.shared_prefix import SharedPrefix
-from omni_connector.stats import COUNTERS, GAUGES
-from omni_connector.trace import Trace, now
+from omni_connector.runtime.stats import COUNTERS, GAUGES
+from omni_connector.runtime.trace import Trace, now
 from omni_connector.vllm_v1.compat import (
     cache_hit_source,
     hash_block_size,
@@ -72,7 +72,7 @@ class OmniScheduler:
         weights: their epoch.
         ledger: the copy jobs.
         room: which loads may begin.
-        upkeep: what is done beside the steps.
+        periodic_tasks: what is done beside the steps.
         channel: to peers; closed with this.
         directory, sender: slots, and what hands them off; None on an engine that hands nothing off.
         receiver: loads hand-offs; None on an engine that loads none.
@@ -94,7 +94,7 @@ class OmniScheduler:
         weights: WeightsEpoch,
         ledger: CopyLedger,
         room: LoadRoom,
-        upkeep: Upkeep,
+        periodic_tasks: PeriodicTasks,
         channel: ControlChannel,
         directory: SlotDirectory | None,
         sender: HandoffSender | None,
@@ -111,7 +111,7 @@ class OmniScheduler:
         self._weights = weights
         self._ledger = ledger
         self._room = room
-        self._upkeep = upkeep
+        self._periodic_tasks = periodic_tasks
         self._channel = channel
         self._directory = directory
         self._sender = sender
@@ -134,7 +134,7 @@ class OmniScheduler:
         self._counts: object = None  # those of the gauges
 
     def _take_events(self) -> None:
-        for event, number in self._upkeep.take().items():
+        for event, number in self._periodic_tasks.take().items():
             if event in COUNTERS:
                 self._stats.count(event, number)
             else:
@@ -240,7 +240,7 @@ class OmniScheduler:
         if num_tokens < 1:
             sender.add(request, prompt, refusal="nothing_to_hand_off")
             return
-        refusal = "control_ended" if self._upkeep.ended() else None
+        refusal = "control_ended" if self._periodic_tasks.ended() else None
         if request.resumable:  # it goes on writing, and a state is overwritten in place
             refusal = "resumable"
         elif refusal is None and self._stops_early and not truncated:
@@ -274,7 +274,7 @@ class OmniScheduler:
             if (
                 self._sender is not None
                 and not self._sender.may_schedule(request_id)
-                and not self._upkeep.ended()
+                and not self._periodic_tasks.ended()
             ):
                 return _ASK_AGAIN
             if self._receiver is not None:
@@ -345,7 +345,7 @@ class OmniScheduler:
         # Nor may what an earlier step has computed wait for this one.
         meta = OmniConnectorMetadata(idle=not computes and True not in self._computing)
         self._computing.append(computes)
-        if self._upkeep.ended():
+        if self._periodic_tasks.ended():
             self._waiting = ()  # nobody waits for room any more
         self._follow_weights()
         if self._void[0]:
@@ -484,7 +484,7 @@ class OmniScheduler:
     def take_stats(self) -> OmniStats | None:
         """What was counted since the last call; None when nothing changed."""
         stats = self._stats
-        if self._upkeep.events:
+        if self._periodic_tasks.events:
             self._take_events()
         if self._shared is not None:
             self._shared.count_failures()

@@ -14,22 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from omni_connector.config import FileStoreSettings, OmniConfig, StoreSettings
+from omni_connector.copy.choice import make_copier
+from omni_connector.copy.copier import BlockCopier
+from omni_connector.copy.ended import CopiesOfRanks, RankCopies
+from omni_connector.copy.host import Sharing
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
-from omni_connector.kv.copying import BlockCopier, Sharing, make_copier
-from omni_connector.net.introductions import CopiesOfRanks, RankCopies
+from omni_connector.net import rank_socket
 from omni_connector.net.links import Sockets, ZmqSockets
+from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.net.status import StatusFile
-from omni_connector.prefix.attaching import (
-    AttachAhead,
-    Ranks,
-    RankSockets,
-    answer_for_rank,
-)
-from omni_connector.prefix.neighbours import HostNeighbours, Household, Neighbours
+from omni_connector.prefix.attaching import Ranks, RankSockets
+from omni_connector.prefix.neighbours import HostNeighbours, LocalEngine, Neighbours
+from omni_connector.runtime.turns import MakeLock, StartTurns, TurnThread
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.opening import open_block_store
 from omni_connector.transports.choice import Transports, make_transports
-from omni_connector.turns import MakeLock, StartTurns, TurnThread
 from omni_connector.vllm_v1.adapter_loads import AdapterLoads, watch_adapter_loads
 from omni_connector.vllm_v1.identity import weights_id
 
@@ -51,9 +50,8 @@ class Surroundings:
         block_store: opens a client of the shared store that lends so many bytes of memory to it.
         rank_copies: asks the ranks of an engine which of their copies have ended.
         neighbours: finds the engines of this host that share prefixes.
-        answer_for_rank: lets the scheduler half ask a rank to attach arenas of neighbours; returns
-            what ends that.
-        ranks: asks them; of an engine in a runtime folder, by its id.
+        answer_for_rank: answers the scheduler half that asks a rank; returns what ends that.
+        ranks: asks the ranks of an engine, in a runtime folder, to attach arenas of neighbours.
         copier: makes what copies between KV blocks and slots, with threads that share in it.
         weights_id: which weights an engine has, by their files; see `identity.weights_id`.
         adapter_loads: notes which LoRA adapters vLLM loads in a worker.
@@ -71,8 +69,12 @@ class Surroundings:
     transports: Callable[[OmniConfig, bool], Transports] = make_transports
     block_store: Callable[[StoreSettings | FileStoreSettings, int], BlockStore] = open_block_store
     rank_copies: Callable[[Path, str, int, float], CopiesOfRanks] = RankCopies
-    neighbours: Callable[[Household, Callable[[], float], StartTurns], Neighbours] = HostNeighbours
-    answer_for_rank: Callable[[Path, str, int, AttachAhead], Callable[[], None]] = answer_for_rank
+    neighbours: Callable[[LocalEngine, Callable[[], float], StartTurns], Neighbours] = (
+        HostNeighbours
+    )
+    answer_for_rank: Callable[[Path, str, int, RankAnswers], Callable[[], None]] = (
+        rank_socket.listen
+    )
     ranks: Callable[[Path, str, int], Ranks] = RankSockets
     copier: Callable[[CanonicalKVCaches, SlotLayout, Sharing], BlockCopier] = make_copier
     weights_id: Callable[[OmniConfig, "VllmConfig"], str | None] = weights_id

@@ -6,16 +6,24 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from vllm.logger import init_logger
 
+from omni_connector.arena.nodes import near_cores, process_cores
+from omni_connector.arena.reservations import Reservation
+from omni_connector.arena.size import ArenaSizing
 from omni_connector.config import OmniConfig
-from omni_connector.copies.jobs import LoadSpec, Saver, SaveSpec
-from omni_connector.copies.loading import Loader
-from omni_connector.copies.prefix_jobs import HostLoadSpec, KeepSpec, StoreLoadSpec, StoreSaveSpec
-from omni_connector.copies.sizing import ArenaSizing, copy_threads
-from omni_connector.copy_threads import (
+from omni_connector.copy.copier import BlockCopier
+from omni_connector.copy.ended import ended_copies
+from omni_connector.copy.jobs import LoadSpec, Saver, SaveSpec
+from omni_connector.copy.layered import Forward, LayerRanges, TracedCopier
+from omni_connector.copy.ledger import Ended
+from omni_connector.copy.loading import Loader
+from omni_connector.copy.prefix_jobs import HostLoadSpec, KeepSpec, StoreLoadSpec, StoreSaveSpec
+from omni_connector.copy.threads import (
     CLOSE_S,
     NO_JOB_ID,
     CopyThread,
@@ -30,19 +38,16 @@ from omni_connector.kv.canonical import (
     canonicalize,
     canonicalize_cross_layers,
 )
-from omni_connector.kv.copying import BlockCopier
-from omni_connector.kv.layered import Forward, Stretches, TracedCopier
-from omni_connector.kv.ledger import Ended
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import TransferSpec
-from omni_connector.memory.nodes import near_cores, process_cores
-from omni_connector.memory.reservations import Reservation
-from omni_connector.prefix.attaching import AttachAhead
+from omni_connector.net.introductions import introduction
+from omni_connector.net.rank_socket import RankAnswers
+from omni_connector.prefix.attaching import attached_ahead
 from omni_connector.prefix.store_jobs import StoreJobs
-from omni_connector.shared_work import Helpers
-from omni_connector.stats import LEASE_EXPIRED
+from omni_connector.runtime.shared_work import Helpers
+from omni_connector.runtime.stats import LEASE_EXPIRED
+from omni_connector.runtime.trace import Trace
 from omni_connector.stores.block_store import BlockStore
-from omni_connector.trace import Trace
 from omni_connector.transports import Arena, Endpoint
 from omni_connector.transports.choice import Transports
 from omni_connector.vllm_v1.adapter_loads import AdapterLoads
@@ -57,7 +62,6 @@ from omni_connector.vllm_v1.specs import fails_by_block, group_shapes, group_spe
 from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings
 
 if TYPE_CHECKING:
-    import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.omni_connector.worker")
@@ -77,8 +81,8 @@ class OmniWorker:
         rank, ranks: of this worker, and how many its engine has.
         arena_name: under which peers find the arena, unique on this host; it need not be secret.
         arena: how large this rank's arena is; None where the engine hands nothing off.
-        answer: lets the scheduler half have arenas of neighbours attached; returns what ends that.
-            None shares nothing with them.
+        answer: answers the scheduler half at this rank's socket; returns what ends that.
+        shares: whether the scheduler half has arenas of neighbours attached.
         store: where prefixes are shared, closed with this; None shares none.
         surroundings: clock, randomness and threads.
         trace: is told what takes how long, closed with this; None where nothing is traced.
@@ -96,7 +100,8 @@ class OmniWorker:
         ranks: int,
         arena_name: str,
         arena: ArenaSizing | None,
-        answer: Callable[[AttachAhead], Callable[[], None]] | None = None,
+        answer: Callable[[RankAnswers], Callable[[], None]],
+        shares: bool = False,
         store: BlockStore | None = None,
         surroundings: Surroundings = SURROUNDINGS,
         trace: Trace | None = None,
@@ -114,6 +119,7 @@ class OmniWorker:
         self._arena_name = arena_name
         self._sizing = arena
         self._answer = answer
+        self._shares = shares
         self._end_answers: Callable[[], None] | None = None
         self._store = store
         self._checksum = config.integrity == "full"
@@ -184,21 +190,21 @@ class OmniWorker:
             {layer.name: views[layer.name].data_ptr() for layer in group.layers}
             for group in group_specs(self._kv_cache_config)
         ]
-        stretches = Stretches.of(canonical, layout, addresses)
+        layer_ranges = LayerRanges.of(canonical, layout, addresses)
         cores = len(_PROCESS_CORES) // self._ranks
-        threads = self._config.copy_threads or copy_threads(cores, canonical.device.type)
+        threads = self._config.copy_threads or _default_copy_threads(cores, canonical.device.type)
         self._helpers.threads = 1 + threads
         self._copier = self._surroundings.copier(
-            stretches.canonical, stretches.layout, self._helpers
+            layer_ranges.canonical, layer_ranges.layout, self._helpers
         )
         if self._trace is not None:
-            self._copier = TracedCopier(self._copier, stretches, self._trace)
+            self._copier = TracedCopier(self._copier, layer_ranges, self._trace)
         orders = kernel_orders(self._kv_cache_config, self._layers, canonical.page_orders)
         attention = attention_of(self._kv_cache_config, self._layers)
         groups = group_shapes(self._kv_cache_config, orders, attention)
         endpoints: tuple[Endpoint, ...] = ()
         if self._sizing is not None:
-            endpoints = self._open_arena(self._sizing, self._copier, stretches, groups)
+            endpoints = self._open_arena(self._sizing, self._copier, layer_ranges, groups)
         if self._store is not None:
             self._store_jobs = StoreJobs(
                 store=self._store,
@@ -230,8 +236,6 @@ class OmniWorker:
             own=(self._arena, endpoints) if self._arena is not None else None,
         )
         self._bodies[LoadSpec] = self._bodies[HostLoadSpec] = self._loads, self._loader.work
-        if self._answer is not None:
-            self._end_answers = self._answer(self._loader.attach_ahead)
         self._handshake = OmniHandshakeMetadata(
             endpoints, orders, attention, scales_id(self._kv_cache_config, self._layers)
         )
@@ -240,10 +244,10 @@ class OmniWorker:
         self,
         sizing: ArenaSizing,
         copier: BlockCopier,
-        stretches: Stretches,
+        layer_ranges: LayerRanges,
         groups: tuple[GroupShape, ...],
     ) -> tuple[Endpoint, ...]:
-        slot_bytes = stretches.layout.slot_bytes
+        slot_bytes = layer_ranges.layout.slot_bytes
         if self._surroundings.prefault:
             size, self._reservation = sizing.reserve(slot_bytes, groups)
         else:
@@ -268,12 +272,33 @@ class OmniWorker:
         self._saver = Saver(
             arena=self._arena,
             copier=copier,
-            stretches=stretches,
+            layer_ranges=layer_ranges,
             checksum=self._checksum or self._transports.needs_checksums,
         )
         self._bodies[SaveSpec] = self._bodies[KeepSpec] = self._saves, self._saver.work
         sizing.tell(self._rank, self._ranks, size, slot_bytes, groups)
         return self._transports.export(self._arena, self._arena_name)
+
+    def listen(self, *, introduces: bool) -> None:
+        """Answer the scheduler half at this rank's socket, if it has anything to ask there. The
+        caches are registered.
+
+        Args:
+            introduces: whether to say who this is, and which copies have ended.
+
+        Raises:
+            TransportError: another process has this rank's socket.
+        """
+        assert self._loader is not None
+        assert self._handshake is not None
+        answers: dict[type[msgspec.Struct], Callable[[Any], msgspec.Struct]] = {}
+        if self._shares:
+            answers |= attached_ahead(self._loader.attach_ahead)
+        if introduces:
+            answers |= introduction(self._handshake.encode())
+            answers |= ended_copies(self.ended)
+        if answers:
+            self._end_answers = self._answer(answers)
 
     @property
     def handshake(self) -> OmniHandshakeMetadata | None:
@@ -498,3 +523,14 @@ class OmniWorker:
             self._reservation.close()
         if self._trace is not None:
             self._trace.close()
+
+
+def _default_copy_threads(cores: int, device: str) -> int:
+    """Threads that one copy is shared by, where the configuration does not say.
+
+    Args:
+        cores: of this host, for each rank of the engine.
+        device: type of the device of the KV cache.
+    """
+    computing = torch.get_num_threads() if device == "cpu" else 0
+    return max(1, min(4, cores - computing))

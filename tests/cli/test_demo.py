@@ -11,7 +11,7 @@ from omni_connector.cli import demo as module
 from omni_connector.cli.demo import Metrics, Result, demo, median
 from omni_connector.cli.engines import make_engines
 from omni_connector.cli.main import main
-from omni_connector.trace import Trace, now
+from omni_connector.runtime.trace import Trace, now
 
 GOOD = Result(
     prompt_tokens=100,

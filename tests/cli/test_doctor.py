@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from omni_connector import plugin
+from omni_connector.arena.huge_pages import Pool
 from omni_connector.cli import doctor as module
 from omni_connector.cli.doctor import CheckFailedError, Finding, doctor, examine, extra_config
 from omni_connector.cli.main import main
 from omni_connector.config import OmniConfig
-from omni_connector.memory.huge_pages import Pool
 from omni_connector.net.keys import write_new_key
-from omni_connector.transports import mooncake_lib
+from omni_connector.transports.mooncake.transport import library as mooncake_lib
 
 SLOW = ("vLLM", "plugin")
 

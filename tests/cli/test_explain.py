@@ -42,8 +42,8 @@ from omni_connector.prefix.explain import (
     Stored,
     Tokenizer,
 )
-from omni_connector.testing.hostile import explain as hostile
-from omni_connector.testing.hostile.mutation import distort_msgpack
+from tests.hostile import explain as hostile
+from tests.hostile.mutation import distort_msgpack
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 TOKENS = list(range(100))

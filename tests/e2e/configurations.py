@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from omni_connector.testing import no_op, reference, soak
+from omni_connector.testing import no_op, reference
+from tests import soak
 
 from . import vllm_itself
 from .probe import EXTENSION as PROBE

@@ -15,7 +15,7 @@ import pytest
 
 from omni_connector.testing.engines import SERVER, Engine, EngineError, Process
 from omni_connector.testing.models import make_model
-from omni_connector.testing.soak import held
+from tests.soak import held
 
 from . import kv, vllm_itself
 from .configurations import CONFIGURATIONS, Configuration

@@ -6,9 +6,9 @@ from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from omni_connector.copies.prefix_jobs import HostLoadSpec
-from omni_connector.copy_threads import Outcome
-from omni_connector.testing import inspection
+from omni_connector.copy.prefix_jobs import HostLoadSpec
+from omni_connector.copy.threads import Outcome
+from tests import inspection
 
 from .probe import KVProbe
 

@@ -6,7 +6,7 @@ from typing import Any
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from omni_connector.prefix import store_jobs
-from omni_connector.testing import inspection
+from tests import inspection
 
 from .probe import KVProbe
 

@@ -2,6 +2,9 @@
 """An engine is killed with SIGKILL before, during or after a hand-off; the other one goes on."""
 
 import http.client
+import os
+import socket
+import struct
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from omni_connector.testing.engines import Engine
+from tests import soak
 
 from ..stopping import stop_group
 from .harness import Case, Pair
@@ -22,6 +26,8 @@ pytestmark = pytest.mark.e2e
 
 # The decode engine's own deadlines are 5 s for the answer and 5 s for the bytes.
 ANSWER_S = 60.0
+# Engines look every 10 s for what dead ones have left.
+SWEPT_S = 60.0
 
 
 @dataclass
@@ -72,16 +78,57 @@ def pair(mortals: Mortals) -> Pair:
     return mortals.pair()
 
 
-def sockets(runtime: Path) -> list[Path]:
-    """Every socket below the runtime folder."""
-    return [path for path in runtime.rglob("*") if path.is_socket()]
+def listener(path: Path) -> int | None:
+    """The process that listens at a Unix socket of whatever type; None where nobody does."""
+    for kind in (socket.SOCK_SEQPACKET, socket.SOCK_STREAM):
+        with socket.socket(socket.AF_UNIX, kind) as probe:
+            probe.settimeout(ANSWER_S)
+            try:
+                probe.connect(str(path))
+            except (ConnectionRefusedError, FileNotFoundError):
+                return None
+            except OSError:  # it is of the other type
+                continue
+            credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            return int(struct.unpack("3i", credentials)[0])
+    raise AssertionError(f"{path} is a socket of another type")
 
 
-def wait_for_no_sockets(runtime: Path, timeout: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout
-    while left := sockets(runtime):
+def files_of(engine: Engine, runtime: Path) -> set[str]:
+    """The files in the runtime folder that an engine lives with: sockets at which it listens, and
+    others that it holds open."""
+    processes = list(engine.processes())
+    pids = {int(process.name) for process in processes}
+    opened = set()
+    for fd in chain.from_iterable((process / "fd").iterdir() for process in processes):
+        try:
+            opened.add(os.readlink(fd))
+        except FileNotFoundError:  # closed meanwhile
+            continue
+    paths = {name: runtime / name for name in soak.files(runtime)}
+    return {
+        name
+        for name, path in paths.items()
+        if (listener(path) in pids if path.is_socket() else str(path) in opened)
+    }
+
+
+def has_all(engine: Engine, runtime: Path) -> bool:
+    """Whether an engine has files of each kind: sockets, and its status."""
+    suffixes = {Path(name).suffix for name in files_of(engine, runtime)}
+    return suffixes >= {".sock", ".status"}
+
+
+def wait_for_no_files_but_of(engine: Engine, runtime: Path) -> None:
+    """Wait until nothing is left of any other engine, and look whether all is left of this one."""
+    own = files_of(engine, runtime)
+    assert any(name.endswith(".sock") for name in own), "its worker answers at a socket"
+    deadline = time.monotonic() + SWEPT_S
+    while left := soak.files(runtime) - files_of(engine, runtime):
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.2)
+    # It writes its status anew all the time.
+    assert {name for name in own if name.endswith(".sock")} <= files_of(engine, runtime)
 
 
 def test_decode_answers_when_prefill_is_killed(
@@ -95,7 +142,7 @@ def test_decode_answers_when_prefill_is_killed(
         pair.prefill(case.prompt, salt)
         for case, salt in zip((before, during, after), salts, strict=True)
     ]
-    assert sockets(runtime)
+    soak.until(lambda: has_all(pair.prefill_engine, runtime), SWEPT_S, "no sockets and no status")
     before.check(pair.decode(before.prompt, salts[0], params[0]))
     failures = pair.failures()
     # Stopped, the prefill engine can be asked and does not answer; then it is gone for good.
@@ -114,7 +161,7 @@ def test_decode_answers_when_prefill_is_killed(
     after.check(answer)
     assert pair.failures() == failures + 2
     pair.wait_until_idle(pair.decode_engine)
-    wait_for_no_sockets(runtime)
+    wait_for_no_files_but_of(pair.decode_engine, runtime)
 
 
 def test_a_new_prefill_engine_takes_the_place_of_the_dead_one(pair: Pair, case: Case) -> None:
@@ -133,7 +180,7 @@ def test_decode_answers_when_prefill_is_killed_while_bytes_move(
         pair.prefill_engine.kill()
         case.check(asked.result(timeout=ANSWER_S))
     pair.wait_until_idle(pair.decode_engine)
-    wait_for_no_sockets(runtime)
+    wait_for_no_files_but_of(pair.decode_engine, runtime)
 
 
 @pytest.mark.parametrize("delay", [0.01])
@@ -154,14 +201,17 @@ def test_prefill_frees_everything_when_decode_is_killed(
 
 def test_stopped_engines_leave_nothing(pair: Pair, runtime: Path) -> None:
     pair.hand_off(list(range(3, 300)))
-    # vLLM kills its engine core a moment after asking it to end, so a socket may stay: the
-    # decode engine, which was connected to it, removes it.
+    # vLLM kills its engine core a moment after asking it to end, so its files may stay: a living
+    # engine removes them, and after the last one the next to be started.
     engines = (pair.prefill_engine, pair.decode_engine)
     left = [engine.left_behind() for engine in engines]
     temporary = [{path for path in each if path.parent != Path("/dev/shm")} for each in left]
     assert all(temporary), "vLLM's sockets lie elsewhere than in the engine's temporary folder"
+    for engine in engines:
+        soak.until(lambda engine=engine: has_all(engine, runtime), SWEPT_S, "no socket, no status")
     engines[0].stop()
-    wait_for_no_sockets(runtime)
+    wait_for_no_files_but_of(engines[1], runtime)
     engines[1].stop()
-    assert not sockets(runtime)
+    soak.sweep(runtime)
+    assert not soak.files(runtime)
     assert not [path for path in chain(*left) if path.exists()]

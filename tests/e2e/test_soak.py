@@ -3,7 +3,7 @@
 
 import pytest
 
-from omni_connector.testing import soak
+from tests import soak
 
 from .pool import Pool
 

@@ -37,7 +37,7 @@ from omni_connector.handoff.messages import (
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net import links as control_sockets
-from omni_connector.testing import inspection
+from tests import inspection
 
 from .engine import LONG, PROMPT, Asker, StartEngine, ask, failure, start_peer
 

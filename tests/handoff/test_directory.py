@@ -18,12 +18,12 @@ from hypothesis.stateful import (
     rule,
 )
 
+from omni_connector.arena.slot_index import SlotKey
+from omni_connector.copy.ledger import Block
 from omni_connector.errors import ArenaFullError
 from omni_connector.handoff.directory import Handoff, LeaseAnswer, LeaseState, SlotDirectory
 from omni_connector.handoff.messages import DIGEST_BYTES, TOKEN_BYTES
 from omni_connector.handoff.prompt import Prompt
-from omni_connector.kv.ledger import Block
-from omni_connector.memory.slot_index import SlotKey
 from omni_connector.testing import FakeClock
 
 TTL = 120.0

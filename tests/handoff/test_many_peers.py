@@ -11,7 +11,7 @@ from omni_connector.errors import IncompatiblePeerError
 from omni_connector.handoff import channel as channel_module
 from omni_connector.handoff.messages import HandshakeReply
 from omni_connector.kv.compatibility import CompatibilityKey
-from omni_connector.testing import inspection
+from tests import inspection
 
 from .engine import LONG, Asker, Engine, StartEngine, failure
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from omni_connector.copies.jobs import LoadSpec
+from omni_connector.copy.jobs import LoadSpec
+from omni_connector.copy.ledger import CopyLedger
 from omni_connector.handoff.client import Lease, LeaseDeniedError, PendingLease
 from omni_connector.handoff.messages import HandshakeReply, LeaseGranted
 from omni_connector.handoff.params import RemotePrefill
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.kv.compatibility import CompatibilityKey
-from omni_connector.kv.ledger import CopyLedger
 from omni_connector.testing import FakeClock
 
 TIMEOUT = 30.0

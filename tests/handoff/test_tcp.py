@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import zmq
 from omni_connector.errors import ConfigError, PeerUnreachableError, TransportError
 from omni_connector.handoff import channel as channel_module
 from omni_connector.handoff.channel import ControlChannel
+from omni_connector.handoff.client import INTRODUCTION_S, PendingLease
 from omni_connector.handoff.messages import (
     Handshake,
     HandshakeReply,
@@ -42,9 +44,10 @@ from omni_connector.net.listener import (
     TcpListener,
 )
 from omni_connector.net.peers import HostPort, parse_host_port
-from omni_connector.net.zeromq import make_context
-from omni_connector.testing import inspection
+from omni_connector.net.zeromq import Link, make_context
+from omni_connector.testing import FakeClock
 from omni_connector.testing.ports import free_port
+from tests import inspection
 
 from ..descriptors import spare
 from ..stopping import stop
@@ -508,7 +511,7 @@ import os, resource, sys, threading, time
 from omni_connector.net.keys import ClusterKey
 from omni_connector.net.links import ZmqSockets
 from omni_connector.net.peers import HostPort
-from omni_connector.turns import TurnThread
+from omni_connector.runtime.turns import TurnThread
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 KEY = ClusterKey(*(each.encode() for each in sys.argv[1:]))
 sockets = ZmqSockets()
@@ -966,6 +969,72 @@ def test_a_name_that_is_looked_up_for_ever_holds_up_nothing(
     finally:
         release.set()
         asker.channel.close()
+
+
+class ByHand:
+    """In the place of the channel's thread: makes its turns when it is told."""
+
+    def __init__(self, name: str, turn: Any, *, end: Callable[[], object], **_: object) -> None:
+        self.turn = turn
+        self._end = end
+
+    def wake(self) -> None:
+        """Nobody sleeps."""
+
+    def join(self, timeout: float) -> None:
+        while self.turn() is not None:
+            pass
+        self._end()
+
+    def is_alive(self) -> bool:
+        return True
+
+
+class Links(control_sockets.ZmqSockets):
+    """Notes whom it connects to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[str | HostPort] = []
+
+    def link(self, target: str | HostPort, key: ClusterKey | None) -> Link:
+        self.made.append(target)
+        return super().link(target, key)
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "given up", "closing"])
+def test_whose_name_is_found_too_late_is_not_connected_to(
+    monkeypatch: pytest.MonkeyPatch,
+    compatibility: CompatibilityKey,
+    clock: FakeClock,
+    meanwhile: str,
+) -> None:
+    found: Future[HostPort] = Future()
+    monkeypatch.setattr(resolver_module.Resolver, "look_up", lambda *_: found)
+    threads: list[ByHand] = []
+
+    def start(*arguments: Any, **options: Any) -> ByHand:
+        threads.append(ByHand(*arguments, **options))
+        return threads[0]
+
+    links = Links()
+    channel = ControlChannel(
+        compatibility=compatibility, key=KEY, clock=clock, start=start, sockets=links
+    )
+    (thread,) = threads
+    pending = PendingLease(b"t" * 16, PROMPT, b"e" * 16, "", clock() + LONG)
+    channel.request_lease("tcp://slow:1", pending)
+    thread.turn()
+    if meanwhile == "given up":
+        clock.advance(INTRODUCTION_S)
+        thread.turn()
+        assert "no answer to the handshake" in str(failure(pending.future))
+    found.set_result(HostPort("127.0.0.1", 1))
+    if meanwhile != "closing":
+        thread.turn()
+    channel.close()
+    assert isinstance(failure(pending.future), PeerUnreachableError)
+    assert links.made == ([HostPort("127.0.0.1", 1)] if meanwhile == "nothing" else [])
 
 
 def test_a_system_without_threads_to_spare_fails_the_lease_request(

@@ -12,9 +12,11 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from omni_connector.copy.copier import BlockCopier
+from omni_connector.copy.host import CpuCopier
+from omni_connector.copy.staged import StagedCopier
+from omni_connector.copy.stream import Stream
 from omni_connector.kv.canonical import CanonicalKVCaches, GroupSpec, LayerSpec, SlotLayout
-from omni_connector.kv.copying import BlockCopier, CpuCopier
-from omni_connector.kv.staging import StagedCopier, Stream
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 PADDABLE = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
@@ -335,7 +337,7 @@ def pinned(canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndarray) 
 
 @pytest.fixture(scope="session")
 def kv() -> SimpleNamespace:
-    """The builders above, for tests in this folder."""
+    """The builders above, for tests here and in `copy`."""
     return SimpleNamespace(
         LAYOUTS=LAYOUTS,
         PADDABLE=PADDABLE,

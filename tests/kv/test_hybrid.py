@@ -6,8 +6,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from omni_connector.copy.copier import BlockCopy
 from omni_connector.kv.canonical import SlotLayout, canonicalize
-from omni_connector.kv.copying import BlockCopy
 from omni_connector.kv.segments import content_of
 
 

@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from omni_connector.copies.jobs import LoadSpec, SaveSpec
-from omni_connector.copies.prefix_jobs import StoreLoadSpec, StoreSaveSpec
+from omni_connector.copy.jobs import LoadSpec, SaveSpec
+from omni_connector.copy.prefix_jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.kv.spans import BlockSpans
 
 

@@ -42,8 +42,9 @@ try:
 except ImportError:  # before vLLM 0.33
     from vllm.v1.core import kv_cache_utils as planning
 
+from omni_connector.copy.copier import BlockCopy  # noqa: E402
+from omni_connector.copy.host import CpuCopier  # noqa: E402
 from omni_connector.kv.canonical import SlotLayout, canonicalize  # noqa: E402
-from omni_connector.kv.copying import BlockCopy, CpuCopier  # noqa: E402
 from omni_connector.vllm_v1.specs import group_specs  # noqa: E402
 
 BLOCKS = 7

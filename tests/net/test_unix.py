@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from omni_connector.arena.arena import Arena
 from omni_connector.errors import (
     IncompatiblePeerError,
     OmniError,
@@ -21,7 +22,6 @@ from omni_connector.errors import (
     ProtocolError,
     TransportError,
 )
-from omni_connector.memory.arena import Arena
 from omni_connector.net import unix
 from omni_connector.net.packets import MAX_MESSAGE_BYTES, Refusal, require_protocol
 from omni_connector.net.runtime import listen, socket_path

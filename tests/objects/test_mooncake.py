@@ -31,9 +31,9 @@ from omni_connector.objects.factory import ConnectorSpec, OmniConnectorFactory
 from omni_connector.objects.mooncake import MooncakeTransferEngineConnector
 from omni_connector.objects.object_store import StoredObject
 from omni_connector.objects.peer import QUESTIONS
-from omni_connector.testing import inspection
 from omni_connector.testing.conformance import ObjectConformance
 from omni_connector.testing.ports import free_port
+from tests import inspection
 
 from ..stopping import stop
 

@@ -30,7 +30,7 @@ from omni_connector.objects.manifest import (
 from omni_connector.objects.mooncake_store import MooncakeStoreConnector
 from omni_connector.testing.conformance import StoreConformance
 from omni_connector.testing.ports import free_port
-from omni_connector.transports.mooncake_lib import store_module
+from omni_connector.transports.mooncake.transport.library import store_module
 
 from ..masters import Master, lender
 

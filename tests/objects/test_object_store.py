@@ -12,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from omni_connector import shared_work
+from omni_connector.arena import arena
+from omni_connector.arena.arena import Arena
+from omni_connector.arena.buffers import Buffers
+from omni_connector.arena.format import SlotState
 from omni_connector.errors import (
     ArenaFullError,
     ChecksumError,
@@ -21,10 +24,6 @@ from omni_connector.errors import (
     StaleSlotError,
     TransportError,
 )
-from omni_connector.memory import arena
-from omni_connector.memory.arena import Arena
-from omni_connector.memory.arena_format import SlotState
-from omni_connector.memory.buffers import Buffers
 from omni_connector.objects import object_store as objects
 from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.object_store import (
@@ -35,6 +34,7 @@ from omni_connector.objects.object_store import (
     object_geometry,
 )
 from omni_connector.objects.peer import Found, read_object
+from omni_connector.runtime import shared_work
 from omni_connector.testing import FakeClock
 from omni_connector.transports.base import Endpoint
 

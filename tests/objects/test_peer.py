@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from omni_connector.memory.arena import Arena
+from omni_connector.arena.arena import Arena
 from omni_connector.net.packets import MAX_MESSAGE_BYTES, Refusal, require_protocol
 from omni_connector.net.runtime import listen, socket_path
 from omni_connector.net.unix import Connection, Listener
@@ -23,9 +23,9 @@ from omni_connector.objects.codec import encode
 from omni_connector.objects.object_store import ObjectStore, StoredObject
 from omni_connector.objects.peer import ANSWERS, PROTOCOL, Find, Found, Missing, Peer, Read
 from omni_connector.objects.shm import SharedMemoryConnector
-from omni_connector.testing import inspection
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.shm import Attach, AttachReply
+from tests import inspection
 
 SOON_S = 20.0
 KEY = ObjectKey("0", "1", "key")

@@ -17,9 +17,10 @@ from omni_connector.objects import exchange
 from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.peer import Find, Read
 from omni_connector.objects.shm import SharedMemoryConnector
-from omni_connector.testing import FakeClock, inspection
+from omni_connector.testing import FakeClock
 from omni_connector.testing.conformance import ObjectConformance
 from omni_connector.transports.shm import Attach
+from tests import inspection
 
 from ..peer_processes import EXPORT, WAIT_S, Peer
 from ..stopping import stop

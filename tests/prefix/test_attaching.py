@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from omni_connector.errors import TransportError
+from omni_connector.net import rank_socket
 from omni_connector.prefix import attaching
-from omni_connector.prefix.attaching import RankSockets, answer_for_rank
+from omni_connector.prefix.attaching import RankSockets, attached_ahead
 from omni_connector.transports import Endpoint
 
 
@@ -35,7 +35,7 @@ class Worker:
         self.attached: set[str] = set()
         self.asked: list[str] = []
         self.broken = False
-        self.end = answer_for_rank(folder, "engine", rank, self.attach)
+        self.end = rank_socket.listen(folder, "engine", rank, attached_ahead(self.attach))
 
     def attach(self, arena: tuple[Endpoint, ...]) -> bool:
         self.asked.append(arena[0].address)
@@ -102,13 +102,6 @@ def test_a_rank_that_fails_answers_on(folder: Path, monkeypatch: pytest.MonkeyPa
         worker.broken = False
         assert ranks.attached([ONE[:1]]) == [True]
     assert len(told) == 1
-    worker.end()
-
-
-def test_two_engines_of_one_name_are_an_error(folder: Path) -> None:
-    worker = Worker(folder, 0)
-    with pytest.raises(TransportError, match="listens"):
-        Worker(folder, 0)
     worker.end()
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_connector.memory.block_index import BlockIndex, tags_of
-from omni_connector.memory.slot_index import SlotChanges
-from omni_connector.memory.slot_pool import SlotListing, SlotPool
+from omni_connector.arena.block_index import BlockIndex, tags_of
+from omni_connector.arena.slot_index import SlotChanges
+from omni_connector.arena.slot_pool import SlotListing, SlotPool
 from omni_connector.prefix import block_changes
 from omni_connector.prefix.block_changes import BlockChanges
 

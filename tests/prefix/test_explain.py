@@ -30,7 +30,7 @@ from omni_connector.prefix.explain import (
 from omni_connector.prefix.lookups import Lookup
 from omni_connector.prefix.misses import Misses
 from omni_connector.testing.clock import FakeClock
-from omni_connector.testing.hostile.control import compatibility
+from tests.hostile.control import compatibility
 
 SHAPE: GroupShape = compatibility().groups[0]
 HASHES = tuple(bytes([i]) * 32 for i in range(4))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from omni_connector.arena.slot_pool import SlotPool
 from omni_connector.config import ALL_HINTS, HintName
-from omni_connector.memory.slot_pool import SlotPool
 from omni_connector.prefix.hints import (
     MAX_PIN_S,
     NO_HINTS,

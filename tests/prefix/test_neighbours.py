@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from omni_connector.memory.block_index import BlockIndex
+from omni_connector.arena.block_index import BlockIndex
 from omni_connector.prefix import neighbours
-from omni_connector.prefix.neighbours import Hits, HostNeighbours, Household
+from omni_connector.prefix.neighbours import Hits, HostNeighbours, LocalEngine
 from omni_connector.transports import Endpoint
 
 ARENA = Endpoint(transport="shm", address="a", epoch=bytes(16), n_slots=8, slot_bytes=4096)
@@ -73,7 +73,7 @@ def met() -> Iterator[HostNeighbours]:
 
         def engine(name: str) -> Any:
             index = ends.enter_context(contextlib.closing(BlockIndex.create(8, bytes(16))))
-            home = Household(
+            home = LocalEngine(
                 folder, name, bytes(16), index, ((ARENA,),), AllAttached(), lambda *_: None
             )
             return ends.enter_context(contextlib.closing(HostNeighbours(home, time.monotonic)))
@@ -161,7 +161,7 @@ def test_engines_that_do_not_answer_delay_the_meeting_of_no_other(
 
         def engine(name: str) -> Any:
             index = ends.enter_context(contextlib.closing(BlockIndex.create(8, bytes(16))))
-            home = Household(
+            home = LocalEngine(
                 folder, name, bytes(16), index, ((ARENA,),), AllAttached(), lambda *_: None
             )
             return ends.enter_context(contextlib.closing(HostNeighbours(home, time.monotonic)))
@@ -177,7 +177,7 @@ def test_engines_that_do_not_answer_delay_the_meeting_of_no_other(
 def test_an_engine_counts_once_its_arenas_are_attached(met: HostNeighbours) -> None:
     ranks = AllAttached()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(met._household.ranks, "attached", lambda engines: [False] * len(engines))
+        patch.setattr(met._local_engine.ranks, "attached", lambda engines: [False] * len(engines))
         met._follow()
         assert not met.present()
     met._follow()

@@ -270,6 +270,12 @@ def test_the_sender_is_told_before_and_after_the_connector_is_made() -> None:
         ("host", None, None),
         ({"host": ""}, None, None),
         ({"host": 7}, None, None),
+        ({"host": "two words"}, None, None),
+        ({"host": "10.0.0.1:5000", "zmq_port": 5000}, None, None),
+        ({"host": "0.0.0.0", "zmq_port": 5000}, None, None),
+        ({"host": "h" * 300, "zmq_port": 5000}, None, None),
+        ({"host": "localhost", "zmq_port": 5000}, None, ("localhost", 5000)),
+        ({"host": "fe80::1", "zmq_port": 5000}, None, ("fe80::1", 5000)),
         ({"host": "a", "zmq_port": "x"}, None, None),
         ({"host": "a", "zmq_port": 0}, None, None),
         ({"host": "a", "zmq_port": 1 << 16}, None, None),
@@ -304,6 +310,54 @@ def test_a_request_may_carry_its_senders_address() -> None:
         ("omni_0_to_1_kv_cache_r", {"source_host": "a", "source_port": 1}),
     ]
     assert connector.told == []
+
+
+@pytest.mark.parametrize("host", ["two words", "10.0.0.1:5000", "0.0.0.0"])
+def test_a_malformed_sender_of_a_request_is_refused_once(
+    host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    connector = _Told()
+    receiver = manager(connector, recv_timeout=0.1)
+    receiver.update_sender_info({"host": "default", "zmq_port": 9})
+    req = Namespace(request_id="r", kv_sender_info={"host": host, "zmq_port": 5})
+    assert receiver.receive_kv_cache(req) is False
+    assert len(connector.gets) > 2
+    assert all(metadata is None for _, metadata in connector.gets), "the default sender is asked"
+    [refusal] = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert f"{host!r} is no host" in refusal.getMessage()
+    assert refusal.exc_info is None
+
+
+def test_companions_of_a_request_with_a_malformed_sender_refuse_it_no_second_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    receiver = manager(_Told())
+    assert send(receiver, sequence())
+    req = Namespace(
+        request_id="r",
+        kv_sender_info={"host": "two words"},
+        sampling_params=Namespace(cfg_kv_request_ids={"text": "r__text"}),
+    )
+    assert receiver.receive_multi_kv_cache(req, lambda *_: {}) is True
+    assert caplog.text.count("is no host") == 1
+
+
+def test_a_get_that_fails_for_one_reason_at_each_poll_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Failing(DictConnector):
+        def get(self, *args: object, **fields: object) -> None:
+            polls.append(len(polls))
+            raise OSError("no way" if len(polls) < 3 else "no memory")
+
+    polls: list[int] = []
+    receiver = manager(Failing(), recv_timeout=0.3)
+    for request_id in ("r", "s"):
+        polls.clear()
+        assert receiver.receive_kv_cache_for_request(request_id) == (None, 0)
+        assert len(polls) > 4
+    for reason in ("OSError: no way", "OSError: no memory"):
+        assert caplog.text.count(reason) == 2, "once a request"
 
 
 def test_the_sender_of_one_request_is_not_that_of_another() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from omni_connector.arena.arena import Arena
 from omni_connector.errors import ChecksumError, PeerUnreachableError, StaleSlotError
-from omni_connector.memory.arena import Arena
 from omni_connector.testing import FaultyTransport
 from omni_connector.testing.conformance import TransportConformance, publish, read
 from omni_connector.transports.base import Endpoint

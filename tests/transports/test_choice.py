@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 import pytest
 
+from omni_connector.arena.arena import Arena
 from omni_connector.config import MooncakeSettings, OmniConfig
 from omni_connector.errors import (
     ConfigError,
@@ -17,14 +18,13 @@ from omni_connector.errors import (
     PeerRefusedError,
     TransportError,
 )
-from omni_connector.memory.arena import Arena
-from omni_connector.testing import inspection
 from omni_connector.transports import choice
-from omni_connector.transports import mooncake as mooncake_module
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.choice import Choice, Transports, make_transports
-from omni_connector.transports.mooncake import MooncakeTransport
+from omni_connector.transports.mooncake.transport import transport as mooncake_module
+from omni_connector.transports.mooncake.transport.transport import MooncakeTransport
 from omni_connector.transports.shm import SharedMemoryTransport
+from tests import inspection
 
 
 def shm_endpoint(address: str) -> Endpoint:

@@ -16,19 +16,21 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from omni_connector.arena.arena import Arena
 from omni_connector.config import MooncakeSettings
 from omni_connector.errors import TransportError
-from omni_connector.memory.arena import Arena
 from omni_connector.net import runtime
 from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.mooncake_store import MooncakeStoreConnector
 from omni_connector.objects.shm import SharedMemoryConnector
-from omni_connector.testing import inspection
-from omni_connector.transports import mooncake_client, mooncake_engine, mooncake_lib
 from omni_connector.transports.base import Endpoint
-from omni_connector.transports.mooncake_client import StoreClient
-from omni_connector.transports.mooncake_engine import TransferEngine
+from omni_connector.transports.mooncake.transport import client as mooncake_client
+from omni_connector.transports.mooncake.transport import engine as mooncake_engine
+from omni_connector.transports.mooncake.transport import library as mooncake_lib
+from omni_connector.transports.mooncake.transport.client import StoreClient
+from omni_connector.transports.mooncake.transport.engine import TransferEngine
 from omni_connector.transports.shm import SharedMemoryTransport
+from tests import inspection
 
 WAIT_S = 30.0
 CLOSE_S = 2.0  # less than a client waits for its threads
@@ -46,7 +48,7 @@ from omni_connector.handoff.server import ControlServer
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.net.keys import own_key
 from omni_connector.net.peers import HostPort
-from omni_connector.memory.arena import Arena
+from omni_connector.arena.arena import Arena
 from omni_connector.transports.shm import SharedMemoryTransport
 
 folder = Path(sys.argv[1])

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from omni_connector.arena.arena import Arena
 from omni_connector.errors import (
     ConfigError,
     IncompatiblePeerError,
@@ -20,7 +21,6 @@ from omni_connector.errors import (
     StaleSlotError,
     TransportError,
 )
-from omni_connector.memory.arena import Arena
 from omni_connector.net import runtime
 from omni_connector.net.unix import Listener
 from omni_connector.testing.conformance import TransportConformance, publish, read

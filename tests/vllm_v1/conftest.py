@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from omni_connector.testing.toy import write_model
 from omni_connector.vllm_v1 import connector
 from omni_connector.vllm_v1.surroundings import SURROUNDINGS
+from tests.toy import write_model
 
 from .harness import InProcessEngine, Lifecycle, connector_threads, sockets, wait
 from .runners import OLD, RUNNERS

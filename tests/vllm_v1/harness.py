@@ -50,15 +50,11 @@ from vllm.v1.request import FinishReason, Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from omni_connector.handoff.adapters import version_of
+from omni_connector.arena.arena import Arena
 from omni_connector.handoff.directory import Handoff, SlotDirectory
-from omni_connector.memory.arena import Arena
+from omni_connector.identity.adapters import version_of
 from omni_connector.plugin import CONNECTOR_NAME, register
-from omni_connector.testing import inspection, no_op
-from omni_connector.testing.simulation import check
-from omni_connector.testing.simulation.engines import lifecycles
-from omni_connector.testing.toy import BLOCK, SLOT, kv_cache_config
-from omni_connector.testing.toy_runner import ToyRunner
+from omni_connector.testing import no_op
 from omni_connector.vllm_v1 import connector as connector_module
 from omni_connector.vllm_v1.adapter_loads import AdapterLoads
 from omni_connector.vllm_v1.compat import tell_hash_block_size
@@ -67,6 +63,11 @@ from omni_connector.vllm_v1.identity import weights_id
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.scheduler import OmniScheduler
 from omni_connector.vllm_v1.worker import OmniWorker
+from tests import inspection
+from tests.simulation import check
+from tests.simulation.engines import lifecycles
+from tests.toy import BLOCK, SLOT, kv_cache_config
+from tests.toy_runner import ToyRunner
 
 from .held import Exchangeable, HeldCopier
 

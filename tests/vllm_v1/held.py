@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from omni_connector.kv.copying import BlockCopy
+from omni_connector.copy.copier import BlockCopy
 
 TIMEOUT: Final = 60.0  # seconds; stops a hang
 

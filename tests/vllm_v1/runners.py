@@ -19,8 +19,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector, get_kv_connector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from omni_connector.testing.simulation.engines import lifecycles
-from omni_connector.testing.simulation.engines.lifecycles import model_output
+from tests.simulation.engines import lifecycles
+from tests.simulation.engines.lifecycles import model_output
 
 from .harness import InProcessEngine, Lifecycle
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.testing import inspection
-from omni_connector.testing.simulation.surroundings.memory import Shelf, SimulatedStore
-from omni_connector.testing.toy import BLOCK
+from tests import inspection
+from tests.simulation.surroundings.memory import Shelf, SimulatedStore
+from tests.toy import BLOCK
 
 from .harness import InProcessEngine, prompt, wait
 

@@ -3,8 +3,8 @@
 
 import pytest
 
-from omni_connector.testing import inspection
-from omni_connector.testing.toy import BLOCK
+from tests import inspection
+from tests.toy import BLOCK
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt, slots, wait
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from omni_connector.prefix import saves, store_jobs
-from omni_connector.testing.toy import BLOCK
+from tests.toy import BLOCK
 
 from .harness import assert_clean, prompt
 from .stores import PREFIX, QUESTION, landed, publish

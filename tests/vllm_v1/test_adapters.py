@@ -11,12 +11,12 @@ from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 
-from omni_connector.handoff import adapters
-from omni_connector.handoff.adapters import AdapterContents, AdapterLoad, version_of
+from omni_connector.identity import adapters
+from omni_connector.identity.adapters import AdapterContents, AdapterLoad, version_of
 from omni_connector.testing import FakeClock
-from omni_connector.testing.toy import BLOCK
 from omni_connector.vllm_v1 import adapter_loads
 from omni_connector.vllm_v1.metrics import OmniStats
+from tests.toy import BLOCK
 
 from .harness import HANDOFF, assert_clean, prompt, wait
 

@@ -3,11 +3,11 @@
 
 import pytest
 
-from omni_connector.copies import sizing
+from omni_connector.arena import sizing
+from omni_connector.arena.size import ArenaSize
 from omni_connector.errors import ConfigError
-from omni_connector.memory.arena_size import ArenaSize
-from omni_connector.testing import inspection
-from omni_connector.testing.toy import BLOCK
+from tests import inspection
+from tests.toy import BLOCK
 
 from ..kv.shapes import group_shape
 from .harness import HANDOFF, assert_clean, prompt

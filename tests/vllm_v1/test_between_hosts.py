@@ -14,9 +14,9 @@ from omni_connector.net import links as control_sockets
 from omni_connector.net import resolver as resolver_module
 from omni_connector.net.keys import write_new_key
 from omni_connector.net.runtime import runtime_dir, socket_path
-from omni_connector.testing import inspection
 from omni_connector.testing.ports import free_ports
-from omni_connector.testing.toy import BLOCK
+from tests import inspection
+from tests.toy import BLOCK
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, prompt
 

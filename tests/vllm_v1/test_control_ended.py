@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from omni_connector.testing import inspection
-from omni_connector.testing.toy import BLOCK
+from tests import inspection
+from tests.toy import BLOCK
 
 from .harness import DEADLINE, HANDOFF, assert_clean, prompt, slots, wait
 
@@ -39,10 +39,10 @@ def test_handoffs_are_refused_at_once(engine, tokens, log):
 def test_leases_end_without_it(engine):
     prefill = engine("kv_producer", extra={"handoff_ttl_s": 1.0})
     end_control(prefill)
-    prefill.half._upkeep.channel = None  # as one that ends only now
+    prefill.half._periodic_tasks.channel = None  # as one that ends only now
     prefill.generate(PROMPT, params=HANDOFF)
     assert prefill.usage[0] == 4
-    prefill.half._upkeep.channel = inspection.channel(prefill.half)
+    prefill.half._periodic_tasks.channel = inspection.channel(prefill.half)
     end = time.monotonic() + DEADLINE
     while prefill.usage[0]:
         assert time.monotonic() < end

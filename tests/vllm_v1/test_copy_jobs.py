@@ -4,12 +4,12 @@
 import numpy as np
 import pytest
 
-from omni_connector.copies.jobs import LoadSpec, SaveSpec
-from omni_connector.copy_threads import CopyThread, Outcome
-from omni_connector.kv.spans import BlockSpans
-from omni_connector.testing import inspection
-from omni_connector.testing.toy import BLOCK
+from omni_connector.copy.jobs import LoadSpec, SaveSpec
+from omni_connector.copy.threads import CopyThread, Outcome
+from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.vllm_v1.metadata import OmniWorkerMetadata
+from tests import inspection
+from tests.toy import BLOCK
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt, wait
 
@@ -165,6 +165,25 @@ def test_a_job_of_which_the_worker_has_no_part_is_not_started_and_has_failed(eng
     assert worker.take_report() == OmniWorkerMetadata({8: 1}, {8: "job_failed"})
     assert worker.take_finished_loads()[0] == {"r"}
     assert worker.take_bad_block_ids() == {3}
+
+
+def test_no_block_is_good_of_a_load_that_cannot_tell_which_are(engine):
+    """vLLM would compute with what was in the others before."""
+    decode = engine("kv_consumer")
+    worker = decode.worker_half
+    load = LoadSpec(
+        request_id="r",
+        blocks=BlockSpans.of([(0, [NULL_BLOCK_ID, 5, 3])]),
+        slots=BlockSpans.of([(0, [0, 1, 2])]),
+        generations=np.ones(3, np.int64),
+        arenas=(),
+        timeout=1.0,
+    )
+    inspection.end_thread(inspection.loads(worker))
+    worker._start({7: load})
+    worker.collect()
+    assert worker.take_report() == OmniWorkerMetadata({7: 1}, {7: "copy_thread_died"})
+    assert worker.take_bad_block_ids() == {3, 5}
 
 
 @pytest.mark.parametrize("block_ids", [[3, 3], [3, 10**6]])

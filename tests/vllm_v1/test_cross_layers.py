@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches that older model runners allocate as one tensor of all layers."""
 
+import contextlib
+
 import pytest
 import torch
 
+from omni_connector.copy.ended import RankCopies
 from omni_connector.errors import LayoutError
-from omni_connector.testing.toy import BLOCK
-from omni_connector.testing.toy_runner import ToyRunner
+from omni_connector.net.runtime import runtime_dir
 from omni_connector.vllm_v1.compat import cross_layer_dims
+from tests.toy import BLOCK
+from tests.toy_runner import ToyRunner
 
 from .harness import (
     InProcessEngine,
@@ -130,6 +134,21 @@ class CrossLayerRunner(OlderRunner):
         views = {name: layers[i].transpose(1, 2) for i, name in enumerate(names)}  # B, H, N, C
         engine.runner = ToyRunner([views], engine.kv_config)
         worker.register_cross_layers_kv_cache(tensor, self._backend)
+
+
+class OwnProcess(CrossLayerRunner):
+    """Its worker has a process of its own, as vLLM says."""
+
+    def register(self, engine: InProcessEngine, kv_caches: list[dict[str, torch.Tensor]]) -> None:
+        engine.config.parallel_config.distributed_executor_backend = "mp"
+        super().register(engine, kv_caches)
+
+
+def test_a_worker_with_such_a_tensor_says_which_copies_have_ended(engine):
+    one = engine("kv_producer", lifecycle=OwnProcess(Packed), engine_id="own-process")
+    with contextlib.closing(RankCopies(runtime_dir(), "own-process", 1, timeout=60.0)) as ranks:
+        assert ranks.ended([1 << 40]) == set()
+    assert_clean(one)
 
 
 @pytest.mark.parametrize("backend", [Packed, PackedHeadsFirst])

@@ -6,7 +6,7 @@ It takes only whole blocks whose experts it has seen itself, so no prompt of ano
 
 import pytest
 
-from omni_connector.testing.toy import BLOCK
+from tests.toy import BLOCK
 
 from .harness import InProcessEngine, assert_clean, hand_off, prompt
 

@@ -7,12 +7,12 @@ import time
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
+from omni_connector.copy import ledger
 from omni_connector.errors import StaleSlotError
 from omni_connector.handoff import receiver
-from omni_connector.kv import ledger
-from omni_connector.testing import inspection
-from omni_connector.testing.toy import BLOCK
 from omni_connector.vllm_v1 import connector
+from tests import inspection
+from tests.toy import BLOCK
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, leased, prompt, wait
 
@@ -322,6 +322,17 @@ def test_a_reset_waits_for_the_copies_of_all_ranks(engine, family):
     assert_clean(sharer)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "extra", "sockets"),
+    [(2, SHARES, 2), (2, {}, 2), (1, SHARES, 1), (1, {}, 0)],
+    ids=["asked all", "asked of copies", "asked for arenas", "asked nothing"],
+)
+def test_a_rank_has_one_socket_for_what_it_is_asked(engine, runtime, ranks, extra, sockets):
+    one = engine("kv_both", ranks=ranks, extra=extra)
+    assert len(list(runtime.rglob("r-*.sock"))) == sockets
+    assert_clean(one)
+
+
 def test_resets_under_load_do_not_fail_with_several_ranks(engine, tokens):
     sharer = engine("kv_both", ranks=2, extra=SHARES, max_tokens_a_step=4 * BLOCK)
     requests = {}
@@ -354,7 +365,7 @@ def test_a_reset_fails_where_a_rank_does_not_answer(engine, log):
     held = sharer.hold(saves=True)
     request_id = sharer.submit(PROMPT)
     sharer.run(lambda: sharer.done(request_id))
-    sharer.workers[1]._end_introduction()
+    sharer.workers[1]._worker._end_answers()
     assert not sharer.scheduler.reset_prefix_cache()
     assert ["not reset" in line for line in log] == [True]
     held.open()

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 
+from omni_connector.arena.block_index import BlockIndex
+from omni_connector.arena.slot_index import SlotChanges
+from omni_connector.arena.slot_pool import SlotListing, SlotPool
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.memory.block_index import BlockIndex
-from omni_connector.memory.slot_index import SlotChanges
-from omni_connector.memory.slot_pool import SlotListing, SlotPool
 from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.vllm_v1 import events as module
 from omni_connector.vllm_v1.events import KVEvents

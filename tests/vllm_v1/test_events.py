@@ -14,9 +14,9 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.testing.ports import free_port
-from omni_connector.testing.toy import BLOCK
 from omni_connector.vllm_v1 import events as events_module
 from omni_connector.vllm_v1.events import KVEvents
+from tests.toy import BLOCK
 
 from .harness import DEADLINE, assert_clean, hand_off, prompt, slots
 from .stores import MASTER, PREFIX, QUESTION, landed

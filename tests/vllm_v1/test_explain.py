@@ -9,7 +9,7 @@ from omni_connector.cli import explained as module
 from omni_connector.cli.explain import Asking, ask
 from omni_connector.cli.main import main
 from omni_connector.prefix.explain import AskHashes, AskPlaces, AskStored
-from omni_connector.testing.toy import BLOCK
+from tests.toy import BLOCK
 
 from .harness import assert_clean, prompt, slots
 from .stores import MASTER, PREFIX, QUESTION, landed

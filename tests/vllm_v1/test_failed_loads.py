@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 from vllm.v1.request import FinishReason
 
-from omni_connector.testing import inspection
-from omni_connector.testing.toy import BLOCK
 from omni_connector.transports.shm import SharedMemoryTransport
+from tests import inspection
+from tests.toy import BLOCK
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, leased, prompt, wait
 from .test_preemption import preempt_now
@@ -196,6 +196,28 @@ def test_a_copy_that_fails_early_is_told_by_the_answer(engine, tokens):
     answer = prefill.generate(PROMPT, params=HANDOFF)
     assert answer.params["omni_no_handoff"] == "save_failed"
     assert decode.generate(PROMPT, 6, params=answer.params).tokens == tokens(PROMPT, 6)
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+def test_a_copy_that_fails_for_one_hand_off_is_told_by_all_that_share_its_slots(engine, tokens):
+    """The slots of equal prompts are filled once, for the first of their requests."""
+    options = {"max_tokens_a_step": 4 * BLOCK, "long_prefill": 2 * BLOCK, "prefix_caching": False}
+    prefill = engine("kv_producer", **options)
+    decode = engine("kv_consumer")
+
+    def fail(*args, **kwargs):
+        raise OSError("no such page")
+
+    prefill.instant_copies = True
+    prefill.hold().save = fail
+    ids = [prefill.submit(PROMPT, params=HANDOFF) for _ in range(2)]
+    prefill.run(lambda: prefill.done(*ids))
+    answers = [prefill.answers[each].params for each in ids]
+    assert [each["omni_no_handoff"] for each in answers] == ["save_failed", "not_computed"]
+    assert prefill.failures()["not_computed"] == 1
+    for each in answers:
+        assert decode.generate(PROMPT, 6, params=each).tokens == tokens(PROMPT, 6)
     assert not decode.failures()
     assert_clean(prefill, decode)
 

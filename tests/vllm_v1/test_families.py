@@ -6,7 +6,7 @@ import random
 import pytest
 from vllm.v1.request import FinishReason
 
-from omni_connector.testing.toy import BLOCK, CHUNK, FAMILIES, LAYERS, PAGE, STATE_BYTES, WINDOW
+from tests.toy import BLOCK, CHUNK, FAMILIES, LAYERS, PAGE, STATE_BYTES, WINDOW
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt, run
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from omni_connector.prefix import store_jobs
-from omni_connector.testing.toy import BLOCK
+from tests.toy import BLOCK
 
 from .harness import InProcessEngine, assert_clean
 from .stores import PREFIX, QUESTION, landed

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from omni_connector.testing.toy import BLOCK, LAYERS, PAGE, kv_cache_config
+from tests.toy import BLOCK, LAYERS, PAGE, kv_cache_config
 
 from . import harness
 from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt, run, slots

@@ -10,16 +10,16 @@ import time
 import pytest
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from omni_connector.copies import loading
+from omni_connector.copy import loading
 from omni_connector.errors import PeerUnreachableError
 from omni_connector.prefix import neighbours as module
 from omni_connector.prefix.hints import Candidate
 from omni_connector.prefix.neighbours import HostNeighbours
-from omni_connector.testing import inspection
-from omni_connector.testing.simulation import check
-from omni_connector.testing.toy import BLOCK
-from omni_connector.testing.toy import FAMILIES as GROUPS
 from omni_connector.transports.shm import SharedMemoryTransport
+from tests import inspection
+from tests.simulation import check
+from tests.toy import BLOCK
+from tests.toy import FAMILIES as GROUPS
 
 from .harness import DEADLINE, HANDOFF, assert_clean, hand_off, prompt, slots, sockets, wait
 from .stores import MASTER, PREFIX, QUESTION, landed
@@ -142,7 +142,7 @@ def test_new_blocks_are_kept_only_where_some_are_used_again(sharer, tokens):
 
 @pytest.mark.parametrize("hint", [{"pin_s": 5}, {"prefetch": True}, {"cache": "high"}])
 def test_new_blocks_that_are_asked_for_are_kept(sharer, hint):
-    alone = sharer(extra={**slots(16), "admission": "second_sight"})
+    alone = sharer(extra={**slots(16), "admission": "second_hit"})
     publish(alone, prompt(4 * BLOCK, seed=1))
     assert kept(alone) == 0
     publish(alone, prompt(4 * BLOCK, seed=2), params={"omni": hint})
@@ -481,7 +481,7 @@ def test_an_engine_of_another_model_is_told_of_once(sharer, monkeypatch):
     told = []
     monkeypatch.setattr(module.logger, "log", lambda level, *text: told.append(text))
     found = neighbours(sharer())
-    other = dataclasses.replace(found._household, name="another", readers=b"x" * 16)
+    other = dataclasses.replace(found._local_engine, name="another", readers=b"x" * 16)
     with contextlib.closing(HostNeighbours(other, time.monotonic)):
         for _ in range(3):
             found._not_before.clear()

@@ -16,18 +16,18 @@ import pytest
 from vllm.config import DeviceConfig, LoadConfig, ModelConfig, VllmConfig
 
 from omni_connector.config import OmniConfig
-from omni_connector.stores.shared_blocks import key_prefix, readers_id
-from omni_connector.testing.toy import BLOCK, LAYERS, kv_cache_config, write_model
-from omni_connector.vllm_v1 import weight_files
-from omni_connector.vllm_v1.identity import compatibility, weights_id
-from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
-from omni_connector.vllm_v1.weight_files import (
+from omni_connector.identity import weight_files
+from omni_connector.identity.weight_files import (
     UnknownFilesError,
     digest_of_files,
     files_of,
     places,
     process_began,
 )
+from omni_connector.stores.shared_blocks import key_prefix, readers_id
+from omni_connector.vllm_v1.identity import compatibility, weights_id
+from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
+from tests.toy import BLOCK, LAYERS, kv_cache_config, write_model
 
 from .harness import HANDOFF, InProcessEngine, prompt, wait
 
@@ -77,7 +77,7 @@ def test_the_same_content_has_the_same_digest_at_every_path_and_in_every_process
     linked.symlink_to(two)
     assert digest(one) == digest(two) == digest(linked)
     code = (
-        "import math, pathlib, sys; from omni_connector.vllm_v1.weight_files import *; "
+        "import math, pathlib, sys; from omni_connector.identity.weight_files import *; "
         "print(digest_of_files(files_of(pathlib.Path(sys.argv[1])), math.inf))"
     )
     other = subprocess.run(
@@ -218,7 +218,7 @@ def test_what_was_written_after_the_process_began_is_unknown(tmp_path):
 
 def test_a_process_knows_when_it_began():
     before = time.time()
-    code = "from omni_connector.vllm_v1.weight_files import process_began; print(process_began())"
+    code = "from omni_connector.identity.weight_files import process_began; print(process_began())"
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert before - 1 < float(told.stdout) < time.time()
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from omni_connector.testing import inspection
+from tests import inspection
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt, wait
 

@@ -3,8 +3,8 @@
 
 import pytest
 
-from omni_connector.testing import inspection
-from omni_connector.testing.toy import BLOCK, LAYERS, PAGE
+from tests import inspection
+from tests.toy import BLOCK, LAYERS, PAGE
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt, wait
 from .runners import RUNNERS, transfer_group

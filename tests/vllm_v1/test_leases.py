@@ -6,9 +6,9 @@ import threading
 import pytest
 
 from omni_connector.handoff import receiver
-from omni_connector.shared_work import Helpers
-from omni_connector.testing import inspection
-from omni_connector.testing.toy import BLOCK
+from omni_connector.runtime.shared_work import Helpers
+from tests import inspection
+from tests.toy import BLOCK
 
 from .harness import (
     DEADLINE,

@@ -10,10 +10,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from omni_connector.errors import ConfigError
 from omni_connector.plugin import CONNECTOR_NAME, register
-from omni_connector.testing.toy import BLOCK
 from omni_connector.vllm_v1.compat import hash_block_size
 from omni_connector.vllm_v1.connector import OmniKVConnector
 from omni_connector.vllm_v1.identity import hash_id
+from tests.toy import BLOCK
 
 from .harness import (
     HANDOFF,

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix import lookups
 from omni_connector.prefix.lookups import Held, Lookup, StoreLookups
-from omni_connector.stores import recently as recently_module
-from omni_connector.stores.recently import Recently
+from omni_connector.stores import expiring_set
+from omni_connector.stores.expiring_set import ExpiringSet
 from omni_connector.stores.shared_blocks import block_key
 from omni_connector.testing.clock import FakeClock
-from omni_connector.testing.simulation.surroundings.memory import SimulatedStore
+from tests.simulation.surroundings.memory import SimulatedStore
 
 from .harness import wait
 from .stores import SwitchedShelf
@@ -167,9 +167,9 @@ def test_a_question_that_cannot_be_asked_stops_no_other(
 
 
 def test_names_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recently_module, "_MAX_REMEMBERED", 3)
+    monkeypatch.setattr(expiring_set, "_MAX_REMEMBERED", 3)
     clock = FakeClock()
-    recently = Recently(5.0, clock)
+    recently = ExpiringSet(5.0, clock)
     blocks = [(0, each) for each in names(4)]
     recently.add(blocks[:3])
     clock.advance(4.0)

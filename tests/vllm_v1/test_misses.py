@@ -4,7 +4,7 @@
 import pytest
 
 from omni_connector.prefix import misses
-from omni_connector.testing.toy import BLOCK
+from tests.toy import BLOCK
 
 from .harness import prompt, slots
 from .stores import MASTER, PREFIX, QUESTION

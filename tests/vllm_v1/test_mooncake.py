@@ -6,10 +6,10 @@ import threading
 import numpy as np
 import pytest
 
-from omni_connector.copies.loading import Loader
-from omni_connector.testing import inspection
-from omni_connector.testing.toy import BLOCK, FAMILIES
-from omni_connector.transports.mooncake import MooncakeTransport
+from omni_connector.copy.loading import Loader
+from omni_connector.transports.mooncake.transport.transport import MooncakeTransport
+from tests import inspection
+from tests.toy import BLOCK, FAMILIES
 
 from .harness import HANDOFF, assert_clean, hand_off, leased, prompt, run
 from .test_failed_loads import (

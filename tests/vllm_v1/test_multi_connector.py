@@ -8,11 +8,11 @@ import pytest
 
 from omni_connector.cli.top import hit_rates
 from omni_connector.errors import ConfigError, TransportError
-from omni_connector.net import introductions
+from omni_connector.net import introductions, rank_socket
 from omni_connector.net.runtime import runtime_dir
 from omni_connector.testing import no_op
-from omni_connector.testing.toy import BLOCK
 from omni_connector.vllm_v1.connector import OmniKVConnector
+from tests.toy import BLOCK
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt, wait
 from .siblings import SIBLING
@@ -121,7 +121,10 @@ def test_what_another_connector_loads_is_no_miss_and_no_hit_of_ours(engine, plac
 
 def test_a_worker_that_does_not_introduce_itself_is_named(engine, monkeypatch):
     monkeypatch.setattr(introductions, "ANSWER_S", 0.2)
-    monkeypatch.setattr(introductions, "_path", lambda folder, *name: folder / "w-none.sock")
+    connect = rank_socket.connect
+    monkeypatch.setattr(
+        rank_socket, "connect", lambda folder, engine_id, *rank: connect(folder, "none", *rank)
+    )
     with pytest.raises(ConfigError, match="worker 0 of OmniKVConnector has not introduced itself"):
         cached(engine, connector="MultiConnector")
 
@@ -136,4 +139,4 @@ def test_a_worker_that_lies_is_named(engine, monkeypatch, content):
 def test_a_name_is_introduced_once(engine, runtime):
     cached(engine, connector="MultiConnector", engine_id="taken")
     with pytest.raises(TransportError, match="already"):
-        introductions.introduce(runtime_dir(), "taken", 0, b"", list)
+        rank_socket.listen(runtime_dir(), "taken", 0, introductions.introduction(b""))

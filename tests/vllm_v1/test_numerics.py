@@ -14,7 +14,6 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from omni_connector.config import OmniConfig
 from omni_connector.stores.shared_blocks import key_prefix
-from omni_connector.testing.toy import BLOCK, HEAD_SIZE, LAYERS, kv_cache_config, write_model
 from omni_connector.vllm_v1 import worker
 from omni_connector.vllm_v1.identity import (
     compatibility,
@@ -24,6 +23,7 @@ from omni_connector.vllm_v1.identity import (
 )
 from omni_connector.vllm_v1.kernels import scales_id
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
+from tests.toy import BLOCK, HEAD_SIZE, LAYERS, kv_cache_config, write_model
 
 from . import harness
 from .harness import HANDOFF, assert_clean, prompt

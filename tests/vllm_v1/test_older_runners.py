@@ -6,11 +6,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKV
 from vllm.v1.outputs import KVConnectorOutput
 
 from omni_connector.plugin import CONNECTOR_NAME
-from omni_connector.testing.toy import BLOCK
 from omni_connector.vllm_v1 import scheduler
 from omni_connector.vllm_v1.compat import ReportingStats, carried_report
 from omni_connector.vllm_v1.metadata import OmniWorkerMetadata
 from omni_connector.vllm_v1.metrics import OmniStats
+from tests.toy import BLOCK
 
 from .harness import (
     HANDOFF,

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from omni_connector.copies.jobs import LoadSpec
+from omni_connector.copy.jobs import LoadSpec
 from omni_connector.errors import PeerUnreachableError, SlotPendingError
 from omni_connector.kv.spans import BlockSpans
-from omni_connector.testing import FakeClock, inspection
+from omni_connector.runtime.turns import WOKEN
+from omni_connector.testing import FakeClock
 from omni_connector.transports import Endpoint
 from omni_connector.transports import peer_arenas as arenas_module
 from omni_connector.transports.peer_arenas import PeerArenas
@@ -23,7 +24,7 @@ from omni_connector.transports.reading import (
     PeerThreads,
 )
 from omni_connector.transports.shm import SharedMemoryTransport
-from omni_connector.turns import WOKEN
+from tests import inspection
 
 from .harness import DEADLINE, HANDOFF, hand_off, prompt, wait
 

@@ -3,8 +3,8 @@
 
 import pytest
 
-from omni_connector.testing.inspection import hold_no_blocks
-from omni_connector.testing.toy import BLOCK
+from tests.inspection import hold_no_blocks
+from tests.toy import BLOCK
 
 from .harness import HANDOFF, InProcessEngine, Lifecycle, assert_clean, prompt, wait
 

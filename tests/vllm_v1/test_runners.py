@@ -3,7 +3,7 @@
 
 import pytest
 
-from omni_connector.testing.toy import BLOCK
+from tests.toy import BLOCK
 
 from .harness import (
     HANDOFF,

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines that find each other's prefixes in a store: every answer is that of an engine alone."""
 
+import dataclasses
 import time
 
 import pytest
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import FinishReason
 
 from omni_connector.prefix import store_jobs
-from omni_connector.testing import inspection
-from omni_connector.testing.inspection import hold_no_blocks
-from omni_connector.testing.toy import BLOCK, WINDOW
+from tests import inspection
+from tests.inspection import hold_no_blocks
+from tests.toy import BLOCK, WINDOW
 
+from . import harness
 from .harness import HANDOFF, assert_clean, prompt, run
 from .stores import PREFIX, QUESTION, SwitchedShelf, landed, publish
 
@@ -157,6 +160,45 @@ def test_blocks_that_a_window_left_behind_are_stored_all_the_same(sharer, shelf,
     landed(first)
     question = long[: 5 * BLOCK + 3]
     assert second.generate(question, 6).tokens == engine(**options).generate(question, 6).tokens
+
+
+def test_blocks_that_vllm_retains_below_a_window_are_zeroed(sharer, shelf, engine, monkeypatch):
+    """No token reads them, and nobody else's KV is left in them."""
+    if not hasattr(SlidingWindowSpec, "extra_retained_tokens"):
+        pytest.skip("this vLLM retains only what is read")
+    make = harness.kv_cache_config
+
+    def retaining(*args, **options):
+        made = make(*args, **options)
+        for group in made.kv_cache_groups:
+            if isinstance(group.kv_cache_spec, SlidingWindowSpec):
+                group.kv_cache_spec = dataclasses.replace(
+                    group.kv_cache_spec, extra_retained_tokens=2 * BLOCK
+                )
+        return made
+
+    monkeypatch.setattr(harness, "kv_cache_config", retaining)
+    first, second = (sharer(family="window and full") for _ in range(2))
+    publish(first, shelf)
+    held = second.hold(loads=True)
+    zero, zeroed = held.zero, []
+    held.zero = lambda group, ids, **how: (
+        zeroed.extend((group, each) for each in ids.tolist()) or zero(group, ids, **how)
+    )
+    request_id = second.submit(QUESTION, max_tokens=6)
+    second.run(held.waiting.is_set)
+    window, _ = second.scheduler.kv_cache_manager.get_block_ids(request_id)
+    read = (6 * BLOCK - WINDOW + 1) // BLOCK
+    retained = [(0, each) for each in window[:read] if each]
+    assert len(retained) == 2
+    assert zeroed == retained
+    held.open()
+    second.settle()
+    expected = engine(family="window and full").generate(QUESTION, 6).tokens
+    assert second.answers[request_id].tokens == expected
+    assert second.count("tokens_shared") == 6 * BLOCK
+    assert not second.failures()
+    assert_clean(first, second)
 
 
 # Ranks
@@ -455,6 +497,27 @@ def test_after_new_weights_nothing_old_is_found(sharer, shelf, tokens):
     assert second.count("tokens_shared") == 0
     landed(second)
     assert first.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+
+
+def test_what_is_being_loaded_when_the_weights_change_is_not_used(sharer, shelf, engine):
+    """vLLM does not reset a cache whose blocks are being filled, but tells the connector."""
+    first, second = sharer(), sharer()
+    publish(first, shelf)
+    held = second.hold(loads=True)
+    request_id = second.submit(QUESTION, max_tokens=6)
+    second.run(held.waiting.is_set)
+    alone = engine()
+    second.runner.weights = alone.runner.weights = b"new"
+    assert not second.scheduler.reset_prefix_cache(reset_connector=True)
+    held.open()
+    second.settle()
+    expected = alone.generate(QUESTION, 6).tokens
+    assert second.answers[request_id].tokens == expected
+    assert second.count("tokens_shared") == 0
+    assert not second.failures()
+    # Nor is anything of it in the prefix cache.
+    assert second.generate(QUESTION, 6).tokens == expected
+    assert_clean(first, second)
 
 
 RESETS = {

@@ -7,8 +7,8 @@ import pytest
 
 from omni_connector.plugin import installed_vllm
 from omni_connector.prefix import saves
-from omni_connector.testing.simulation import check
-from omni_connector.testing.toy import BLOCK
+from tests.simulation import check
+from tests.toy import BLOCK
 
 from . import harness
 from .harness import assert_clean, hand_off, prompt, wait

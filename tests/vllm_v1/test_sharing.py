@@ -10,9 +10,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from omni_connector.errors import ConfigError
-from omni_connector.testing import toy
-from omni_connector.testing.toy import BLOCK
 from omni_connector.vllm_v1 import assembly, specs
+from tests import toy
+from tests.toy import BLOCK
 
 from .harness import InProcessEngine, assert_clean, prompt
 from .stores import PREFIX, QUESTION, landed, publish

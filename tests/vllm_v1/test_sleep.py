@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import RequestStatus
 
-from omni_connector.testing.toy import BLOCK
+from tests.toy import BLOCK
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt, wait
 

@@ -7,10 +7,10 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.metrics.stats import SchedulerStats
 
-from omni_connector.stats import COUNTERS, GAUGES, SECONDS
-from omni_connector.testing.toy import BLOCK, LAYERS, PAGE
+from omni_connector.runtime.stats import COUNTERS, GAUGES, SECONDS
 from omni_connector.vllm_v1.connector import OmniKVConnector
 from omni_connector.vllm_v1.metrics import OmniStats
+from tests.toy import BLOCK, LAYERS, PAGE
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt
 
@@ -43,7 +43,7 @@ def reported(engine):
     prefill.generate(prompt(40 * BLOCK, seed=1), params=HANDOFF)
     decode.generate(prompt(40), params={"do_remote_prefill": True})
     assert_clean(prefill, decode)
-    prefill.half._upkeep.count("handoffs_expired")
+    prefill.half._periodic_tasks.count("handoffs_expired")
     for each in (prefill, decode):
         each.count("")
     return prefill.stats, decode.stats

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from omni_connector.testing.toy import BLOCK, LAYERS, PAGE
-from omni_connector.trace import Span, spans
+from omni_connector.runtime.trace import Span, spans
+from tests.toy import BLOCK, LAYERS, PAGE
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt
 from .test_layers import announce

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from omni_connector.testing.toy import BLOCK
+from tests.toy import BLOCK
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, prompt
 

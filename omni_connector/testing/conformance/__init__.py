@@ -19,7 +19,7 @@ from omni_connector.testing.conformance.arenas import ArenaConformance
 from omni_connector.testing.conformance.model import ObjectModel
 from omni_connector.testing.conformance.objects import ObjectVerbs
 from omni_connector.testing.conformance.peers import PeerConformance
-from omni_connector.testing.slots import publish, read
+from omni_connector.testing.conformance.slots import publish, read
 
 __all__ = ["ObjectConformance", "StoreConformance", "TransportConformance", "publish", "read"]
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from omni_connector.arena.arena import Arena
 from omni_connector.errors import (
     ChecksumError,
     OmniError,
@@ -17,7 +18,6 @@ from omni_connector.errors import (
     StaleSlotError,
     TransportError,
 )
-from omni_connector.memory.arena import Arena
 from omni_connector.testing.conformance.base import (
     ATTACH_S,
     N_SLOTS,
@@ -25,7 +25,7 @@ from omni_connector.testing.conformance.base import (
     ArenaFixtures,
     OpenTransport,
 )
-from omni_connector.testing.slots import publish, read
+from omni_connector.testing.conformance.slots import publish, read
 from omni_connector.transports.base import Endpoint, RemoteArena
 
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import pytest
 
-from omni_connector.memory.arena import Arena
+from omni_connector.arena.arena import Arena
 from omni_connector.objects.base import OmniConnector
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
 

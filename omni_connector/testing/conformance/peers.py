@@ -6,6 +6,7 @@ import threading
 import msgspec
 import pytest
 
+from omni_connector.arena.arena import Arena
 from omni_connector.errors import (
     IncompatiblePeerError,
     PeerRefusedError,
@@ -13,7 +14,6 @@ from omni_connector.errors import (
     ProtocolError,
     TransportError,
 )
-from omni_connector.memory.arena import Arena
 from omni_connector.testing.conformance.base import (
     ATTACH_S,
     N_SLOTS,
@@ -21,7 +21,7 @@ from omni_connector.testing.conformance.base import (
     ArenaFixtures,
     OpenTransport,
 )
-from omni_connector.testing.slots import publish, read
+from omni_connector.testing.conformance.slots import publish, read
 from omni_connector.transports.base import Endpoint
 
 

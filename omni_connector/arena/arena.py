@@ -1,0 +1,500 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An arena: equal slots in one memfd, written by its owner and mapped read-only by peers.
+
+The file is [superblock | one header of 64 bytes per slot | slots], each part starting on a page.
+It has no name, so nothing is left of it when processes are killed. It is sealed: its size cannot
+change, so that no reader can be made to fault, and only the owner's mapping can be written.
+
+There is no lock in the file. The owner marks a slot as being written and gives it a new
+generation *before* it touches the bytes, and marks it published *after*. A reader verifies the
+slot, copies, and verifies again: when both calls succeed with the same generation, the bytes
+copied in between are those of that generation.
+"""
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Callable
+from typing import Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.arena.format import (
+    EPOCH_BYTES,
+    HEADER_BYTES,
+    KEY_LENGTH_SHIFT,
+    MAX_KEY_BYTES,
+    PAGE_BYTES,
+    SUPERBLOCK_BYTES,
+    ArenaGeometry,
+    SlotHeader,
+    SlotState,
+    state_of,
+)
+from omni_connector.arena.huge_pages import HugePages, pool
+from omni_connector.arena.prefault import (
+    Prefaulter,
+    ReaderPrefaulter,
+    advise,
+    overcommit_is_strict,
+    prefault,
+)
+from omni_connector.errors import (
+    ConfigError,
+    PeerRefusedError,
+    ProtocolError,
+    SlotPendingError,
+    StaleSlotError,
+    TransportError,
+)
+from omni_connector.net.descriptors import reason
+
+# Linux constants that the standard library of Python 3.11 does not name.
+F_SEAL_FUTURE_WRITE: Final = 0x0010
+MFD_NOEXEC_SEAL: Final = 0x0008
+MFD_HUGETLB: Final = 0x0004
+
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+
+_BODY_WORDS: Final = struct.Struct("=4Q")
+_WORDS: Final = HEADER_BYTES // 8
+
+_barrier_lock = threading.Lock()
+
+
+def _barrier() -> None:
+    # Python has no memory barrier. On x86 and ARMv8 no release passes an earlier access, no acquire
+    # a later one, and the two keep their order. So two pairs of them order the accesses before the
+    # first pair against those after the second.
+    with _barrier_lock:
+        pass
+    with _barrier_lock:
+        pass
+
+
+class _Mapping:
+    """The headers and slots of a mapped arena, which the owner and a reader have in common."""
+
+    def __init__(self, mapped: mmap.mmap, geometry: ArenaGeometry, epoch: bytes) -> None:
+        self.n_slots: Final = geometry.n_slots
+        self.slot_bytes: Final = geometry.slot_bytes
+        self.epoch: Final = epoch
+        self._map: mmap.mmap | None = mapped
+        headers = memoryview(mapped)[PAGE_BYTES : PAGE_BYTES + self.n_slots * HEADER_BYTES]
+        self._words: memoryview[int] | None = headers.cast("Q")
+        content = self.n_slots * self.slot_bytes
+        flat = np.frombuffer(mapped, np.uint8, count=content, offset=geometry.slots_at)
+        self._slots: NDArray[np.uint8] | None = flat.reshape(self.n_slots, self.slot_bytes)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._map is None
+
+    @property
+    def slots(self) -> NDArray[np.uint8]:
+        """The bytes: (n_slots, slot_bytes). Arrays that outlive `close` stay valid."""
+        slots = self._slots
+        if slots is None:
+            raise TransportError("the arena is closed")
+        return slots
+
+    def header(self, slot: int) -> SlotHeader:
+        """The header of one slot, consistent in itself.
+
+        Raises:
+            IndexError: there is no such slot.
+            SlotPendingError: the owner was changing the header.
+            IntegrityError: no owner writes such a header.
+            TransportError: the arena is closed.
+        """
+        words, first = self._locate(slot)
+        _barrier()
+        raw = words[first : first + _WORDS].tobytes()
+        _barrier()
+        if words[first : first + 2].tobytes() != raw[:16]:
+            raise SlotPendingError(f"slot {slot} changed while its header was read")
+        return SlotHeader.decode(raw, slot, self.slot_bytes)
+
+    def verify(self, slot: int, generation: int) -> SlotHeader:
+        """The header of one slot, published with exactly this generation.
+
+        Call it before a copy of the bytes, for their length, and again after it, to see that they
+        were not overwritten meanwhile.
+
+        Raises:
+            SlotPendingError: the slot is not published with this generation yet.
+            StaleSlotError: it never will be: it has a later generation, or was retired.
+            IndexError, IntegrityError, TransportError: as `header`.
+        """
+        header = self.header(slot)
+        header.require_published(slot, generation)
+        return header
+
+    def close(self) -> None:
+        """Unmap the arena. Idempotent.
+
+        Arrays taken from `slots` stay valid: the mapping goes with the last of them.
+        """
+        mapped, self._map = self._map, None
+        self._words = self._slots = None
+        if mapped is not None:
+            # While a copy holds an array, the mapping cannot be closed; it goes with the array.
+            with contextlib.suppress(BufferError):
+                mapped.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _locate(self, slot: int) -> tuple["memoryview[int]", int]:
+        words = self._words
+        if words is None:
+            raise TransportError("the arena is closed")
+        if not 0 <= slot < self.n_slots:
+            raise IndexError(f"slot {slot} is outside an arena of {self.n_slots} slots")
+        return words, int(slot) * _WORDS
+
+
+class Arena(_Mapping):
+    """The owner's side of an arena; made by `Arena.create`.
+
+    One thread at a time may write a given slot; different slots may be written by different
+    threads.
+    """
+
+    def __init__(self, fd: int, mapped: mmap.mmap, geometry: ArenaGeometry, epoch: bytes) -> None:
+        super().__init__(mapped, geometry, epoch)
+        self._fd = fd
+        self._slots_at = geometry.slots_at
+        self._prefaulter: Prefaulter | None = None
+
+    @classmethod
+    def create(
+        cls,
+        n_slots: int,
+        slot_bytes: int,
+        *,
+        prefault: bool = False,
+        huge_pages: HugePages = "auto",
+        randbytes: Callable[[int], bytes] = os.urandom,
+        populated: Callable[[NDArray[np.uint8]], object] = lambda slots: None,
+    ) -> Self:
+        """Make an arena of `n_slots` slots of `slot_bytes` bytes, all of them free.
+
+        Args:
+            n_slots: number of slots, at least one.
+            slot_bytes: bytes of a slot, a positive multiple of `PAGE_BYTES`.
+            prefault: allocate all the memory in the background. The first touch of a page costs
+                many times a copy into it.
+            huge_pages: `auto` takes those that the kernel gives to shared memory, `hugetlb` those
+                that were reserved, `off` none.
+            randbytes: where the epoch, which names this arena, comes from.
+            populated: called on another thread, with the next slots whose memory `prefault` has
+                allocated: consecutive ones, in order, each once.
+
+        Raises:
+            ValueError: the geometry is out of range.
+            ConfigError: `hugetlb`, and not enough huge pages are reserved.
+            TransportError: the kernel has no memory for it, or lacks a seal (before Linux 5.1).
+        """
+        geometry = ArenaGeometry(n_slots, slot_bytes)
+        size = geometry.total_bytes
+        epoch = randbytes(EPOCH_BYTES)
+        reserved = huge_pages == "hugetlb"
+        try:
+            fd = memfd("omni-connector-arena", MFD_HUGETLB if reserved else 0)
+        except OSError as error:
+            if reserved:
+                raise _no_huge_pages(size, error) from error
+            raise TransportError(f"cannot make a memfd: {reason(error)}") from error
+        try:
+            if reserved:
+                size = _whole_pages(fd, size)
+            os.ftruncate(fd, size)
+            if overcommit_is_strict():
+                os.posix_fallocate(fd, 0, size)
+            mapped = mmap.mmap(fd, size)
+            advise(mapped, huge_pages)
+            superblock = geometry.superblock(epoch)
+            mapped[: len(superblock)] = superblock
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        except (OSError, OverflowError, ValueError) as error:
+            os.close(fd)
+            if reserved and isinstance(error, OSError):
+                raise _no_huge_pages(size, error) from error
+            raise TransportError(
+                f"cannot make an arena of {n_slots} slots of {slot_bytes} bytes: {reason(error)}"
+            ) from error
+        arena = cls(fd, mapped, geometry, epoch)
+        if prefault:
+            told = _Told(arena.slots, geometry.slots_at, populated)
+            arena._prefaulter = Prefaulter(fd, mapped, huge_pages, populated=told)
+        return arena
+
+    @property
+    def fd(self) -> int:
+        """The memfd, valid until `close`; to keep it longer, duplicate it."""
+        if self.closed:
+            raise TransportError("the arena is closed")
+        return self._fd
+
+    def touch(self, slot: int) -> None:
+        """Say that this slot is about to be used. If its memory is not there yet, it is made."""
+        if self._prefaulter is not None:
+            start = self._slots_at + slot * self.slot_bytes
+            self._prefaulter.touch(start, start + self.slot_bytes)
+
+    def prefault(self, slot: int, nbytes: int) -> None:
+        """Allocate memory for the first bytes of a slot now, before their first touch.
+
+        Raises:
+            TransportError: there is no memory, or the arena is closed.
+        """
+        mapped = self._map
+        if mapped is None:
+            raise TransportError("the arena is closed")
+        pages: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
+        start = self._slots_at + slot * self.slot_bytes
+        try:
+            prefault(self._fd, pages, start, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+        except OSError as error:
+            raise TransportError(f"no memory for {nbytes} bytes of slot {slot}: {error}") from error
+
+    def begin_write(self, slot: int, generation: int) -> None:
+        """Give the slot a new generation; from now on no reader accepts its bytes.
+
+        Raises:
+            IndexError: there is no such slot.
+            ValueError: the slot is published with this very generation, so that readers could
+                not tell the new bytes from the old, or it is not a u64.
+            TransportError: the arena is closed.
+        """
+        words, first = self._locate(slot)
+        if not 0 <= generation < 1 << 64:
+            raise ValueError(f"generation {generation} is not a u64")
+        if state_of(words[first + 1]) == SlotState.PUBLISHED and words[first] == generation:
+            raise ValueError(f"slot {slot} is already published with generation {generation}")
+        self.touch(slot)
+        words[first + 1] = SlotState.WRITING
+        words[first] = generation
+        _barrier()
+
+    def publish(self, slot: int, generation: int, key: bytes, length: int, checksum: int) -> None:
+        """Let readers read the slot, whose bytes are complete.
+
+        Args:
+            slot: the slot that `begin_write` was called for.
+            generation: the one given to `begin_write`.
+            key: up to 32 bytes that name the content.
+            length: bytes of content, from the start of the slot.
+            checksum: xxh3_64 of the content, or 0.
+
+        Raises:
+            IndexError: there is no such slot.
+            StaleSlotError: the slot is not being written with this generation (any more).
+            ValueError: `key` or `length` is too long, or `checksum` is not a u64.
+            TransportError: the arena is closed.
+        """
+        words, first = self._locate(slot)
+        if len(key) > MAX_KEY_BYTES:
+            raise ValueError(f"a key has at most {MAX_KEY_BYTES} bytes, not {len(key)}")
+        if not 0 <= length <= self.slot_bytes:
+            raise ValueError(f"{length} bytes of content in a slot of {self.slot_bytes}")
+        if not 0 <= checksum < 1 << 64:
+            raise ValueError(f"checksum {checksum} is not a u64")
+        if state_of(words[first + 1]) != SlotState.WRITING or words[first] != generation:
+            raise StaleSlotError(
+                f"slot {slot} is not being written with generation {generation} (any more)"
+            )
+        padded = key.ljust(MAX_KEY_BYTES, b"\0")
+        for i, word in enumerate(_BODY_WORDS.unpack(padded)):
+            words[first + 2 + i] = word
+        words[first + 6] = length
+        words[first + 7] = checksum
+        _barrier()
+        words[first + 1] = SlotState.PUBLISHED | len(key) << KEY_LENGTH_SHIFT
+
+    def retire(self, slot: int) -> None:
+        """Retire the slot: readers refuse it from now on. Idempotent.
+
+        Raises:
+            IndexError: there is no such slot.
+            TransportError: the arena is closed.
+        """
+        words, first = self._locate(slot)
+        words[first + 1] = SlotState.FREE
+        _barrier()
+
+    def close(self) -> None:
+        """Stop prefaulting, unmap, and close the memfd. Peers keep what they mapped. Idempotent."""
+        if self._prefaulter is not None:
+            self._prefaulter.stop()
+        super().close()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class _Told:
+    """Passes on which slots are populated, as whole slots.
+
+    Args:
+        slots: of the arena.
+        slots_at: the byte at which they begin.
+        populated: see `Arena.create`.
+    """
+
+    def __init__(
+        self,
+        slots: NDArray[np.uint8],
+        slots_at: int,
+        populated: Callable[[NDArray[np.uint8]], object],
+    ) -> None:
+        self._slots = slots
+        self._slots_at = slots_at
+        self._populated = populated
+        self._first = 0
+
+    def __call__(self, end: int) -> None:
+        """All bytes of the file before `end` are there."""
+        slots = min(len(self._slots), max(0, end - self._slots_at) // self._slots.shape[1])
+        if slots > self._first:
+            first, self._first = self._first, slots
+            self._populated(self._slots[first:slots])
+
+
+class ArenaView(_Mapping):
+    """A reader's side of an arena: a read-only mapping of a memfd that a peer sent."""
+
+    _prefaulter: ReaderPrefaulter | None = None
+    _unread_fd = -1  # of the memfd, until the slots are first read
+
+    @classmethod
+    def open(
+        cls, fd: int, *, epoch: bytes, n_slots: int, slot_bytes: int, prefault: bool = False
+    ) -> Self:
+        """Check that a received memfd is safe to read, and map it. The caller closes `fd`.
+
+        Args:
+            fd: a descriptor that a peer has sent; not trusted.
+            epoch: that of the arena that was asked for.
+            n_slots: the announced number of slots.
+            slot_bytes: the announced bytes of each slot.
+            prefault: once slots are first read, map in the background what the owner has allocated.
+                An arena of which nothing is read takes no page tables.
+
+        Raises:
+            PeerRefusedError: this is no memfd, or not sealed against change of size and writing.
+            ProtocolError: this is no arena, or not of the announced size.
+            IncompatiblePeerError: it has another format, geometry or epoch than announced.
+        """
+        require_sealed(fd)
+        try:
+            geometry = ArenaGeometry(n_slots, slot_bytes)
+        except ValueError as error:
+            raise ProtocolError(f"the peer announces an impossible arena: {error}") from error
+        size = os.fstat(fd).st_size
+        if size not in (geometry.total_bytes, _whole_pages(fd, geometry.total_bytes)):
+            raise ProtocolError(
+                f"the peer's memfd has {size} bytes, {n_slots} slots of {slot_bytes} bytes "
+                f"need {geometry.total_bytes}"
+            )
+        try:
+            mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise TransportError(f"cannot map the peer's {size} bytes: {reason(error)}") from error
+        try:
+            geometry.check_superblock(bytes(mapped[:SUPERBLOCK_BYTES]), epoch)
+        except ProtocolError:
+            mapped.close()
+            raise
+        view = cls(mapped, geometry, epoch)
+        if prefault:
+            # Without it, pages are mapped as they are read.
+            with contextlib.suppress(OSError):
+                view._unread_fd = os.dup(fd)
+        return view
+
+    @property
+    def slots(self) -> NDArray[np.uint8]:
+        """As `_Mapping.slots`."""
+        if self._unread_fd >= 0 and (fd := self._take_fd()) >= 0:
+            try:
+                if self._map is not None:
+                    with contextlib.suppress(OSError, RuntimeError):
+                        self._prefaulter = ReaderPrefaulter(fd, self._map)
+            finally:
+                os.close(fd)
+        return super().slots
+
+    def _take_fd(self) -> int:
+        """The descriptor of the memfd, for whoever closes it; -1 from then on. Threads may take it
+        at the same time."""
+        with _barrier_lock:
+            fd, self._unread_fd = self._unread_fd, -1
+        return fd
+
+    def close(self) -> None:
+        """As `_Mapping.close`; the arena is not mapped any further."""
+        if (fd := self._take_fd()) >= 0:
+            os.close(fd)
+        if self._prefaulter is not None:
+            self._prefaulter.stop()
+        super().close()
+
+    def abandon(self) -> None:
+        """As `close`, in a process that was forked; takes no lock, which may be held for ever."""
+        fd, self._unread_fd = self._unread_fd, -1
+        if fd >= 0:
+            os.close(fd)
+        if self._prefaulter is not None:
+            self._prefaulter.abandon()
+        super().close()
+
+
+def _whole_pages(fd: int, size: int) -> int:
+    """A file of reserved huge pages is larger than its content, as it has whole pages only."""
+    page = os.fstat(fd).st_blksize
+    return -(-size // page) * page
+
+
+def _no_huge_pages(size: int, error: OSError) -> ConfigError:
+    return ConfigError(f"huge_pages is 'hugetlb' ({error}): {pool().advice(size)}")
+
+
+def memfd(name: str, flags: int = 0) -> int:
+    """Make a memfd that can be sealed.
+
+    Raises:
+        OSError: the kernel makes none.
+    """
+    flags |= os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        # Some hosts refuse memfds that might be executed.
+        return os.memfd_create(name, flags | MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # EINVAL: the flag is unknown before Linux 6.3
+            raise
+    return os.memfd_create(name, flags)
+
+
+def require_sealed(fd: int) -> None:
+    """Refuse a received file unless it is a memfd with all of `SEALS`.
+
+    Raises:
+        PeerRefusedError: this is no memfd, or not sealed against change of size and writing.
+    """
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise PeerRefusedError(f"the peer sent a file that is no memfd: {error}") from error
+    if seals & SEALS != SEALS:
+        raise PeerRefusedError(f"the peer's memfd has seals {seals:#x}, wanted {SEALS:#x}")

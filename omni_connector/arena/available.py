@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory this machine, and the cgroups of this process, have left for an arena.
+
+An arena is a memfd, which the size of /dev/shm does not bound. The machine's memory bounds it, and
+the limits of all cgroups of this process, to which each page is charged when it is first touched.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from omni_connector.config import memory_limit_bytes
+
+# (limit, use, name in memory.stat of memory that can be reclaimed), for both versions of cgroups.
+_V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2: Final = ("memory.max", "memory.current", "inactive_file")
+
+
+def available_bytes(root: Path = Path("/"), *, claimed: int = 0, in_cgroup: int = 0) -> int:
+    """Bytes of memory that the machine, and the cgroups of this process, have left.
+
+    Args:
+        root: the folder with /proc and /sys.
+        claimed: bytes of the machine's memory that others will take.
+        in_cgroup: those of them that are charged to the cgroups of this process.
+    """
+    available = memory_limit_bytes()
+    for line in _lines(root / "proc/meminfo"):
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            available = min(available, int(value.split()[0]) * 1024)
+    of_cgroups = [left - in_cgroup for _, left in _left_in_cgroups(root)]
+    return max(0, min([available - claimed, *of_cgroups]))
+
+
+def memory_cgroup(root: Path = Path("/")) -> int:
+    """A number of the innermost cgroup that limits this process's memory, the same in every
+    namespace; 0 where none does."""
+    for folder, _ in _left_in_cgroups(root):
+        try:
+            return folder.stat().st_ino
+        except OSError:  # it has just been removed
+            break
+    return 0
+
+
+def _left_in_cgroups(root: Path) -> Iterator[tuple[Path, int]]:
+    for line in _lines(root / "proc/self/cgroup"):
+        number, _, rest = line.partition(":")
+        controllers, _, own = rest.partition(":")
+        mount = root / "sys/fs/cgroup"
+        if number == "0":
+            names = _V2
+        elif "memory" in controllers.split(","):
+            mount, names = mount / "memory", _V1
+        else:
+            continue
+        # In a container the path may be that of the host, where only the mount itself is visible.
+        within = Path(own.strip().lstrip("/"))
+        for folder in [mount / within, *(mount / parent for parent in within.parents)]:
+            yield from ((folder, left) for left in _left_in(folder, *names))
+
+
+def _left_in(folder: Path, limit_file: str, use_file: str, reclaimable: str) -> Iterator[int]:
+    limit, use = (next(_lines(folder / name), "") for name in (limit_file, use_file))
+    if not (limit.isdigit() and use.isdigit()):  # no limit, or no such cgroup
+        return
+    stat = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat") if " " in line)
+    yield int(limit) - int(use) + int(stat.get(reclaimable, 0))
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        yield from path.read_text().splitlines()
+    except OSError:  # not on this machine
+        return

@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which slot of an arena holds the block of a key, for the peers of the arena's owner to look up.
+
+An index is a memfd of its own, written by its owner alone and mapped read-only by peers, sealed as
+an arena is. It finds a block by a *tag*, 64 bits of a hash of its key. Who reads the slot compares
+the whole key with the one in the slot's header.
+
+The file is [header | fingerprints | cells | checks | generations], each part starting on a page. A
+block may be in any of the eight cells of one bucket, which its tag chooses. The fingerprints of a
+bucket, 7 bits of each tag, lie in one word, so that a look-up compares eight of them at once. A
+cell holds the number of a slot, at whose place lie the slot's generation and its check, which is
+the tag combined with the generation. There are as many buckets as slots, so that hardly a block in
+a million finds its bucket full. Such a block is not indexed.
+
+There is no lock in the file. A reader may see any mixture of older and newer words, and believes
+none but a check and a generation that yield the tag it looks for, which were written together.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from typing import Final, Self
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from omni_connector.arena.arena import SEALS, memfd, require_sealed
+from omni_connector.arena.format import EPOCH_BYTES, PAGE_BYTES
+from omni_connector.arena.prefault import overcommit_is_strict
+from omni_connector.arena.slot_index import Ints
+from omni_connector.errors import IncompatiblePeerError, ProtocolError, TransportError
+from omni_connector.native_probe import native_probe
+
+Tags = NDArray[np.uint64]
+
+MAX_SLOTS: Final = 1 << 28
+
+_MAGIC: Final = b"OMNIINDX"
+_VERSION: Final = 1
+_HEADER: Final = struct.Struct("=8sIIQQ16s")
+_DIGEST: Final = struct.Struct("=Q")
+_HEADER_BYTES: Final = _HEADER.size + _DIGEST.size
+
+_CELLS: Final = 8
+"""Cells of a bucket: the bytes of a word."""
+
+_ONES_INT: Final = 0x0101010101010101
+_HIGHS_INT: Final = 0x8080808080808080
+_ONES: Final = np.uint64(_ONES_INT)
+_HIGHS: Final = np.uint64(_HIGHS_INT)
+# Times the lowest bit of byte k, it has k in the highest byte.
+_NUMBERS: Final = np.uint64(0x0001020304050607)
+_ODD: Final = np.uint64(0x9E3779B97F4A7C15)
+_MIX: Final = np.uint64(0xD6E8FEB86659FD93)
+_BATCH: Final = 64
+"""Blocks that numpy looks for at once, at first."""
+
+_HALF: Final = np.uint64(32)
+_ONE: Final = np.uint64(1)
+
+
+def _sections(num_slots: int) -> list[int]:
+    """Offsets of the fingerprints, cells, checks and generations, and the end of the file."""
+    offsets = [PAGE_BYTES]
+    for slot_bytes in (_CELLS, _CELLS * 4, 8, 8):
+        offsets.append(offsets[-1] + -(-num_slots * slot_bytes // PAGE_BYTES) * PAGE_BYTES)
+    return offsets
+
+
+def index_bytes(num_slots: int) -> int:
+    """Bytes of the index of an arena of so many slots; memory that was never used is not taken.
+
+    Raises:
+        ValueError: there are no such arenas.
+    """
+    if not 1 <= num_slots <= MAX_SLOTS:
+        raise ValueError(f"an index has from 1 to {MAX_SLOTS} slots, not {num_slots}")
+    return _sections(num_slots)[-1]
+
+
+def _header(num_slots: int, epoch: bytes) -> bytes:
+    fields = _HEADER.pack(_MAGIC, _VERSION, _CELLS, num_slots, index_bytes(num_slots), epoch)
+    return fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def tags_of(key_prefix: bytes, group: int, hashes: Sequence[bytes]) -> Tags:
+    """The tags of blocks (blocks,), none of them 0.
+
+    Args:
+        key_prefix: what the keys of all these blocks have in common.
+        group: their cache group.
+        hashes: vLLM's block hashes. They are long and random; of short ones, or if they have
+            different lengths, the tags take longer and are others.
+    """
+    seed = xxhash.xxh3_64_intdigest(b"%d/%b" % (group, key_prefix))
+    lengths = set(map(len, hashes))
+    if len(lengths) == 1 and min(lengths) >= 8:
+        words = np.frombuffer(b"".join(hashes), np.uint8).reshape(len(hashes), -1)[:, :8]
+        tags = np.ascontiguousarray(words).view(np.uint64).reshape(-1)
+    else:
+        tags = np.fromiter(map(xxhash.xxh3_64_intdigest, hashes), np.uint64, len(hashes))
+    tags = (tags ^ np.uint64(seed)) * _MIX
+    tags ^= tags >> _HALF
+    tags *= _MIX
+    tags[tags == 0] = _ONE
+    return tags
+
+
+class _Table:
+    """A mapped index, which the owner and a reader have in common."""
+
+    def __init__(self, mapped: mmap.mmap, num_slots: int, epoch: bytes) -> None:
+        self.num_slots: Final = num_slots
+        self.epoch: Final = epoch
+        self._map: mmap.mmap | None = mapped
+        at = _sections(num_slots)
+        count = num_slots * _CELLS
+        # The first cell of a bucket has the lowest byte of its word, on any processor.
+        self._fingerprints = np.frombuffer(mapped, np.dtype("<u8"), num_slots, at[0])
+        self._cells: NDArray[np.uint32] = np.frombuffer(mapped, np.uint32, count, at[1])
+        self._checks: Tags = np.frombuffer(mapped, np.uint64, num_slots, at[2])
+        self._generations: Ints = np.frombuffer(mapped, np.int64, num_slots, at[3])
+        start = self._fingerprints.ctypes.data - at[0]
+        self._words = struct.pack("=5Q", *(start + offset for offset in at[:4]), num_slots)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._map is None
+
+    def find(self, tags: Tags) -> tuple[Ints, Ints]:
+        """The slots and generations of blocks, both (blocks,); -1 and -1 where none is found.
+
+        Whatever the file holds, slots are those of the arena, and nothing is raised for it.
+
+        Raises:
+            TransportError: the index is closed.
+        """
+        self._require_open()
+        buckets = self._buckets(tags)
+        # A byte that is 0 is that of a cell with this fingerprint. Of those that follow one, some
+        # may be taken for such a byte.
+        bytes_ = self._fingerprints.take(buckets, mode="clip") ^ _fingerprints(tags) * _ONES
+        matches = (bytes_ - _ONES) & ~bytes_ & _HIGHS
+        slots, generations = np.full((2, len(tags)), -1, np.int64)
+        rows = np.flatnonzero(matches)
+        while rows.size:
+            match = matches[rows]
+            lowest = match & -match
+            places = ((lowest >> np.uint64(7)) * _NUMBERS >> np.uint64(56)).view(np.int64)
+            cells = buckets[rows] * _CELLS + places
+            found = self._cells.take(cells, mode="clip").astype(np.int64)
+            generation = self._generations.take(found, mode="clip")
+            check = self._checks.take(found, mode="clip")
+            right = (_check(tags[rows], generation) == check) & (found < self.num_slots)
+            right &= generation >= 0
+            slots[rows], generations[rows] = np.where(right, (found, generation), -1)
+            matches[rows] = np.where(right, 0, match ^ lowest)
+            rows = rows[matches[rows] != 0]
+        return slots, generations
+
+    def may_hold(self, tag: int) -> bool:
+        """Whether one block is worth looking for: hardly one in a hundred that is not there is.
+
+        Raises:
+            TransportError: the index is closed.
+        """
+        self._require_open()
+        word = self._fingerprints.item((tag >> 32) * self.num_slots >> 32)
+        bytes_ = word ^ (tag & 0x7F | 0x80) * _ONES_INT
+        return (bytes_ - _ONES_INT) & ~bytes_ & _HIGHS_INT != 0
+
+    def close(self) -> None:
+        """Unmap the index. Idempotent."""
+        mapped, self._map = self._map, None
+        if mapped is not None:
+            del self._fingerprints, self._cells, self._checks, self._generations
+            with contextlib.suppress(BufferError):  # another thread still looks something up
+                mapped.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _buckets(self, tags: Tags) -> Ints:
+        return ((tags >> _HALF) * np.uint64(self.num_slots) >> _HALF).view(np.int64)
+
+    def _require_open(self) -> None:
+        if self._map is None:
+            raise TransportError("the index is closed")
+
+
+def _fingerprints(tags: Tags) -> Tags:
+    """A byte of each tag that is not 0, as the byte of an empty cell is."""
+    return tags & np.uint64(0x7F) | np.uint64(0x80)
+
+
+def _check(tags: Tags, generations: Ints) -> Tags:
+    return tags ^ generations.view(np.uint64) * _ODD
+
+
+class BlockIndex(_Table):
+    """The owner's side of an index; made by `BlockIndex.create`. The caller holds a lock."""
+
+    def __init__(self, fd: int, mapped: mmap.mmap, num_slots: int, epoch: bytes) -> None:
+        super().__init__(mapped, num_slots, epoch)
+        self._fd = fd
+        self._fingerprint_bytes = self._fingerprints.view(np.uint8)
+        self._cell_of = np.full(num_slots, -1, np.int32)
+
+    @classmethod
+    def create(cls, num_slots: int, epoch: bytes) -> Self:
+        """Make the empty index of an arena.
+
+        Args:
+            num_slots: of the arena, from 1 to `MAX_SLOTS`.
+            epoch: the arena's, `EPOCH_BYTES` bytes.
+
+        Raises:
+            ValueError: there is no such arena.
+            TransportError: the kernel has no memory for it, or lacks a seal (before Linux 5.1).
+        """
+        size = index_bytes(num_slots)
+        if len(epoch) != EPOCH_BYTES:
+            raise ValueError(f"an epoch has {EPOCH_BYTES} bytes, not {len(epoch)}")
+        try:
+            fd = memfd("omni-connector-index")
+        except OSError as error:
+            raise TransportError(f"cannot make a memfd: {error}") from error
+        try:
+            os.ftruncate(fd, size)
+            if overcommit_is_strict():
+                os.posix_fallocate(fd, 0, size)
+            mapped = mmap.mmap(fd, size)
+            mapped[:_HEADER_BYTES] = _header(num_slots, epoch)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise TransportError(f"cannot make an index of {num_slots} slots: {error}") from error
+        return cls(fd, mapped, num_slots, epoch)
+
+    @property
+    def fd(self) -> int:
+        """The memfd, valid until `close`; to keep it longer, duplicate it."""
+        self._require_open()
+        return self._fd
+
+    def add(self, tags: Tags, slots: Ints, generations: Ints) -> None:
+        """Let blocks be found; those whose bucket is full are not.
+
+        Args:
+            tags: of the blocks (blocks,); one of another slot may be among them.
+            slots: different ones (blocks,). What they held before is not found any more.
+            generations: of these slots (blocks,), not negative.
+
+        Raises:
+            IndexError: there is no such slot.
+            TransportError: the index is closed.
+        """
+        self.remove(slots)
+        buckets = self._buckets(tags)
+        order = np.argsort(buckets, kind="stable")
+        buckets, tags, slots = buckets[order], tags[order], slots[order]
+        # A block takes the n-th empty cell of its bucket if n others before it take one there.
+        numbers = np.arange(len(order))
+        starts = np.searchsorted(buckets, buckets)
+        empty = self._fingerprint_bytes.reshape(-1, _CELLS)[buckets] == 0
+        places = (np.cumsum(empty, axis=1) <= (numbers - starts)[:, None]).sum(axis=1)
+        fits = places < _CELLS
+        cells, slots, tags = (buckets * _CELLS + places)[fits], slots[fits], tags[fits]
+        self._generations[slots] = chosen = generations[order][fits]
+        self._checks[slots] = _check(tags, chosen)
+        self._cells[cells] = slots
+        self._fingerprint_bytes[cells] = _fingerprints(tags)
+        self._cell_of[slots] = cells
+
+    def remove(self, slots: Ints) -> None:
+        """Let what these slots hold be found no more, if it was.
+
+        Raises:
+            IndexError: there is no such slot.
+            TransportError: the index is closed.
+        """
+        self._require_open()
+        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < self.num_slots:
+            raise IndexError(f"slots from {slots.min()} to {slots.max()}, of {self.num_slots}")
+        cells = self._cell_of[slots]
+        indexed = cells >= 0
+        slots = slots[indexed]
+        self._checks[slots] = 0
+        self._generations[slots] = -1
+        self._fingerprint_bytes[cells[indexed]] = 0
+        self._cell_of[slots] = -1
+
+    def clear(self) -> None:
+        """Let nothing be found any more. This looks at every slot.
+
+        Raises:
+            TransportError: the index is closed.
+        """
+        self.remove(np.flatnonzero(self._cell_of >= 0))
+
+    def close(self) -> None:
+        """Unmap, and close the memfd. Peers keep what they mapped. Idempotent."""
+        if not self.closed:
+            del self._fingerprint_bytes
+            os.close(self._fd)
+        super().close()
+
+
+class BlockIndexView(_Table):
+    """A reader's side of an index: a read-only mapping of a memfd that a peer sent."""
+
+    @classmethod
+    def open(cls, fd: int, *, epoch: bytes, num_slots: int) -> Self:
+        """Check that a received memfd is safe to read, and map it. The caller closes `fd`.
+
+        Args:
+            fd: a descriptor that a peer has sent; not trusted.
+            epoch: of the arena whose index was asked for.
+            num_slots: of that arena, as announced.
+
+        Raises:
+            PeerRefusedError: this is no memfd, or not sealed against change of size and writing.
+            ProtocolError: this is no index, or not of the announced size.
+            IncompatiblePeerError: it has another format, or is that of another arena.
+        """
+        require_sealed(fd)
+        try:
+            wanted = index_bytes(num_slots)
+        except ValueError as error:
+            raise ProtocolError(f"the peer announces an impossible index: {error}") from error
+        size = os.fstat(fd).st_size
+        if size != wanted:
+            raise ProtocolError(
+                f"the peer's index has {size} bytes, {num_slots} slots need {wanted}"
+            )
+        try:
+            mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise TransportError(f"cannot map the peer's {size} bytes: {error}") from error
+        try:
+            _check_header(mapped[:_HEADER_BYTES], num_slots, epoch)
+        except ProtocolError:
+            mapped.close()
+            raise
+        return cls(mapped, num_slots, epoch)
+
+
+def find_prefix(
+    indexes: Sequence[BlockIndex | BlockIndexView], tags: Tags
+) -> tuple[Ints, Ints, Ints]:
+    """Find the leading blocks of a prompt, up to the first that none of these indexes has.
+
+    Returns:
+        Of each of these blocks the number of the index that has it, the slot and the generation.
+
+    Raises:
+        TransportError: an index is closed.
+    """
+    for index in indexes:
+        index._require_open()
+    places = np.empty((3, len(tags)), np.int64)
+    probe = native_probe()
+    if probe is None:
+        count = _probe(indexes, tags, places)
+    else:
+        count = probe(b"".join([each._words for each in indexes]), len(indexes), tags, places)
+    owners, slots, generations = places[:, :count]
+    return owners, slots, generations
+
+
+def _probe(indexes: Sequence[_Table], tags: Tags, places: NDArray[np.int64]) -> int:
+    """What a native probe does."""
+    begin, size = 0, _BATCH
+    order = list(range(len(indexes)))
+    while begin < len(tags):
+        batch = tags[begin : begin + size]
+        run = 0
+        for number in order:
+            if indexes[number].may_hold(int(batch[0])):
+                slots, generations = indexes[number].find(batch)
+                lacks = slots < 0
+                run = int(lacks.argmax()) if lacks.any() else len(batch)
+            if run:
+                break
+        if not run:
+            break
+        places[0, begin : begin + run] = number
+        places[1:, begin : begin + run] = slots[:run], generations[:run]
+        # What has these blocks is likely to have those that follow.
+        order.remove(number)
+        order.insert(0, number)
+        begin, size = begin + run, 4 * size if run == len(batch) else _BATCH
+    return begin
+
+
+def _check_header(found: bytes, num_slots: int, epoch: bytes) -> None:
+    if len(epoch) != EPOCH_BYTES:
+        raise ProtocolError(f"an epoch of {len(epoch)} bytes names no arena")
+    if found == _header(num_slots, epoch):
+        return
+    magic, version, _, _, _, their_epoch = _HEADER.unpack_from(found)
+    if magic != _MAGIC:
+        raise ProtocolError(f"the peer's memory starts with {magic!r}, it is no index")
+    if version != _VERSION:
+        raise IncompatiblePeerError("index format version", _VERSION, version)
+    if their_epoch != epoch:
+        raise IncompatiblePeerError("arena epoch", epoch.hex(), their_epoch.hex())
+    raise ProtocolError("the peer's header does not describe the index it announced")

@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefault: has the kernel allocate and map an arena's memory before it is needed.
+
+The first touch of a page costs many times a copy into it. So a process at idle priority
+(`populate`) allocates the memory of the whole arena, from its start, as low slots are used first.
+What it has allocated, threads of the engines then map, the owner's and each reader's: this takes
+a tenth of the time. Both pause while a copy runs. A slot that
+is used before its turn is populated by a system call, before the copy.
+"""
+
+import contextlib
+import ctypes
+import errno
+import logging
+import math
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.arena import populate
+from omni_connector.arena.available import available_bytes
+from omni_connector.arena.huge_pages import HugePages, expected, explain, mapped_huge
+from omni_connector.config import memory_limit_bytes
+from omni_connector.runtime.turns import COPIES
+
+logger = logging.getLogger("vllm.omni_connector.worker")
+
+# Constants of Linux that the standard library does not name.
+MADV_POPULATE_READ: Final = populate.MADV_POPULATE_READ
+MADV_POPULATE_WRITE: Final = 23
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+# Bytes that are asked for, and mapped in this process, at once.
+_WINDOW: Final = 64 << 20
+_STEP: Final = 2 << 20
+
+# Smaller arenas are not worth a process.
+_LARGE = 64 << 20
+
+_CLOSE_S: Final = 5.0
+_PAUSE_S: Final = 0.002
+
+# For how long a reader waits for the next memory of its peer, at first and at most, and how often.
+_FIRST_WAIT_S: Final = 0.05
+_LONGEST_WAIT_S: Final = 5.0
+_WAITS: Final = 16
+
+# A test that waits for the process lets it run at ordinary priority.
+_IDLE = True
+
+_CORES: Final = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else frozenset({0})
+"""Those of the process, before vLLM pins its threads."""
+
+
+def overcommit_is_strict() -> bool:
+    """Whether the kernel may refuse a page at its first touch, which kills with SIGBUS.
+
+    In this mode an arena must allocate all its memory when it is made.
+    """
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+    except OSError:  # a container may hide it; the mode is then hardly ever this one
+        return False
+
+
+def spared_bytes() -> int:
+    """Bytes of available memory that populating in the background leaves to others."""
+    return min(memory_limit_bytes() // 20, 4 << 30)
+
+
+class _Steps:
+    """Maps a mapping's pages in this process, each step once.
+
+    Args:
+        mapped: the mapping, from the start of the file.
+        advice: `MADV_POPULATE_READ` or `MADV_POPULATE_WRITE`.
+    """
+
+    def __init__(self, mapped: mmap.mmap, advice: int) -> None:
+        self._pages: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
+        self._advice = advice
+        self._done = bytearray(-(-len(self._pages) // _STEP))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the mapping."""
+        return len(self._pages)
+
+    def map(self, start: int, end: int, pause: Callable[[], bool] | None = None) -> bool:
+        """Map these bytes, unless they are mapped; before each step, `pause` may end it.
+
+        Returns:
+            Whether all are mapped.
+        """
+        for step in range(start // _STEP, -(-end // _STEP)):
+            if self._done[step]:
+                continue
+            if pause is not None and not pause():
+                return False
+            self._done[step] = True
+            at = step * _STEP
+            address = self._pages.ctypes.data + at
+            # Without memory, or before Linux 5.14, the pages come when they are touched.
+            _madvise(address, min(_STEP, self.size - at), self._advice)
+        return True
+
+    @property
+    def address(self) -> int:
+        """Where the mapping starts."""
+        return int(self._pages.ctypes.data)
+
+
+class Prefaulter:
+    """Has the memory of an arena allocated and mapped, from its start, in the background.
+
+    A small arena's by its thread alone.
+
+    Args:
+        fd: the memfd, of which this keeps a duplicate.
+        mapped: its owner's mapping, from the start of the file.
+        huge_pages: the configured setting.
+        available: bytes of memory that are left; below `spared_bytes` this ends.
+        populated: called on the thread each time that more of it is there, with the bytes from the
+            start that are. What it raises ends this.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        mapped: mmap.mmap,
+        huge_pages: HugePages = "auto",
+        available: Callable[[], int] = available_bytes,
+        populated: Callable[[int], object] = lambda end: None,
+    ) -> None:
+        self._fd = os.dup(fd)
+        self._steps: _Steps | None = _Steps(mapped, MADV_POPULATE_WRITE)
+        self._huge_pages = huge_pages
+        self._available = available
+        self._populated = populated
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._whole = False
+        self._thread = threading.Thread(
+            target=self._run, name="omni-connector-prefault", daemon=True
+        )
+        self._thread.start()
+
+    def touch(self, start: int, end: int) -> None:
+        """Map these bytes now, which are about to be written. Cheap where they are."""
+        steps = self._steps
+        if steps is not None and not self._whole:
+            steps.map(start, end)
+
+    def stop(self) -> None:
+        """End the process and the thread, in bounded time. Idempotent."""
+        self._stopped.set()
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+        self._thread.join(_CLOSE_S)
+        self._steps = None  # or these would keep the mapping alive
+        self._populated = lambda end: None
+
+    def _run(self) -> None:
+        steps = self._steps
+        assert steps is not None
+        try:
+            if steps.size < _LARGE:
+                self._whole = steps.map(0, steps.size, self._go_on)
+                if self._whole:
+                    self._populated(steps.size)
+                return
+            with _shown_copies() as flag, self._start(steps.size, flag) as process:
+                self._whole = self._populate(steps, process)
+        except (OSError, ValueError, RuntimeError) as error:
+            if not self._stopped.is_set():
+                logger.warning(
+                    "The arena's memory is not allocated before it is needed, so that the first "
+                    "hand-offs take longer: %s",
+                    error,
+                )
+        finally:
+            os.close(self._fd)
+
+    def _start(self, size: int, flag: int) -> "subprocess.Popen[bytes]":
+        with self._lock:
+            if self._stopped.is_set():
+                raise OSError(errno.ECANCELED, "the arena is closed")
+            advice = advice_of(self._huge_pages)
+            numbers = (os.getpid(), self._fd, flag, size, _WINDOW, advice, _IDLE, *sorted(_CORES))
+            arguments = [str(int(number)) for number in numbers]
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", populate.__file__, *arguments],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(self._fd, flag),
+            )
+            return self._process
+
+    def _populate(self, steps: _Steps, process: "subprocess.Popen[bytes]") -> bool:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        spared = spared_bytes()
+        for start in range(0, steps.size, _WINDOW):
+            # Reserved huge pages are there in any case.
+            left = math.inf if self._huge_pages == "hugetlb" else self._available()
+            if left - _WINDOW < spared:
+                logger.warning(
+                    "Stopped allocating the arena's memory in advance at %.2f of %.2f GiB: %.2f "
+                    "GiB are available, of which %.2f are left to others. What is left comes as it "
+                    "is used",
+                    start / 2**30,
+                    steps.size / 2**30,
+                    left / 2**30,
+                    spared / 2**30,
+                )
+                return False
+            process.stdin.write(b".")
+            if not process.stdout.read(1):
+                raise OSError(errno.EPIPE, f"the process that allocates it ended at byte {start}")
+            end = min(start + _WINDOW, steps.size)
+            if not steps.map(start, end, self._go_on):
+                return False
+            self._populated(end)
+        logger.info(
+            "The arena's memory is allocated: %.2f GiB, %s",
+            steps.size / 2**30,
+            got(self._huge_pages, steps.address),
+        )
+        return True
+
+    def _go_on(self) -> bool:
+        return _wait_for_copies(self._stopped)
+
+
+class ReaderPrefaulter:
+    """Maps a peer's arena in the background, as far as its owner has allocated it.
+
+    Where the owner has not, this would allocate memory in its place, so it waits, and after a
+    while without anything new it ends.
+
+    Args:
+        fd: the peer's memfd, of which this keeps a duplicate.
+        mapped: the reader's mapping, from the start of the file.
+
+    Raises:
+        OSError, RuntimeError: there are no more descriptors, or threads.
+    """
+
+    def __init__(self, fd: int, mapped: mmap.mmap) -> None:
+        self._fd = os.dup(fd)
+        self._steps = _Steps(mapped, MADV_POPULATE_READ)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="omni-connector-prefault", daemon=True
+        )
+        try:
+            self._thread.start()
+        except BaseException:
+            os.close(self._fd)
+            del self._steps  # the thread keeps this, and it would keep the mapping
+            raise
+
+    def stop(self) -> None:
+        """End the thread, in bounded time. Idempotent."""
+        self._stopped.set()
+        self._thread.join(_CLOSE_S)
+
+    def abandon(self) -> None:
+        """Do what the thread does at its end, in a process that was forked without it."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _run(self) -> None:
+        steps = self._steps
+        del self._steps  # or this would keep the mapping alive
+        start, waits = 0, 0
+        try:
+            while start < steps.size and waits < _WAITS:
+                end = self._allocated(start, steps.size)
+                if end > start:
+                    if not steps.map(start, end, lambda: _wait_for_copies(self._stopped)):
+                        return
+                    start, waits = end, 0
+                else:
+                    waits += 1
+                    pause = min(_FIRST_WAIT_S * 2**waits, _LONGEST_WAIT_S)
+                    if self._stopped.wait(pause):
+                        return
+        finally:
+            self.abandon()
+
+    def _allocated(self, start: int, size: int) -> int:
+        """The end of the memory that is there from `start` on, in whole steps."""
+        try:
+            end = os.lseek(self._fd, start, os.SEEK_HOLE)
+        except OSError:  # reserved huge pages: all are there
+            return size
+        return size if end >= size else max(start, end // _STEP * _STEP)
+
+
+def advice_of(setting: HugePages) -> int:
+    """The advice on huge pages for `madvise`; -1 for none."""
+    if setting == "auto":
+        return mmap.MADV_HUGEPAGE
+    return mmap.MADV_NOHUGEPAGE if setting == "off" else -1
+
+
+def advise(mapped: mmap.mmap, setting: HugePages) -> None:
+    """Tell the kernel whether this mapping should have huge pages."""
+    if (advice := advice_of(setting)) >= 0:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapped.madvise(advice)
+
+
+def got(setting: HugePages, address: int) -> str:
+    """One line on which pages the mapping that starts here has."""
+    if setting == "hugetlb":
+        return "all of it in reserved huge pages"
+    if not expected(setting):
+        return explain(setting)
+    return f"{mapped_huge(address) / 2**30:.2f} of it in huge pages"
+
+
+def prefault(fd: int, pages: NDArray[np.uint8], start: int, length: int) -> None:
+    """Allocate pages of a mapped file, faster than by touching them.
+
+    Args:
+        fd: the file.
+        pages: its writable mapping, from the start of the file.
+        start: the first byte, which starts a page.
+        length: bytes.
+
+    Raises:
+        OSError: there is no memory for the pages.
+    """
+    code = _madvise(pages.ctypes.data + start, length, MADV_POPULATE_WRITE)
+    if code == errno.EINVAL:  # before Linux 5.14
+        os.posix_fallocate(fd, start, length)
+    elif code:
+        raise OSError(code, os.strerror(code))
+
+
+def _madvise(address: int, length: int, advice: int) -> int:
+    """The code of the error, or 0. Releases the GIL, as `mmap.madvise` does not."""
+    while _libc.madvise(address, length, advice) != 0:
+        code = ctypes.get_errno()
+        if code not in (errno.EINTR, errno.EAGAIN):
+            return code
+    return 0
+
+
+@contextlib.contextmanager
+def _shown_copies() -> Iterator[int]:
+    """A file of a page whose first byte tells another process whether a copy runs here."""
+    fd = os.memfd_create("omni-connector-copies", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, mmap.PAGESIZE)
+        with mmap.mmap(fd, mmap.PAGESIZE) as page, memoryview(page) as flag:
+            COPIES.show(flag)
+            try:
+                yield fd
+            finally:
+                COPIES.hide(flag)
+    finally:
+        os.close(fd)
+
+
+def _wait_for_copies(stopped: threading.Event) -> bool:
+    """Wait while a copy runs; returns whether to go on."""
+    while COPIES.running and not stopped.is_set():
+        stopped.wait(_PAUSE_S)
+    return not stopped.is_set()

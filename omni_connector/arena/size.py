@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many slots the arena of one rank has, and what is said of it."""
+
+import logging
+from dataclasses import dataclass
+from typing import Final
+
+from omni_connector.arena.huge_pages import HugePages
+from omni_connector.arena.reservations import Reservation, sizing_lock, unclaimed_bytes
+from omni_connector.errors import ConfigError
+from omni_connector.kv.shapes import GroupShape
+
+logger = logging.getLogger("vllm.omni_connector.worker")
+
+GIB: Final = 1 << 30
+
+ORDINARY_PART: Final = 10
+"""All arenas of a deployment on one host together take 1/10 of the available memory."""
+
+LARGEST_PART: Final = 4
+"""They take up to 1/4 of it where a single prompt needs more."""
+
+USEFUL_CACHES: Final = 2
+"""An arena holds at most as many blocks as 2 KV caches: while the KV of one waits for its decode
+engines, that of the next is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaSize:
+    """How many slots an arena has, and why."""
+
+    slots: int
+    why: str
+
+
+def arena_size(
+    *,
+    available: int,
+    slot_bytes: int,
+    cache_blocks: int,
+    prompt_blocks: int,
+    sharers: int,
+) -> ArenaSize:
+    """The size of one rank's arena where none is configured.
+
+    Args:
+        available: bytes of unused memory of the host.
+        slot_bytes: bytes of a slot, which holds one block.
+        cache_blocks: blocks of this rank's KV cache.
+        prompt_blocks: blocks of the longest prompt that the engine takes.
+        sharers: arenas of this deployment on this host, this one included.
+    """
+    share = max(0, available) // sharers
+    among = "" if sharers == 1 else f", which {sharers} ranks share"
+    useful = USEFUL_CACHES * cache_blocks
+    ordinary = share // ORDINARY_PART // slot_bytes
+    largest = share // LARGEST_PART // slot_bytes
+    wanted = max(ordinary, min(prompt_blocks, largest))
+    if useful <= wanted:
+        return ArenaSize(useful, f"{USEFUL_CACHES} times the KV cache")
+    there = f"the {available / GIB:.1f} GiB of memory available{among}"
+    if wanted == ordinary:
+        return ArenaSize(ordinary, f"1/{ORDINARY_PART} of {there}")
+    if wanted == prompt_blocks:
+        return ArenaSize(
+            wanted, f"one prompt of the longest, more than 1/{ORDINARY_PART} of {there}"
+        )
+    return ArenaSize(wanted, f"1/{LARGEST_PART} of {there}")
+
+
+@dataclass(frozen=True)
+class ArenaSizing:
+    """What the size of one rank's arena depends on, beside the size of a slot.
+
+    Attributes:
+        given: bytes that the configuration sets; None takes what the memory of the host allows.
+        cache_blocks: blocks of the rank's KV cache.
+        max_tokens: tokens of the longest prompt.
+        sharers: arenas of this deployment on this host.
+        reserved: bytes of memory that are taken but perhaps not in use yet.
+        huge_pages: which pages the arena has, as the configuration says.
+        deployment: names the deployment among all on the host; see `reservations`.
+    """
+
+    given: int | None
+    cache_blocks: int
+    max_tokens: int
+    sharers: int = 1
+    reserved: int = 0
+    huge_pages: HugePages = "auto"
+    deployment: str = ""
+
+    def reserve(
+        self, slot_bytes: int, groups: tuple[GroupShape, ...]
+    ) -> tuple[ArenaSize, Reservation]:
+        """The size of the arena, and the claim on its memory that other engines see from now on.
+
+        Raises:
+            ConfigError: as `size`.
+        """
+        with sizing_lock():
+            size = self.size(slot_bytes, groups)
+            return size, Reservation(self.deployment, size.slots * slot_bytes)
+
+    def size(self, slot_bytes: int, groups: tuple[GroupShape, ...]) -> ArenaSize:
+        """How many slots the arena has, and why.
+
+        Raises:
+            ConfigError: there is no room for a single slot.
+        """
+        if self.given is not None:
+            size = ArenaSize(self.given // slot_bytes, "arena_gib")
+        else:
+            unclaimed = unclaimed_bytes(self.deployment)
+            # The engine's own cache may be in memory already, at least in part.
+            size = arena_size(
+                available=max(unclaimed - self.reserved, unclaimed // 2),
+                slot_bytes=slot_bytes,
+                cache_blocks=self.cache_blocks,
+                prompt_blocks=self.prompt_blocks(groups),
+                sharers=self.sharers,
+            )
+        if size.slots < 1:
+            raise ConfigError(
+                f"the arena has no room for a single KV block of {slot_bytes} bytes "
+                f"({size.why}); set arena_gib"
+            )
+        return size
+
+    def tell(
+        self,
+        rank: int,
+        ranks: int,
+        size: ArenaSize,
+        slot_bytes: int,
+        groups: tuple[GroupShape, ...],
+    ) -> None:
+        """Log the size of a rank's arena, and whether the longest prompts have room in it."""
+        logger.info(
+            "Arena of rank %d: %.2f GiB, %d slots of %.1f MiB (%s)",
+            rank,
+            size.slots * slot_bytes / 2**30,
+            size.slots,
+            slot_bytes / 2**20,
+            size.why,
+        )
+        longest = self.prompt_blocks(groups)
+        if longest > size.slots and self.given is None:  # else the user has set the size
+            logger.warning(
+                "The longest prompts take %d slots, the arena has %d (%s): they are not handed "
+                "off; set arena_gib to %.1f",
+                longest,
+                size.slots,
+                size.why,
+                (longest * slot_bytes * ranks + 2**26) / 2**30,
+            )
+
+    def prompt_blocks(self, groups: tuple[GroupShape, ...]) -> int:
+        """Slots that the longest prompt needs."""
+        return sum(len(group.needed(self.max_tokens)) for group in groups)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What copies blocks of a KV cache into slots and back, wherever the cache lies."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.kv.canonical import SlotLayout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockCopy:
+    """Blocks of one group, and the slots that they are copied to or from.
+
+    Copiers look up no ids: whoever makes a copy has seen to it that all of them exist, and that
+    none of those that are written is named twice; see `TransferSpec.check`.
+
+    Args:
+        group: the blocks' group.
+        block_ids: int64 `(n,)`.
+        slots: `(n_slots, slot_bytes)`, at least as long as the group's blocks; a load only reads
+            them.
+        slot_ids: int64 `(n,)`; the slot of each of the blocks.
+        checksum: whether to compute the checksums.
+        states: of `BlockCopier.begin` `(n, ...)`, if these are not all bytes of the slots: the copy
+            goes on with their checksums, and returns those of slots that it brings to their end.
+        fence: what `BlockCopier.fence` returned; the copy waits for it.
+    """
+
+    group: int
+    block_ids: NDArray[np.int64]
+    slots: NDArray[np.uint8]
+    slot_ids: NDArray[np.int64]
+    checksum: bool
+    fence: object = None
+    states: NDArray[np.uint64] | None = None
+
+
+class BlockCopier(ABC):
+    """Copies blocks of one KV cache to and from slots.
+
+    `fence` is called on the engine's thread; `save`, `load` and `zero` on any, of different
+    blocks at a time. They return when the bytes are where they belong.
+    The checksum of a slot is xxh3-64 of the bytes its group stores in it.
+    """
+
+    def __init__(self, layout: SlotLayout) -> None:
+        self._layout = layout
+
+    @abstractmethod
+    def fence(self) -> object:
+        """Mark now as the moment from which the blocks just computed may be read.
+
+        Cheap, and never waits; the mark is for `save` or `load`.
+        """
+
+    def save(
+        self, copy: BlockCopy, *, cancelled: Callable[[], bool] | None = None
+    ) -> NDArray[np.uint64] | None:
+        """Copy blocks to slots.
+
+        Args:
+            copy: what is copied.
+            cancelled: asked now and then between blocks; once true, the copy is given up.
+
+        Returns:
+            The checksum of each slot `(n,)`, zeros if none were asked for; None if cancelled,
+            when any of the slots may have been written.
+
+        Raises:
+            ValueError: arrays of other shapes; nothing was copied.
+        """
+        self._check(copy)
+        if not copy.slots.flags.writeable:
+            raise ValueError("slots to be written are read-only")
+        return self._copy(copy, True, cancelled)
+
+    def load(self, copy: BlockCopy) -> NDArray[np.uint64]:
+        """Copy slots to blocks.
+
+        The padding of the blocks is zeroed: nobody else does so for blocks that are loaded into.
+
+        Returns:
+            The checksum of each slot `(n,)` as it was read, zeros if none were asked for. A
+            slot that changed while it was read never has the checksum of its old bytes.
+
+        Raises:
+            ValueError: as `save`; nothing was copied.
+        """
+        self._check(copy)
+        sums = self._copy(copy, False, None)
+        assert sums is not None  # only a cancelled copy has none
+        return sums
+
+    def begin(
+        self, groups: Sequence[int], slots: NDArray[np.uint8], count: int
+    ) -> NDArray[np.uint64] | None:
+        """States of the checksums of slots that are filled by a copy of each of some groups.
+
+        Args:
+            groups: in the order of their bytes in a slot, from the first to the last.
+            slots: `(n_slots, slot_bytes)`, which the copies write.
+            count: of the slots that they write.
+
+        Returns:
+            For `BlockCopy.states` `(count, ...)`; None if this copier hashes whole slots only.
+        """
+        return None
+
+    @abstractmethod
+    def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
+        """Zero blocks of `group`: all bytes that its layers reserve, padding included.
+
+        Args:
+            group: the blocks' group.
+            block_ids: int64 `(n,)`; all of them exist.
+            fence: what `fence` returned; the zeroing waits for it.
+        """
+
+    @abstractmethod
+    def pin(self, slots: NDArray[np.uint8]) -> bool:
+        """Prepare slots for faster copies, where the device knows any; optional.
+
+        May be called on any thread, for some slots after others, and during copies.
+
+        Args:
+            slots: `(n_slots, slot_bytes)`, writable; they must stay mapped until `close`. Their
+                memory is allocated if it is not there yet.
+
+        Returns:
+            Whether the device has taken them; where it has not, it takes no others either.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the KV cache; calling it again does nothing."""
+
+    @abstractmethod
+    def _copy(
+        self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
+    ) -> NDArray[np.uint64] | None:
+        """What `save` and `load` do, with arrays that fit."""
+
+    def _check(self, copy: BlockCopy) -> None:
+        slots, size = copy.slots, self._layout.group_bytes[copy.group]
+        if slots.ndim != 2 or slots.shape[1] < size:  # a peer's may be larger than ours
+            raise ValueError(f"expected slots (n, {size} bytes or more), found {slots.shape}")
+        if slots.dtype != np.uint8 or slots.strides[1] != 1:
+            raise ValueError(f"slots are {slots.dtype} with strides {slots.strides}, not bytes")
+        if copy.block_ids.shape != copy.slot_ids.shape:
+            raise ValueError(f"{len(copy.block_ids)} blocks, but {len(copy.slot_ids)} slots")
+
+
+def consecutive(
+    block_ids: NDArray[np.int64], slot_ids: NDArray[np.int64], limit: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (block, slot, count) where both ids go up by one, `limit` blocks at most."""
+    blocks = block_ids.tolist()
+    slots = slot_ids.tolist()
+    first = 0
+    while first < len(blocks):
+        block, slot = blocks[first], slots[first]
+        bound = min(len(blocks) - first, limit)
+        count = 1
+        while (
+            count < bound
+            and blocks[first + count] == block + count
+            and slots[first + count] == slot + count
+        ):
+            count += 1
+        yield block, slot, count
+        first += count

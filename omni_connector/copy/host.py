@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of a KV cache that lies in the host's memory."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from omni_connector.copy.copier import BlockCopier, BlockCopy, consecutive
+from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
+from omni_connector.kv.segments import Segment, content_of, padding_of, reserved_of, split
+from omni_connector.native_copy import (
+    ALIGNMENT,
+    LEAST_HASHED,
+    Rows,
+    begin,
+    checksums,
+    native_copy,
+)
+
+_HASHED_BYTES = 512 * 1024
+"""Bytes copied before they are hashed: few enough to be still in the core's own cache."""
+
+_COPIED_BYTES = 4 * 1024 * 1024
+"""Bytes copied between two looks at whether the copy is still wanted."""
+
+_Item = TypeVar("_Item")
+
+
+class Sharing(Protocol):
+    """Threads that share work; see `omni_connector.runtime.shared_work.Helpers`."""
+
+    threads: int
+
+    def share(self, work: Callable[[_Item], None], items: Sequence[_Item]) -> None:
+        """Call `work` with each item; returns once no thread works on any of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A segment of all blocks `(num_blocks, *counts, row_bytes)`, and its bytes of a slot."""
+
+    blocks: NDArray[np.uint8]
+    first: int
+    end: int
+
+    @classmethod
+    def of(cls, canonical: CanonicalKVCaches, segment: Segment) -> "_Part":
+        blocks: NDArray[np.uint8] = canonical.view(segment, torch.uint8).numpy()
+        return cls(blocks, segment.slot_offset, segment.slot_offset + segment.nbytes)
+
+    def beside(self, slots: NDArray[np.uint8]) -> "_Pair":
+        flat = slots[:, self.first : self.end]
+        # Splitting an axis never copies.
+        return _Pair(self.blocks, flat.reshape(len(slots), *self.blocks.shape[1:]), flat)
+
+
+class _Pair(NamedTuple):
+    """The bytes of a part in all blocks, in all slots in the same shape, and in slots flat."""
+
+    blocks: NDArray[np.uint8]
+    slots: NDArray[np.uint8]
+    flat: NDArray[np.uint8]
+
+    def copy(self, block: int, slot: int, count: int, saving: bool) -> None:
+        """Copy this part of `count` consecutive blocks."""
+        if saving:
+            self.slots[slot : slot + count] = self.blocks[block : block + count]
+        else:
+            self.blocks[block : block + count] = self.slots[slot : slot + count]
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupParts:
+    """The blocks of one group, as the host copies them.
+
+    Args:
+        rows: its content, as machine code copies it.
+        whole: its segments, in slot order.
+        hashed: the same cut so small that they are hashed while they are still in the cache.
+        padding: what the group reserves beside its content, `(num_blocks, ...)` each.
+        reserved: content and padding, `(num_blocks, ...)` each.
+    """
+
+    rows: Rows
+    whole: list[_Part]
+    hashed: list[_Part]
+    padding: list[NDArray[np.uint8]]
+    reserved: list[NDArray[np.uint8]]
+
+    @classmethod
+    def of(cls, canonical: CanonicalKVCaches, group: int) -> "_GroupParts":
+        pages = canonical.pages[group]
+        content = content_of(pages)
+        cut = [part for segment in content for part in split(segment, _HASHED_BYTES)]
+        rows = [
+            (segment.storage + start, segment.block_stride, segment.row_bytes)
+            for segment in content
+            for start in segment.row_starts
+        ]
+        return cls(
+            Rows.of(rows, canonical.num_blocks),
+            [_Part.of(canonical, segment) for segment in content],
+            [_Part.of(canonical, segment) for segment in cut],
+            [_Part.of(canonical, segment).blocks for segment in padding_of(pages)],
+            [_Part.of(canonical, segment).blocks for segment in reserved_of(pages)],
+        )
+
+
+class CpuCopier(BlockCopier):
+    """Copies a KV cache in the host's memory, without holding the GIL.
+
+    Args:
+        canonical, layout: the cache, and the slots.
+        helpers: share in each copy; None leaves all of it to the calling thread.
+
+    Attributes:
+        shared_bytes: the least that a thread copies of a shared copy; a helper takes as long to
+            wake as to copy so many bytes.
+    """
+
+    shared_bytes = 1 << 20
+
+    def __init__(
+        self, canonical: CanonicalKVCaches, layout: SlotLayout, helpers: Sharing | None = None
+    ) -> None:
+        super().__init__(layout)
+        self._helpers = helpers
+        self._groups = [
+            _GroupParts.of(canonical, group) for group in range(len(layout.group_bytes))
+        ]
+
+    def fence(self) -> None:
+        return None
+
+    def pin(self, slots: NDArray[np.uint8]) -> bool:
+        """Do nothing: the host reads all of its memory equally well."""
+        return False
+
+    def begin(
+        self, groups: Sequence[int], slots: NDArray[np.uint8], count: int
+    ) -> NDArray[np.uint64] | None:
+        rows = [self._groups[group].rows for group in groups]
+        nbytes = sum(each.nbytes for each in rows)
+        aligned = not (slots.ctypes.data % ALIGNMENT or slots.strides[0] % ALIGNMENT)
+        if native_copy() is None or not aligned or not all(each.whole for each in rows):
+            return None
+        return begin(count, nbytes) if nbytes >= LEAST_HASHED else None
+
+    def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
+        for block, _, count in consecutive(block_ids, block_ids, len(block_ids)):
+            _zero(self._groups[group].reserved, block, count)
+
+    def close(self) -> None:
+        self._groups = []
+
+    def _copy(
+        self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
+    ) -> NDArray[np.uint64] | None:
+        count, size = len(copy.block_ids), self._layout.group_bytes[copy.group]
+        threads = 1 if self._helpers is None else self._helpers.threads
+        # More parts than threads, as one may come late.
+        parts = min(2 * threads, count, count * size // self.shared_bytes)
+        if self._helpers is None:
+            return self._copy_part(copy, saving, cancelled)
+        parts = max(1, parts)
+        sums: dict[int, NDArray[np.uint64]] = {}
+        given_up: list[int] = []
+
+        def copy_part(part: int) -> None:
+            some = slice(count * part // parts, count * (part + 1) // parts)
+            states = None if copy.states is None else copy.states[some]
+            ids = copy.block_ids[some], copy.slot_ids[some]
+            each = replace(copy, block_ids=ids[0], slot_ids=ids[1], states=states)
+            found = None if given_up else self._copy_part(each, saving, cancelled)
+            if found is None:
+                given_up.append(part)
+            else:
+                sums[part] = found
+
+        self._helpers.share(copy_part, range(parts))
+        return None if given_up else np.concatenate([sums[part] for part in range(parts)])
+
+    def _copy_part(
+        self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
+    ) -> NDArray[np.uint64] | None:
+        group, native = self._groups[copy.group], native_copy()
+        rows = group.rows
+        blocks = rows.blocks(copy.block_ids)
+        slots = rows.slots(copy.slots, copy.slot_ids)
+        targets, sources = (slots, blocks) if saving else (blocks, slots)
+        if (
+            native is None
+            or not rows.whole
+            or (copy.checksum and copy.states is None and rows.nbytes < LEAST_HASHED)
+            or (targets % ALIGNMENT).any()
+        ):
+            if copy.states is not None:
+                raise ValueError("states of checksums, for slots that `begin` was not told of")
+            return self._copy_by_numpy(copy, saving, cancelled)
+        states = begin(len(targets), rows.nbytes) if copy.states is None else copy.states
+        step = max(1, len(targets))
+        if cancelled is not None:
+            step = max(1, _COPIED_BYTES // self._layout.group_bytes[copy.group])
+        for at in range(0, len(targets), step):
+            if cancelled is not None and cancelled():
+                return None
+            some = slice(at, at + step)
+            native(targets[some], sources[some], rows.lengths, states[some], checksum=copy.checksum)
+        if not saving and group.padding:
+            for block, _, count in consecutive(copy.block_ids, copy.slot_ids, len(targets)):
+                _zero(group.padding, block, count)
+        return checksums(states) if copy.checksum else np.zeros(len(targets), np.uint64)
+
+    def _copy_by_numpy(
+        self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
+    ) -> NDArray[np.uint64] | None:
+        group = self._groups[copy.group]
+        parts = [
+            part.beside(copy.slots) for part in (group.hashed if copy.checksum else group.whole)
+        ]
+        size = self._layout.group_bytes[copy.group]
+        stored = copy.slots[:, :size]
+        bound = _HASHED_BYTES if copy.checksum else _COPIED_BYTES
+        sums: list[int] = []
+        for block, slot, count in consecutive(
+            copy.block_ids, copy.slot_ids, max(1, bound // max(1, size))
+        ):
+            if cancelled is not None and cancelled():
+                return None
+            if copy.checksum:
+                sums += _copy_hashed(parts, stored, block, slot, count, saving)
+            else:
+                for part in parts:
+                    part.copy(block, slot, count, saving)
+            if not saving:
+                _zero(group.padding, block, count)
+        return np.array(sums, np.uint64) if sums else np.zeros(len(copy.block_ids), np.uint64)
+
+
+def _copy_hashed(
+    parts: Sequence[_Pair],
+    stored: NDArray[np.uint8],
+    block: int,
+    slot: int,
+    count: int,
+    saving: bool,
+) -> list[int]:
+    """Copy all parts of `count` consecutive blocks; the checksums of their slots."""
+    # A slot is hashed after it was copied, never before: a slot that is rewritten
+    # during a load then fails its checksum instead of passing with other bytes.
+    if len(parts) <= 1 or count > 1:
+        for part in parts:
+            part.copy(block, slot, count, saving)
+        return [xxhash.xxh3_64_intdigest(stored[i].data) for i in range(slot, slot + count)]
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        part.copy(block, slot, 1, saving)
+        digest.update(part.flat[slot].data)
+    return [digest.intdigest()]
+
+
+def _zero(parts: Sequence[NDArray[np.uint8]], block: int, count: int) -> None:
+    for part in parts:
+        part[block : block + count] = 0

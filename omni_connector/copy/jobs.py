@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copy jobs of hand-offs: what workers are told, and how they save it; `loading` has the loads."""
+
+import logging
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.copy.copier import BlockCopier
+from omni_connector.copy.layered import Forward, LayeredSave, LayerRanges
+from omni_connector.copy.threads import NO_JOB_ID, Outcome, Work
+from omni_connector.kv.canonical import SlotLayout
+from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec, check_ids
+from omni_connector.runtime.stats import failure_kind
+from omni_connector.transports import Arena
+from omni_connector.transports.base import Endpoint
+
+logger = logging.getLogger("vllm.omni_connector.worker")
+
+BATCH_BYTES: Final = 8 << 20
+"""Bytes of blocks that are copied, committed and read in one go."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SaveSpec(TransferSpec):
+    """Copy blocks to this engine's own slots.
+
+    Attributes:
+        slots, generations: int64 `(n,)`, of each of the n `block_ids`; unused for a null block.
+        keys: of each of them.
+    """
+
+    span: ClassVar[str] = "save"
+    timed_as: ClassVar[str] = "save"
+    counted_as: ClassVar[str] = "saved"
+
+    slots: NDArray[np.int64]
+    generations: NDArray[np.int64]
+    keys: list[bytes]
+
+    def check(self, num_blocks: int, num_slots: int) -> None:
+        TransferSpec.check(self, num_blocks, num_slots)
+        copied = self.blocks.block_ids != NULL_BLOCK_ID
+        check_ids(self.slots[copied], num_slots, "slot", written=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LoadSpec(TransferSpec):
+    """Fill blocks with a peer's slots. Blocks that no slot holds a part of are zeroed.
+
+    Attributes:
+        slots: the peer's slots in the place of blocks: consecutive in each group, counted in blocks
+            of the peer.
+        generations: int64 `(m,)`, of each of the m slots.
+        arenas: the peer's arenas, one a rank, each in all ways that it can be read.
+        timeout: seconds from its first piece until the job is given up. Time in which it could go
+            on, but other jobs did, does not count.
+        lease: seconds from its arrival in which the peer holds the slots for it; None where nothing
+            is leased.
+        keys: what the headers of these slots must say (m,), objects; None where a lease says that
+            they hold what is wanted.
+        source: what the peer keeps; None where all its slots hold the bytes of our blocks.
+    """
+
+    fills_blocks: ClassVar[bool] = True
+    span: ClassVar[str] = "load"
+    timed_as: ClassVar[str] = "load"
+    counted_as: ClassVar[str] = "loaded"
+
+    slots: BlockSpans
+    generations: NDArray[np.int64]
+    arenas: tuple[tuple[Endpoint, ...], ...]
+    timeout: float
+    lease: float | None = None
+    keys: NDArray[np.object_] | None = None
+    source: CompatibilityKey | None = None
+
+
+class Saver:
+    """Makes the work of save jobs.
+
+    Args:
+        arena: whose slots are written.
+        copier, layer_ranges: of this rank's KV caches; the copier knows the layer_ranges.
+        checksum: whether slots carry checksums.
+    """
+
+    def __init__(
+        self, *, arena: Arena, copier: BlockCopier, layer_ranges: LayerRanges, checksum: bool
+    ) -> None:
+        self._arena = arena
+        self._layout = layer_ranges.layout
+        self._copies = partial(LayeredSave, copier, layer_ranges, checksum)
+
+    def work(self, job_id: int, spec: SaveSpec, fence: object) -> Work:
+        """The body of a save; see `Work`. Slots that it did not commit are void when it ends.
+        `fence` is that of the copier, or the forward pass that the save follows."""
+        forward = Forward.of(fence)
+
+        def work(cancelled: Callable[[], bool]) -> Generator[bool | float, None, Outcome]:
+            copied = spec.blocks.block_ids != NULL_BLOCK_ID
+            slots, generations = spec.slots[copied].tolist(), spec.generations[copied].tolist()
+            outcome = Outcome(job_id)
+            complete = False
+            try:
+                copies = self._copies(forward, spec.blocks, self._arena.slots, spec.slots)
+                if not forward.ended:
+                    self._begin_write(slots, generations)
+                    yield True
+                    outcome.early = yield from copies.follow(cancelled)
+                for group, places in spec.blocks.batches(batch_blocks(self._layout)):
+                    saves = self._save(spec, group, places, copies, cancelled)
+                    if cancelled() or not (yield from saves):
+                        outcome.failure = "cancelled"
+                        break
+                    outcome.blocks += len(places)
+                    outcome.size += len(places) * self._layout.group_bytes[group]
+                else:
+                    complete = True
+            except Exception as error:  # whatever it is, the engine goes on without the hand-off
+                logger.exception("Saving KV blocks failed (job %d)", job_id)
+                outcome.failure = failure_kind(error, "save_failed")
+            finally:
+                if not complete and not self._arena.closed:
+                    # Readers that wait for these slots learn that they will not come with this
+                    # generation. Who still reads a closed arena sees its owner go.
+                    self._begin_write(slots, [each + 1 for each in generations])
+            return outcome
+
+        return work
+
+    def void_work(self, slots: list[int], generations: list[int]) -> Work:
+        """Has readers of these slots learn that they do not hold any more what they did."""
+
+        def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
+            self._begin_write(slots, generations)
+            yield True
+            return Outcome(NO_JOB_ID)
+
+        return work
+
+    def _save(
+        self,
+        spec: SaveSpec,
+        group: int,
+        places: NDArray[np.int64],
+        copies: LayeredSave,
+        cancelled: Callable[[], bool],
+    ) -> Generator[bool, None, bool]:
+        slots, generations = spec.slots[places].tolist(), spec.generations[places].tolist()
+        self._begin_write(slots, generations)  # once more, where it followed the forward pass
+        yield True
+        checksums = copies.finish(group, places, cancelled)
+        if checksums is None:
+            return False
+        yield True
+        for place, slot, generation, checksum in zip(
+            places.tolist(), slots, generations, checksums.tolist(), strict=True
+        ):
+            size = self._layout.group_bytes[group]
+            self._arena.publish(slot, generation, spec.keys[place], size, checksum)
+        yield True
+        return True
+
+    def _begin_write(self, slots: list[int], generations: list[int]) -> None:
+        for slot, generation in zip(slots, generations, strict=True):
+            self._arena.begin_write(slot, generation)
+
+
+def batch_blocks(layout: SlotLayout) -> list[int]:
+    """For each group the blocks that are copied and committed at once, so that a peer can read the
+    first ones while the last are still being copied."""
+    return [max(1, BATCH_BYTES // max(1, size)) for size in layout.group_bytes]

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a copier needs of a device: work in order beside the engine's, and fences between them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+class Stream(ABC):
+    """An order of work on a device, beside the engine's own.
+
+    The device does the work some time after it was launched: in the order in which it was put on
+    this stream, and in any order beside that of other streams. Only a fence orders two streams, and
+    only `finish` tells the host that what it reads or reuses is there.
+    """
+
+    @abstractmethod
+    def active(self) -> AbstractContextManager[object]:
+        """While entered, `launch` puts work on this stream."""
+
+    def launch(
+        self, work: Callable[[], object], *, host: torch.Tensor | None = None, lands: bool = False
+    ) -> None:
+        """Have the device do `work` later.
+
+        Args:
+            work: one operation of torch on the device's tensors. CUDA's kernels and copies are
+                asynchronous by themselves, so calling it puts it on the active stream.
+            host: the memory of the host that it uses, which lies in one `host_buffer` or in one
+                piece that was pinned.
+            lands: whether it writes that memory, which nobody may read before it is finished.
+        """
+        work()
+
+    @abstractmethod
+    def fence(self) -> object:
+        """Mark the engine's work so far; called on the engine's thread."""
+
+    @abstractmethod
+    def wait(self, fence: object) -> None:
+        """Put no later work of this stream before what `fence` marked."""
+
+    @abstractmethod
+    def mark(self) -> object:
+        """Mark this stream's work so far."""
+
+    @abstractmethod
+    def finish(self, mark: object | None) -> None:
+        """Block until what `mark` marked is done, or all of this stream's work if None.
+
+        Raises:
+            RuntimeError: the device has failed; it does no more of this stream's work.
+        """
+
+    @abstractmethod
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """An int8 tensor in host memory that this stream copies to and from fastest.
+
+        Raises:
+            RuntimeError: there is no memory.
+        """
+
+    @abstractmethod
+    def device_buffer(self, nbytes: int) -> torch.Tensor:
+        """An int8 tensor in the device's memory.
+
+        Raises:
+            RuntimeError: there is no memory.
+        """
+
+    @abstractmethod
+    def to_device(self, ids: NDArray[np.int64]) -> torch.Tensor:
+        """A copy of `ids` on the device, complete when this returns.
+
+        Raises:
+            RuntimeError: there is no memory.
+        """
+
+    @abstractmethod
+    def pin(self, slots: NDArray[np.uint8]) -> bool:
+        """Let this stream copy to and from `slots` itself; returns whether it can.
+
+        May be called on any thread; after `close` it returns False.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Undo every `pin`; calling it again does nothing."""

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine does from time to time beside its steps. The control channel's thread does it, or
+the engine's own after that thread has ended."""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from omni_connector.handoff.channel import TICK_S, ControlChannel
+from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.net.runtime import tidy
+from omni_connector.runtime.turns import MakeLock
+
+_SWEEP_S: Final = 10.0
+
+
+class PeriodicTasks:
+    """Ends leases when their time is over, removes dead sockets, and counts events of all threads.
+
+    Args:
+        folder: the runtime folder.
+        clock: seconds, monotonic.
+        directory: whose leases it ends. None where nothing is handed off.
+        valid: whether the directory's KV is of the engine's weights; it voids the directory if not.
+        tell: writes the engine's status to the folder; not called on the engine's thread.
+        lock: makes a lock.
+
+    Attributes:
+        channel: its thread calls `tick`.
+        events: how often each event has happened since the last `take`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        clock: Callable[[], float],
+        directory: SlotDirectory | None = None,
+        valid: Callable[[], bool] = lambda: True,
+        tell: Callable[[], object] = lambda: None,
+        lock: MakeLock = threading.Lock,
+    ) -> None:
+        self._folder = folder
+        self._clock = clock
+        self._directory = directory
+        self._valid = valid
+        self._tell = tell
+        self.channel: ControlChannel | None = None
+        self._next_sweep = clock() + _SWEEP_S
+        self._next_expiry = clock()
+        self._lock = lock()
+        self.events: defaultdict[str, int] = defaultdict(int)
+
+    def tick(self) -> None:
+        """Do what is due; called about twice a second."""
+        self._expire()
+        # The thread of an idle engine notices a reset only with its next request.
+        if self._directory is not None:
+            self._directory.void_unless(self._valid)
+        # The sockets of a killed engine are dead only when all its processes are, and no engine
+        # may have been connected to it.
+        if self._clock() >= self._next_sweep:
+            self._next_sweep = self._clock() + _SWEEP_S
+            tidy(self._folder)
+        self._tell()
+
+    def ended(self) -> bool:
+        """Whether the control channel has ended. Each step calls this: it then ends the leases."""
+        if self.channel is None or self.channel.alive:
+            return False
+        if self._clock() >= self._next_expiry:
+            self._next_expiry = self._clock() + TICK_S
+            self._expire()
+        return True
+
+    def count(self, event: str, number: int = 1) -> None:
+        """Count an event, from any thread."""
+        if number:
+            with self._lock:
+                self.events[event] += number
+
+    def take(self) -> dict[str, int]:
+        """How often each event has happened since the last call."""
+        with self._lock:
+            events, self.events = self.events, defaultdict(int)
+        return events
+
+    def _expire(self) -> None:
+        if self._directory is not None:
+            self.count("handoffs_expired", self._directory.expire())

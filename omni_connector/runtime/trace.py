@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the time of hand-offs goes: spans, as each half of an engine writes them to a file of its
+own, and as one Chrome trace.
+
+A line of such a file is an event of a Chrome trace, in microseconds of CLOCK_MONOTONIC, which all
+processes of a host share. Spans tell request ids, numbers and names, and nothing of a prompt.
+
+    python -m omni_connector.runtime.trace FOLDER > trace.json
+
+makes one Chrome trace of all files in a folder. Open it in chrome://tracing or ui.perfetto.dev.
+"""
+
+import logging
+import os
+import stat
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from omni_connector.errors import ConfigError
+from omni_connector.runtime.turns import StartTurns, Turns, TurnThread
+
+logger = logging.getLogger("vllm.omni_connector.runtime.trace")
+
+MAX_SPANS: Final = 1 << 16
+"""Spans that wait to be written; what comes while there are as many is left out."""
+
+_WRITE_S: Final = 0.5
+_CLOSE_S: Final = 2.0
+
+Value = str | int | None
+
+now = time.monotonic_ns
+
+
+class Span(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """An event of a Chrome trace.
+
+    Attributes:
+        ph: its kind: `X` lasts from `ts` for `dur`, `M` gives a process the name in `args`.
+        cat: the half that it happened in.
+        id: of what it belongs to, a request or a job, where those overlap; "" where they do not.
+        thread: the name of the thread `tid`.
+    """
+
+    name: str
+    ph: str
+    cat: str = ""
+    pid: int = 0
+    tid: int = 0
+    ts: float = 0.0
+    dur: float = 0.0
+    id: str = ""
+    thread: str = ""
+    args: dict[str, Value] = {}
+
+
+class Trace:
+    """The spans of one half of an engine. `begin` and `end` are for the engine's thread, all else
+    may be called from any. Nothing here waits for a disk, or raises after `__init__`.
+
+    Args:
+        folder: of the files; it is made.
+        engine_id, half: whose spans these are.
+        start: starts the thread that writes, with the first span.
+
+    Raises:
+        ConfigError: the folder cannot be made.
+    """
+
+    def __init__(
+        self, folder: str, engine_id: str, half: str, start: StartTurns = TurnThread
+    ) -> None:
+        try:
+            Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"trace: the folder {folder!r} cannot be made: {error}") from error
+        self._engine_id = engine_id
+        self._half = half
+        safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in engine_id)[:100]
+        self._path = Path(folder, f"{safe}-{half}-{os.getpid()}.jsonl")
+        self._start = start
+        self._starting = threading.Lock()
+        self._thread: Turns | None = None
+        self._file: int | None = None
+        self._spans: deque[Span] = deque()
+        self._left_out = 0
+        self._off = self._closing = False
+        self._phases: dict[str, tuple[str, int]] = {}
+        self.of_job = threading.local()
+
+    def span(self, name: str, began: int, id: str = "", **args: Value) -> None:
+        """Something has ended.
+
+        Args:
+            name: what it was.
+            began: what `now` said then.
+            id: see `Span`.
+            args: what else is known of it. The job that this thread works on is added.
+        """
+        ended = now()
+        if self._off:
+            return
+        if len(self._spans) >= MAX_SPANS:
+            self._left_out += 1
+            return
+        job = getattr(self.of_job, "id", None)
+        known = {key: each for key, each in {"job": job, **args}.items() if each is not None}
+        tid, pid = threading.get_native_id(), os.getpid()
+        at, lasted = began / 1000, (ended - began) / 1000
+        span = Span(name=name, ph="X", cat=self._half, pid=pid, tid=tid, ts=at, dur=lasted, id=id)
+        span.args, span.thread = known, threading.current_thread().name
+        self._spans.append(span)
+        if self._thread is None:
+            self._start_writing()
+
+    def _start_writing(self) -> None:
+        with self._starting:
+            if self._thread is None and not self._closing:
+                self._thread = self._start("omni-trace", self._turn)
+
+    def begin(self, request_id: str, phase: str, *, after: str | None = None) -> None:
+        """A request is in this phase from now on, and its former one has ended.
+
+        Args:
+            after: the phase that it must be in; nothing happens where it is in another.
+        """
+        if after is not None and self._phases.get(request_id, ("", 0))[0] != after:
+            return
+        self.end(request_id)
+        self._phases[request_id] = phase, now()
+
+    def end(self, request_id: str) -> str | None:
+        """A request has left the phase that it was in, which is returned."""
+        phase, began = self._phases.pop(request_id, (None, 0))
+        if phase is not None:
+            self.span(phase, began, request_id, request=request_id)
+        return phase
+
+    def close(self) -> None:
+        """Write what is left, and end the thread. Idempotent."""
+        with self._starting:
+            self._closing = True
+        if self._thread is not None:
+            self._thread.wake()
+            self._thread.join(_CLOSE_S)
+
+    def _turn(self) -> float | None:
+        last = self._closing
+        if self._off:
+            return None
+        try:
+            self._write()
+        except (OSError, ValueError) as error:
+            logger.warning("No more spans are traced: %s cannot be written: %s", self._path, error)
+            self._off = True
+            self._spans.clear()
+        if last and self._left_out:
+            logger.warning("%d spans are missing in %s", self._left_out, self._path)
+        if not (last or self._off):
+            return _WRITE_S
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        return None
+
+    def _write(self) -> None:
+        lines: list[Span] = []
+        if self._file is None:
+            # A pipe without a reader is refused at once, instead of being waited for.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._file = os.open(self._path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+            found = os.fstat(self._file)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                raise OSError("it is not a file of this user")
+            name: dict[str, Value] = {"name": f"{self._engine_id} {self._half}"}
+            lines.append(Span(name="process_name", ph="M", pid=os.getpid(), args=name))
+        lines += [self._spans.popleft() for _ in range(len(self._spans))]
+        text = b"".join(map(self._line, lines))
+        if os.write(self._file, text) < len(text):
+            raise OSError("it was not written whole")
+
+    def _line(self, span: Span) -> bytes:
+        try:
+            return msgspec.json.encode(span) + b"\n"
+        except UnicodeError:  # half a surrogate pair in an id that a client has chosen
+            self._left_out += 1
+            return b""
+
+
+def _name(kind: str, name: Value, **where: int) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", **where, "args": {"name": name}}
+
+
+def spans(folder: Path) -> Iterator[tuple[Path, Span]]:
+    """The events in the files of a folder, those in its folders included, and where each stands."""
+    for path in sorted(folder.rglob("*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            try:
+                yield path, msgspec.json.decode(line, type=Span)
+            except (msgspec.DecodeError, UnicodeError):  # its process was killed as it wrote
+                continue
+
+
+def merge(folder: Path) -> bytes:
+    """All events in a folder as one Chrome trace, in JSON. The files of a folder within it are
+    named after that one."""
+    events: list[dict[str, Any]] = []
+    threads: dict[tuple[int, int], str] = {}
+    for path, span in spans(folder):
+        if span.ph == "M":
+            name = span.args.get("name")
+            named = f"{path.parent.name} ({name})" if path.parent != folder else name
+            events.append(_name("process_name", named, pid=span.pid))
+            continue
+        threads[span.pid, span.tid] = span.thread
+        place = {"cat": span.cat, "pid": span.pid, "tid": span.tid, "ts": span.ts}
+        event = {"name": span.name, "ph": "X", **place, "dur": span.dur, "args": span.args}
+        if span.id:  # on the line of its thread it could not overlap with others
+            del event["dur"]
+            event |= {"ph": "b", "id2": {"local": span.id}}
+            events += [event, {**event, "ph": "e", "ts": span.ts + span.dur, "args": {}}]
+        else:
+            events.append(event)
+    events += [_name("thread_name", name, pid=pid, tid=tid) for (pid, tid), name in threads.items()]
+    events.sort(key=lambda event: event.get("ts", 0.0))
+    return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the trace of the folder that is named; return the exit status."""
+    try:
+        if len(arguments) != 1 or not Path(arguments[0]).is_dir():
+            raise OSError("usage: python -m omni_connector.runtime.trace FOLDER > trace.json")
+        sys.stdout.buffer.write(merge(Path(arguments[0])))
+        sys.stdout.buffer.flush()
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

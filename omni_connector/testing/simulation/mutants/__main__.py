@@ -1,9 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Starts the command line; see `command`."""
-
-import sys
-
-from omni_connector.testing.simulation.mutants.command import main
-
-if __name__ == "__main__":
-    sys.exit(main())

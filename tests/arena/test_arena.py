@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from omni_connector.arena import arena as arena_module
+from omni_connector.arena import prefault as prefault_module
+from omni_connector.arena.arena import (
+    SEALS,
+    Arena,
+    ArenaView,
+    memfd,
+)
+from omni_connector.arena.format import ArenaGeometry, SlotState
+from omni_connector.errors import (
+    IncompatiblePeerError,
+    IntegrityError,
+    OmniError,
+    PeerRefusedError,
+    ProtocolError,
+    StaleSlotError,
+    TransportError,
+)
+
+N_SLOTS = 5
+SLOT_BYTES = 8192
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with Arena.create(N_SLOTS, SLOT_BYTES) as arena:
+        yield arena
+
+
+@pytest.fixture
+def view(arena: Arena) -> Iterator[ArenaView]:
+    with view_of(arena) as view:
+        yield view
+
+
+def view_of(arena: Arena) -> ArenaView:
+    return ArenaView.open(
+        arena.fd, epoch=arena.epoch, n_slots=arena.n_slots, slot_bytes=arena.slot_bytes
+    )
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_view_sees_what_the_owner_publishes(arena: Arena, view: ArenaView) -> None:
+    arena.begin_write(4, 11)
+    arena.slots[4] = 7
+    arena.publish(4, 11, b"k" * 32, SLOT_BYTES, 99)
+    header = view.verify(4, 11)
+    assert header == arena.verify(4, 11)
+    assert (header.key, header.length, header.checksum) == (b"k" * 32, SLOT_BYTES, 99)
+    assert (view.slots[4] == 7).all()
+    assert (view.slots[:4] == 0).all()
+
+
+def test_headers_of_neighbours_are_apart(arena: Arena) -> None:
+    for slot in range(N_SLOTS):
+        arena.begin_write(slot, 100 + slot)
+        arena.publish(slot, 100 + slot, bytes([slot]) * slot, slot, slot * 3)
+    arena.retire(2)
+    for slot in range(N_SLOTS):
+        header = arena.header(slot)
+        wanted = SlotState.FREE if slot == 2 else SlotState.PUBLISHED
+        assert header.state is wanted
+        assert header.generation == 100 + slot
+        if slot != 2:
+            assert (header.key, header.length, header.checksum) == (
+                bytes([slot]) * slot,
+                slot,
+                slot * 3,
+            )
+
+
+def test_size_and_content_are_sealed(arena: Arena) -> None:
+    size = os.fstat(arena.fd).st_size
+    reopened = os.open(f"/proc/self/fd/{arena.fd}", os.O_RDWR)
+    for fd in (arena.fd, reopened):
+        for attempt in (
+            lambda fd=fd: os.ftruncate(fd, size - 4096),
+            lambda fd=fd: os.ftruncate(fd, size + 4096),
+            lambda fd=fd: os.pwrite(fd, b"x", 0),
+            lambda fd=fd: mmap.mmap(fd, size),
+            lambda fd=fd: fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
+        ):
+            with pytest.raises(PermissionError):
+                attempt()
+    os.close(reopened)
+    arena.slots[0, 0] = 1
+
+
+def test_slots_start_on_pages(arena: Arena) -> None:
+    assert arena.slots.ctypes.data % 4096 == 0
+    assert arena.slots.flags.c_contiguous
+    assert arena.slots.flags.writeable
+
+
+@pytest.mark.parametrize(("n_slots", "slot_bytes"), [(0, 4096), (-1, 4096), (1, 0), (1, 4097)])
+def test_impossible_geometry_is_refused(n_slots: int, slot_bytes: int) -> None:
+    with pytest.raises(ValueError, match="slot"):
+        Arena.create(n_slots, slot_bytes)
+
+
+def test_more_memory_than_there_can_be_is_refused_cleanly() -> None:
+    before = open_fds()
+    with pytest.raises(TransportError):
+        Arena.create(1 << 50, 1 << 20)
+    assert open_fds() <= before
+
+
+def test_epochs_differ() -> None:
+    with Arena.create(1, 4096) as one, Arena.create(1, 4096) as other:
+        assert one.epoch != other.epoch
+
+
+def test_publish_needs_the_generation_being_written(arena: Arena) -> None:
+    with pytest.raises(StaleSlotError):
+        arena.publish(0, 0, b"", 0, 0)
+    arena.begin_write(0, 5)
+    with pytest.raises(StaleSlotError):
+        arena.publish(0, 4, b"", 0, 0)
+    arena.begin_write(0, 6)
+    with pytest.raises(StaleSlotError):
+        arena.publish(0, 5, b"", 0, 0)
+    arena.retire(0)
+    with pytest.raises(StaleSlotError):
+        arena.publish(0, 6, b"", 0, 0)
+
+
+def test_published_generation_cannot_be_written_again(arena: Arena) -> None:
+    arena.begin_write(0, 5)
+    arena.begin_write(0, 5)  # a write that was given up may start again
+    arena.publish(0, 5, b"", 0, 0)
+    with pytest.raises(ValueError, match="already published"):
+        arena.begin_write(0, 5)
+    assert arena.verify(0, 5).generation == 5
+
+
+def test_out_of_range_arguments_are_refused(arena: Arena) -> None:
+    for slot in (-1, N_SLOTS):
+        for call in (
+            lambda slot=slot: arena.begin_write(slot, 1),
+            lambda slot=slot: arena.publish(slot, 1, b"", 0, 0),
+            lambda slot=slot: arena.retire(slot),
+            lambda slot=slot: arena.header(slot),
+        ):
+            with pytest.raises(IndexError, match=str(slot)):
+                call()
+    for generation in (-1, 2**64):
+        with pytest.raises(ValueError, match="u64"):
+            arena.begin_write(0, generation)
+    arena.begin_write(0, 1)
+    for key, length, checksum in (
+        (b"k" * 33, 0, 0),
+        (b"", SLOT_BYTES + 1, 0),
+        (b"", -1, 0),
+        (b"", 0, 2**64),
+        (b"", 0, -1),
+    ):
+        with pytest.raises(ValueError):
+            arena.publish(0, 1, key, length, checksum)
+    assert arena.header(0).state is SlotState.WRITING
+
+
+def test_numpy_integers_are_taken(arena: Arena) -> None:
+    slot, generation = np.int64(2), np.uint64(2**63)
+    arena.begin_write(slot, generation)
+    arena.publish(slot, generation, b"", np.int64(5), np.uint64(2**64 - 1))
+    assert arena.verify(2, 2**63).checksum == 2**64 - 1
+
+
+def test_impossible_headers_of_a_peer_are_refused(arena: Arena, view: ArenaView) -> None:
+    headers = np.frombuffer(arena._map, np.uint64, N_SLOTS * 8, 4096).reshape(N_SLOTS, 8)
+    headers[0] = (1, 3, 0, 0, 0, 0, 0, 0)  # no such state
+    headers[1] = (1, 2 | 33 << 32, 0, 0, 0, 0, 0, 0)  # key too long
+    headers[2] = (1, 2, 0, 0, 0, 0, SLOT_BYTES + 1, 0)  # longer than the slot
+    headers[3] = 2**64 - 1
+    for slot in range(4):
+        with pytest.raises(IntegrityError):
+            view.verify(slot, 1)
+    del headers
+
+
+def forged(
+    write: Callable[[mmap.mmap], object], seals: int = SEALS, size: int | None = None
+) -> int:
+    geometry = ArenaGeometry(N_SLOTS, SLOT_BYTES)
+    fd = memfd("forged")
+    os.ftruncate(fd, geometry.total_bytes if size is None else size)
+    with mmap.mmap(fd, max(os.fstat(fd).st_size, 1)) as mapped:
+        superblock = geometry.superblock(b"e" * 16)
+        mapped[: len(superblock)] = superblock
+        write(mapped)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def poke(at: int, new: bytes) -> Callable[[mmap.mmap], object]:
+    def write(mapped: mmap.mmap) -> None:
+        mapped[at : at + len(new)] = new
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("write", "error"),
+    [
+        (poke(0, b"X"), ProtocolError),
+        (poke(8, struct.pack("=I", 2)), IncompatiblePeerError),
+        (poke(12, struct.pack("=I", 128)), ProtocolError),
+        (poke(16, struct.pack("=Q", N_SLOTS - 1)), ProtocolError),
+        (poke(24, struct.pack("=Q", 4096)), ProtocolError),
+        (poke(40, struct.pack("=Q", 0)), ProtocolError),
+        (poke(56, b"f"), IncompatiblePeerError),
+        (poke(72, b"xxxxxxxx"), ProtocolError),
+        (poke(0, bytes(80)), ProtocolError),
+    ],
+)
+def test_forged_superblock_is_refused(
+    write: Callable[[mmap.mmap], object], error: type[OmniError]
+) -> None:
+    before = open_fds()
+    fd = forged(write)
+    with pytest.raises(error):
+        ArenaView.open(fd, epoch=b"e" * 16, n_slots=N_SLOTS, slot_bytes=SLOT_BYTES)
+    os.close(fd)
+    assert open_fds() <= before
+
+
+def test_faithful_forgery_is_accepted() -> None:
+    fd = forged(lambda mapped: None)
+    with ArenaView.open(fd, epoch=b"e" * 16, n_slots=N_SLOTS, slot_bytes=SLOT_BYTES) as view:
+        os.close(fd)
+        assert view.slots.shape == (N_SLOTS, SLOT_BYTES)
+
+
+@pytest.mark.parametrize("missing", [1 << bit for bit in range(8) if SEALS & 1 << bit])
+def test_file_without_a_seal_is_refused(missing: int) -> None:
+    fd = forged(lambda mapped: None, seals=SEALS & ~missing)
+    with pytest.raises(PeerRefusedError, match="seals"):
+        ArenaView.open(fd, epoch=b"e" * 16, n_slots=N_SLOTS, slot_bytes=SLOT_BYTES)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("change", [-4096, 4096])
+def test_file_of_another_size_is_refused(change: int) -> None:
+    fd = forged(lambda mapped: None, size=ArenaGeometry(N_SLOTS, SLOT_BYTES).total_bytes + change)
+    with pytest.raises(ProtocolError, match="bytes"):
+        ArenaView.open(fd, epoch=b"e" * 16, n_slots=N_SLOTS, slot_bytes=SLOT_BYTES)
+    os.close(fd)
+
+
+@pytest.mark.parametrize(("n_slots", "slot_bytes"), [(0, 4096), (1, 1), (-5, 4096), (2**62, 2**62)])
+def test_announced_geometry_is_not_trusted(arena: Arena, n_slots: int, slot_bytes: int) -> None:
+    with pytest.raises(ProtocolError):
+        ArenaView.open(arena.fd, epoch=arena.epoch, n_slots=n_slots, slot_bytes=slot_bytes)
+
+
+def test_descriptor_that_is_no_memfd_is_refused(place: Path) -> None:
+    reader, writer = os.pipe()
+    with tempfile.TemporaryFile(dir=place) as file, open("/dev/zero", "rb") as zero:
+        for fd in (reader, file.fileno(), zero.fileno()):
+            with pytest.raises(PeerRefusedError):
+                ArenaView.open(fd, epoch=b"e" * 16, n_slots=1, slot_bytes=4096)
+    os.close(reader)
+    os.close(writer)
+
+
+def test_view_outlives_the_owner() -> None:
+    arena = Arena.create(2, 4096)
+    arena.begin_write(1, 3)
+    arena.slots[1] = 9
+    arena.publish(1, 3, b"", 4096, 0)
+    view = view_of(arena)
+    arena.close()
+    assert (view.slots[1] == 9).all()
+    assert view.verify(1, 3).length == 4096
+    view.close()
+
+
+def test_closed_arena_refuses_and_held_arrays_stay_valid() -> None:
+    before = open_fds()
+    arena = Arena.create(2, 4096, prefault=True)
+    view = view_of(arena)
+    held, seen = arena.slots, view.slots
+    for _ in range(2):
+        arena.close()
+        view.close()
+    held[1] = 5
+    assert (seen[1] == 5).all()
+    for call in (
+        lambda: arena.slots,
+        lambda: arena.fd,
+        lambda: arena.begin_write(0, 1),
+        lambda: arena.retire(0),
+        lambda: view.slots,
+        lambda: view.verify(0, 1),
+    ):
+        with pytest.raises(TransportError, match="closed"):
+            call()
+    del held, seen, call
+    assert open_fds() <= before
+
+
+def allocated(arena: Arena) -> int:
+    return os.fstat(arena.fd).st_blocks * 512
+
+
+def test_memory_is_had_at_once_where_the_kernel_may_refuse_it_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Arena.create(4, 1 << 20) as arena:
+        assert allocated(arena) < 1 << 20
+    monkeypatch.setattr(arena_module, "overcommit_is_strict", lambda: True)
+    with Arena.create(4, 1 << 20) as arena:
+        assert allocated(arena) >= 4 << 20
+
+
+@pytest.mark.parametrize("kernel_can", [True, False])
+def test_slot_has_memory_once_populated(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, kernel_can: bool
+) -> None:
+    if not kernel_can:  # before Linux 5.14 the advice is unknown
+        monkeypatch.setattr(prefault_module, "MADV_POPULATE_WRITE", 9999)
+    arena.slots[1] = 7
+
+    before = allocated(arena)
+    arena.prefault(1, SLOT_BYTES)
+    assert allocated(arena) == before
+    arena.prefault(3, 4097)
+    assert allocated(arena) == before + SLOT_BYTES
+    assert (arena.slots[1] == 7).all()
+
+
+def test_prefault_without_memory_is_an_error(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefault_module, "MADV_POPULATE_WRITE", 9999)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(TransportError, match="no memory for 100 bytes of slot 2"):
+        arena.prefault(2, 100)
+    arena.close()
+    with pytest.raises(TransportError, match="closed"):
+        arena.prefault(2, 100)
+
+
+@pytest.mark.parametrize("generation", [0, 1, (1 << 64) - 1])
+def test_a_generation_is_any_number_of_64_bits(generation: int) -> None:
+    with Arena.create(1, 4096) as arena:
+        arena.begin_write(0, generation)
+        arena.publish(0, generation, b"", 4096, 0)
+        arena.begin_write(0, (generation + 1) % (1 << 64))

@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots that were used again stay longer, the end of a prefix goes first, and nothing grows."""
+
+from hashlib import blake2b
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from omni_connector.arena import slot_pool
+from omni_connector.arena.eviction import EvictionOrder
+from omni_connector.arena.slot_pool import SlotPool
+from omni_connector.config import Admission
+
+GROUPS = 2
+
+
+@pytest.fixture(autouse=True)
+def hashed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python hashes bytes differently in each process; what is remembered of them may collide."""
+
+    def hashed(key: bytes | None) -> int:
+        return int.from_bytes(blake2b(key or b"", digest_size=8).digest(), "little", signed=True)
+
+    monkeypatch.setattr(slot_pool, "hash", hashed, raising=False)
+
+
+def keys(*words: str) -> list[bytes | None]:
+    """A key for each word, which names those before it too."""
+    return ["/".join(words[: i + 1]).encode() for i in range(len(words))]
+
+
+def use(pool: SlotPool, *words: str) -> list[int]:
+    """Use the blocks of a prompt, and copy those that are missing; returns their slots."""
+    asked = keys(*words)
+    taken = pool.take([asked], [0])
+    assert taken is not None
+    numbers = taken[0][0]
+    lacks = np.flatnonzero(pool.lacks(numbers))
+    pool.fill(0, [asked[i] for i in lacks], numbers[lacks])
+    pool.filled(numbers[lacks])
+    pool.let_go(numbers[::-1])
+    result: list[int] = numbers.tolist()
+    return result
+
+
+def kept(pool: SlotPool, *words: str) -> int:
+    """How many blocks at the beginning of a prompt are cached."""
+    found = pool._index.find(0, keys(*words), 0)
+    return int((found < 0).argmax()) if (found < 0).any() else len(found)
+
+
+def test_what_was_used_again_outlives_what_was_used_once_and_later() -> None:
+    pool = SlotPool(4)
+    use(pool, "twice")
+    use(pool, "twice")
+    for word in "abcd":
+        use(pool, word)
+    assert [kept(pool, word) for word in ("twice", "a", "b")] == [1, 0, 1]
+
+
+def test_what_nobody_uses_any_more_goes_in_the_end() -> None:
+    pool = SlotPool(4)
+    use(pool, "twice")
+    use(pool, "twice")
+    for number in range(16):
+        use(pool, str(number))
+    assert kept(pool, "twice") == 0
+
+
+def test_what_was_evicted_not_long_ago_counts_as_used_again() -> None:
+    pool = SlotPool(4)
+    for word in ("back", *"abcd", "back", *"efgh"):
+        use(pool, word)
+    assert kept(pool, "back") == 1
+
+
+def test_what_was_evicted_lately_counts_however_much_was_evicted_before() -> None:
+    pool = SlotPool(4)
+    for number in range(20):
+        use(pool, f"before {number}")
+    for word in ("back", *"abcd", "back", *"efgh"):
+        use(pool, word)
+    assert kept(pool, "back") == 1
+
+
+@pytest.mark.parametrize("number", [3, 4])
+def test_all_blocks_of_a_prompt_that_is_favoured_stay(number: int) -> None:
+    pool = SlotPool(6)
+    favoured = "abcd"[:number]
+    slots = np.array(use(pool, *favoured), np.int64)
+    assert pool.privilege(slots, 1, favour=True, pin_until=None) == number
+    for word in "efghij":
+        use(pool, word)
+    assert kept(pool, *favoured) == number
+
+
+def test_what_was_evicted_long_ago_does_not() -> None:
+    pool = SlotPool(4)
+    for word in ("back", *"abcdijkl", "back", *"efgh"):
+        use(pool, word)
+    assert kept(pool, "back") == 0
+
+
+def test_readers_hits_count_in_the_order_in_which_they_are_told() -> None:
+    pool = SlotPool(4)
+    first, second = use(pool, "a", "b")
+    use(pool, "c")
+    numbers = np.array([second, first, second, first])
+    pool.touch(numbers, pool.generation[numbers])
+    use(pool, "d", "e", "f")
+    assert (kept(pool, "a", "b"), kept(pool, "c")) == (1, 0)
+
+
+def test_hits_on_other_generations_and_on_no_slots_are_ignored() -> None:
+    pool = SlotPool(2)
+    (old,) = use(pool, "a")
+    use(pool, "b")
+    told = np.array([old, 2, -1, 1 << 40]), np.array([0, 0, 0, 0])
+    pool.touch(*told)
+    use(pool, "c")
+    assert (kept(pool, "a"), kept(pool, "b"), pool.num_cached) == (0, 1, 2)
+
+
+def test_a_hit_on_a_held_slot_counts_once_it_is_let_go() -> None:
+    pool = SlotPool(2)
+    use(pool, "a")
+    taken = pool.take([keys("b")], [0])
+    assert taken is not None
+    numbers, generations = taken[0][0], taken[1][0]
+    pool.fill(0, keys("b"), numbers)
+    pool.filled(numbers)
+    pool.touch(numbers, generations)
+    pool.let_go(numbers)
+    use(pool, "c")
+    use(pool, "d")
+    assert (kept(pool, "a"), kept(pool, "b")) == (0, 1)
+
+
+def test_prompts_copied_in_steps_lose_their_ends_first_once_they_are_requeued() -> None:
+    size, a_step, prompts = 32, 8, 8
+    pool = SlotPool(prompts * size)
+    asked = [[f"{p}/{i}".encode() for i in range(size)] for p in range(prompts)]
+    for at in range(0, size, a_step):
+        for each in asked:
+            slots = pool.keep(0, each[at : at + a_step], size).slots
+            pool.filled(slots)
+            pool.let_go(slots[::-1])
+    for each in asked:
+        last_first = pool.find(0, each)[::-1]
+        pool.requeue(last_first, pool.generation[last_first])
+    new = [b"new %d" % i for i in range(prompts * size // 4)]
+    pool.filled(pool.keep(0, new, len(new)).slots)
+    left = [len(pool.find(0, each)) for each in asked]
+    leading = [len(pool.find(0, each[:count])) for each, count in zip(asked, left, strict=True)]
+    assert leading == left
+    assert sum(left) == prompts * size * 3 // 4
+
+
+def test_only_cached_slots_that_are_not_pinned_are_requeued() -> None:
+    pool = SlotPool(6)
+    cached, pinned, held, reused = (use(pool, word)[0] for word in "abcd")
+    pool.privilege(np.array([pinned]), 0, favour=False, pin_until=10.0)
+    assert pool.take([keys("c")], [0]) is not None
+    filling = pool.keep(0, [b"e"], 1).slots[0]
+    stamps = pool._order._stamp.copy()
+    asked = np.array([cached, pinned, held, reused, filling])
+    pool.requeue(asked, pool.generation[asked] - np.array([0, 0, 0, 1, 0]))
+    assert np.flatnonzero(pool._order._stamp != stamps).tolist() in ([cached], [])
+    assert not pool._order.here(np.array([held, filling])).any()
+    use(pool, "f")
+    use(pool, "g")
+    assert [kept(pool, word) for word in "abd"] == [1, 1, 0]
+
+
+def test_batches_do_not_pile_up_while_nothing_is_evicted() -> None:
+    order = EvictionOrder(1000)
+    numbers = np.arange(900)
+    order.add(numbers)
+    for turn in range(300):
+        part = (numbers + 7 * turn)[:-1] % 900
+        order.remove(part)
+        order.add(part)
+    batches = [batch for queue in order._batches for batch in queue.values()]
+    assert sum(len(batch.numbers) for batch in batches) <= 2 * 900
+    assert sum(batch.alive for batch in batches) == 900
+    assert sorted(order.evict(900).tolist()) == numbers.tolist()
+
+
+def test_a_million_slots_take_less_than_a_hundred_bytes_each() -> None:
+    order = EvictionOrder(1 << 20)
+    order.add(np.arange(1 << 20))
+    arrays = [each for each in vars(order).values() if isinstance(each, np.ndarray)]
+    arrays += [batch.numbers for queue in order._batches for batch in queue.values()]
+    assert sum(array.nbytes for array in arrays) <= 100 << 20
+
+
+class _Prompt:
+    def __init__(self, words: tuple[str, ...], group: int, slots: list[int]) -> None:
+        self.words, self.group, self.slots = words, group, slots
+        self.filling: list[int] = []
+
+
+def admitted(pool: SlotPool, word: str, admission: Admission) -> bool:
+    """Keep a block, if it is admitted."""
+    asked = [word.encode()]
+    if not pool.admits(0, asked, admission).all():
+        return False
+    kept = pool.keep(0, asked, 1)
+    pool.filled(kept.slots)
+    pool.let_go(kept.slots)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("admission", "expected"),
+    [("all", [1, 1, 1, 1]), ("auto", [1, 0, 0, 1]), ("second_hit", [0, 0, 0, 1])],
+)
+def test_where_nothing_comes_again_new_blocks_are_passed_over(
+    admission: Admission, expected: list[int]
+) -> None:
+    pool = SlotPool(64)
+    first = [admitted(pool, f"first {i}", admission) for i in range(64)]
+    full = [admitted(pool, f"full {i}", admission) for i in range(200)]
+    late = [admitted(pool, f"late {i}", admission) for i in range(8)]
+    again = [admitted(pool, f"late {i}", admission) for i in range(8)]
+    assert [sum(each) for each in (first, full, late, again)] == [
+        each * count for each, count in zip(expected, (64, 200, 8, 8), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("every", [8, 500])
+def test_new_blocks_are_kept_as_long_as_enough_of_them_come_again(every: int) -> None:
+    pool = SlotPool(64)
+    for number in range(1, 2000):
+        new = admitted(pool, str(number), "auto")
+        if number % every == 0:
+            pool.touch(*(np.array([each]) for each in _found(pool, str(number))))
+    assert new == (every == 8)
+
+
+def _found(pool: SlotPool, word: str) -> tuple[int, int]:
+    """Slot and generation of a block; -1 where there is none."""
+    slots = pool.find(0, [word.encode()])
+    return (int(slots[0]), int(pool.generation[slots[0]])) if len(slots) else (-1, -1)
+
+
+@given(seen=st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5))
+def test_what_was_there_of_one_prompt_says_nothing_of_others(seen: list[list[bool]]) -> None:
+    pool = SlotPool(1 << 14)
+    asked = [[f"{p}/{i}".encode() for i in range(len(blocks))] for p, blocks in enumerate(seen)]
+    for prompt, blocks in zip(asked, seen, strict=True):
+        for key, before in zip(prompt, blocks, strict=True):
+            assert not before or not pool.admits(0, [key], "second_hit").any()
+    prompts = np.repeat(np.arange(len(seen)), [len(blocks) for blocks in seen])
+    together = pool.admits(0, [key for prompt in asked for key in prompt], "second_hit", prompts)
+    assert together.tolist() == [any(of[i:]) for of in seen for i in range(len(of))]
+
+
+def test_prompts_that_begin_to_come_again_are_noticed() -> None:
+    pool = SlotPool(64)
+    for number in range(500):
+        admitted(pool, f"once {number}", "auto")
+    for number in range(20):
+        for _ in range(2):
+            admitted(pool, f"twice {number}", "auto")
+    assert admitted(pool, "new", "auto")
+
+
+def test_the_pins_of_a_copy_end_when_nobody_can_find_it_any_more() -> None:
+    pool = SlotPool(8)
+    asked = keys("a", "b")
+    slots = pool.take([asked], [0])[0][0]  # type: ignore[index]
+    pool.fill(0, asked, slots)
+    assert pool.privilege(slots, 1, favour=True, pin_until=10.0) == 2
+    pool.let_go(slots)
+    assert pool.num_privileged == 0
+    pool.filled(slots)
+    assert pool.counts() == (8, 0, 0)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """The pool against a dictionary that says what is in each slot."""
+
+    SLOTS = 7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = SlotPool(self.SLOTS)
+        self.prompts: list[_Prompt] = []
+        self.holds: dict[int, bytes] = {}  # key by slot, of what is held or being filled
+        self.content: dict[int, tuple[int, bytes]] = {}  # of each slot that was filled
+
+    @rule(
+        words=st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(tuple),
+        group=st.integers(0, GROUPS - 1),
+    )
+    def take(self, words: tuple[str, ...], group: int) -> None:
+        asked: list[list[bytes | None]] = [[] for _ in range(GROUPS)]
+        asked[group] = keys(*words)
+        free_and_cached = sum(self.pool.counts()[:2])
+        taken = self.pool.take(asked, [0] * GROUPS)
+        in_use = {slot for each in self.prompts for slot in (*each.slots, *each.filling)}
+        if taken is None:
+            assert len(words) > free_and_cached - len(in_use) or len(words) > free_and_cached - 4
+            return
+        slots = taken[0][group].tolist()
+        lacks = self.pool.lacks(taken[0][group]).tolist()
+        for slot, key, lacking in zip(slots, asked[group], lacks, strict=True):
+            assert key is not None
+            if slot in in_use:  # shared, or else it would have been taken from somebody
+                assert self.holds[slot] == bytes([group]) + key
+            elif not lacking:  # a hit
+                assert self.content[slot] == (group, key)
+            self.holds[slot] = bytes([group]) + key
+        self.prompts.append(_Prompt(words, group, slots))
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data())
+    def fill(self, data: st.DataObject) -> None:
+        prompt = data.draw(st.sampled_from(self.prompts))
+        numbers = np.array(prompt.slots)
+        at = np.flatnonzero(self.pool.lacks(numbers))
+        asked = keys(*prompt.words)
+        self.pool.fill(prompt.group, [asked[i] for i in at], numbers[at])
+        prompt.filling += numbers[at].tolist()
+
+    @precondition(lambda self: any(each.filling for each in self.prompts))
+    @rule(data=st.data())
+    def filled(self, data: st.DataObject) -> None:
+        prompt = data.draw(st.sampled_from([each for each in self.prompts if each.filling]))
+        self.pool.filled(np.array(prompt.filling))
+        for slot in prompt.filling:
+            self.content[slot] = (prompt.group, self.holds[slot][1:])
+        prompt.filling = []
+
+    @precondition(lambda self: any(not each.filling for each in self.prompts))
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        prompt = data.draw(st.sampled_from([each for each in self.prompts if not each.filling]))
+        self.prompts.remove(prompt)
+        self.pool.let_go(np.array(prompt.slots)[::-1])
+
+    @rule(
+        told=st.lists(
+            st.tuples(st.integers(-1, SLOTS), st.integers(0, 3)),
+            max_size=8,
+        )
+    )
+    def touch(self, told: list[tuple[int, int]]) -> None:
+        numbers, ago = np.array(told, np.int64).reshape(-1, 2).T
+        generations = self.pool.generation[numbers % self.SLOTS] - ago // 3
+        self.pool.touch(numbers, generations)
+
+    @rule(numbers=st.permutations(range(SLOTS)), ago=st.integers(0, 1))
+    def requeue(self, numbers: list[int], ago: int) -> None:
+        asked = np.array(numbers)
+        again = self.pool._order._again.copy()
+        self.pool.requeue(asked, self.pool.generation[asked] - ago)
+        assert (self.pool._order._again == again).all()
+
+    @rule()
+    def forget(self) -> None:
+        self.pool.forget()
+        assert self.pool.num_cached == 0
+
+    @invariant()
+    def counts_agree(self) -> None:
+        pool = self.pool
+        held = {slot for each in self.prompts for slot in (*each.slots, *each.filling)}
+        cached = set(np.flatnonzero(pool._order.here(np.arange(self.SLOTS))).tolist())
+        free = set(pool._free[: pool._num_free].tolist())
+        assert not held & (cached | free)
+        assert not cached & free
+        assert (len(free), len(cached)) == pool.counts()[:2]
+        assert held | cached | free == set(range(self.SLOTS))
+
+    @invariant()
+    def every_cached_slot_has_its_turn_once(self) -> None:
+        queues = self.pool._order._batches
+        batches = [pair for queue in queues for pair in queue.items()]
+        living = [n for pair in batches for n in self.pool._order._living(*pair).tolist()]
+        assert len(living) == len(set(living)) == self.pool.num_cached
+        assert all(each.alive for _, each in batches)
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -1,0 +1,559 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks to slots and back: every byte where it belongs, and no other byte touched."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from omni_connector.copy import host
+from omni_connector.copy.choice import make_copier as choose_copier
+from omni_connector.copy.copier import BlockCopy
+from omni_connector.copy.host import CpuCopier
+from omni_connector.copy.staged import StagedCopier
+from omni_connector.errors import LayoutError
+from omni_connector.kv.canonical import (
+    GroupSpec,
+    LayerSpec,
+    SlotLayout,
+    canonicalize,
+    canonicalize_cross_layers,
+)
+
+thorough = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+
+
+def ids(values):
+    return np.array(values, dtype=np.int64)
+
+
+def opened(cache):
+    canonical = canonicalize(cache.groups, cache.views, cache.num_blocks)
+    return canonical, SlotLayout.of(canonical)
+
+
+def random_slots(count, layout, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (count, layout.slot_bytes), dtype=np.uint8)
+
+
+def check_transfer(make_copier, source, target, group, pairs, slots_used, checksum, seed):
+    """Save blocks of `source`, load them into other blocks of `target`, and compare everything
+    with copies made through the layers' own views."""
+    from_blocks = ids([one for one, _ in pairs])
+    to_blocks = ids([two for _, two in pairs])
+    slot_ids = ids(slots_used)
+
+    canonical, layout = opened(source)
+    slots = random_slots(max(slots_used, default=0) + 2, layout, seed)
+    expected_slots = slots.copy()
+    for block, slot in zip(from_blocks, slot_ids, strict=True):
+        content = source.slot(group, block)
+        assert len(content) == layout.group_bytes[group]
+        expected_slots[slot, : len(content)] = content
+    untouched = source.buffer.clone()
+    sums = make_copier(canonical, layout, slots).save(
+        BlockCopy(group, from_blocks, slots, slot_ids, checksum=checksum)
+    )
+    np.testing.assert_array_equal(slots, expected_slots)
+    assert torch.equal(source.buffer, untouched)
+
+    expected = target.clone()
+    for block, other in pairs:
+        expected.loaded(group, other, source, block)
+    other_canonical, other_layout = opened(target)
+    assert other_layout.group_bytes == layout.group_bytes
+    assert other_layout.slot_bytes == layout.slot_bytes
+    assert other_canonical.page_orders == canonical.page_orders
+    loaded = make_copier(other_canonical, other_layout, slots).load(
+        BlockCopy(group, to_blocks, slots, slot_ids, checksum=checksum)
+    )
+    assert torch.equal(target.buffer, expected.buffer)
+    np.testing.assert_array_equal(slots, expected_slots)
+
+    for got in (sums, loaded):
+        assert got.dtype == np.uint64
+        assert got.tolist() == [
+            xxhash.xxh3_64_intdigest(source.slot(group, block).tobytes()) if checksum else 0
+            for block in from_blocks
+        ]
+
+
+@thorough
+@given(data=st.data())
+def test_every_value_arrives_where_it_belongs_and_no_other_byte_is_touched(kv, make_copier, data):
+    source, target = data.draw(kv.caches())
+    group = data.draw(st.integers(0, len(source.groups) - 1))
+    count = data.draw(st.integers(0, min(source.num_blocks, target.num_blocks)))
+    from_blocks = data.draw(st.permutations(range(source.num_blocks)))[:count]
+    to_blocks = data.draw(st.permutations(range(target.num_blocks)))[:count]
+    if data.draw(st.booleans()):
+        from_blocks, to_blocks = sorted(from_blocks), sorted(to_blocks)
+    used = data.draw(st.permutations(range(count + 3)))[:count]
+    if data.draw(st.booleans()):
+        used = sorted(used)
+    check_transfer(
+        make_copier,
+        source,
+        target,
+        group,
+        list(zip(from_blocks, to_blocks, strict=True)),
+        used,
+        data.draw(st.booleans()),
+        data.draw(st.integers(0, 2**16)),
+    )
+
+
+@thorough
+@given(data=st.data())
+def test_zeroed_blocks_are_zeros_up_to_their_last_padding_and_nothing_else_is(
+    kv, make_copier, data
+):
+    cache, _ = data.draw(kv.caches())
+    group = data.draw(st.integers(0, len(cache.groups) - 1))
+    blocks = data.draw(st.lists(st.integers(0, cache.num_blocks - 1), max_size=12))
+    if data.draw(st.booleans()):
+        blocks = sorted(blocks)
+    expected = cache.clone()
+    for block in blocks:
+        expected.zeroed(group, block)
+    canonical, layout = opened(cache)
+    make_copier(canonical, layout, random_slots(1, layout)).zero(group, ids(blocks))
+    assert torch.equal(cache.buffer, expected.buffer)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+def test_padding_is_zeroed_by_a_load_and_by_zeroing(kv, make_copier, layout):
+    shapes = [
+        [kv.Shape(2, 1, 1, 40, padding=24), kv.Shape(1, 1, 1, 16, padding=8)],
+        [kv.Shape(2, 2, 4, 8)],
+    ]
+    cache = kv.build(layout, 5, shapes, slack=16, seed=1)
+    canonical, slot_layout = opened(cache)
+    slots = random_slots(2, slot_layout)
+    copier = make_copier(canonical, slot_layout, slots)
+    expected = cache.clone()
+    copier.load(BlockCopy(0, ids([3]), slots, ids([1]), checksum=True))
+    copier.zero(0, ids([1]))
+    for layer in cache.groups[0].layers:
+        assert not cache.padding(layer, 3).any()
+        assert not cache.padding(layer, 1).any()
+        assert not cache.block(layer.name, 1).any()
+    np.testing.assert_array_equal(cache.slot(0, 3), slots[1, : slot_layout.group_bytes[0]])
+    expected.loaded(0, 3, cache, 3)
+    expected.zeroed(0, 1)
+    assert torch.equal(cache.buffer, expected.buffer)
+
+
+def test_saves_read_no_padding_and_write_none(kv, make_copier):
+    cache = kv.build("LBHNC", 3, [[kv.Shape(2, 1, 1, 40, padding=24)]], seed=1)
+    canonical, layout = opened(cache)
+    slots = random_slots(1, layout)
+    before = cache.buffer.clone()
+    make_copier(canonical, layout, slots).save(
+        BlockCopy(0, ids([1]), slots, ids([0]), checksum=False)
+    )
+    assert torch.equal(cache.buffer, before)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("other", ["LBHNC", "LHBNC", "BLHNC", "BHLNC"])
+@pytest.mark.parametrize("layout", ["LBHNC", "LHBNC", "BLHNC", "BHLNC"])
+def test_layouts_of_one_byte_order_read_each_others_slots(kv, make_copier, layout, other, checksum):
+    shapes = [[kv.Shape(layers=3, heads=2, tokens=4, content=16, dtype=torch.bfloat16)]]
+    source = kv.build(layout, 6, shapes, seed=1)
+    target = kv.build(other, 8, shapes, seed=2)
+    check_transfer(make_copier, source, target, 0, [(5, 0), (1, 7), (2, 3)], [4, 0, 1], checksum, 3)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "hashed", "tokens"),
+    [
+        ("LBHNC", host._HASHED_BYTES, 700),
+        *((layout, 8192, 11) for layout in ("LBHNC", "BLNHC", "BHLNC")),
+    ],
+)
+def test_slots_larger_than_what_is_hashed_at_once_are_copied_whole(
+    kv, make_copier, monkeypatch, layout, hashed, tokens, checksum
+):
+    monkeypatch.setattr(host, "_HASHED_BYTES", hashed)
+    shapes = [[kv.Shape(layers=3, heads=2, tokens=tokens, content=512)]]
+    assert 3 * 2 * tokens * 512 > 4 * hashed
+    source = kv.build(layout, 4, shapes, seed=1)
+    target = kv.build(layout, 5, shapes, seed=2)
+    check_transfer(make_copier, source, target, 0, [(0, 2), (1, 3), (3, 0)], [2, 3, 0], checksum, 4)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize(
+    ("dims", "shape"),
+    [
+        ("BLCNHC", (6, 3, 2, 4, 2, 8)),  # the blocks outermost
+        ("CLBNHC", (2, 3, 6, 4, 2, 8)),  # all keys, then all values
+        ("BHLNC", (12, 2, 3, 2, 16)),  # two kernel blocks to a block
+    ],
+)
+def test_one_tensor_of_all_layers_is_copied_like_their_views(make_copier, dims, shape, checksum):
+    names = ["a", "b", "c"]
+    group = GroupSpec("full_attention", 4, tuple(LayerSpec(n, 256, 256) for n in names))
+    source, target = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()
+    canonical = canonicalize_cross_layers([group], source, names, 6, dims=dims)
+    other = canonicalize_cross_layers([group], target, names, 6, dims=dims)
+    layout = SlotLayout.of(canonical)
+    slots = random_slots(4, layout)
+    sums = make_copier(canonical, layout, slots).save(
+        BlockCopy(0, ids([5, 0, 2]), slots, ids([1, 2, 0]), checksum=checksum)
+    )
+    expected = target.clone().movedim(dims.index("B"), 0).unflatten(0, (6, -1))
+    blocks = source.movedim(dims.index("B"), 0).unflatten(0, (6, -1))
+    expected[[1, 3, 4]] = blocks[[5, 0, 2]]
+    loaded = make_copier(other, layout, slots).load(
+        BlockCopy(0, ids([1, 3, 4]), slots, ids([1, 2, 0]), checksum=checksum)
+    )
+    assert torch.equal(target.movedim(dims.index("B"), 0).unflatten(0, (6, -1)), expected)
+    assert loaded.tolist() == sums.tolist()
+
+
+class NoOpCopier(CpuCopier):
+    def _copy(self, copy, *args):
+        return np.zeros(len(copy.block_ids), np.uint64)
+
+
+class SavesOnly(CpuCopier):
+    def load(self, copy):
+        return np.zeros(len(copy.block_ids), np.uint64)
+
+
+@pytest.mark.parametrize("copier", [NoOpCopier, SavesOnly])
+def test_a_copier_that_does_not_copy_fails_the_check(kv, copier):
+    shapes = [[kv.Shape(layers=2, heads=1, tokens=2, content=8)]]
+    source = kv.build("LBHNC", 3, shapes, seed=1)
+    target = kv.build("LBHNC", 3, shapes, seed=2)
+    with pytest.raises(AssertionError):
+        check_transfer(
+            lambda canonical, layout, slots: copier(canonical, layout),
+            source, target, 0, [(1, 2)], [0], False, 0,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def small(kv, make_copier):
+    """A cache of 4 blocks, 5 slots for it, and its copier."""
+    cache = kv.build("LBHNC", 4, [[kv.Shape(2, 2, 2, 8)], [kv.Shape(1, 1, 2, 8)]], seed=1)
+    canonical, layout = opened(cache)
+    slots = random_slots(5, layout)
+    copier = make_copier(canonical, layout, slots)
+    yield cache, slots, copier
+    copier.close()
+
+
+@pytest.mark.parametrize("verb", ["save", "load"])
+@pytest.mark.parametrize(
+    ("blocks", "slots_used", "message"),
+    [([1, 2], [0], "2 blocks, but 1 slots"), ([[1, 2]], [0, 1], "blocks, but")],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_copied(
+    small, verb, blocks, slots_used, message
+):
+    cache, slots, copier = small
+    before = cache.buffer.clone(), slots.copy()
+    with pytest.raises(ValueError, match=message):
+        getattr(copier, verb)(
+            BlockCopy(0, np.array(blocks), slots, np.array(slots_used), checksum=True)
+        )
+    assert torch.equal(cache.buffer, before[0])
+    np.testing.assert_array_equal(slots, before[1])
+
+
+def test_a_source_may_be_named_twice(small):
+    cache, slots, copier = small
+    copier.save(BlockCopy(0, ids([2, 2]), slots, ids([4, 1]), checksum=False))
+    for slot in (4, 1):
+        np.testing.assert_array_equal(slots[slot, :64], cache.slot(0, 2))
+    copier.load(BlockCopy(0, ids([0, 1]), slots, ids([4, 4]), checksum=False))
+    for block in (0, 1):
+        np.testing.assert_array_equal(cache.slot(0, block), cache.slot(0, 2))
+
+
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_slots_of_another_shape_are_refused(small, verb):
+    _, slots, copier = small
+    for wrong in (slots[:, :63], slots[0], slots.view(np.uint16), slots.view(np.int8)):
+        with pytest.raises(ValueError, match="slots"):
+            getattr(copier, verb)(BlockCopy(0, ids([0]), wrong, ids([0]), checksum=False))
+
+
+def test_slots_may_be_wider_than_ours(small):
+    cache, slots, copier = small
+    wide = np.zeros((3, slots.shape[1] + 4096), np.uint8)
+    copier.save(BlockCopy(0, ids([2]), wide, ids([1]), checksum=False))
+    np.testing.assert_array_equal(wide[1, :64], cache.slot(0, 2))
+    copier.load(BlockCopy(0, ids([0]), wide, ids([1]), checksum=False))
+    np.testing.assert_array_equal(cache.slot(0, 0), cache.slot(0, 2))
+
+
+def test_loads_and_zeroing_may_come_from_several_threads_at_once(small):
+    cache, slots, copier = small
+
+    def load_over_and_over(block):
+        for _ in range(200):
+            found = copier.load(BlockCopy(0, ids([block]), slots, ids([block]), checksum=True))
+            assert found[0] == xxhash.xxh3_64_intdigest(slots[block, :64].data)
+
+    with ThreadPoolExecutor(3) as pool:
+        for each in [pool.submit(load_over_and_over, block) for block in (0, 1, 2)]:
+            copier.zero(0, ids([3]))
+            each.result()
+    for block in (0, 1, 2):
+        np.testing.assert_array_equal(cache.slot(0, block), slots[block, :64])
+    assert not cache.slot(0, 3).any()
+
+
+def test_read_only_slots_are_loaded_from_but_never_saved_to(small):
+    cache, slots, copier = small
+    slots.setflags(write=False)
+    sums = copier.load(BlockCopy(1, ids([3]), slots, ids([2]), checksum=True))
+    np.testing.assert_array_equal(cache.slot(1, 3), slots[2, :16])
+    assert sums.tolist() == [xxhash.xxh3_64_intdigest(slots[2, :16].tobytes())]
+    with pytest.raises(ValueError, match="read-only"):
+        copier.save(BlockCopy(1, ids([3]), slots, ids([2]), checksum=False))
+
+
+def test_slots_further_apart_than_they_are_long_are_copied(small):
+    cache, slots, copier = small
+    wide = np.zeros((5, slots.shape[1] + 64), np.uint8)
+    copier.save(
+        BlockCopy(0, ids([0, 1, 3]), wide[:, : slots.shape[1]], ids([2, 3, 0]), checksum=False)
+    )
+    for block, slot in ((0, 2), (1, 3), (3, 0)):
+        np.testing.assert_array_equal(wide[slot, :64], cache.slot(0, block))
+    assert not wide[[1, 4]].any()
+    assert not wide[:, 64:].any()
+
+
+def test_a_cancelled_save_says_so_and_goes_no_further(kv, make_copier):
+    # Blocks large enough that each is a step of its own, for every copier.
+    cache = kv.build("LBHNC", 4, [[kv.Shape(1, 1, 1, 5 * 1024 * 1024)]], seed=1)
+    canonical, layout = opened(cache)
+    slots = np.zeros((4, layout.slot_bytes), np.uint8)
+    copier = make_copier(canonical, layout, slots)
+    answers = iter([False, False, True])
+    done = copier.save(
+        BlockCopy(0, ids([0, 1, 2, 3]), slots, ids([0, 1, 2, 3]), checksum=True),
+        cancelled=answers.__next__,
+    )
+    assert done is None
+    assert next(answers, "none left") == "none left"
+    assert not slots[2:].any()
+    again = copier.save(
+        BlockCopy(0, ids([3]), slots, ids([0]), checksum=True), cancelled=lambda: False
+    )
+    assert again.tolist() == [xxhash.xxh3_64_intdigest(cache.slot(0, 3).tobytes())]
+
+
+def test_a_group_without_layers_copies_nothing(kv, make_copier):
+    cache = kv.build("LBHNC", 3, [[kv.Shape(1, 1, 2, 8)]], seed=1)
+    empty = kv.Cache(
+        cache.layout,
+        cache.num_blocks,
+        cache.buffer,
+        (*cache.groups, GroupSpec("mamba", 16, ())),
+        cache.views,
+    )
+    canonical, layout = opened(empty)
+    assert layout.group_bytes == (16, 0)
+    slots = random_slots(2, layout)
+    before = slots.copy(), cache.buffer.clone()
+    copier = make_copier(canonical, layout, slots)
+    nothing = xxhash.xxh3_64_intdigest(b"")
+    for verb in (copier.save, copier.load):
+        assert (
+            verb(BlockCopy(1, ids([0, 2]), slots, ids([1, 0]), checksum=True)).tolist()
+            == [nothing] * 2
+        )
+    np.testing.assert_array_equal(slots, before[0])
+    assert torch.equal(cache.buffer, before[1])
+
+
+def test_close_may_be_called_twice(small):
+    _, _, copier = small
+    copier.close()
+    copier.close()
+
+
+def test_a_cpu_cache_gets_the_cpu_copier_and_other_devices_are_refused(kv):
+    cache = kv.build("LBHNC", 2, [[kv.Shape(1, 1, 1, 8)]])
+    canonical, layout = opened(cache)
+    assert isinstance(choose_copier(canonical, layout), CpuCopier)
+    meta = torch.empty(16, dtype=torch.int8, device="meta").view(2, 1, 1, 8)
+    canonical = canonicalize(cache.groups, {cache.groups[0].layers[0].name: meta}, 2)
+    with pytest.raises(LayoutError, match="meta"):
+        choose_copier(canonical, SlotLayout.of(canonical))
+
+
+def test_a_fence_is_waited_for_before_any_block_is_touched(kv):
+    cache = kv.build("LBHNC", 3, [[kv.Shape(1, 1, 1, 8)]])
+    canonical, layout = opened(cache)
+    stream = kv.HostStream()
+    copier = StagedCopier(canonical, layout, stream)
+    fence = copier.fence()
+    slots = random_slots(3, layout)
+    for verb in (copier.save, copier.load):
+        stream.log.clear()
+        verb(BlockCopy(0, ids([0, 1]), slots, ids([0, 1]), checksum=False, fence=fence))
+        assert stream.log[0] == ("wait", fence)
+        assert stream.log[1][0] == "mark"
+    stream.log.clear()
+    copier.zero(0, ids([0, 1]), fence=fence)
+    assert stream.log == [("wait", fence), ("finish", None)]
+
+
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_a_staging_buffer_is_used_again_only_after_its_last_use_is_over(kv, verb):
+    cache = kv.build("LBHNC", 5, [[kv.Shape(1, 1, 1, 8)]])
+    canonical, layout = opened(cache)
+    stream = kv.HostStream()
+    copier = StagedCopier(canonical, layout, stream, staging_bytes=1)
+    slots = random_slots(5, layout)
+    getattr(copier, verb)(
+        BlockCopy(0, ids([0, 1, 2, 3, 4]), slots, ids([4, 3, 2, 1, 0]), checksum=False)
+    )
+    marks = [stream.log.index(("mark", n)) for n in range(1, 6)]
+    ends = [stream.log.index(("finish", n)) for n in range(1, 6)]
+    assert all(marks[n] < ends[n] for n in range(5))
+    assert all(ends[n] < marks[n + 2] for n in range(3))
+    assert stream.log[-1] == ("finish", None)
+
+
+def test_the_device_is_idle_after_a_copy_that_failed(kv, monkeypatch):
+    cache = kv.build("LBHNC", 3, [[kv.Shape(1, 1, 1, 8)]])
+    canonical, layout = opened(cache)
+    stream = kv.HostStream()
+    copier = StagedCopier(canonical, layout, stream, staging_bytes=1)
+    slots = random_slots(3, layout)
+
+    def broken(stream, block_ids, staged):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(
+        "omni_connector.copy.staged.GroupOnDevice.gather", lambda self, *a: broken(*a)
+    )
+    with pytest.raises(RuntimeError, match="out of memory"):
+        copier.save(BlockCopy(0, ids([0, 1]), slots, ids([0, 1]), checksum=False))
+    assert stream.log[-1] == ("finish", None)
+
+
+def test_a_loads_checksum_is_of_the_bytes_loaded_even_when_the_slot_is_rewritten(
+    kv, make_copier, monkeypatch
+):
+    cache = kv.build("LBHNC", 4, [[kv.Shape(2, 2, 2, 8)]], seed=1)
+    canonical, layout = opened(cache)
+    slots = random_slots(3, layout)
+    copier = make_copier(canonical, layout, slots)
+    digest = xxhash.xxh3_64_intdigest
+
+    def hash_then_rewrite(stored):
+        value = digest(stored)
+        slots[...] += 1
+        return value
+
+    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", hash_then_rewrite)
+    # Two segments, so that the second one meets rewritten slots.
+    sums = copier.load(BlockCopy(0, ids([3, 0, 1]), slots, ids([2, 0, 1]), checksum=True))
+    loaded = [digest(cache.slot(0, block).tobytes()) for block in (3, 0, 1)]
+    monkeypatch.undo()
+    # A slot rewritten meanwhile may fail its checksum, but never passes with other bytes.
+    assert sums[0] == loaded[0]
+    originals = random_slots(3, layout)[[2, 0, 1], : layout.group_bytes[0]]
+    for value, bytes_loaded, original in zip(sums.tolist(), loaded, originals, strict=True):
+        assert value == bytes_loaded or value != digest(original.tobytes())
+
+
+@pytest.mark.parametrize("lacking", range(4))
+def test_after_an_allocation_that_failed_the_next_copy_has_both_staging_buffers(
+    kv, monkeypatch, lacking
+):
+    """Of two on the device and two on the host."""
+    cache = kv.build("LBHNC", 5, [[kv.Shape(1, 1, 1, 8)]], seed=1)
+    canonical, layout = opened(cache)
+    stream = kv.HostStream()
+    calls = iter(range(100))
+    empty = torch.empty
+
+    def allocate(*args, **kwargs):
+        if next(calls) == lacking:
+            raise RuntimeError("out of memory")
+        return empty(*args, **kwargs)
+
+    copier = StagedCopier(canonical, layout, stream, staging_bytes=1)
+    slots = np.zeros((5, layout.slot_bytes), np.uint8)
+    copy = BlockCopy(0, ids([0, 1, 2]), slots, ids([4, 3, 2]), checksum=True)
+    monkeypatch.setattr(torch, "empty", allocate)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        copier.save(copy)
+    sums = copier.save(copy)
+    expected = [xxhash.xxh3_64_intdigest(cache.slot(0, block).tobytes()) for block in range(3)]
+    assert sums.tolist() == expected
+
+
+def test_slots_are_pinned_piece_by_piece_and_no_copy_crosses_from_one_to_the_next(kv):
+    # A slot has no gap to the next, so that copies join slots where they may.
+    cache = kv.build("LBHNC", 9, [[kv.Shape(4, 2, 16, 32)]], seed=1)
+    canonical, layout = opened(cache)
+    assert layout.group_bytes == (layout.slot_bytes,)
+    crossed = []
+
+    class Stream(kv.HostStream):
+        def launch(self, work, *, host=None, lands=False):
+            if host is not None:
+                first = (host.data_ptr() - slots.ctypes.data) / layout.slot_bytes
+                of_slots = 0 <= first < len(slots)
+                crossed.append((first, len(host)) if of_slots else "a buffer")
+            work()
+
+    slots = np.zeros((8, layout.slot_bytes), np.uint8)
+    copier = StagedCopier(canonical, layout, Stream(pins=True), staging_bytes=8 * layout.slot_bytes)
+    block_ids = ids(range(1, 9))
+    some = BlockCopy(0, block_ids[:4], slots, ids(range(4)), checksum=False)
+    copier.save(some)
+    assert crossed == ["a buffer"]
+    for piece in (slots[:3], slots[5:7], slots[3:5]):
+        assert copier.pin(piece)
+    crossed.clear()
+    copier.save(some)
+    assert crossed == [(0.0, 3), (3.0, 1)]
+    crossed.clear()
+    copier.save(BlockCopy(0, block_ids, slots, ids(range(8)), checksum=False))
+    assert crossed == ["a buffer"]  # the last slot is in no piece
+    for block, slot in zip(range(1, 9), slots, strict=True):
+        np.testing.assert_array_equal(slot, cache.slot(0, block))
+
+
+def test_a_device_that_refuses_one_piece_is_offered_no_other(kv):
+    cache = kv.build("LBHNC", 3, [[kv.Shape(1, 1, 1, 8)]])
+    canonical, layout = opened(cache)
+    stream = kv.HostStream()
+    copier = StagedCopier(canonical, layout, stream)
+    slots = np.zeros((3, layout.slot_bytes), np.uint8)
+    assert not copier.pin(slots[:1])
+    stream._pins = True
+    assert not copier.pin(slots[1:])
+
+
+def test_a_copier_of_a_device_that_has_failed_can_be_closed(kv):
+    cache = kv.build("LBHNC", 3, [[kv.Shape(1, 1, 1, 8)]])
+    canonical, layout = opened(cache)
+
+    class Failed(kv.HostStream):
+        def finish(self, mark):
+            raise RuntimeError("an illegal memory access was encountered")
+
+    stream = Failed()
+    copier = StagedCopier(canonical, layout, stream)
+    copier.close()
+    assert stream.log[-1] == ("close", None)

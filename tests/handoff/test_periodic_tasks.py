@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine does from time to time keeps nothing for ever."""
+
+import time
+from pathlib import Path
+
+from omni_connector.handoff.periodic_tasks import PeriodicTasks
+
+
+def test_what_is_counted_while_nobody_looks_takes_no_more_room(folder: Path) -> None:
+    periodic_tasks = PeriodicTasks(folder, time.monotonic)
+    for _ in range(100_000):
+        periodic_tasks.count("malformed_message")
+    periodic_tasks.count("handoffs_expired", 3)
+    periodic_tasks.count("handoffs_expired", 0)
+    assert periodic_tasks.events == {"malformed_message": 100_000, "handoffs_expired": 3}
+    assert periodic_tasks.take() == {"malformed_message": 100_000, "handoffs_expired": 3}
+    assert periodic_tasks.take() == {}

@@ -1,0 +1,479 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks inside running connectors, for tests.
+
+Harnesses and tests that have to see, or change, what no public name tells ask here, so that the
+connector's private names stand in one place. Nothing here is needed to use the connector.
+"""
+
+import mmap
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from omni_connector.arena.arena import Arena
+    from omni_connector.arena.block_index import BlockIndex, Tags
+    from omni_connector.arena.slot_index import Ints
+    from omni_connector.copy.threads import CopyThread
+    from omni_connector.handoff.channel import ControlChannel
+    from omni_connector.handoff.directory import Handoff, SlotDirectory
+    from omni_connector.objects.exchange import Exchange
+    from omni_connector.objects.object_store import ObjectStore
+    from omni_connector.objects.peer import Peer
+    from omni_connector.stores.block_store import BlockStore
+    from omni_connector.transports.base import ArenaTransport
+    from omni_connector.transports.choice import Transports
+    from omni_connector.vllm_v1.connector import OmniKVConnector
+    from omni_connector.vllm_v1.scheduler import OmniScheduler
+    from omni_connector.vllm_v1.worker import OmniWorker
+
+
+def scheduler_half(connector: "OmniKVConnector") -> "OmniScheduler":
+    """Return the half of a connector that vLLM's scheduler made."""
+    return connector._scheduler
+
+
+def worker_half(connector: "OmniKVConnector") -> "OmniWorker":
+    """Return the half of a connector that a worker made."""
+    return connector._worker
+
+
+def halves(scheduler: Any, workers: Sequence[Any]) -> list[Any]:
+    """Return the scheduler half, then the worker halves; none of connectors that are not ours."""
+    from omni_connector.vllm_v1.connector import OmniKVConnector
+
+    if not isinstance(scheduler, OmniKVConnector):
+        return []
+    ours = [each for each in workers if isinstance(each, OmniKVConnector)]
+    return [scheduler_half(scheduler), *map(worker_half, ours)]
+
+
+def halves_beside(scheduler: Any, workers: Sequence[Any]) -> list[Any]:
+    """Return the same of ours among the children of MultiConnector, where it is one of them."""
+    from omni_connector.vllm_v1.connector import OmniKVConnector
+
+    def ours(connector: Any) -> Any:
+        children = getattr(connector, "sub_connectors", [connector])
+        return next((each for each in children if isinstance(each, OmniKVConnector)), connector)
+
+    return halves(ours(scheduler), [ours(each) for each in workers])
+
+
+def waiting_jobs(turn: Callable[[], object]) -> Callable[[], int]:
+    """Return what counts the jobs of the copy thread whose turn this is, if all of them wait for
+    something, and nobody has to hear of one that has ended; 0 of any other thread."""
+    from omni_connector.copy.threads import CopyThread
+
+    thread = getattr(turn, "__self__", None)
+    if not isinstance(thread, CopyThread):
+        return lambda: 0
+
+    def count() -> int:
+        jobs = thread._queue
+        only_wait = all(job.looks and not job.cancelled for job in jobs)
+        return len(jobs) if only_wait and not thread.has_ended else 0
+
+    return count
+
+
+def directory(half: "OmniScheduler") -> "SlotDirectory | None":
+    """Return what an engine keeps of its slots; None where it hands nothing off."""
+    return half._directory
+
+
+def handoffs(half: "OmniScheduler") -> "list[Handoff]":
+    """Return the hand-offs that are open, oldest first."""
+    found = directory(half)
+    return [] if found is None else list(found._handoffs.values())
+
+
+def twins(half: "OmniScheduler") -> "list[list[Handoff]]":
+    """Return the open hand-offs of an engine, those of one prompt together."""
+    found = directory(half)
+    return [] if found is None else [list(each.values()) for each in found._twins.values()]
+
+
+def sends(half: "OmniScheduler") -> dict[str, Any]:
+    """Return what a prefill engine knows of the requests that it hands off, by request id."""
+    return {} if half._sender is None else half._sender._sends
+
+
+def first_waiting(half: "OmniScheduler") -> Any:
+    """Return what a prefill engine knows of the first request that waits for room; None: nobody."""
+    return None if half._sender is None else next(iter(half._sender.waiting.values()), None)
+
+
+def fetches(half: "OmniScheduler") -> dict[str, Any]:
+    """Return what a decode engine knows of the hand-offs that it loads, by request id."""
+    return {} if half._receiver is None else half._receiver._loads
+
+
+def hear_refusals(half: "OmniScheduler", heard: Callable[[str, str], object]) -> None:
+    """From now on be told of each hand-off that an engine refuses or gives up, or whose load fails:
+    the request's id and the kind of failure; and with "" as the kind of each lease that ends."""
+    sender, receiver = half._sender, half._receiver
+    if sender is not None:
+        refuse = sender._refuse
+
+        def refused(send: Any, reason: str, text: str) -> None:
+            heard(send.request.request_id, reason)
+            refuse(send, reason, text)
+
+        sender._refuse = refused  # type: ignore[method-assign]
+    if receiver is not None:
+        give_up, job_ended, release = receiver._give_up, receiver._job_ended, receiver._release
+
+        def released(load: Any) -> None:
+            if load.lease is not None:
+                heard(load.request.request_id, "")
+            release(load)
+
+        receiver._release = released  # type: ignore[method-assign]
+
+        def given_up(load: Any, kind: str, text: str) -> None:
+            heard(load.request.request_id, kind)
+            give_up(load, kind, text)
+
+        def ended(load: Any, num_tokens: int, failure: str | None) -> None:
+            if failure not in (None, "cancelled"):
+                heard(load.request.request_id, str(failure))
+            job_ended(load, num_tokens, failure)
+
+        receiver._give_up = given_up  # type: ignore[method-assign]
+        receiver._job_ended = ended  # type: ignore[method-assign]
+
+
+def watch_loads(half: "OmniScheduler", ends: "Callable[[Any, str | None], object]") -> None:
+    """Have a decode engine tell of each hand-off whose load ends, with the kind of failure, before
+    its lease is released."""
+    receiver = half._receiver
+    if receiver is None:
+        return
+    ended = receiver._job_ended
+
+    def tell(load: Any, num_tokens: int, failure: str | None) -> None:
+        ends(load, failure)
+        ended(load, num_tokens, failure)
+
+    receiver._job_ended = tell  # type: ignore[method-assign]
+
+
+def shares(half: "OmniScheduler") -> bool:
+    """Whether an engine lists its blocks for the other engines of its host."""
+    return half._shared is not None and half._shared._host is not None
+
+
+def tell_hits(half: "OmniScheduler") -> None:
+    """Have an engine tell the others of its host soon what it has read, not with its next look."""
+    if shares(half):
+        half._shared._host._neighbours._thread.wake()  # type: ignore[union-attr]
+
+
+def listed(half: "OmniScheduler") -> "tuple[Ints, Ints, Ints]":
+    """Return the slots in an engine's index, their generations there, and those that the slots
+    have, -1 where nothing is in them yet."""
+    assert half._shared is not None
+    assert half._shared._host is not None
+    index, pool = half._shared._host._own.index, half._shared._host._pool
+    slots = (index._cell_of >= 0).nonzero()[0]  # type: ignore[union-attr]
+    held = pool.generation[slots].copy()
+    held[~pool._ready[slots]] = -1
+    return slots, index._generations[slots], held
+
+
+def key_beginnings(half: "OmniScheduler") -> tuple[bytes, ...]:
+    """Return what the keys of an engine's blocks begin with, one entry for each group."""
+    from omni_connector.arena.format import header_keys
+
+    assert half._shared is not None
+    assert half._shared._host is not None
+    prefix = half._shared._host._key_prefix
+    return tuple(header_keys(prefix, g, [b""])[0] for g in range(len(half._shared._groups)))
+
+
+def prefix_of_nobody_else(half: "OmniScheduler") -> str | None:
+    """Return what the keys of an engine's blocks begin with, if no other engine can have it."""
+    shared = half._shared
+    if shared is None or shared._prefix == shared._engines_prefix:
+        return None
+    return shared._prefix
+
+
+def shares_prefixes(half: "OmniScheduler") -> bool:
+    """Whether an engine keeps blocks for other requests, in its arena or in a store."""
+    return half._shared is not None
+
+
+def block_sizes(half: "OmniScheduler") -> list[tuple[int, int]]:
+    """Return for each group how many tokens, and how many of vLLM's hashes, a block has."""
+    assert half._shared is not None
+    return half._shared._block_sizes
+
+
+def keeps_all(half: "OmniScheduler", group: int) -> bool:
+    """Whether a group keeps all tokens."""
+    assert half._shared is not None
+    return half._shared._groups[group].attention_type == "all"
+
+
+def tags_of_blocks(half: "OmniScheduler", group: int, keys: list[bytes]) -> "Tags":
+    """Return the tags of blocks of a group."""
+    from omni_connector.arena.block_index import tags_of
+
+    assert half._shared is not None
+    assert half._shared._host is not None
+    return tags_of(half._shared._host._key_prefix, group, keys)
+
+
+def in_arena(half: "OmniScheduler", group: int, key: bytes) -> bool:
+    """Whether the arena of an engine has, or will have, a block."""
+    assert half._directory is not None
+    return len(half._directory.pool.find(group, [key])) > 0
+
+
+def num_slots(half: "OmniScheduler") -> int:
+    """Return how many slots the arena of an engine has."""
+    assert half._directory is not None
+    return half._directory.num_slots
+
+
+def pinned(half: "OmniScheduler") -> "Ints":
+    """Return the slots of an engine that are pinned."""
+    assert half._directory is not None
+    return half._directory.pool._order.pinned.nonzero()[0]
+
+
+def privileged(half: "OmniScheduler") -> "Ints":
+    """Return the slots of an engine that are pinned or favoured."""
+    assert half._directory is not None
+    order = half._directory.pool._order
+    slots: Ints = (order.pinned | order._favoured).nonzero()[0]
+    return slots
+
+
+def free_for(half: "OmniScheduler", keys: "Sequence[Sequence[bytes | None]]") -> int:
+    """Return how many slots are free, cached and not pinned, or cached and pinned with one of these
+    blocks: in so many a hand-off of them has room."""
+    assert half._directory is not None
+    pool = half._directory.pool
+    own = 0
+    for g, group in enumerate(keys):
+        slots = pool.find(g, [key for key in group if key is not None])
+        own += int((pool.pinned(slots) & pool._order.here(slots)).sum())
+    return half._directory.num_slots - half._directory.usage()[0] - pool.num_pinned + own
+
+
+def free_slots(half: "OmniScheduler") -> int:
+    """Return how many slots of an engine hold nothing."""
+    assert half._directory is not None
+    held, cached, _ = half._directory.usage()
+    return half._directory.num_slots - held - cached
+
+
+def counted(half: "OmniScheduler", name: str) -> int:
+    """Return what a scheduler half has counted since vLLM took its counts last."""
+    return int(half._stats.data["counts"].get(name, 0))
+
+
+def owned(half: "OmniScheduler") -> int:
+    """Return how many slots are counted as those of tenants."""
+    assert half._directory is not None
+    return half._directory.pool._kept_of.total()
+
+
+def tags(half: "OmniScheduler") -> "Tags":
+    """Return the tag of the block that each slot of an engine holds or will hold; 0: none."""
+    directory = half._directory
+    assert directory is not None
+    assert directory.pool.listing is not None
+    return directory.pool.listing._tags
+
+
+def generations(half: "OmniScheduler") -> "Ints":
+    """Return the generation of each slot of an engine."""
+    assert half._directory is not None
+    return half._directory.pool.generation
+
+
+def being_kept(half: "OmniScheduler") -> tuple[int, int]:
+    """Return how many slots an engine takes to be filled with blocks for its host, and how many
+    blocks to be copied from, for host and store."""
+    shared = half._shared
+    if shared is None:
+        return 0, 0
+    keeping = () if shared._host is None else shared._host._keeping
+    return sum(len(spec.slots) for spec in keeping), shared.saves.num_held
+
+
+def waiting(half: "OmniScheduler") -> set[tuple[int, bytes]]:
+    """Return the group and key of each block that is to be kept when earlier copies have ended."""
+    from omni_connector.prefix.hints import Candidate
+
+    waits = () if half._shared is None else half._shared.saves.waiting
+    return {(each.group, each.block_hash) for each in waits if isinstance(each, Candidate)}
+
+
+def now(half: "OmniScheduler") -> float:
+    """Return what time it is for an engine."""
+    return half._clock()
+
+
+def lease_answer(half: "OmniScheduler", request_id: str, timeout: float) -> object:
+    """Wait for the peer's answer to a request's lease request. Raises what it failed with."""
+    return fetches(half)[request_id].future.result(timeout)
+
+
+def channel(half: "OmniScheduler") -> "ControlChannel":
+    """Return the control channel of an engine."""
+    return half._channel
+
+
+def channel_runs(channel: "ControlChannel") -> bool:
+    """Whether the thread of a control channel runs, even if it serves nobody any more."""
+    return channel._thread.is_alive()
+
+
+def end_channel(channel: "ControlChannel") -> None:
+    """Have the thread of a control channel end of an error, with its next tick."""
+    channel._forget_failed = lambda: 1 // 0  # type: ignore[method-assign,assignment]
+
+
+def engines_asked(channel: "ControlChannel") -> list[str]:
+    """Return the addresses that a control channel has a session with, the oldest first."""
+    return list(channel._peers)
+
+
+def connections(channel: "ControlChannel") -> int:
+    """Return how many connections the TCP listener of a control channel serves."""
+    assert channel._listener is not None
+    return len(channel._listener._connections)
+
+
+def copies_under_way(half: "OmniScheduler") -> bool:
+    """Whether a copy job of this engine has not ended."""
+    return bool(half._ledger)
+
+
+def arena(half: "OmniWorker") -> "Arena":
+    """Return the arena of a rank."""
+    assert half._arena is not None
+    return half._arena
+
+
+def mapped(arena: "Arena | BlockIndex") -> mmap.mmap:
+    """Return the memory of an arena or index, headers included."""
+    assert arena._map is not None
+    return arena._map
+
+
+def loads_under_way(half: "OmniWorker") -> int:
+    """Return of how many requests a rank loads KV."""
+    return sum(bool(spec.request_id) for spec in half._under_way.values())
+
+
+def copies_ended(half: "OmniWorker") -> bool:
+    """Whether all copies to and from KV blocks have ended that a rank has started."""
+    threads = [half._saves, half._loads]
+    if half._store_jobs is not None:
+        threads.append(half._store_jobs.loads)
+    return all(map(_has_no_job, threads))
+
+
+def follows(half: "OmniWorker") -> bool:
+    """Whether a rank's saves have copied all layers that the forward pass has told of."""
+    thread = half._saves
+    with thread._changed:
+        now = thread._clock()
+        return thread._running is None and all(job.due_at > now for job in thread._queue)
+
+
+def is_published(arena: "Arena", slot: int) -> bool:
+    """Whether readers may read a slot."""
+    from omni_connector.arena.format import SlotState, state_of
+
+    words, first = arena._locate(slot)
+    return state_of(words[first + 1]) == SlotState.PUBLISHED
+
+
+def stored(half: "OmniWorker") -> bool:
+    """Whether nothing is on its way from a rank to the shared store."""
+    from omni_connector.prefix import store_jobs
+
+    # A save that waits has yet to take its memory, and a put has that still.
+    jobs = half._store_jobs
+    assert jobs is not None
+    return _has_no_job(half._saves) and jobs._staging.qsize() == store_jobs._STAGING_BUFFERS
+
+
+def _has_no_job(thread: "CopyThread") -> bool:
+    with thread._changed:  # a job is moved from the queue in two steps
+        return not (thread._queue or thread._running)
+
+
+def store(half: "OmniWorker") -> "BlockStore":
+    """Return a rank's client of the shared store."""
+    assert half._store_jobs is not None
+    return half._store_jobs._store
+
+
+def end_thread(thread: "CopyThread") -> None:
+    """Have a thread of copies die."""
+    turns: Any = thread._thread
+    turns._turn = lambda: None
+    turns.wake()
+    turns.join(60.0)
+
+
+def saves(half: "OmniWorker") -> "CopyThread":
+    """Return the thread that copies a rank's blocks to slots and to the store."""
+    return half._saves
+
+
+def loads(half: "OmniWorker") -> "CopyThread":
+    """Return the thread that copies hand-offs to a rank's blocks."""
+    return half._loads
+
+
+def transports(half: "OmniWorker") -> "Transports":
+    """Return the ways in which a rank reads arenas, and offers its own."""
+    return half._transports
+
+
+def readers(transports: "Transports") -> "Sequence[ArenaTransport]":
+    """Return what reads the arenas of peers, the nearest first."""
+    return transports._readers
+
+
+def exporters(transports: "Transports") -> "Sequence[ArenaTransport]":
+    """Return what an engine's own arena is offered through."""
+    return transports._exporters
+
+
+def arenas_attached(half: "OmniWorker") -> int:
+    """Return to how many arenas of peers a rank is attached."""
+    assert half._loader is not None
+    return len(half._loader._arenas._known)
+
+
+def own_objects(connector: "Exchange[Any]") -> "ObjectStore":
+    """Return the objects that were put through a connector."""
+    assert connector._own is not None
+    return connector._own.objects
+
+
+def senders_asked(connector: "Exchange[Any]") -> "list[Peer]":
+    """Return the senders that a connector has a link or an arena of."""
+    return list(connector._peers.values())
+
+
+def hold_no_blocks(half: "OmniScheduler") -> None:
+    """Have copies hold no KV block any more: the negative control of what their references do."""
+    ledger = half._ledger
+    assert ledger is not None
+    block = SimpleNamespace(ref_cnt=2)
+    pool: Any = SimpleNamespace(
+        blocks=[block] * len(ledger._pool.blocks),
+        touch=lambda blocks: None,
+        free_blocks=lambda blocks: None,
+    )
+    ledger._pool = pool

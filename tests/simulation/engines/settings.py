@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a simulated engine is made from: vLLM's own configuration, made once for each shape."""
+
+import copy
+import functools
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from omni_connector.vllm_v1.compat import tell_hash_block_size
+from tests.toy import kv_cache_config, write_model
+
+MODULE: Final = "tests.simulation.engines.connector"
+OTHER: Final = "tests.simulation.engines.other"
+WINDOW: Final = 10
+MAX_LENGTH: Final = 512
+
+
+Role = Literal["kv_producer", "kv_both", "kv_consumer"]
+Policy = Literal["recompute", "fail"]
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """One engine of a simulation.
+
+    Attributes:
+        name: its engine id.
+        role: `kv_role`; None for an engine without connector.
+        family: of `toy.FAMILIES`.
+        blocks: KV blocks that requests can have.
+        block_size: tokens of one.
+        ranks: tensor-parallel size.
+        step_tokens: most tokens of a step.
+        long_prefill: most of them of one prompt, 0 for no limit.
+        seqs: most requests of a step.
+        overlap: async scheduling.
+        priorities: whether requests are scheduled by priority.
+        policy: `kv_load_failure_policy`.
+        runner: of `lifecycles.LIFECYCLES`.
+        caching: whether prefixes are cached.
+        slots: of the arena.
+        shares: whether it uses the shared store.
+        integrity: as configured.
+        zeroes: whether vLLM has new blocks zeroed, whatever the family.
+        step_s: seconds that a step takes which computes something.
+        hosts: whether it shares its prefixes with the engines of its host.
+        pin_part, tenants, tenant_quota: as configured.
+        drafts: speculative tokens of a step, of a drafter without KV of its own.
+        states: `--mamba-cache-mode`, where prefixes are cached.
+        late_reports: how often a rank reports in the next step only what it could report in one.
+        beside: where another connector stands in MultiConnector, `before` ours or `after`; "" where
+            there is none.
+    """
+
+    name: str
+    role: Role | None
+    family: str
+    blocks: int
+    block_size: int
+    ranks: int
+    step_tokens: int
+    long_prefill: int
+    seqs: int
+    overlap: bool
+    priorities: bool
+    policy: Policy
+    runner: str
+    caching: bool
+    slots: int
+    shares: bool
+    integrity: str
+    zeroes: bool
+    step_s: float
+    hosts: bool = False
+    pin_part: float = 0.25
+    tenants: tuple[str, ...] = ("*",)
+    tenant_quota: float = 1.0
+    drafts: int = 0
+    states: Literal["align", "all"] = "align"
+    late_reports: float = 0.0
+    beside: str = ""
+
+
+ARENA_WAIT_S: Final = 2.0
+LOAD_TIMEOUT_S: Final = 3.0
+HANDOFF_TTL_S: Final = 12.0
+LOOKUP_TIMEOUT_S: Final = 0.25
+ADMISSIONS: Final = ("all", "auto", "all", "second_hit")
+
+
+def extra_config(shape: EngineShape, slot_bytes: int) -> dict[str, Any]:
+    """The connector's settings."""
+    extra: dict[str, Any] = {
+        "model_id": "toy",
+        "arena_gib": (shape.slots + 0.5) * slot_bytes * shape.ranks / (1 << 30),
+        "arena_wait_s": ARENA_WAIT_S,
+        "load_timeout_s": LOAD_TIMEOUT_S,
+        "handoff_ttl_s": HANDOFF_TTL_S,
+        "integrity": shape.integrity,
+        "share": shape.hosts,
+        "admission": ADMISSIONS[shape.slots % len(ADMISSIONS)],
+        "pin_part": shape.pin_part,
+        "tenants": list(shape.tenants),
+        "tenant_quota": shape.tenant_quota,
+    }
+    if shape.shares:
+        extra["store"] = {"master": "127.0.0.1:1", "lookup_timeout_s": LOOKUP_TIMEOUT_S}
+    return extra
+
+
+def vllm_config(shape: EngineShape, extra: dict[str, Any]) -> VllmConfig:
+    """vLLM's configuration of one engine, with a `kv_transfer_config` of its own."""
+    config = copy.copy(_shared_config())
+    config.cache_config = copy.copy(config.cache_config)
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    config.parallel_config = copy.copy(config.parallel_config)
+    config.compilation_config = copy.copy(config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    cache, scheduler = config.cache_config, config.scheduler_config
+    cache.block_size = shape.block_size
+    cache.enable_prefix_caching = shape.caching
+    cache.num_gpu_blocks = shape.blocks + 1
+    cache.kv_cache_layout = "LBHNC"
+    cache.mamba_cache_mode = "none"
+    scheduler.max_num_seqs = shape.seqs
+    scheduler.max_num_batched_tokens = shape.step_tokens
+    scheduler.max_num_scheduled_tokens = shape.step_tokens
+    scheduler.long_prefill_token_threshold = shape.long_prefill
+    scheduler.policy = "priority" if shape.priorities else "fcfs"
+    # vLLM turns it off on a CPU; the scheduler is the same one everywhere.
+    scheduler.async_scheduling = shape.overlap
+    config.parallel_config.tensor_parallel_size = shape.ranks
+    config.parallel_config.rank = 0
+    # The scheduler half asks no rank at a socket; see `SimulatedRankCopies`.
+    config.parallel_config.distributed_executor_backend = "uni"
+    if shape.drafts:
+        config.speculative_config = _drafter(shape.drafts, shape.overlap)
+    config.kv_transfer_config = None
+    if shape.role is not None:
+        ours: dict[str, Any] = {
+            "kv_connector": "SimulatedConnector",
+            "kv_connector_module_path": MODULE,
+            "kv_role": shape.role,
+            "kv_connector_extra_config": extra,
+        }
+        if shape.beside:
+            other = {"kv_connector": "OtherConnector", "kv_connector_module_path": OTHER}
+            both = [{**other, "kv_role": "kv_both"}, ours]
+            both = both if shape.beside == "before" else both[::-1]
+            multi = {"kv_connector": "MultiConnector", "kv_role": shape.role}
+            ours = {**multi, "kv_connector_extra_config": {"connectors": both}}
+        config.kv_transfer_config = KVTransferConfig(
+            engine_id=shape.name, kv_load_failure_policy=shape.policy, **ours
+        )
+    return config
+
+
+@functools.cache
+def _drafter(tokens: int, overlap: bool) -> SpeculativeConfig:
+    shared = _shared_config()
+    return SpeculativeConfig(
+        method="ngram_gpu" if overlap else "ngram",  # the one that runs beside async scheduling
+        num_speculative_tokens=tokens,
+        prompt_lookup_max=2,
+        target_model_config=shared.model_config,
+        target_parallel_config=shared.parallel_config,
+    )
+
+
+def cache_config(shape: EngineShape, config: VllmConfig) -> tuple[KVCacheConfig, int, int]:
+    """The cache groups of one rank; block sizes of the scheduler and of hashes."""
+    # Block 0 is vLLM's null block, which nobody gets.
+    kv_config = kv_cache_config(
+        shape.blocks + 1,
+        shape.block_size,
+        shape.family,
+        ranks=shape.ranks,
+        caching=shape.caching,
+        window=WINDOW,
+        states=shape.states,
+    )
+    if kv_config.has_mamba_layers and shape.caching:
+        mode: Any = shape.states
+        config.cache_config.mamba_cache_mode = mode
+    block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_config, config)
+    tell_hash_block_size(kv_config, hash_block_size)
+    return kv_config, block_size, hash_block_size
+
+
+@functools.cache
+def _shared_config() -> VllmConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        model = ModelConfig(
+            model=str(write_model(Path(folder))),
+            skip_tokenizer_init=True,
+            dtype="float16",
+            max_model_len=MAX_LENGTH,
+        )
+        return VllmConfig(
+            model_config=model,
+            cache_config=CacheConfig(block_size=32, enable_prefix_caching=True),
+            scheduler_config=SchedulerConfig(
+                max_model_len=MAX_LENGTH,
+                is_encoder_decoder=False,
+                max_num_seqs=8,
+                max_num_batched_tokens=MAX_LENGTH,
+                enable_chunked_prefill=True,
+            ),
+            device_config=DeviceConfig("cpu"),
+        )

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What else vLLM can be asked to do: some of the seeds ask for one such thing.
+
+Each feature keeps the engines and events that the seed drew, as far as the feature allows. All its
+draws are its own, so that seeds without a feature are as they were.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+from tests.simulation.engines.answering import PLAIN, Answering
+from tests.simulation.engines.settings import EngineShape
+from tests.simulation.plan import (
+    SLOW_S,
+    Event,
+    Plan,
+    blocks_of,
+    groups_of,
+    has_states,
+)
+from tests.simulation.scenes import hand_off
+
+_OFTEN: Final = 0.2
+
+_CHUNKED: Final = {"window": "chunk", "window and full": "chunk and full"}
+
+
+def featured(plan: Plan, draw: random.Random) -> Plan:
+    """The same with a feature, for some of the plans; the plan itself for the others.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    if draw.random() >= _OFTEN:
+        return plan
+    return draw.choice(FEATURES)(plan, draw)
+
+
+def _full_pool(plan: Plan, draw: random.Random) -> Plan:
+    """The KV of two prompts fills all blocks of a decode engine, none of which is left for their
+    last tokens. Both are loaded at once, and others wait behind them."""
+    plan = _without(plan, "kill", "restart", "stop", "jump", "end_thread")
+    consumers = [each for each in plan.engines if each.role != "kv_producer"]
+    decode = draw.choice(consumers)
+    others = [each for each in plan.engines if each.role != "kv_consumer" and each is not decode]
+    prefill = draw.choice(others)
+    groups = groups_of(decode.family)
+    engines = []
+    for each in plan.engines:
+        # The largest request fits: 60 tokens, in blocks of 4, 8 or 16.
+        blocks = 2 * groups * (32 // each.block_size)
+        engine = replace(each, step_s=0.0)
+        if each is decode:
+            engine = replace(engine, blocks=max(blocks, groups * -(-60 // each.block_size)))
+        else:
+            engine = replace(engine, slots=max(each.slots, 40 * groups))
+        engines.append(engine)
+    if draw.random() < 0.5:
+        engines = [_drafting(each, draw) for each in engines]
+    happens: list[tuple[int, str, dict[str, Any]]] = []
+    for _ in range(3):
+        for family in draw.sample(range(3), draw.choice((2, 3))):
+            length = draw.choice((33, 33, 33, 37))
+            how = hand_off(prefill.name, decode.name, (family, length))
+            how["tokens"] = draw.choice((1, 3, 8))
+            happens.append((draw.choice((0, 1, 10)), "hand_off", how))
+        if draw.random() < 0.5:
+            prompt = draw.randrange(3), draw.choice((5, 33, 37))
+            how = {"engine": decode.name, "prompt": prompt, "tokens": 3, "priority": 0}
+            happens.append((draw.choice((0, 100)), "serve", how))
+        happens.append((draw.choice((100, 1000)), "hand_off", happens[0][2]))
+    trouble = {"slow_copies": SLOW_S} if draw.random() < 0.5 else {}
+    if draw.random() < 0.3:
+        for _ in range(3):
+            abort = draw.choice((3, 10, 30)), "abort", {"number": draw.randrange(4)}
+            happens.insert(draw.randrange(1, len(happens) + 1), abort)
+    events = tuple(Event(what, how, acts, i) for i, (acts, what, how) in enumerate(happens))
+    return replace(plan, engines=tuple(engines), events=events, pace=0.0002, trouble=trouble)
+
+
+def _ranks(plan: Plan, draw: random.Random) -> Plan:
+    """Engines of several sizes hand off to each other."""
+    if has_states(plan.engines[0].family):  # states are not resharded
+        return _apart(plan, draw)
+    sizes = draw.choice(((1, 2), (1, 2), (2, 4), (1, 4)))
+    number = draw.randrange(2)
+    engines = []
+    for place, each in enumerate(plan.engines):
+        late = draw.choice((0.0, 0.3))
+        engines.append(replace(each, ranks=sizes[(number + place) % 2], late_reports=late))
+    return replace(plan, engines=tuple(engines))
+
+
+def _apart(plan: Plan, draw: random.Random) -> Plan:
+    """Of two ranks one reports a step later than the other."""
+    late = draw.choice((0.1, 0.5, 0.9))
+    engines = tuple(replace(each, ranks=2, late_reports=late) for each in plan.engines)
+    return replace(plan, engines=engines)
+
+
+def _ends(plan: Plan, draw: random.Random) -> Plan:
+    """Prefill engines answer several tokens, stop tokens end answers, and structured output has a
+    request wait for its grammar."""
+    events = []
+    for event in plan.events:
+        how = event.how
+        if event.what == "hand_off":
+            how = how | {
+                "answers": draw.choice((1, 2, 8)),
+                "prefill_how": _answering(draw),
+                "decode_how": _answering(draw),
+            }
+        elif event.what == "serve" and not getattr(how.get("wish"), "prefetch", False):
+            how = how | {"how": _answering(draw)}
+        events.append(replace(event, how=how))
+    return replace(plan, events=tuple(events))
+
+
+def _answering(draw: random.Random) -> Answering:
+    if draw.random() < 0.4:
+        return PLAIN
+    compile_s = draw.choice((None, None, 0.0, 0.01, 1.0))
+    return Answering(
+        stops=draw.choice((0, 2, 2, 4)),
+        min_tokens=draw.choice((0, 0, 2)),
+        compile_s=compile_s,
+        compiles=compile_s is None or draw.random() < 0.8,
+    )
+
+
+def _sessions(plan: Plan, draw: random.Random) -> Plan:
+    """Streaming sessions go on where their last answer ended, or are to be handed off."""
+    # They hold their blocks while they wait for their client, so that no cache can be reset.
+    plan = _without(plan, "update_weights", "reset")
+    events = [
+        replace(event, how=event.how | {"session": draw.random() < 0.5})
+        if event.what == "hand_off"
+        else event
+        for event in plan.events
+    ]
+    for _ in range(draw.choice((1, 2, 4))):
+        engine = draw.choice(plan.engines)
+        family = draw.randrange(3)
+        lengths = draw.choice(((5, 8), (13, 5), (20, 2, 8), (8, 8, 8, 8)))
+        how: dict[str, Any] = {
+            "engine": engine.name,
+            "prompts": tuple((family, length) for length in lengths),
+            "tokens": draw.choice((1, 3, 4)),
+            "pause": draw.choice((0.0, 0.01, 0.5)),
+            "ahead": draw.random() < 0.5,
+        }
+        if engine.role != "kv_consumer" and draw.random() < 0.5:
+            decode = draw.choice([each for each in plan.engines if each.role != "kv_producer"])
+            how |= {"params": {"do_remote_decode": True}, "decode": decode.name}
+        event = Event("converse", how, draw.choice((0, 10, 100)), 0)
+        events.insert(draw.randrange(len(events) + 1), event)
+    return replace(plan, events=_numbered(events))
+
+
+def _drafts(plan: Plan, draw: random.Random) -> Plan:
+    """Engines propose tokens, of which some are wrong."""
+    if has_states(plan.engines[0].family):  # states would have to be rolled back
+        return _ends(plan, draw)
+    return replace(plan, engines=tuple(_drafting(each, draw) for each in plan.engines))
+
+
+def _drafting(engine: EngineShape, draw: random.Random) -> EngineShape:
+    if has_states(engine.family) or draw.random() < 0.2:
+        return engine
+    drafts = draw.choice((1, 3, 5))
+    # vLLM schedules a request with all its drafts, or not at all.
+    return replace(engine, drafts=drafts, step_tokens=max(engine.step_tokens, 16))
+
+
+def _kinds(plan: Plan, draw: random.Random) -> Plan:
+    """Models attend to chunks, or keep the state after each block."""
+    family = plan.engines[0].family
+    if family in _CHUNKED:
+        engines = tuple(replace(each, family=_CHUNKED[family]) for each in plan.engines)
+        return replace(plan, engines=engines)
+    if has_states(family) and plan.engines[0].caching:
+        engines = tuple(
+            replace(
+                each,
+                states="all",
+                hosts=False,
+                shares=False,
+                # Each block of a prompt may keep a state.
+                blocks=each.blocks + blocks_of(family, each.block_size, 0),
+            )
+            for each in plan.engines
+        )
+        events = [event for event in plan.events if event.what != "lie"]
+        return _unhinted(replace(plan, engines=engines, events=_numbered(events)))
+    return _drafts(plan, draw)
+
+
+def _beside(plan: Plan, draw: random.Random) -> Plan:
+    """Another connector stands beside ours, and loads what we never hear of."""
+    if has_states(plan.engines[0].family):  # it restores positions
+        return _apart(plan, draw)
+    places = draw.choice((("before",), ("after",), ("before", "after", "")))
+    engines = tuple(
+        replace(
+            each,
+            beside=draw.choice(places),
+            runner=draw.choice(("v1", "v2")),
+            overlap=each.overlap and draw.random() < 0.5,
+        )
+        for each in plan.engines
+    )
+    trouble = plan.trouble | {"other_often": float(draw.choice((20, 50, 100)))}
+    if draw.random() < 0.5:
+        trouble["other_later"] = 1.0
+    if draw.random() < 0.5:
+        trouble["other_fails"] = draw.choice((0.1, 0.5))
+    return _unhinted(replace(plan, engines=engines, trouble=trouble))
+
+
+FEATURES: Final[tuple[Callable[[Plan, random.Random], Plan], ...]] = (
+    _full_pool,
+    _ranks,
+    _apart,
+    _ends,
+    _sessions,
+    _drafts,
+    _kinds,
+    _beside,
+)
+
+
+def _unhinted(plan: Plan) -> Plan:
+    """The same without hints, whose model does not know of what the feature brings."""
+    return replace(
+        plan,
+        events=tuple(
+            replace(event, how={name: each for name, each in event.how.items() if name != "wish"})
+            for event in plan.events
+        ),
+    )
+
+
+def _without(plan: Plan, *kinds: str) -> Plan:
+    """The same without events of these kinds."""
+    return replace(plan, events=_numbered([each for each in plan.events if each.what not in kinds]))
+
+
+def _numbered(events: list[Event]) -> tuple[Event, ...]:
+    return tuple(replace(event, number=number) for number, event in enumerate(events))

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants that only a device punishes: a fence or a wait less between a stream and what it orders.
+
+On a CPU the forward pass and each copy are over when their calls return, so that none of these
+would show there.
+"""
+
+from typing import Final
+
+from tests.simulation.mutants.faults import mutant
+
+_WORKER: Final = "omni_connector.vllm_v1.worker"
+_STAGING: Final = "omni_connector.copy.staged"
+
+DEVICE: Final = (
+    mutant(
+        "device: no fence to a layer",
+        "a layer is copied, hashed and published before the device has written it",
+        (
+            _WORKER,
+            "        forward.computed(layer, self._copier.fence())\n",
+            "        forward.computed(layer, None)\n",
+        ),
+    ),
+    mutant(
+        "device: the first layer's fence",
+        "later layers are copied when the first of the pass is there",
+        (
+            "omni_connector.copy.layered",
+            "        self.fence = fence\n        if layer in self._computed:\n",
+            "        self.fence = self.fence or fence\n        if layer in self._computed:\n",
+        ),
+    ),
+    mutant(
+        "device: no fence at the end of the pass",
+        "what was not copied layer by layer is copied before the device has written it",
+        (
+            _WORKER,
+            "            forward.end(self._copier.fence() if self._copier is not None else None)\n",
+            "            forward.end(None)\n",
+        ),
+    ),
+    mutant(
+        "device: a fence of the copying thread",
+        "a copy marks its own thread's stream, not the engine's",
+        (
+            "omni_connector.copy.layered",
+            "layer_range.number, *ids, goes_on, self._forward.fence, of_these)",
+            "layer_range.number, *ids, goes_on, self._copier.fence(), of_these)",
+        ),
+    ),
+    mutant(
+        "device: jobs without a fence",
+        "blocks are read and filled while the engine's work before is still to come",
+        (
+            _WORKER,
+            "self._copier.fence() if fence is None else fence)",
+            "fence)",
+        ),
+    ),
+    mutant(
+        "device: a save waits for nothing",
+        "the stream of copies goes on although it was given a fence",
+        (
+            _STAGING,
+            "                self._stream.wait(call.copy.fence)\n",
+            "                pass\n",
+        ),
+    ),
+    mutant(
+        "device: zeroes are not finished",
+        "a load has ended while its blocks are still to be zeroed",
+        (
+            _STAGING,
+            "                self._groups[group].zero(self._stream, on_device)\n"
+            "            finally:\n"
+            "                self._stream.finish(None)\n",
+            "                self._groups[group].zero(self._stream, on_device)\n"
+            "            finally:\n"
+            "                pass\n",
+        ),
+    ),
+    mutant(
+        "device: one staging buffer",
+        "a buffer is filled again before what was in it has arrived",
+        (_STAGING, "            yield _Batch(number % 2, ", "            yield _Batch(0, "),
+    ),
+    mutant(
+        "device: slots are published too soon",
+        "a slot is hashed and published before the copy into it has ended",
+        (
+            _STAGING,
+            "                    self._stream.finish(under_way[0])\n",
+            "                    pass\n",
+        ),
+    ),
+    mutant(
+        "device: the batch before is not finished",
+        "of two batches the first is taken from its buffer before it is there",
+        (
+            _STAGING,
+            "                        self._stream.finish(before[0])\n",
+            "                        pass\n",
+        ),
+    ),
+    mutant(
+        "device: loads are done too soon",
+        "a load is reported while the device still fills its blocks",
+        (
+            _STAGING,
+            "                    self._stream.finish(under_way[0])\n",
+            "                    if end == self._land:\n"
+            "                        self._stream.finish(under_way[0])\n",
+        ),
+        (
+            _STAGING,
+            " write blocks, after an error.\n                self._stream.finish(None)\n",
+            "\n                if end == self._land:\n"
+            "                    self._stream.finish(None)\n",
+        ),
+    ),
+    mutant(
+        "device: copies on another stream",
+        "what is launched is in no order with the fence that was waited for",
+        (
+            _STAGING,
+            "        with self._lock, self._stream.active():\n            # All of them at once",
+            "        with self._lock:\n            # All of them at once",
+        ),
+    ),
+    mutant(
+        "device: what is not pinned",
+        "the device is given slots that were not pinned yet",
+        (
+            _STAGING,
+            "(pieces < 0).any() or (rows + nbytes > self.ends[pieces]).any()",
+            "(pieces < 0).any()",
+        ),
+    ),
+    mutant(
+        "device: half of the buffers",
+        "after a failed allocation there is one of two staging buffers, for ever",
+        (
+            _STAGING,
+            "            pair += [make(nbytes), make(nbytes)]\n",
+            "            for _ in range(2):\n                pair.append(make(nbytes))\n",
+        ),
+    ),
+)

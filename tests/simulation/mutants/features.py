@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants that only features of vLLM show which few seeds use; see `simulation.features`."""
+
+from typing import Final
+
+from tests.simulation.mutants.faults import mutant
+
+FEATURES: Final = (
+    mutant(
+        "defect: loads fill the pool",
+        "requests whose KV was loaded hold all blocks, and none of them finds one to go on",
+        (
+            "omni_connector.vllm_v1.load_room",
+            "        if self._needs and not self._has_room(request, local, end):",
+            "        if False:",
+        ),
+    ),
+    mutant(
+        "room for loads is kept for who is over",
+        "an aborted request whose KV was loaded reserves its blocks for ever",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            "        self._room.ends(request.request_id)\n        if self._adapters",
+            "        if self._adapters",
+        ),
+    ),
+    mutant(
+        "defect: another connector's loads are kept",
+        "blocks that another connector was to load instead of a peer's are kept, whether it did",
+        (
+            "omni_connector.prefix.shared_prefix",
+            "            prompt.had = num_computed\n",
+            "            pass\n",
+        ),
+    ),
+    mutant(
+        "what another connector loads is kept at once",
+        "blocks are kept before vLLM has heard whether another connector has loaded them",
+        (
+            "omni_connector.prefix.saves",
+            "if had is not None and request.num_computed_tokens > had:",
+            "if False:",
+        ),
+    ),
+    mutant(
+        "ranks are as many as here",
+        "KV of a peer with other ranks is read as that of one with as many",
+        (
+            "omni_connector.handoff.receiver",
+            "if peer.ranks != self._compatibility.ranks or not same_bytes(theirs, ours):",
+            "if not same_bytes(theirs, ours):",
+        ),
+    ),
+    mutant(
+        "any rank's heads",
+        "of a peer with other ranks the first heads are read",
+        (
+            "omni_connector.kv.heads",
+            "    first = target_rank // target_copies * target_heads\n",
+            "    first = 0\n",
+        ),
+    ),
+    mutant(
+        "an answer that stops early is none",
+        "a prefill that ends at a stop token is not handed off",
+        (
+            "omni_connector.handoff.sender",
+            '    {"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED", "FINISHED_REPETITION"}',
+            '    {"FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"}',
+        ),
+    ),
+    mutant(
+        "a shortened prompt is answered on",
+        "a prefill of a model with windows or states goes on behind the prompt that it hands off",
+        (
+            "omni_connector.handoff.truncation",
+            "    request.num_prompt_tokens -= 1\n    answer_one_token(request)\n",
+            "    request.num_prompt_tokens -= 1\n",
+        ),
+    ),
+    mutant(
+        "a session is handed off",
+        "the first prompt of a streaming session is handed off, while the session goes on",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            '            refusal = "resumable"\n',
+            "            pass\n",
+        ),
+    ),
+    mutant(
+        "drafters have KV of their own",
+        "speculative decoding without KV of its own is refused",
+        (
+            "omni_connector.vllm_v1.specs",
+            '{"mlp_speculator", "medusa", "ngram", "ngram_gpu", "suffix"}',
+            '{"mlp_speculator", "medusa", "suffix"}',
+        ),
+    ),
+    mutant(
+        "a chunk is a window",
+        "of local attention other blocks are handed off than the next token reads",
+        (
+            "omni_connector.kv.shapes",
+            "            first = num_tokens // self.window * self.window // self.block_size\n",
+            "            first = max(0, num_tokens - self.window + 1) // self.block_size + 1\n",
+        ),
+    ),
+    mutant(
+        "states of mode all are those of all tokens",
+        "the states at the ends of earlier blocks are handed off, too, which nobody has kept",
+        (
+            "omni_connector.vllm_v1.specs",
+            '    if kinds == {"mamba"}:\n        return "last", 0\n',
+            '    if kinds == {"mamba"} and group.kv_cache_spec.mamba_cache_mode != "all":\n'
+            '        return "last", 0\n',
+        ),
+    ),
+    mutant(
+        "ranks report as one",
+        "a job ends only if all ranks report it in one step",
+        (
+            "omni_connector.copy.ledger",
+            "            if job.ranks_left <= 0:\n",
+            "            if ranks >= self._ranks:\n",
+        ),
+    ),
+    mutant(
+        "what a reset has let go of does not end",
+        "ranks that report a copy after a reset has waited for it are not heard",
+        (
+            "omni_connector.copy.ledger",
+            "            if job is None:\n                continue\n",
+            "            if job is None or not job.block_ids:\n                continue\n",
+        ),
+    ),
+    mutant(
+        "slots are voided under a copy",
+        "at a reset slots are voided at once, also where a rank still copies into them",
+        (
+            "omni_connector.vllm_v1.worker",
+            "            self._saves.submit(NO_JOB_ID, self._saver.void_work(*metadata.void))\n",
+            "            list(self._saver.void_work(*metadata.void)(lambda: False))\n",
+        ),
+    ),
+)

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants of what requests ask of the prefix cache: pins, quotas, and what is kept out of it."""
+
+from typing import Final
+
+from tests.simulation.mutants.faults import mutant
+
+HINTS: Final = (
+    mutant(
+        "a pin does not end",
+        "slots whose pins are past their time stay pinned",
+        (
+            "omni_connector.arena.slot_pool",
+            "        due = numbers[ends <= now]\n",
+            "        due = numbers[:0]\n",
+        ),
+    ),
+    mutant(
+        "a pinned slot is evicted",
+        "pinned slots are in the order of eviction as others are",
+        (
+            "omni_connector.arena.eviction",
+            "        kinds[self.pinned[numbers]] = _PINNED\n",
+            "",
+        ),
+    ),
+    mutant(
+        "a quota evicts pinned slots",
+        "the pinned slots of a tenant make room for what it keeps later",
+        (
+            "omni_connector.arena.eviction",
+            "        here = numbers[self.here(numbers) & ~self.pinned[numbers]]\n",
+            "        here = numbers[self.here(numbers)]\n",
+        ),
+    ),
+    mutant(
+        "pinned slots are thought to be available",
+        "hand-offs and saves take as many slots as if no cached slot were pinned",
+        (
+            "omni_connector.arena.slot_pool",
+            "        return self._num_free + self.num_cached - self._order.num_pinned\n",
+            "        return self._num_free + self.num_cached\n",
+        ),
+    ),
+    mutant(
+        "slots that leave the cache stay counted as pinned",
+        "a pinned slot that a hand-off takes out of the cache still counts among those in it",
+        (
+            "omni_connector.arena.eviction",
+            "            self.num_pinned -= count if stamp % _KINDS == _PINNED else 0\n",
+            "",
+        ),
+    ),
+    mutant(
+        "a pinned slot lacks twice",
+        "a hand-off that uses pinned slots again is thought to need room for them",
+        (
+            "omni_connector.arena.slot_pool",
+            "        lost = len(from_cache) - np.count_nonzero(self.pinned(from_cache))\n",
+            "        lost = len(from_cache)\n",
+        ),
+    ),
+    mutant(
+        "a later pin ends an earlier one",
+        "a pin that is asked for last counts, even if it ends sooner",
+        (
+            "omni_connector.arena.slot_pool",
+            "            self._pinned_until[numbers] = np.maximum(former, end)\n",
+            "            self._pinned_until[numbers] = end\n",
+        ),
+    ),
+    mutant(
+        "favoured slots are not bounded",
+        "requests may have any number of blocks stay longer than those of others",
+        (
+            "omni_connector.arena.eviction",
+            "self._favoured[numbers] | self.pinned[numbers]\n",
+            "self.pinned[numbers]\n",
+        ),
+    ),
+    mutant(
+        "evicted slots stay counted as favoured",
+        "what was favoured once is taken from what may be pinned, for ever",
+        (
+            "omni_connector.arena.slot_pool",
+            "            self._count_privileged(evicted)\n",
+            "",
+        ),
+    ),
+    mutant(
+        "pins that have ended stay counted",
+        "what was pinned once is taken from what may be pinned, until it is evicted",
+        (
+            "omni_connector.arena.slot_pool",
+            "            self._count_privileged(due)\n",
+            "",
+        ),
+    ),
+    mutant(
+        "salts that are not listed are tenants",
+        "each cache salt that a client chooses has a quota of its own",
+        (
+            "omni_connector.prefix.hints",
+            "not (ANY_SALT in tenants or cache_salt in tenants)",
+            "not tenants",
+        ),
+    ),
+    mutant(
+        "pins go beyond the part of the arena",
+        "only what one tenant may pin is bounded",
+        (
+            "omni_connector.prefix.hints",
+            "min(left, left_of_tenant)",
+            "left_of_tenant",
+        ),
+    ),
+    mutant(
+        "pins of a tenant go beyond its part",
+        "only what all tenants together may pin is bounded",
+        (
+            "omni_connector.prefix.hints",
+            "min(left, left_of_tenant)",
+            "left",
+        ),
+    ),
+    mutant(
+        "a pin is for one block",
+        "of the blocks of a step only the first is pinned",
+        (
+            "omni_connector.prefix.hints",
+            "                slots[known | ((~known).cumsum() <= room)],\n",
+            "                slots[known | ((~known).cumsum() <= min(room, 1))],\n",
+        ),
+    ),
+    mutant(
+        "a pin outlives its block",
+        "a slot that becomes free stays pinned, with whatever it holds next",
+        (
+            "omni_connector.arena.eviction",
+            " = self.pinned[numbers] = False\n",
+            " = False\n",
+        ),
+    ),
+    mutant(
+        "a pin outlives its weights",
+        "what is held when the weights change stays pinned",
+        (
+            "omni_connector.arena.eviction",
+            "        self.pinned[:] = False\n",
+            "",
+        ),
+    ),
+    mutant(
+        "favoured blocks are pinned",
+        "what is to be evicted later is never evicted",
+        (
+            "omni_connector.arena.eviction",
+            "        kinds = np.where(self._favoured[numbers], 2, self._again[numbers])\n",
+            "        kinds = np.where(self._favoured[numbers], _PINNED, self._again[numbers])\n",
+        ),
+    ),
+    mutant(
+        "a quota bounds nobody",
+        "tenants keep as much as the arena has room for",
+        (
+            "omni_connector.prefix.hints",
+            "int(tenant_quota * num_slots) if tenant_quota < 1 else None\n",
+            "None\n",
+        ),
+    ),
+    mutant(
+        "a tenant's slots are not given back",
+        "slots that become free still count as those of their tenant",
+        (
+            "omni_connector.arena.slot_pool",
+            "        self._disown(gone)\n",
+            "",
+        ),
+    ),
+    mutant(
+        "an evicted slot stays its tenant's",
+        "slots that other blocks get still count as those of their tenant",
+        (
+            "omni_connector.arena.slot_pool",
+            "            self._disown(evicted)\n",
+            "",
+        ),
+    ),
+    mutant(
+        "defect: pins of a hand-off's slots go beyond the quota",
+        "a tenant that keeps all that it may gets the slots of its hand-offs too, by pinning them",
+        (
+            "omni_connector.arena.slot_pool",
+            "            more = more[: self._room(tenant, len(more))]\n",
+            "",
+        ),
+    ),
+    mutant(
+        "defect: what nobody finds any more stays pinned",
+        "the slots of a copy whose request has gone take room for pins until the copy has ended",
+        (
+            "omni_connector.arena.slot_pool",
+            "        self._order.unused(lost)\n",
+            "",
+        ),
+    ),
+    mutant(
+        "what shall not be kept is kept",
+        "`cache: no` changes nothing",
+        (
+            "omni_connector.prefix.saves",
+            '        if prompt.hints.cache != "no":\n',
+            "        if True:\n",
+        ),
+    ),
+    mutant(
+        "what a neighbour has is not brought",
+        "blocks in another arena of the host are neither pinned nor fetched ahead",
+        (
+            "omni_connector.prefix.hints",
+            "        return self.prefetch or self.pin_s > 0\n",
+            "        return False\n",
+        ),
+    ),
+    mutant(
+        "a prefetch answers on",
+        "a request that only brings blocks computes its whole answer",
+        (
+            "omni_connector.vllm_v1.requests",
+            "    if hints.prefetch and request.kv_transfer_params is None:\n",
+            "    if False:\n",
+        ),
+    ),
+    mutant(
+        "a wrong hint ends the engine",
+        "hints of a wrong type are not caught",
+        (
+            "omni_connector.prefix.hints",
+            "            except (msgspec.ValidationError, UnicodeError, RecursionError):\n",
+            "            except (UnicodeError, RecursionError):\n",
+        ),
+    ),
+    mutant(
+        "new blocks that are asked for are passed over",
+        "where new blocks are kept at second sight only, so are those that a request asks to keep",
+        (
+            "omni_connector.prefix.host_blocks",
+            "        admitted = np.array([each.hints.asks_arena for each in new], bool)\n"
+            "        others = [each for each in new if not each.hints.asks_arena]\n",
+            "        admitted = np.zeros(len(new), bool)\n        others = new\n",
+        ),
+    ),
+    mutant(
+        "of a long prompt only a part is pinned",
+        "blocks that are asked for do not wait for the end of the copies under way",
+        (
+            "omni_connector.prefix.saves",
+            "        self.waiting += waiting\n",
+            "",
+        ),
+    ),
+    mutant(
+        "what waits is saved whatever its block holds",
+        "blocks whose turn it is are copied although vLLM has given them to others",
+        (
+            "omni_connector.prefix.saves",
+            "                there = self._hash_of(whose, first.block_id) == first.cached_as\n",
+            "                there = True\n",
+        ),
+    ),
+    mutant(
+        "what waits is forgotten at rest",
+        "an engine without requests and copies makes no further step for blocks that wait",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            " or (self._shared is not None and bool(self._shared.saves.waiting))\n",
+            "\n",
+        ),
+    ),
+    mutant(
+        "what waits outlives its weights",
+        "blocks that waited when the weights changed are kept as those of the new ones",
+        (
+            "omni_connector.prefix.saves",
+            "        self.waiting.clear()\n",
+            "",
+        ),
+    ),
+    mutant(
+        "what waits takes its turn early",
+        "copies of blocks that have waited hold more KV blocks than copies may",
+        (
+            "omni_connector.prefix.saves",
+            "        room = min(_AT_ONCE, host.room(self._max_held - self.num_held))\n",
+            "        room = host.room(_AT_ONCE)\n",
+        ),
+    ),
+    mutant(
+        "what is being loaded is saved",
+        "blocks of a request that vLLM does not schedule yet are saved, too",
+        (
+            "omni_connector.prefix.saves",
+            "            if tokens := scheduled.get(request.request_id):\n",
+            "            if (tokens := scheduled.get(request.request_id, 0)) >= 0:\n",
+        ),
+    ),
+)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants of what requests have beside their tokens."""
+
+from typing import Final
+
+from tests.simulation.mutants.faults import mutant
+
+INPUTS: Final = (
+    mutant(
+        "digests know tokens alone",
+        "where block hashes are not compared, a hand-off of another salt or image is loaded",
+        (
+            "omni_connector.handoff.prompt",
+            '[text.encode("utf-8", "surrogatepass") for text in self.extra]',
+            "[]",
+        ),
+    ),
+    mutant(
+        "salts are not compared",
+        "engines of other block sizes load a hand-off of another salt",
+        (
+            "omni_connector.vllm_v1.requests",
+            '[f"salt={request.cache_salt}"] if request.cache_salt is not None else []',
+            "[]",
+        ),
+    ),
+    mutant(
+        "images are not compared",
+        "engines of other block sizes load a hand-off of another image",
+        (
+            "omni_connector.vllm_v1.requests",
+            '        extra.append(f"mm={feature.identifier}@{place.offset}+{place.length}")\n',
+            "        del place\n",
+        ),
+    ),
+    mutant(
+        "embeddings are taken for tokens",
+        "a prompt of embeddings is handed off by the tokens in their place",
+        (
+            "omni_connector.vllm_v1.requests",
+            "    if tokens is None or request.prompt_embeds is not None:",
+            "    if tokens is None:",
+        ),
+    ),
+    mutant(
+        "adapters are not compared",
+        "what one adapter has computed is handed off to another one",
+        (
+            "omni_connector.vllm_v1.requests",
+            "    if adapter:\n",
+            "    if False:\n",
+        ),
+    ),
+    mutant(
+        "an arena's keys know an adapter's name alone",
+        "its blocks are found by engines that have loaded other files of that name",
+        (
+            "omni_connector.prefix.prompts",
+            "        if not self.adapter:\n",
+            "        if True:\n",
+        ),
+    ),
+    mutant(
+        "a store's keys know an adapter's name alone",
+        "its blocks are found by engines that have loaded other files of that name",
+        (
+            "omni_connector.prefix.prompts",
+            '        return f"{engines}/{self.adapter}" if self.adapter else engines\n',
+            "        return engines\n",
+        ),
+    ),
+    mutant(
+        "an adapter is what lies there now",
+        "its files were written anew since vLLM has loaded it",
+        (
+            "omni_connector.identity.adapters",
+            "        if versions != {seen.version}:\n",
+            "        if False:\n",
+        ),
+    ),
+)

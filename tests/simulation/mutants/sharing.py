@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants of what engines of one host share: indexes, kept slots, loads without a lease."""
+
+from typing import Final
+
+from tests.simulation.mutants.faults import mutant
+
+SHARING: Final = (
+    mutant(
+        "a decode engine keeps its index",
+        "an engine that hands nothing off shares after a reset what it had before",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            "            self._directory.void()\n",
+            "            pass\n",
+        ),
+        (
+            "omni_connector.prefix.host_blocks",
+            "            self._pool.forget()  # where nothing is handed off, nobody else does\n",
+            "",
+        ),
+    ),
+    mutant(
+        "what an index lists is waited for",
+        "a load waits for a slot that an index lists, and nobody fills",
+        (
+            "omni_connector.copy.loading",
+            "            if step.keys is not None:\n",
+            "            if False:\n",
+        ),
+        (
+            "omni_connector.copy.loading",
+            "            if isinstance(error, SlotPendingError) and step.keys is not None:\n",
+            "            if False:\n",
+        ),
+    ),
+    mutant(
+        "hits wait for their arenas",
+        "a neighbour counts before its arenas are attached, and a load waits for them",
+        (
+            "omni_connector.copy.loading",
+            "        arenas = self._arenas.open(waits=job.keys is None)\n",
+            "        arenas = self._arenas.open()\n",
+        ),
+        (
+            "omni_connector.transports.peer_arenas",
+            "        return ready\n",
+            "        return True\n",
+        ),
+    ),
+    mutant(
+        "the own arena is attached",
+        "an engine reads its own arena as that of a peer, through its socket",
+        (
+            "omni_connector.transports.peer_arenas",
+            "        if (own := self._arenas.own.get(endpoints)) is not None:\n",
+            "        if (own := None) is not None:\n",
+        ),
+        (
+            "omni_connector.copy.loading",
+            "        arenas = self._arenas.open(waits=job.keys is None)\n",
+            "        arenas = self._arenas.open()\n",
+        ),
+    ),
+    mutant(
+        "keys of headers are not compared",
+        "whatever is in the slot that an index lists is taken for the block",
+        (
+            "omni_connector.copy.loading",
+            "        if step.keys is not None and [header.key",
+            "        if False and [header.key",
+        ),
+    ),
+    mutant(
+        "an index outlives its epoch",
+        "after a reset peers find what was kept before",
+        (
+            "omni_connector.arena.slot_pool",
+            "            self.listing.clear()\n",
+            "            pass\n",
+        ),
+    ),
+    mutant(
+        "keys outlive their epoch",
+        "what is kept after a reset has keys as before",
+        (
+            "omni_connector.prefix.shared_prefix",
+            "                self._host.rename(self._prefix.encode())\n",
+            "                pass\n",
+        ),
+    ),
+    mutant(
+        "evicted slots stay listed",
+        "a slot that is about to be filled anew is found by the block that it held",
+        (
+            "omni_connector.arena.slot_pool",
+            "            self.listing.hide(numbers)\n",
+            "            pass\n",
+        ),
+    ),
+    mutant(
+        "slots are listed too soon",
+        "a slot is found from the moment that its copy is decided",
+        (
+            "omni_connector.arena.slot_pool",
+            "            self.listing.name(group, keys, numbers)\n",
+            "            self.listing.name(group, keys, numbers)\n"
+            "            self.listing.show(numbers, self.generation[numbers])\n",
+        ),
+    ),
+    mutant(
+        "what was not kept is listed",
+        "a slot whose copy has failed is found",
+        (
+            "omni_connector.prefix.host_blocks",
+            "            if failure is None:\n",
+            "            if True:\n",
+        ),
+    ),
+    mutant(
+        "kept slots stay held",
+        "a slot that was filled for the host is never evicted",
+        (
+            "omni_connector.prefix.host_blocks",
+            "            self._pool.let_go(spec.slots[::-1])\n",
+            "",
+        ),
+    ),
+    mutant(
+        "room is lost with each block that is kept",
+        "slots that were filled count as being filled",
+        (
+            "omni_connector.prefix.host_blocks",
+            "        self._keeping.discard(spec)\n",
+            "",
+        ),
+    ),
+    mutant(
+        "copies into the arena hold no blocks",
+        "what is copied for the host is not held",
+        (
+            "omni_connector.prefix.saves",
+            "        job_id = self._ledger.start(spec.blocks, end, soon=_COPY_S)\n",
+            "        job_id = self._ledger.start(BlockSpans.of(()), end, soon=_COPY_S)\n",
+        ),
+    ),
+    mutant(
+        "a failed part counts",
+        "a request whose load from one of several arenas has failed goes on as if it had not",
+        (
+            "omni_connector.prefix.shared_prefix",
+            "        elif prompt.failure is None:\n            return\n",
+            "        else:\n            return\n",
+        ),
+    ),
+    mutant(
+        "the first part is the load",
+        "a request of which one arena has sent its part is computed with",
+        (
+            "omni_connector.vllm_v1.worker",
+            "            if self._loads_left[spec.request_id] <= 0:\n",
+            "            if True:\n",
+        ),
+    ),
+    mutant(
+        "a failed load from the host is told to vLLM",
+        "whose policy may end the request for it",
+        (
+            "omni_connector.vllm_v1.worker",
+            "        if type(spec) is LoadSpec and",
+            "        if isinstance(spec, LoadSpec) and",
+        ),
+    ),
+    mutant(
+        "a load that has failed is tried again",
+        "vLLM counts the blocks of the first load too, and the request waits for itself",
+        (
+            "omni_connector.prefix.shared_prefix",
+            "        prompt.loads, prompt.found = False, None\n",
+            "        prompt.found = None\n",
+        ),
+    ),
+    mutant(
+        "hits are believed",
+        "an engine is told that slots were read which it does not have",
+        (
+            "omni_connector.arena.slot_pool",
+            "        known = (numbers >= 0) & (numbers < len(self.generation))\n",
+            "        known = numbers >= 0\n",
+        ),
+    ),
+    mutant(
+        "blocks are kept before they are full",
+        "the block that a step begins to fill is listed with those that it fills",
+        (
+            "omni_connector.prefix.saves",
+            "            first, end = prompt.sent[g], computed // shape.block_size\n",
+            "            first, end = prompt.sent[g], -(-computed // shape.block_size)\n",
+        ),
+    ),
+    mutant(
+        "a window is all that is there",
+        "the tokens before a gap are offered with those after it, which are not there",
+        (
+            "omni_connector.prefix.prompts",
+            "        if all(held.has(shape.needed",
+            "        if True or all(held.has(shape.needed",
+        ),
+    ),
+    mutant(
+        "the last state is that of all blocks",
+        "the state at a step's end is kept for each block that the step has filled",
+        (
+            "omni_connector.kv.spans",
+            "    return [\n        block_id if hash_of(block_id) == key else NULL_BLOCK_ID\n",
+            '    if shape.attention_type == "last" and hash_of(block_ids[-1]) == hashes[-1]:\n'
+            "        return block_ids[-1:] * len(block_ids)\n"
+            "    return [\n        block_id if hash_of(block_id) == key else NULL_BLOCK_ID\n",
+        ),
+    ),
+)

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold of hints after each step of an engine.
+
+The model follows requests from outside: by the hashes that vLLM computes of their tokens, and by
+how many of these have been computed. It compares that with the headers of the slots that the
+engine's index lists, and with which slots the engine says to be pinned.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from omni_connector.handoff.prompt import Prompt
+from tests import inspection
+from tests.simulation.engines.engine import SimulatedEngine
+from tests.simulation.hints import NO_WISH, Wish
+from tests.simulation.surroundings.world import Violation
+
+# Of a block's hash, so many bytes are in the header of its slot, after those that name the group.
+_GROUP_BYTES: Final = 8
+_HASH_BYTES: Final = 24
+
+
+@dataclass
+class Wishes:
+    """What the requests of all engines have asked.
+
+    Args:
+        looked_at: whether there are any; nothing is looked at where there are none.
+
+    Attributes:
+        given: the wish of each request that has one, by id.
+        handed: requests that are handed off, and whose blocks are kept whatever they say.
+        wanted: hashes of blocks that some request lets the engines keep.
+        salts: the salt of the requests that have each block, by its hash.
+    """
+
+    looked_at: bool
+    given: dict[str, Wish] = field(default_factory=dict)
+    handed: set[str] = field(default_factory=set)
+    wanted: set[bytes] = field(default_factory=set)
+    salts: dict[bytes, str | None] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Pin:
+    """A block that an engine has pinned.
+
+    Attributes:
+        tag: of the block, in the engine's index.
+        until: when the pin ends.
+        listed: whether the index has listed the block since.
+    """
+
+    tag: int
+    until: float = 0.0
+    listed: bool = False
+
+
+def nothing_useless_is_stored(half: Any, stored: Iterable[str]) -> None:
+    """Check that the store holds no block that nobody but its engine can find.
+
+    Args:
+        half: the scheduler half of an engine.
+        stored: keys of the shared store.
+
+    Raises:
+        Violation: it holds one.
+    """
+    own = inspection.prefix_of_nobody_else(half)
+    if own is not None and any(own in key for key in stored):
+        raise Violation("store_flushed", "a block is stored that no other engine can find")
+
+
+class Promises:
+    """Looks at how one engine follows hints.
+
+    Args:
+        engine: it.
+        wishes: of the requests of all engines.
+        copies_fail: whether a copy may fail or be cancelled, with which the pins of its blocks
+            end.
+    """
+
+    def __init__(self, engine: SimulatedEngine, wishes: Wishes, *, copies_fail: bool) -> None:
+        self._engine = engine
+        self._wishes = wishes
+        self._copies_fail = copies_fail
+        self._beginnings: tuple[bytes, ...] = ()
+        self._filled: Counter[tuple[str, int]] = Counter()  # blocks that were looked at
+        self._went_on: set[str] = set()  # requests that a reset has come in between
+        self._asked: set[int] = set()  # tags of all blocks that were to be pinned since the reset
+        self._pinned: set[int] = set()  # tags of those that are
+        self._pins: dict[bytes, _Pin] = {}  # by what is in the header of the slot
+        self._handed: dict[int, int] = {}  # slots that hand-offs took, and in which generation
+        self._seen: Mapping[int, bytes] = {}
+        # Blocks that wait until earlier copies have ended: whose they are, and of which group.
+        self._late: list[tuple[str, Wish, int, list[bytes]]] = []
+
+    def look(self, half: Any, names: Mapping[int, bytes], stored: Iterable[str]) -> None:
+        """Look at a scheduler half that has just built a step.
+
+        Args:
+            names: the keys in the headers of the slots that its index lists, by slot.
+            stored: keys of the shared store.
+
+        Raises:
+            Violation: a hint was not followed.
+        """
+        if not (self._wishes.looked_at and inspection.shares_prefixes(half)):
+            return
+        hosts = inspection.shares(half)
+        if hosts:
+            self._notice_reset(half)
+            slots = inspection.pinned(half)
+            before, self._pinned = self._pinned, set(inspection.tags(half)[slots].tolist())
+        now = self._engine.world.now
+        late, self._late = self._late, []
+        for asked in late:
+            self._asks(half, *asked, now, before)
+        for request_id in self._engine.latest:
+            request = self._engine.scheduler.requests.get(request_id)
+            if request is None:
+                continue
+            wish = self._wishes.given.get(request_id, NO_WISH)
+            for g, keys in self._newly_filled(half, request):
+                self._remember(request, wish, keys)
+                if hosts and (wish.prefetch or wish.pin_s):
+                    self._asks(half, request_id, wish, g, keys, now, before)
+        self._nothing_unwanted(names, stored)
+        if hosts:
+            self._pins_stay(set(names.values()), now)
+            self._bounds_hold(half, inspection.privileged(half), names)
+            self._copies_hold_few(half)
+
+    def _notice_reset(self, half: Any) -> None:
+        beginnings = inspection.key_beginnings(half)
+        if beginnings != self._beginnings:
+            self._beginnings = beginnings
+            self._went_on |= self._engine.scheduler.requests.keys()
+            self._filled.clear()  # they may be filled anew, for other weights
+            self._asked.clear()
+            self._late.clear()
+            self._pins.clear()
+            self._pinned.clear()
+
+    def _newly_filled(self, half: Any, request: Any) -> Iterable[tuple[int, list[bytes]]]:
+        for g, (size, step) in enumerate(inspection.block_sizes(half)):
+            first = self._filled[request.request_id, g]
+            end = min(request.num_computed_tokens // size, len(request.block_hashes) // step)
+            if end > first:
+                self._filled[request.request_id, g] = end
+                hashes = request.block_hashes[(first + 1) * step - 1 : end * step : step]
+                yield g, [bytes(each) for each in hashes]
+
+    def _remember(self, request: Any, wish: Wish, keys: list[bytes]) -> None:
+        hashes = [key[:_HASH_BYTES] for key in keys]
+        if wish.keeps or request.request_id in self._wishes.handed:
+            self._wishes.wanted.update(hashes)
+        self._wishes.salts.update(dict.fromkeys(hashes, request.cache_salt))
+
+    def _asks(
+        self,
+        half: Any,
+        request_id: str,
+        wish: Wish,
+        group: int,
+        keys: list[bytes],
+        now: float,
+        before: set[int],
+    ) -> None:
+        """A request wants these blocks, which the step fills, to be kept here, or pinned: now, or
+        when it is their turn."""
+        if wish.pin_s:
+            self._asked.update(inspection.tags_of_blocks(half, group, keys).tolist())
+        if request_id in self._went_on:  # which of its blocks are kept is not known here
+            return
+        waiting = inspection.waiting(half)
+        if late := [key for key in keys if (group, key) in waiting]:
+            self._late.append((request_id, wish, group, late))
+            keys = [key for key in keys if (group, key) not in waiting]
+        tags = inspection.tags_of_blocks(half, group, keys).tolist()
+        whole = inspection.keeps_all(half, group)
+        here = [inspection.in_arena(half, group, key) for key in keys]
+        if whole and not all(here) and self._evicts_nothing(half):
+            raise Violation(
+                "hint_ignored",
+                f"{self._engine.name} does not keep blocks of {request_id}",
+            )
+        if not wish.pin_s:
+            return
+        refused = 0
+        for key, tag, kept in zip(keys, tags, here, strict=True):
+            if tag not in self._pinned:
+                refused += whole and kept
+            elif whole or tag not in before:  # of a window, not all blocks are there to be kept
+                name = self._beginnings[group] + key[:_HASH_BYTES]
+                pin = self._pins.setdefault(name, _Pin(tag))
+                pin.until = max(pin.until, now + wish.pin_s)
+        shape = self._engine.shape
+        privileged = len(inspection.privileged(half))
+        room = shape.pin_part * inspection.num_slots(half) - privileged
+        if refused and shape.tenant_quota == 1 and room >= 1:
+            raise Violation(
+                "hint_ignored",
+                f"{shape.name} does not pin {refused} blocks of {request_id}, "
+                "although they are in its arena, and there is room",
+            )
+
+    def _evicts_nothing(self, half: Any) -> bool:
+        """Whether all blocks that a step has filled have had room, and took it from no other."""
+        return (
+            self._engine.shape.tenant_quota == 1
+            and inspection.free_slots(half) > 0
+            and not inspection.counted(half, "blocks_dropped")
+        )
+
+    def _nothing_unwanted(self, names: Mapping[int, bytes], stored: Iterable[str]) -> None:
+        for slot, name in names.items():
+            if self._seen.get(slot) != name and name[_GROUP_BYTES:] not in self._wishes.wanted:
+                raise Violation(
+                    "hint_ignored",
+                    f"{self._engine.name} lists a block that no request lets it keep",
+                )
+        self._seen = names
+        for key in stored:
+            if bytes.fromhex(key.rsplit("/", 1)[1])[:_HASH_BYTES] not in self._wishes.wanted:
+                raise Violation("hint_ignored", "a block is stored that no request lets be stored")
+
+    def _pins_stay(self, listed: set[bytes], now: float) -> None:
+        name = self._engine.name
+        if not self._pinned <= self._asked:
+            raise Violation("hint_ignored", f"{name} pins what no request wants to be pinned")
+        for key, pin in list(self._pins.items()):
+            if pin.until <= now:
+                del self._pins[key]
+            elif key in listed:
+                pin.listed = True
+            elif pin.listed:
+                raise Violation("pin_broken", f"{name} has evicted a block before its pin ended")
+            elif pin.tag not in self._pinned:
+                if not self._copies_fail:
+                    raise Violation("pin_broken", f"{name} pins a block no more, which is copied")
+                del self._pins[key]
+
+    def _bounds_hold(self, half: Any, privileged: Any, names: Mapping[int, bytes]) -> None:
+        shape, num_slots = self._engine.shape, inspection.num_slots(half)
+        if len(privileged) > shape.pin_part * num_slots:
+            raise Violation(
+                "beyond_bounds", f"{shape.name} has {len(privileged)} pinned or favoured slots"
+            )
+        if shape.tenant_quota == 1:
+            return
+        generations = inspection.generations(half)
+        for handoff in inspection.handoffs(half):
+            for slot in handoff.held.tolist():
+                self._handed[slot] = generations[slot]
+        above_others = set(privileged.tolist())
+        kept: Counter[str | None] = Counter()
+        privileged_of: Counter[str | None] = Counter()
+        for slot, name in names.items():
+            tenant = self._wishes.salts[name[_GROUP_BYTES:]]
+            if "*" not in shape.tenants and tenant not in shape.tenants:
+                tenant = None
+            privileged_of[tenant] += slot in above_others
+            if slot in above_others or self._handed.get(slot) != generations[slot]:
+                kept[tenant] += 1
+        for tenant, number in kept.items():
+            if (
+                number > shape.tenant_quota * num_slots
+                or privileged_of[tenant] > shape.tenant_quota * shape.pin_part * num_slots
+            ):
+                raise Violation(
+                    "beyond_bounds",
+                    f"{shape.name} keeps {number} blocks of tenant {tenant!r}, "
+                    f"{privileged_of[tenant]} of them pinned or favoured, in {num_slots} slots",
+                )
+
+    def _copies_hold_few(self, half: Any) -> None:
+        most = self._engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks // 4
+        if (held := inspection.being_kept(half)[1]) > max(1, most):
+            raise Violation("beyond_bounds", f"copies of {self._engine.name} hold {held} blocks")
+
+
+def arena_is_free(half: Any) -> bool:
+    """Whether all slots of an engine at rest can be taken for one hand-off, and nothing is pinned,
+    or counted as a tenant's, then. Takes the place of what is cached."""
+    directory = inspection.directory(half)
+    if directory is None:
+        return True
+    if directory.pool.num_pinned or len(inspection.pinned(half)):
+        return False
+    prompt = Prompt(token_ids=(0,), num_tokens=1)
+    handoff = directory.open(prompt, [[None] * directory.num_slots])
+    if handoff is None or len(np.unique(handoff.held)) < directory.num_slots:
+        return False
+    owned = inspection.owned(half)
+    privileged = directory.pool.num_privileged
+    directory.close(handoff.token)
+    return not owned and not privileged

@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One schedule from its plan to its end, and what must hold there."""
+
+import contextlib
+import functools
+import gc
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from vllm.v1 import kv_cache_interface
+
+from omni_connector import config, plugin
+from omni_connector.arena import block_index
+from omni_connector.copy import host, jobs
+from omni_connector.native_copy import native_copy
+from omni_connector.native_probe import native_probe
+from omni_connector.net import runtime
+from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
+from omni_connector.prefix import saves, store_jobs
+from omni_connector.stores import file_folder, file_store
+from omni_connector.stores.shared_blocks import CORRUPT
+from omni_connector.transports import reading
+from tests.simulation import HASHES_VARIABLE
+from tests.simulation.check import held_by, leftovers, sizes
+from tests.simulation.cluster import Cluster
+from tests.simulation.engines.engine import SimulatedEngine
+from tests.simulation.engines.settings import HANDOFF_TTL_S, EngineShape
+from tests.simulation.plan import LONGEST, Plan, groups_of
+from tests.simulation.promises import arena_is_free
+from tests.simulation.surroundings.world import Killed, Violation
+
+_QUIET_S: Final = 700.0
+"""Seconds after which everything that is remembered for a while is forgotten too."""
+
+_TICKS_S: Final = 1.2
+
+# Failures, as they are counted, that need something to go wrong.
+_FAULTS: Final = {
+    "checksum_mismatch",
+    "copy_thread_died",
+    "incompatible_peer",
+    "job_failed",
+    "load_failed",
+    "malformed_answer",
+    "not_computed",
+    "not_introduced",
+    "other_epoch",
+    "peer_refused",
+    "peer_unreachable",
+    "save_failed",
+}
+# Exceptions that nothing from outside causes; what is provoked raises others.
+_BUGS: Final = (AssertionError, AttributeError, LookupError, NameError, TypeError)
+# After so many new connections a peer may have given up to introduce itself.
+_MANY: Final = 2
+_STALE: Final = {"stale_slot", "weights_changed"}
+
+# Where machine code is asked for, by which name, and what gives it.
+_NATIVE: Final[list[tuple[Any, str, Any]]] = [
+    (host, "native_copy", native_copy),
+    (block_index, "native_probe", native_probe),
+]
+
+# What says the same for each engine of a process: it is asked once.
+_THE_SAME_FOR_ALL: Final[list[tuple[Any, str]]] = [
+    (plugin, "installed_vllm"),
+    (config, "get_type_hints"),
+    (runtime, "of_kernel"),
+    (kv_cache_interface, "get_dtype_size"),
+]
+
+_HANG_CPU_S: Final = 20
+_HANG_S: Final = 300
+_MOST_ACTS: Final = 400_000
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a schedule has shown.
+
+    Attributes:
+        kind: what should have held.
+        text: what did not.
+        story: what happened before, a line each.
+    """
+
+    kind: str
+    text: str
+    story: tuple[str, ...]
+
+
+def run(plan: Plan) -> Failure | None:
+    """Run a schedule; None when all held."""
+    return told(plan)[0]
+
+
+def told(plan: Plan) -> tuple[Failure | None, tuple[str, ...]]:
+    """The same, and what happened, a line each; of schedules that agree in all of it no draw
+    differs."""
+    cluster: Cluster | None = None
+    failure = None
+    errors = _Errors()
+    threads, descriptors = threading.active_count(), _descriptors()
+    with _alarm(), errors:
+        try:
+            jobs.BATCH_BYTES = plan.piece_bytes  # type: ignore[misc]
+            for module, name, made in _NATIVE:
+                setattr(module, name, made if plan.native else _nothing)
+            cluster = Cluster(plan)
+            _run(cluster, plan, errors)
+            cluster.close()
+            _nothing_of_the_process(cluster, threads, descriptors)
+        except Violation as violation:
+            failure = Failure(violation.kind, str(violation), _story(cluster))
+            with contextlib.suppress(BaseException):
+                if cluster is not None:
+                    cluster.close()
+        finally:
+            if cluster is not None:
+                cluster.shelf.close()
+                for name in {owner for owner, _ in cluster.host.arenas.values()}:
+                    cluster.host.kill(name)
+                for owner in [*cluster.host.views, *cluster.host.neighbourhood.homes]:
+                    cluster.host.kill(owner)
+    return failure, _story(cluster) if failure is None else failure.story
+
+
+def _run(cluster: Cluster, plan: Plan, errors: "_Errors") -> None:
+    world = cluster.world
+    before: dict[SimulatedEngine, dict[str, int]] = {}
+
+    def look() -> None:
+        for engine in cluster.engines.values():
+            if engine not in before:
+                before[engine] = sizes(engine)
+        late = cluster.overdue()
+        if late is not None and late.engine.stalled and _stalls_by_itself(late.engine.shape, plan):
+            cluster.give_up(late)
+        elif late is not None:
+            raise Violation("never_ends", f"{late.request_id} at {late.engine.name} does not end")
+        errors.look(cluster)
+        if world.acts > _MOST_ACTS:
+            raise Violation("never_ends", f"nothing is quiet after {world.acts} acts")
+
+    look()
+    for event in plan.events:
+        last = world.acts + event.acts
+        world.run(lambda last=last: world.acts >= last, world.now + 5.0)  # type: ignore[misc]
+        getattr(cluster, event.what)(**event.how)
+        look()
+    _settle(cluster, plan, look)
+    _nothing_is_left(cluster, before)
+
+
+def _stalls_by_itself(shape: EngineShape, plan: Plan) -> bool:
+    """Whether vLLM may give all blocks to requests that wait: to streaming sessions, or to loads of
+    another connector."""
+    sessions = any(event.what == "converse" or event.how.get("session") for event in plan.events)
+    return sessions or bool(shape.beside)
+
+
+def _settle(cluster: Cluster, plan: Plan, look: Any) -> None:
+    world = cluster.world
+
+    def quieten() -> None:
+        while not cluster.quiet:
+            world.run(lambda: cluster.quiet, world.now + 5.0)
+            look()
+
+    quieten()
+    for liar in cluster.liars:
+        liar.close()
+    # Leases and whatever else has a time to live.
+    for seconds in (0.0, HANDOFF_TTL_S / 2, HANDOFF_TTL_S, HANDOFF_TTL_S, _QUIET_S):
+        world.advance(seconds)
+        end = world.now + _TICKS_S
+        cluster.lag += seconds + _TICKS_S
+        world.run(lambda end=end: world.now >= end, end)  # type: ignore[misc]
+        look()
+        if not seconds and not cluster.excuses:
+            _nothing_waits_for_its_time(cluster, plan)
+    for name in sorted(cluster.deaf):
+        cluster.serve(name, (0, 1), 1, 0)
+    quieten()
+    if cluster.deaf:  # what that step has begun comes to its end
+        end = world.now + _TICKS_S
+        world.run(lambda: world.now >= end, end)
+    while len(cluster.engines) < len(cluster.shapes):
+        world.run(lambda: len(cluster.engines) == len(cluster.shapes), world.now + 5.0)
+        look()
+
+
+def _nothing_waits_for_its_time(cluster: Cluster, plan: Plan) -> None:
+    """Where nothing went wrong, leases and slots end with their requests, not with their time to
+    live; and nothing fails as it does where something goes wrong."""
+    for engine in cluster.engines.values():
+        slots, leases = held_by(engine)
+        if leases:
+            raise Violation("left_behind", f"{engine.name} has {leases} leases, and no requests")
+        if slots and not cluster.lingers:
+            raise Violation("left_behind", f"{engine.name} holds {slots} slots for nobody")
+        # Where nothing is leased, a slot may be used again before it is read.
+        faults = _FAULTS if cluster.voids or engine.shape.hosts else _FAULTS | _STALE
+        if cluster.liars:  # an index that lies may name a slot of another group, of another length
+            faults = faults - {"peer_refused"}
+        if _pins_take_room(engine.shape, plan):  # its lease gets too old meanwhile
+            faults = faults - {"peer_unreachable"}
+        if failures := engine.failures & faults:
+            raise Violation(
+                "request_failed", f"{engine.name} counts {sorted(failures)}, and nothing went wrong"
+            )
+
+
+def _pins_take_room(shape: EngineShape, plan: Plan) -> bool:
+    """Whether a prompt that is to be handed on may wait for slots until a pin has ended."""
+    left = shape.slots - int(shape.pin_part * shape.slots)
+    return left < groups_of(shape.family) * -(-LONGEST // shape.block_size) and any(
+        event.how["wish"].pin_s for event in plan.events if event.how.get("wish")
+    )
+
+
+def _nothing_is_left(cluster: Cluster, before: dict[SimulatedEngine, dict[str, int]]) -> None:
+    cluster.shelf.look()
+    for engine in cluster.engines.values():
+        if CORRUPT in engine.failures and not cluster.spoiled:
+            raise Violation("wrong_bytes", f"{engine.name} finds other bytes than were stored")
+    for engine in cluster.engines.values():
+        left = leftovers(engine, before.get(engine, {}))
+        if left:
+            raise Violation("left_behind", f"{engine.name} keeps {'; '.join(left[:6])}")
+        if engine.halves and not arena_is_free(engine.halves[0]):
+            raise Violation("left_behind", f"{engine.name} has slots that nothing can use")
+        for view in cluster.host.views.get(str(engine.owner), ()):
+            if not view.alive:
+                raise Violation("left_behind", f"{engine.name} maps an arena whose owner is gone")
+        if cluster.host.neighbourhood.mapped_of_the_gone(str(engine.owner)):
+            gc.collect()  # the index is unmapped with the last object that looks things up in it
+        if gone := cluster.host.neighbourhood.mapped_of_the_gone(str(engine.owner)):
+            raise Violation("left_behind", f"{engine.name} maps the indexes of {gone}")
+        if "not_introduced" in engine.failures and cluster.reconnects < _MANY:
+            raise Violation("request_failed", f"{engine.name} is not introduced anew")
+        if lost := cluster.net.lost_by(str(engine.owner)):
+            raise Violation("left_behind", f"{engine.name} has {lost} links to who is gone")
+
+
+def _nothing_of_the_process(cluster: Cluster, threads: int, descriptors: int) -> None:
+    alive = [
+        actor.name
+        for actor in cluster.world.actors
+        if actor.owner is not None and getattr(actor, "is_alive", lambda: False)()
+    ]
+    if alive:
+        raise Violation("left_behind", f"threads that do not end: {alive}")
+    views = {owner: len(views) for owner, views in cluster.host.views.items() if views}
+    if views:
+        raise Violation("left_behind", f"mappings after the end: {views}")
+    if cluster.net.routers or cluster.net.links:
+        raise Violation("left_behind", "sockets after the end")
+    if threading.active_count() > threads:
+        raise Violation("left_behind", "threads of the process")
+    for owner in {owner for owner, _ in cluster.host.arenas.values()}:
+        raise Violation("left_behind", f"the arena of {owner}")
+    if _descriptors() > descriptors:
+        gc.collect()  # what a killed engine was in the middle of
+    if _descriptors() > descriptors:
+        raise Violation("left_behind", f"{_descriptors() - descriptors} descriptors")
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _story(cluster: Cluster | None) -> tuple[str, ...]:
+    if cluster is None:
+        return ()
+    world = cluster.world
+    start = world.story[0][0] if world.story else 0.0
+    lines = [f"{when - start:9.4f}  {text}" for when, text in world.story]
+    end = f"{world.now - start:9.4f}  the end, after {world.acts} acts"
+    return (*lines, f"{end} (the next draw would be {world.draw.random():.4f})")
+
+
+class _Errors(logging.Handler):
+    """What the connector itself calls an error."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self._lines: list[str] = []
+        self._bugs: list[str] = []
+        self._loggers = [
+            logging.getLogger(name) for name in ("vllm.omni_connector", "omni_connector")
+        ]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and isinstance(record.exc_info[1], Killed):
+            return  # no process writes a log after its SIGKILL
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text += f" ({type(record.exc_info[1]).__name__}: {record.exc_info[1]})"
+            if isinstance(record.exc_info[1], _BUGS):
+                self._bugs.append(text)
+        self._lines.append(text)
+
+    def look(self, cluster: Cluster) -> None:
+        """Raise for what was not provoked."""
+        lines, self._lines = self._lines, []
+        if cluster.expected_errors:
+            lines = self._bugs
+        if lines:
+            raise Violation("exception", lines[0])
+
+    def __enter__(self) -> "_Errors":
+        for logger in self._loggers:
+            logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for logger in self._loggers:
+            logger.removeHandler(self)
+
+
+@contextlib.contextmanager
+def _alarm() -> Iterator[None]:
+    """End what hangs, where signals can be had."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_: object) -> None:
+        raise Violation("hangs", "an act does not end")
+
+    former = [signal.signal(number, ring) for number in (signal.SIGALRM, signal.SIGPROF)]
+    signal.setitimer(signal.ITIMER_PROF, _HANG_CPU_S)
+    signal.alarm(_HANG_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.alarm(0)
+        for number, handler in zip((signal.SIGALRM, signal.SIGPROF), former, strict=True):
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def laboratory() -> Iterator[None]:
+    """What holds while schedules run: a runtime folder of one's own, small pieces, no sleep."""
+    folder = tempfile.mkdtemp(prefix="omni-sim-")
+    variables = {
+        RUNTIME_DIR_VARIABLE: folder,
+        HASHES_VARIABLE: "0",  # else vLLM draws what its hashes of blocks begin with
+    }
+    former = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    patched: list[tuple[Any, str, Any]] = [
+        (jobs, "BATCH_BYTES", 1),
+        *_NATIVE,
+        (store_jobs, "_MAX_ROWS", 2),
+        (store_jobs, "_STAGING_BUFFERS", 2),
+        (file_store, "_A_THREAD", 2),
+        (file_folder, "_PARTS", 1),
+        (saves, "_TOGETHER", 2),  # answers are short
+        (saves, "_MANY", 2),  # and so are prompts
+        (reading, "_FETCH_AGAIN_S", 0.02),  # each time, several threads act
+        (time, "sleep", _no_sleep),
+        *(
+            (module, name, functools.cache(getattr(module, name)))
+            for module, name in _THE_SAME_FOR_ALL
+        ),
+    ]
+    unraisable = sys.unraisablehook
+    sys.unraisablehook = lambda _: None  # of generators that ended with a killed engine
+    kept = [(module, name, getattr(module, name)) for module, name, _ in patched]
+    levels = []
+    for name in ("vllm", "vllm.omni_connector", "omni_connector"):
+        logger = logging.getLogger(name)
+        levels.append((logger, logger.level, logger.propagate))
+        logger.setLevel(logging.ERROR)
+        logger.propagate = False  # whoever keeps a record keeps the frames of its exception
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)
+    for module, name, value in patched:
+        setattr(module, name, value)
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(torch_threads)
+        gc.collect()
+        sys.unraisablehook = unraisable
+        gc.enable()
+        gc.unfreeze()
+        for module, name, value in kept:
+            setattr(module, name, value)
+        for logger, level, propagate in levels:
+            logger.setLevel(level)
+            logger.propagate = propagate
+        for variable, content in former.items():
+            if content is None:
+                del os.environ[variable]
+            else:
+                os.environ[variable] = content
+        shutil.rmtree(folder)
+
+
+def _nothing() -> None:
+    """What there is of machine code where llvmlite is missing."""
+
+
+def _no_sleep(seconds: float) -> None:
+    raise Violation("engine_waits", f"something sleeps for {seconds} s")

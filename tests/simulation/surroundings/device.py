@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A simulated accelerator: what is launched on it happens later, in an order that the seed draws.
+
+Each stream does its work in order. Between two streams only fences order anything, and only a
+stream that was finished has done its work. So whoever reads a layer before the forward pass has
+written it reads what was there before; whoever reads host memory before a copy into it has ended
+reads poison; and of two writers without a fence between them either comes last, or they mix, as a
+piece of work is split where it can be.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from omni_connector.copy.copier import BlockCopier
+from omni_connector.copy.staged import StagedCopier
+from omni_connector.copy.stream import Stream
+from omni_connector.kv.segments import reserved_of
+from tests.simulation.surroundings.world import (
+    NEVER,
+    Actor,
+    Killed,
+    Violation,
+    World,
+)
+from tests.toy_runner import WrongBytes
+
+_POISON: Final = 0x5A
+
+_Work = Callable[[], object]
+
+
+class DeviceFailed(RuntimeError):
+    """What a call of a failed device raises, or of one without memory."""
+
+
+class Event:
+    """A place in the work of a stream.
+
+    Attributes:
+        done: whether all work before it is done.
+    """
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+class Queue:
+    """The work of one stream that is not done yet: work, events to reach, and events to wait for.
+
+    Attributes:
+        failed: whether the stream does no more work.
+    """
+
+    def __init__(self) -> None:
+        self.failed = False
+        self._entries: deque[tuple[str, Any]] = deque()
+
+    def launch(self, work: _Work) -> None:
+        """Put work on it."""
+        self._entries.append(("work", work))
+
+    def mark(self) -> Event:
+        """Mark the work so far."""
+        event = Event()
+        self._entries.append(("mark", event))
+        self._pass()
+        return event
+
+    def wait(self, event: Event) -> None:
+        """Do nothing that is launched from now on before an event."""
+        self._entries.append(("wait", event))
+        self._pass()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can do some work now."""
+        self._pass()
+        return bool(self._entries) and self._entries[0][0] == "work"
+
+    def take(self) -> _Work:
+        """The next work, which the caller does."""
+        _, work = self._entries.popleft()
+        done: _Work = work
+        return done
+
+    def fail(self) -> None:
+        """Lose all work, and do none any more."""
+        self.failed = True
+        self._entries.clear()
+
+    def _pass(self) -> None:
+        """Go past events that are reached."""
+        while self._entries:
+            kind, event = self._entries[0]
+            if kind == "work" or (kind == "wait" and not event.done):
+                return
+            event.done = True
+            self._entries.popleft()
+
+
+class Device(Actor):
+    """One engine's accelerator: all its ranks' streams, whose work it does when it is drawn.
+
+    Args:
+        world: that it lives in.
+        owner: the engine's incarnation.
+        failing: how often an allocation fails, and `finish` finds that the device has failed.
+
+    Attributes:
+        engine: the engine's own stream.
+        closing: whether the engine ends, whose thread may then wait.
+    """
+
+    def __init__(self, world: World, owner: str, failing: tuple[float, float]) -> None:
+        super().__init__(f"{owner}'s device", owner)
+        self.world = world
+        self.engine = Queue()
+        self.others = Queue()
+        self.closing = False
+        self._failing = failing
+        self._queues = [self.engine, self.others]
+        world.add(self)
+
+    def stream(self) -> "SimulatedStream":
+        """A stream beside the engine's own."""
+        queue = Queue()
+        self._queues.append(queue)
+        return SimulatedStream(self, queue)
+
+    def launch(self, queue: Queue, work: _Work) -> None:
+        """Put work on a stream."""
+        queue.launch(work)
+        self.due = min(self.due, self.world.now)
+
+    def act(self) -> None:
+        self.due = self.world.now if self._step() else NEVER
+
+    def finish(self, event: Event, queue: Queue) -> None:
+        """Do work until an event of a stream is reached, and perhaps other work meanwhile."""
+        while not event.done:
+            if queue.failed:
+                raise DeviceFailed("the device has failed")
+            if not self._step() and not event.done:
+                raise Violation("hangs", f"{self.name} waits for a fence that nothing marks")
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory that holds poison."""
+        if self.world.chance(self._failing[0]):
+            self.world.tell(f"{self.name} has no memory")
+            raise DeviceFailed("out of memory")
+        return torch.full((nbytes,), _POISON, dtype=torch.int8)
+
+    def fails(self) -> bool:
+        """Whether a stream fails now."""
+        return self.world.chance(self._failing[1])
+
+    def close(self) -> None:
+        """Lose all work."""
+        self.world.remove(self)
+        for queue in self._queues:
+            queue.fail()
+
+    def _step(self) -> bool:
+        """Do one piece of work; False where there is none, but perhaps events that are reached."""
+        if self.owner in self.world.dead:
+            raise Killed
+        ready = [queue for queue in self._queues if queue.ready]
+        if not ready:
+            return False
+        work = (ready[0] if len(ready) == 1 else self.world.draw.choice(ready)).take()
+        try:
+            work()
+        except Violation as violation:
+            self.blame(violation)
+        except WrongBytes as error:
+            self.blame(Violation("wrong_bytes", f"{self.name}: {error}"))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the seed has failed
+            text = f"{self.name}: {type(error).__name__}: {error}"
+            self.blame(Violation("engine_died", text))
+        return True
+
+    def blame(self, violation: Violation) -> None:
+        """Have the schedule fail. The thread that happens to wait for the device goes on, as a copy
+        thread would take what is raised for the failure of its job."""
+        self.world.violation = self.world.violation or violation
+
+
+class SimulatedStream(Stream):
+    """A stream of a simulated device, as the copier of devices uses it.
+
+    Args:
+        device: whose.
+        queue: its work.
+    """
+
+    def __init__(self, device: Device, queue: Queue) -> None:
+        self._device = device
+        self._queue = queue
+        self._entered = 0
+        self._closed = False
+        # Addresses of the host's memory that the device may use: a piece may not be left in a copy.
+        self._host: list[tuple[int, int]] = []
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        self._entered += 1
+        try:
+            yield
+        finally:
+            self._entered -= 1
+
+    def launch(self, work: _Work, *, host: torch.Tensor | None = None, lands: bool = False) -> None:
+        if self._queue.failed:
+            raise DeviceFailed("the device has failed")
+        if host is not None:
+            start, end = _extent(host)
+            if not any(first <= start and end <= last for first, last in self._host):
+                raise Violation("wrong_bytes", "a device copies to memory that is not pinned")
+        if host is not None and lands:
+            host.fill_(_POISON)
+        # As with CUDA, what is launched outside goes to a stream that no fence is waited for on.
+        self._device.launch(self._queue if self._entered else self._device.others, work)
+
+    def fence(self) -> object:
+        # Of the stream that the calling thread uses: another thread's is not the engine's.
+        acting = self._device.world.acting
+        is_engine = not acting or acting[-1].on_engine_thread
+        return (self._device.engine if is_engine else self._device.others).mark()
+
+    def wait(self, fence: object) -> None:
+        if not isinstance(fence, Event):
+            raise TypeError(f"not a fence of this device: {fence!r}")
+        self._queue.wait(fence)
+
+    def mark(self) -> object:
+        return self._queue.mark()
+
+    def finish(self, mark: object | None) -> None:
+        if not self._device.closing:
+            self._device.world.forbid_engine("an accelerator's copy")
+        if self._device.fails():
+            self._device.world.tell(f"a stream of {self._device.name} fails")
+            self._queue.fail()
+        if self._queue.failed:
+            raise DeviceFailed("the device has failed")
+        event = mark if isinstance(mark, Event) else self._queue.mark()
+        self._device.finish(event, self._queue)
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        buffer = self._device.allocate(nbytes)
+        self._host.append(_extent(buffer))
+        return buffer
+
+    def device_buffer(self, nbytes: int) -> torch.Tensor:
+        return self._device.allocate(nbytes)
+
+    def to_device(self, ids: NDArray[np.int64]) -> torch.Tensor:
+        self._device.allocate(0)
+        return torch.from_numpy(ids.copy())
+
+    def pin(self, slots: NDArray[np.uint8]) -> bool:
+        if not self._closed:
+            self._host.append(_extent(torch.from_numpy(slots)))
+        return not self._closed
+
+    def close(self) -> None:
+        self._closed = True
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor with no gaps but between its rows."""
+    rows = tensor.shape[0] if tensor.dim() > 1 else 1
+    last = (rows - 1) * tensor.stride(0) + tensor[0].numel() if rows > 1 else tensor.numel()
+    return tensor.data_ptr(), tensor.data_ptr() + last
+
+
+class DeviceCopier:
+    """The copier for devices, with slots that are pinned piece by piece, and not all of them.
+
+    Looks whether blocks that it has zeroed stay zero, as no answer depends on all of them.
+
+    Args:
+        device: that it copies on.
+        canonical, layout: the cache, and the slots.
+        buffers: slots that a staging buffer holds.
+    """
+
+    def __init__(self, device: Device, canonical: Any, layout: Any, buffers: int) -> None:
+        self._device = device
+        self._inner: BlockCopier = StagedCopier(
+            canonical, layout, device.stream(), staging_bytes=buffers * layout.slot_bytes
+        )
+        self._reserved = [
+            [canonical.view(each, torch.uint8) for each in reserved_of(pages)]
+            for pages in canonical.pages
+        ]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
+        """Zero, and see that nothing launched before the fence comes after it."""
+        device = self._device
+        self._inner.zero(group, block_ids, fence=fence)
+        if isinstance(fence, Event):
+            device.finish(fence, device.engine)
+        blocks = torch.from_numpy(block_ids)
+        if any(bool(view[blocks].any()) for view in self._reserved[group]):
+            device.blame(Violation("wrong_bytes", f"{device.name}: zeroed blocks are not zero"))
+
+    def pin(self, slots: NDArray[np.uint8]) -> bool:
+        """Pin pieces of a few slots, some later and some never."""
+        world = self._device.world
+        first = 0
+        while first < len(slots) and world.chance(0.85):
+            end = first + world.draw.randrange(1, 5)
+            pin = partial(self._inner.pin, slots[first:end])
+            world.later(world.draw.choice((0.0, 0.05, 1.0)), pin)
+            first = end
+        return True

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arenas of peers and the shared store in a simulation: real memory, and what can go wrong. And the
+file for `omni-connector top`, which stays unwritten."""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.arena.arena import Arena, ArenaView
+from omni_connector.arena.format import SlotHeader
+from omni_connector.errors import PeerUnreachableError, ProtocolError
+from omni_connector.net.rank_socket import RankAnswers
+from omni_connector.net.status import StatusFile
+from omni_connector.prefix.attaching import Arenas, AskAttached, Attached
+from omni_connector.stores.block_store import BlockStore
+from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
+from tests.simulation.surroundings.neighbours import Neighbourhood
+from tests.simulation.surroundings.world import Violation, World
+
+
+class Host:
+    """The memory that engines of a world let each other read.
+
+    Attributes:
+        mapped: whether arenas are read in place; else they are fetched.
+        silent: engines that do not answer who attaches.
+        failing: how often an attach or a fetch fails.
+        slow: seconds that a fetch takes at most.
+        garbled: how often a fetch brings other bytes.
+        views: mappings that readers have, by reader.
+        ranks: what answers the scheduler half, by engine and rank.
+        neighbourhood: the engines that share their prefixes.
+    """
+
+    def __init__(self, world: World, *, mapped: bool) -> None:
+        self.world = world
+        self.neighbourhood = Neighbourhood(world)
+        self.mapped = mapped
+        self.silent: set[str] = set()
+        self.failing = 0.0
+        self.slow = 0.0
+        self.garbled = 0.0
+        self.arenas: dict[str, tuple[str, Arena]] = {}
+        self.views: dict[str, list[View]] = {}
+        self.ranks: dict[tuple[str, int], RankAnswers] = {}
+
+    def kill(self, owner: str) -> None:
+        """The process of an engine has ended: its own mappings go, those of others stay."""
+        for address, (name, arena) in list(self.arenas.items()):
+            if name == owner:
+                del self.arenas[address]
+                arena.close()
+        for view in list(self.views.get(owner, ())):
+            view.close()
+        for key in [key for key in self.ranks if key[0] == owner]:
+            del self.ranks[key]
+        self.neighbourhood.kill(owner)
+        self.silent.discard(owner)
+
+    def answer_for_rank(self, owner: str, rank: int, answers: RankAnswers) -> Callable[[], None]:
+        """A worker of an engine answers its scheduler half; returns what ends that."""
+        self.ranks[owner, rank] = answers
+
+        def end() -> None:
+            self.ranks.pop((owner, rank), None)
+
+        return end
+
+
+class SimulatedRanks:
+    """The ranks of an engine; see `attaching.Ranks`."""
+
+    def __init__(self, host: Host, owner: str, num_ranks: int) -> None:
+        self._host = host
+        self._owner = owner
+        self._num_ranks = num_ranks
+
+    def attached(self, engines: Sequence[Arenas]) -> list[bool]:
+        found = []
+        for arenas in engines:
+            asked = [self._host.ranks.get((self._owner, rank)) for rank in range(self._num_ranks)]
+            answers = [
+                Attached(False) if rank is None else rank[AskAttached](AskAttached(arena))
+                for rank, arena in zip(asked, arenas, strict=True)
+            ]
+            found.append(Attached(False) not in answers)
+        return found
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class View(RemoteArena):
+    """An arena of a peer."""
+
+    def __init__(self, host: Host, reader: str, endpoint: Endpoint, view: ArenaView) -> None:
+        self.endpoint = endpoint
+        self._host = host
+        self._reader = reader
+        self._view = view
+        host.views.setdefault(reader, []).append(self)
+
+    @property
+    def slots(self) -> NDArray[np.uint8]:
+        return self._view.slots if self._host.mapped else super().slots
+
+    @property
+    def alive(self) -> bool:
+        found = self._host.arenas.get(self.endpoint.address)
+        return found is not None and found[1].epoch == self.endpoint.epoch
+
+    def verify(self, slot: int, generation: int) -> SlotHeader:
+        try:
+            return self._view.verify(slot, generation)
+        except IndexError as error:
+            raise ProtocolError(f"{self.endpoint.address}: {error}") from error
+
+    def read_into(self, slot_ids: Sequence[int], dst: NDArray[np.uint8]) -> None:
+        host = self._host
+        host.world.forbid_waiting("a fetch")
+        if host.slow:
+            host.world.wait(host.slow * host.world.draw.random())
+        if not self.alive or host.world.chance(host.failing):
+            raise PeerUnreachableError("the fetch failed")
+        dst[:] = self._view.slots[np.asarray(slot_ids), : dst.shape[1]]
+        if host.world.chance(host.garbled):
+            host.world.tell(f"a fetch from {self.endpoint.address} brings other bytes")
+            dst ^= 0x10
+
+    def close(self) -> None:
+        self._view.close()
+        views = self._host.views.get(self._reader, [])
+        if self in views:
+            views.remove(self)
+
+
+class SimulatedTransport(ArenaTransport):
+    """Reads and exports arenas within a world."""
+
+    transport = "shm"
+
+    def __init__(self, host: Host, owner: str) -> None:
+        self._host = host
+        self._owner = owner
+
+    @property
+    def supports_mapping(self) -> bool:
+        return self._host.mapped
+
+    def export(self, arena: Arena, name: str) -> Endpoint:
+        self._host.arenas[name] = (self._owner, arena)
+        return Endpoint.of(arena, self.transport, name)
+
+    def withdraw(self, endpoint: Endpoint) -> None:
+        self._host.arenas.pop(endpoint.address, None)
+
+    def attach(self, endpoint: Endpoint, *, timeout: float) -> RemoteArena:
+        host, world = self._host, self._host.world
+        world.forbid_waiting("attach")
+        owner, arena = host.arenas.get(endpoint.address, ("", None))
+        if owner == self._owner:
+            raise Violation("own_arena", f"{owner} attaches its own arena")
+        if owner in host.silent:
+            world.wait(timeout)
+            raise PeerUnreachableError(f"{owner} does not answer")
+        if arena is None or arena.epoch != endpoint.epoch or world.chance(host.failing):
+            raise PeerUnreachableError(f"nobody has the arena at {endpoint.address}")
+        descriptor = os.dup(arena.fd)
+        try:
+            view = ArenaView.open(
+                descriptor,
+                epoch=endpoint.epoch,
+                n_slots=endpoint.n_slots,
+                slot_bytes=endpoint.slot_bytes,
+            )
+        finally:
+            os.close(descriptor)
+        return View(host, self._owner, endpoint, view)
+
+    def close(self) -> None:
+        for address, (owner, _) in list(self._host.arenas.items()):
+            if owner == self._owner:
+                del self._host.arenas[address]
+
+
+class Shelf:
+    """What clients of a shared store have in common: its entries."""
+
+    def __init__(self) -> None:
+        self.entries: MutableMapping[str, bytes] = {}
+
+    def answers(self, timeout: float) -> bool:
+        """Whether a call finds the store, in time."""
+        return True
+
+    def forget(self) -> None:
+        """Lose entries, as stores do when something is put."""
+
+
+class TroubledShelf(Shelf):
+    """The entries, and what goes wrong with them.
+
+    Attributes:
+        absent: how often a call finds nobody.
+        slow: seconds that a call takes at most.
+        forgets: how often an entry is evicted when something is put.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.absent = 0.0
+        self.slow = 0.0
+        self.forgets = 0.0
+        self._world = world
+
+    def answers(self, timeout: float) -> bool:
+        world = self._world
+        world.forbid_waiting("the shared store")
+        if self.slow:
+            seconds = self.slow * world.draw.random()
+            world.wait(min(seconds, timeout))
+            if seconds > timeout:
+                return False
+        return not world.chance(self.absent)
+
+    def forget(self) -> None:
+        if self.forgets:
+            for key in list(self.entries):
+                if self._world.chance(self.forgets):
+                    del self.entries[key]
+
+    def client(self, owner: str, model: str) -> BlockStore:
+        """What one half of an engine uses.
+
+        Args:
+            owner: the engine.
+            model: what the keys of its engine begin with; see `SimulatedStore`.
+        """
+        return SimulatedStore(self, model)
+
+    def kill(self, owner: str) -> None:
+        """The process of an engine has ended."""
+
+    def look(self) -> None:
+        """Check what must hold at rest."""
+
+    def close(self) -> None:
+        """Let go of the entries."""
+
+
+class SimulatedStore(BlockStore):
+    """One client of a shelf.
+
+    Args:
+        shelf: that it asks.
+        model: what the keys of its engine begin with, as an operator has to give engines that
+            are started with other weights another `model_id`.
+    """
+
+    def __init__(self, shelf: Shelf, model: str = "") -> None:
+        self._shelf = shelf
+        self._model = model
+
+    def exists(self, keys: Sequence[str], *, timeout: float) -> list[bool]:
+        there = self._shelf.answers(timeout)
+        return [there and self._model + key in self._shelf.entries for key in keys]
+
+    def buffer(self, rows: int, row_bytes: int) -> NDArray[np.uint8]:
+        return np.zeros((rows, row_bytes), np.uint8)
+
+    def put(
+        self,
+        keys: Sequence[str],
+        rows: NDArray[np.uint8],
+        lengths: Sequence[int],
+        *,
+        timeout: float,
+    ) -> list[bool]:
+        if not self._shelf.answers(timeout):
+            return [False] * len(keys)
+        for key, row, length in zip(keys, rows, lengths, strict=True):
+            self._shelf.entries.setdefault(self._model + key, row[:length].tobytes())
+        self._shelf.forget()
+        return [True] * len(keys)
+
+    def get(
+        self,
+        keys: Sequence[str],
+        rows: NDArray[np.uint8],
+        lengths: Sequence[int],
+        *,
+        timeout: float,
+    ) -> list[bool]:
+        there = self._shelf.answers(timeout)
+        found = []
+        for key, row, length in zip(keys, rows, lengths, strict=True):
+            entry = self._shelf.entries.get(self._model + key) if there else None
+            found.append(entry is not None and len(entry) == length)
+            if entry is not None and found[-1]:
+                row[:length] = np.frombuffer(entry, np.uint8)
+        return found
+
+    def discard(self, keys: Sequence[str], *, timeout: float) -> None:
+        if self._shelf.answers(timeout):
+            for key in keys:
+                self._shelf.entries.pop(self._model + key, None)
+
+    @property
+    def failures(self) -> Mapping[str, int]:
+        return Counter()
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class UnwrittenFile(StatusFile):
+    """Sees that no thread writes to it that may not wait for a disk, and writes nothing."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self._world = world
+
+    def write(self, text: bytes) -> None:
+        self._world.forbid_engine("the status file")
+
+    def sweep(self) -> None:
+        self._world.forbid_engine("the status file")
+
+    def close(self) -> None:
+        """There is none."""

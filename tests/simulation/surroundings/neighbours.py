@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of a world that share their prefixes: who meets whom and when, and who lies.
+
+Indexes are real memory, mapped as a real engine maps them. The seed draws how late an engine is
+found, how long one that has gone is still listed, and what becomes of the hits that it is told of.
+"""
+
+import hashlib
+import os
+import random
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from omni_connector.arena.block_index import BlockIndex, BlockIndexView, Tags
+from omni_connector.arena.format import EPOCH_BYTES
+from omni_connector.arena.slot_index import Ints
+from omni_connector.prefix.attaching import Arenas
+from omni_connector.prefix.neighbours import LocalEngine, Neighbour, Neighbours
+from tests import inspection
+from tests.simulation.surroundings.world import Violation, World
+
+_LOOK_S = 1.0
+_SOON_S = 0.02
+_NO_SLOT = 1 << 20
+
+
+class Neighbourhood:
+    """The engines of a world that share, and what goes wrong between them.
+
+    Attributes:
+        late: seconds in which an engine is found, or missed, at most.
+        lost: how often hits are not told.
+        nonsense: how often hits name other slots, too.
+        homes: the engines, by owner.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.late = _LOOK_S
+        self.lost = 0.0
+        self.nonsense = 0.0
+        self.homes: dict[str, SimulatedNeighbours] = {}
+        self._views: weakref.WeakKeyDictionary[BlockIndexView, tuple[str, str]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def join(self, home: "SimulatedNeighbours") -> None:
+        """It meets the others, one after the other, and they meet it."""
+        for other in self.homes.values():
+            self.soon(partial(home.meet, other))
+            self.soon(partial(other.meet, home))
+        self.homes[home.owner] = home
+
+    def leave(self, home: "SimulatedNeighbours") -> None:
+        """It has gone, which the others notice after a while."""
+        if self.homes.pop(home.owner, None) is not None:
+            for other in self.homes.values():
+                self.soon(partial(other.forget, home))
+
+    def soon(self, what: Callable[[], object]) -> None:
+        """Have something done within the time in which engines are found."""
+        self.world.later(self.late * self.world.draw.random(), what)
+
+    def kill(self, owner: str) -> None:
+        """The process of an engine has ended."""
+        home = self.homes.get(owner)
+        if home is not None:
+            home.close()
+            home.local_engine.index.close()
+
+    def mapped(self, reader: str, owner: str, view: BlockIndexView) -> None:
+        """A reader has mapped the index of another engine."""
+        self._views[view] = reader, owner
+
+    def mapped_of_the_gone(self, reader: str) -> list[str]:
+        """The engines that have gone, and whose indexes a reader has still mapped."""
+        return sorted(
+            owner
+            for whose, owner in self._views.values()
+            if whose == reader and owner not in self.homes
+        )
+
+
+class SimulatedNeighbours(Neighbours):
+    """Those of one engine.
+
+    Args:
+        owner: the engine.
+        model: which weights it was started with, as an operator has to give engines that are
+            started with other weights another `model_id`.
+    """
+
+    def __init__(
+        self, neighbourhood: Neighbourhood, owner: str, model: str, local_engine: LocalEngine
+    ) -> None:
+        readers = hashlib.blake2b(local_engine.readers + model.encode(), digest_size=16).digest()
+        self.owner = owner
+        self.local_engine = replace(local_engine, readers=readers)
+        self._neighbourhood = neighbourhood
+        self._met: dict[SimulatedNeighbours, Neighbour] = {}
+        self._present: tuple[Neighbour, ...] = ()
+        self._follows_at = 0.0
+        self._fd = os.dup(local_engine.index.fd)
+        neighbourhood.join(self)
+
+    def present(self) -> Sequence[Neighbour]:
+        if self._neighbourhood.world.now >= self._follows_at:
+            self._follow()
+        return self._present
+
+    def _follow(self) -> None:
+        """See what the ranks have attached, as a real engine does about once a second."""
+        world, met = self._neighbourhood.world, list(self._met.values())
+        attached = self.local_engine.ranks.attached([each.arenas for each in met])
+        self._present = tuple(each for each, there in zip(met, attached, strict=True) if there)
+        self._follows_at = world.now + (_LOOK_S if all(attached) else _SOON_S) * world.draw.random()
+
+    def hit(self, neighbour: Neighbour, slots: Ints, generations: Ints) -> None:
+        around, draw = self._neighbourhood, self._neighbourhood.world.draw
+        if around.world.chance(around.nonsense):
+            more = [draw.randrange(-_NO_SLOT, _NO_SLOT), *draw.choices(range(16), k=4)]
+            slots = np.concatenate([slots, np.array(more, np.int64)])
+            some = [draw.randrange(8) for _ in more]
+            generations = np.concatenate([generations, np.array(some, np.int64)])
+        for home, each in self._met.items():
+            if each is neighbour and not around.world.chance(around.lost):
+                around.soon(partial(home.told, slots, generations))
+
+    def avoid(self, arenas: Arenas) -> None:
+        for other, each in list(self._met.items()):
+            if each.arenas == arenas:
+                self.forget(other)
+                self._neighbourhood.soon(partial(self.meet, other))
+
+    def told(self, slots: Ints, generations: Ints) -> None:
+        """Another engine says that it has read these slots."""
+        if self.owner not in self._neighbourhood.homes:
+            return
+        try:
+            self.local_engine.on_hits(slots, generations)
+        except Exception as error:
+            raise Violation(
+                "exception", f"{self.owner} is told of hits: {type(error).__name__}: {error}"
+            ) from error
+
+    def meet(self, other: "SimulatedNeighbours") -> None:
+        """Map the index of another engine, if both are there and keep the same."""
+        ours, theirs = self.local_engine, other.local_engine
+        homes = self._neighbourhood.homes
+        if self.owner not in homes or other.owner not in homes or ours.readers != theirs.readers:
+            return
+        descriptor = os.dup(other._fd)
+        try:
+            view = BlockIndexView.open(
+                descriptor, epoch=theirs.index.epoch, num_slots=theirs.index.num_slots
+            )
+        finally:
+            os.close(descriptor)
+        self._neighbourhood.mapped(self.owner, other.owner, view)
+        self._met[other] = Neighbour(view, theirs.arenas)
+        self._follow()
+
+    def forget(self, other: "SimulatedNeighbours") -> None:
+        """Another engine has gone: its index is mapped as long as a look-up needs it."""
+        gone = self._met.pop(other, None)
+        self._present = tuple(each for each in self._present if each is not gone)
+
+    def close(self) -> None:
+        if self.owner in self._neighbourhood.homes:
+            self._neighbourhood.leave(self)
+            self._met.clear()
+            self._present = ()
+            os.close(self._fd)
+
+
+class _NoRanks:
+    """Those of a process that reads nothing."""
+
+    def attached(self, engines: Sequence[Arenas]) -> list[bool]:
+        return [False] * len(engines)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class LyingIndex:
+    """A process that says to be a neighbour of an engine: its index finds blocks of any engine in
+    slots of that one, which hold something else or nothing.
+
+    Args:
+        victim: the engine whose arenas it calls its own.
+    """
+
+    def __init__(
+        self, neighbourhood: Neighbourhood, victim: SimulatedNeighbours, name: str
+    ) -> None:
+        index = victim.local_engine.index
+        self._index = BlockIndex.create(index.num_slots, neighbourhood.world.randbytes(EPOCH_BYTES))
+        self._neighbourhood = neighbourhood
+        local_engine = replace(
+            victim.local_engine, index=self._index, ranks=_NoRanks(), on_hits=lambda *_: None
+        )
+        self._home = SimulatedNeighbours(neighbourhood, name, "", local_engine)
+        self._home.local_engine = local_engine  # with the very digest of the victim
+
+    def lie(self, tags: Tags, generations: Ints, draw: random.Random) -> None:
+        """Write nonsense.
+
+        Args:
+            tags: of blocks.
+            generations: of the victim's slots.
+        """
+        if self._index.closed:
+            return
+        if draw.random() < 0.1:
+            memory = inspection.mapped(self._index)
+            for _ in range(64):  # whatever reads it, the header has been checked
+                memory[draw.randrange(4096, len(memory))] = draw.randrange(256)
+            return
+        numbers = np.arange(self._index.num_slots)
+        draw.shuffle(numbers)  # type: ignore[arg-type]
+        slots = numbers[: len(tags)]
+        shift = draw.choice((0, 0, 0, 1, -1, 1 << 40))
+        chosen = np.array(draw.sample(range(len(tags)), len(slots)), np.int64)
+        self._index.add(tags[chosen], slots, np.maximum(generations[slots] + shift, 0))
+
+    def close(self) -> None:
+        """Go away."""
+        self._home.close()
+        self._index.close()

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many requests of all kinds to a few real engines, and whether every answer is the reference's.
+
+Two engines share their prefixes and hand prompts to each other; a third joins them, is killed in
+the middle of its work, and is started again, all the while. The prompts are few, so that their
+answers are known, and share prefixes. Clients go away in the middle of an answer, or never fetch
+what was prefilled for them. With a KV cache and arenas that are too small for the prompts, requests
+are preempted and blocks evicted.
+"""
+
+import http.client
+import itertools
+import random
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from omni_connector.net import runtime, status
+from omni_connector.testing import reference
+from omni_connector.testing.engines import Engine, EngineError, completion, prefill
+from omni_connector.testing.reference import LOGPROBS, ROUNDING, Answer
+
+BLOCK: Final = 128
+MOST_TOKENS: Final = 32
+"""Tokens of the longest answer; those of the references have so many."""
+MAX_MODEL_LEN: Final = 2048
+SLOT_BYTES: Final = BLOCK * 4096  # of the model `llama`
+KV_CACHE_BYTES: Final = 24 * SLOT_BYTES
+"""Size of the KV cache with which requests are preempted."""
+SETTINGS: Final = {
+    "arena_gib": 40 * SLOT_BYTES / 2**30,
+    "handoff_ttl_s": 5.0,
+    "arena_wait_s": 2.0,
+    "load_timeout_s": 30.0,
+}
+"""What the engines' connector is told; their policy for failed loads is `recompute`."""
+
+ENVIRONMENT: Final = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8"}
+"""Variables of the engines: on a CPU oneDNN keeps what it computes with for each number of tokens,
+in up to half a gigabyte, which would hide what is lost elsewhere."""
+KINDS: Final = ("own", "shared", "files", "threads")
+_CLIENTS: Final = 8
+_SAMPLE_S: Final = 1.0
+_LIFE_S: Final = 6.0
+_GAUGES: Final = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:omni_connector_slots_in_use",
+    "vllm:omni_connector_leases",
+)
+_GONE: Final = (OSError, http.client.HTTPException, EngineError)
+
+_Series = dict[str, list[int]]
+
+
+def make_prompts(families: int, each: int, seed: int = 0) -> list[list[int]]:
+    """Token ids of prompts, of which those of a family begin with the same blocks."""
+    draw = random.Random(seed)
+    prompts = []
+    for _ in range(families):
+        common = [draw.randrange(3, 512) for _ in range(8 * BLOCK)]
+        for number in range(each):
+            blocks = draw.randint(1, 8)
+            # Every other answer begins at the end of a block, so that it needs another one.
+            rest = draw.randrange(2, 2 * BLOCK) if number % 2 else draw.randint(1, 2) * BLOCK - 4
+            prompts.append(common[: blocks * BLOCK] + [draw.randrange(3, 512) for _ in range(rest)])
+    return prompts
+
+
+def references(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+    """What an engine answers that moves nothing."""
+    return [reference.ask(engine, prompt, max_tokens=MOST_TOKENS) for prompt in prompts]
+
+
+@dataclass
+class Report:
+    """What came of it.
+
+    Attributes:
+        answered: requests by their kind.
+        wrong: what was wrong with each answer that was not the reference's.
+        broken: requests that got no answer, of engines that were not killed.
+        lives: how often the third engine was killed.
+        usage: by engine and process, what `/proc` says at each look: bytes of resident memory of
+            its own (`own`) and of `shared` memory, such as arenas; open `files`; `threads`.
+        counts: what the two engines have counted, by metric.
+    """
+
+    answered: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    lives: int = 0
+    usage: dict[str, _Series] = field(default_factory=dict)
+    counts: dict[str, float] = field(default_factory=dict)
+
+    def growth(self, kind: str) -> dict[str, float]:
+        """By process, the median of the last quarter less that of the second."""
+        found = {}
+        for process, series in self.usage.items():
+            values, quarter = series[kind], max(1, len(series[kind]) // 4)
+            second = values[quarter : 2 * quarter] or values
+            found[process] = statistics.median(values[-quarter:]) - statistics.median(second)
+        return found
+
+
+class Soak:
+    """A run of it.
+
+    Args:
+        engines: the two that run throughout. They are ready.
+        third: makes the engine that is killed, not started yet.
+        prompts: as `make_prompts` makes them.
+        expected: the answer to each, of `MOST_TOKENS` tokens.
+        seed: of what is asked, and of when the third is killed.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        third: Callable[[], Engine],
+        prompts: Sequence[list[int]],
+        expected: Sequence[Answer],
+        seed: int = 0,
+    ) -> None:
+        self.report = Report()
+        self._engines = list(engines)
+        self._new_third = third
+        self._third: Engine | None = None
+        self._prompts = prompts
+        self._expected = expected
+        self._seed = seed
+        self._numbers = itertools.count()
+        self._ended = threading.Event()
+        self._until = float("inf")
+        self._lock = threading.Lock()
+
+    def run(self, requests: int, least_lives: int = 1, seconds: float = float("inf")) -> Report:
+        """Send so many requests, and more until the third engine was killed often enough.
+
+        Args:
+            seconds: after which nothing more is sent.
+        """
+        self._until = time.monotonic() + seconds
+        with ThreadPoolExecutor(_CLIENTS + 2) as threads:
+            lives = threads.submit(self._lives, least_lives)
+            looks = threads.submit(self._looks)
+            clients = [threads.submit(self._client, requests, least_lives) for _ in range(_CLIENTS)]
+            try:
+                for client in clients:
+                    client.result()
+            finally:
+                self._ended.set()
+            lives.result()
+            looks.result()
+        return self.report
+
+    def _client(self, requests: int, least_lives: int) -> None:
+        while (number := next(self._numbers)) < requests or self.report.lives < least_lives:
+            if self._ended.is_set() or time.monotonic() > self._until:
+                return
+            draw = random.Random(f"{self._seed}/{number}")
+            try:
+                self._request(draw, number)
+            except BaseException:
+                self._ended.set()
+                raise
+
+    def _request(self, draw: random.Random, number: int) -> None:
+        here, there = draw.sample(self._engines, 2)
+        which, tokens = draw.randrange(len(self._prompts)), draw.randint(1, MOST_TOKENS)
+        prompt, third = self._prompts[which], self._third
+        kinds = {"plain": 50, "hand-off": 25, "abort": 15, "abandoned": 2}
+        if third is not None:
+            kinds |= {"third": 8, "hand-off from third": 5}
+        [kind] = draw.choices(list(kinds), list(kinds.values()))
+        mortal = kind in ("third", "hand-off from third")
+        fields: dict[str, Any] = {"max_tokens": tokens, **LOGPROBS}
+        try:
+            if mortal:
+                assert third is not None
+                there, here = (third, third) if kind == "third" else (third, here)
+            if kind == "abandoned":
+                prefill(there, prompt)
+            elif kind == "abort":
+                _go_away(here, prompt, draw.randint(0, tokens), fields)
+            else:
+                if "hand-off" in kind:
+                    fields["kv_transfer_params"] = prefill(there, prompt)
+                    mortal = False  # from here on it has to work
+                self._check(f"{number} ({kind})", which, here.complete(prompt, **fields))
+        except _GONE as error:
+            if not mortal:
+                self.report.broken.append(f"request {number} ({kind}): {error!r}")
+            kind = f"{kind}, killed"
+        with self._lock:
+            self.report.answered[kind] += 1
+
+    def _check(self, request: str, which: int, response: dict[str, Any]) -> None:
+        answer, whole = Answer.of(response), self._expected[which]
+        count = len(answer.tokens)
+        expected = Answer(whole.tokens[:count], whole.logprobs[:count], whole.likeliest[:count])
+        try:
+            answer.require_same(expected, tolerance=ROUNDING)
+        except AssertionError as error:
+            length = len(self._prompts[which])
+            self.report.wrong.append(f"request {request}, prompt {which} of {length}: {error}")
+
+    def _lives(self, least: int) -> None:
+        """The third engine lives, and is killed while it has requests, again and again."""
+        draw = random.Random(self._seed)
+        while self.report.lives < least or not self._ended.is_set():
+            engine = self._new_third()
+            try:
+                engine.start()
+                engine.wait_ready()
+                self._third = engine
+                self._ended.wait(draw.uniform(0.25, 1.0) * _LIFE_S)
+                self._third = None
+                engine.kill()
+                self.report.lives += 1
+            except BaseException:
+                self._ended.set()
+                raise
+            finally:
+                self._third = None
+                engine.stop()
+            if self._ended.is_set():
+                return
+
+    def _looks(self) -> None:
+        while not self._ended.wait(_SAMPLE_S):
+            for number, engine in enumerate(self._engines):
+                for process in engine.processes():
+                    self._look(f"engine {number}", process)
+
+    def _look(self, engine: str, process: Path) -> None:
+        name = f"{engine}: {(process / 'comm').read_text().strip()} {process.name}"
+        lines = (process / "status").read_text().splitlines()
+        said = dict(line.split(":", 1) for line in lines)
+        series = self.report.usage.setdefault(name, {kind: [] for kind in KINDS})
+        series["own"].append(int(said["RssAnon"].split()[0]) << 10)
+        series["shared"].append(int(said["RssShmem"].split()[0]) << 10)
+        series["threads"].append(int(said["Threads"]))
+        series["files"].append(len(list((process / "fd").iterdir())))
+
+
+def held(engine: Engine) -> dict[str, float]:
+    """What an engine without requests still holds, by metric."""
+    engine.complete([5, 6, 7], max_tokens=1)  # an idle engine reports with its next step only
+    return {gauge: value for gauge, value in engine.metrics(*_GAUGES).items() if value}
+
+
+def unmapped(folder: Path = Path("/dev/shm")) -> set[Path]:
+    """Files of shared memory that no process maps or holds open: what somebody has left there."""
+    used = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            used |= {line.split(maxsplit=5)[-1] for line in (process / "maps").open()}
+            used |= {str(fd.readlink()) for fd in (process / "fd").iterdir()}
+        except OSError:  # it has ended, or is another user's
+            continue
+    used = {path.strip() for path in used}
+    return {path for path in folder.iterdir() if str(path) not in used}
+
+
+def until(condition: Callable[[], object], timeout: float, what: str) -> None:
+    """Wait for a condition.
+
+    Raises:
+        AssertionError: it does not hold after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} after {timeout:g} s"
+        time.sleep(0.3)
+
+
+def files(folder: Path) -> set[str]:
+    """What lies in a runtime folder and below, its subfolders and the user's key aside."""
+    return {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if not path.is_dir() and path.name != runtime.LOOPBACK_KEY
+    }
+
+
+def sweep(folder: Path) -> None:
+    """Remove what dead engines have left in a runtime folder and below, as living ones do."""
+    for namespace in (path for path in folder.iterdir() if path.is_dir()):
+        ours = runtime.of_kernel(namespace)
+        if ours.is_dir():
+            runtime.sweep(ours)
+            status.sweep(ours)
+
+
+def _go_away(engine: Engine, prompt: list[int], events: int, fields: dict[str, Any]) -> None:
+    """Ask, and close the connection after so many events of the answer."""
+    path, body = "/v1/completions", completion(prompt, **fields)
+    with engine.client() as client:
+        if not events:
+            client.send(path, body)
+        for _ in itertools.islice(client.stream(path, body) if events else (), events):
+            pass

@@ -1,0 +1,458 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The toy model in an engine: it follows a scheduler's output and keeps its KV in vLLM's blocks."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, MLAAttentionSpec
+from vllm.v1.outputs import DraftTokenIds
+
+from tests.toy import HEADS, MAX_LENGTH, Mind, kinds_of
+
+
+@dataclass(slots=True)
+class _Row:
+    token_ids: list[int]
+    tables: list[list[int]]
+    drafts: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Put:
+    """KV that is written to one layer of one rank: `cache[place] = content`."""
+
+    cache: NDArray[np.uint8]
+    place: Any
+    content: NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class _Part:
+    """A request's part of a step: positions `start` to `end`, and what they leave in the cache, by
+    group and layer.
+
+    Attributes:
+        tokens: those at its positions, drafts behind the tokens that are known.
+        minds: the model after the last known position, and after each draft; none in a chunk of a
+            prompt.
+    """
+
+    request_id: str
+    row: _Row
+    start: int
+    end: int
+    tokens: list[int]
+    minds: list[Mind]
+    puts: list[list[list[_Put]]]
+
+
+class ToyRunner:
+    """Follows a scheduler's output as vLLM's model runner does, and computes.
+
+    Args:
+        kv_caches: for each rank the layers as vLLM registers them, `[B, H, N, C]`.
+        config: their groups.
+        weights: of the model; other weights, other KV.
+
+    Attributes:
+        launch: has the device do a piece of work, now or later, after all that was launched before
+            it. Where it is later, `finish` says when.
+        layer_computed: called in a forward pass with each attention layer, when the KV of the
+            whole batch is written in it and none in the layers after it; None computes request
+            by request. Layers that keep a state tell nothing, as in vLLM.
+        halves: whether a batch is computed in two halves, one after the other, as vLLM does with
+            `--enable-dbo`: each of them tells of all layers.
+        bad_blocks: blocks that a load should have filled for the step under way and did not. vLLM
+            discards the tokens of requests that have read them.
+    """
+
+    def __init__(
+        self,
+        kv_caches: list[dict[str, torch.Tensor]],
+        config: KVCacheConfig,
+        weights: bytes = b"",
+    ) -> None:
+        self.weights = weights
+        self.launch: Callable[[Callable[[], None]], object] = lambda work: work()
+        self.layer_computed: Callable[[str], None] | None = None
+        self.halves = False
+        self.bad_blocks: set[int] = set()
+        self._kinds = kinds_of(config, len(kv_caches))
+        self._groups: list[_Attention | _State] = []
+        layers = {
+            name: [rank[name].view(torch.uint8).numpy() for rank in kv_caches]
+            for name in kv_caches[0]
+        }
+        self._layers = [rank for ranks in layers.values() for rank in ranks]
+        # The groups take turns, as they do in hybrid models.
+        names = [group.layer_names for group in config.kv_cache_groups]
+        self._order = [
+            (names[g][number], g, number)
+            for number in range(max(map(len, names)))
+            for g in range(len(names))
+            if number < len(names[g])
+        ]
+        for kind, group in zip(self._kinds, config.kv_cache_groups, strict=True):
+            caches = [layers[name] for name in group.layer_names]
+            if kind.attention == "state":
+                spec = group.kv_cache_spec
+                assert isinstance(spec, MambaSpec)
+                size = spec.state_content_size_bytes
+                self._groups.append(_State(caches, spec.block_size, size, every=kind.every))
+            else:
+                heads = 1 if isinstance(group.kv_cache_spec, MLAAttentionSpec) else HEADS
+                self._groups.append(_Attention(caches, heads))
+        self._block_sizes = [each.kv_cache_spec.block_size for each in config.kv_cache_groups]
+        self._rows: dict[str, _Row] = {}
+
+    def execute(self, step: SchedulerOutput) -> tuple[list[str], list[list[int]]]:
+        """Compute one step: the request ids of the batch and what each has sampled."""
+        self.prepare(step)
+        return self.forward(step)
+
+    def prepare(self, step: SchedulerOutput) -> None:
+        """What happens to blocks before the forward pass: new ones are zeroed, shared ones
+        copied."""
+        if step.new_block_ids_to_zero:
+            self.launch(partial(self._zero, np.asarray(step.new_block_ids_to_zero)))
+        for each in step.kv_cache_block_copies or ():
+            self.launch(partial(self._copy_block, each.src_block_id, each.dst_block_id))
+
+    def _zero(self, blocks: NDArray[np.int64]) -> None:
+        for cache in self._layers:
+            cache[blocks] = 0
+
+    def _copy_block(self, source: int, target: int) -> None:
+        for cache in self._layers:
+            cache[target] = cache[source]
+
+    def finish(self) -> None:
+        """Wait until all that was launched is done."""
+
+    def forward(self, step: SchedulerOutput) -> tuple[list[str], list[list[int]]]:
+        """Launch the forward pass of a step that was prepared.
+
+        What is sampled is in the lists once the pass is done.
+        """
+        self.finish()  # the tokens that the step before sampled
+        self._follow(step)
+        computed = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        cached = step.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        ends: dict[str, tuple[int, int]] = {}
+        for request_id, num_tokens in step.num_scheduled_tokens.items():
+            # A scheduler that runs ahead counts drafts that have turned out wrong since.
+            start = min(computed[request_id], len(self._rows[request_id].token_ids) - 1)
+            ends[request_id] = start, start + num_tokens
+        batch: list[_Part] = []
+        told = self.layer_computed if ends else None
+        self.launch(partial(self._compute, ends, batch, by_layer=told is not None))
+        if told is not None:
+            self._launch_layers(len(ends), batch, told)
+        sampled: list[list[int]] = [[] for _ in ends]
+        self.launch(partial(self._sample, batch, sampled))
+        return list(step.num_scheduled_tokens), sampled
+
+    def _compute(
+        self, ends: dict[str, tuple[int, int]], batch: list[_Part], *, by_layer: bool
+    ) -> None:
+        """Read what the requests need, and write it; or take it back, where layers follow."""
+        undone: list[_Put] = []
+        for number, (request_id, (start, end)) in enumerate(ends.items(), 1):
+            batch.append(self._part(request_id, start, end))
+            if not by_layer or number < len(ends):  # else nobody reads it before the layers come
+                undone += self._write(batch[-1], by_layer)
+        for put in reversed(undone):
+            put.cache[put.place] = put.content
+
+    def _sample(self, batch: list[_Part], sampled: list[list[int]]) -> None:
+        for part, of_part in zip(batch, sampled, strict=True):
+            self._sample_part(part, of_part)
+        self.bad_blocks.clear()
+
+    def _sample_part(self, part: _Part, sampled: list[int]) -> None:
+        """Add the tokens that a part of a step gives: one, and one more for each draft that is
+        right."""
+        row = part.row
+        row.drafts = []
+        drafts = part.tokens[len(row.token_ids) - part.start :]
+        for mind in part.minds:
+            position = len(row.token_ids) - 1
+            # What was written is read once more: it, too, has to be where it belongs.
+            stored = [
+                group.read(row.tables[g], position, position + 1).tobytes()
+                for g, group in enumerate(self._groups)
+            ]
+            token = mind.token(stored)
+            if self.bad_blocks and not self.bad_blocks.isdisjoint(itertools.chain(*row.tables)):
+                sampled[:] = [token]  # nobody will see it
+                return
+            self.sampled(part.request_id, row.token_ids, token)
+            row.token_ids.append(token)
+            sampled.append(token)
+            if len(sampled) > len(drafts) or drafts[len(sampled) - 1] != token:
+                break
+        if sampled:
+            row.drafts = self.proposed(row.token_ids)
+
+    def weights_of(self, request_id: str) -> bytes:
+        """The weights, and what else a request is computed with; to be overridden."""
+        return self.weights
+
+    def drafts(self) -> DraftTokenIds:
+        """What is proposed to follow the tokens that were sampled last."""
+        drafts = {request_id: row.drafts for request_id, row in self._rows.items() if row.drafts}
+        return DraftTokenIds(list(drafts), [list(each) for each in drafts.values()])
+
+    def sampled(self, request_id: str, token_ids: list[int], token: int) -> None:
+        """Called with each token sampled and those before it; to be overridden."""
+
+    def proposed(self, token_ids: list[int]) -> list[int]:
+        """Drafts of the tokens after these; to be overridden."""
+        return []
+
+    def _follow(self, step: SchedulerOutput) -> None:
+        for request_id in step.finished_req_ids:
+            self._rows.pop(request_id, None)
+        for new in step.scheduled_new_reqs:
+            tables = [list(ids) for ids in new.block_ids]
+            self._rows[new.req_id] = _Row(list(new.prompt_token_ids or ()), tables)
+        cached = step.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            row = self._rows[request_id]
+            if request_id in cached.resumed_req_ids:
+                row.token_ids = list(cached.all_token_ids[request_id])
+                row.tables = [[] for _ in self._groups]
+            for table, ids in zip(row.tables, block_ids or (), strict=False):
+                table += ids
+
+    def _part(self, request_id: str, start: int, end: int) -> _Part:
+        """Read the cache, and draw what the request's next positions leave in it."""
+        row = self._rows[request_id]
+        mind = Mind(self.weights_of(request_id), self._kinds)
+        full = []
+        for g, (kind, group) in enumerate(zip(self._kinds, self._groups, strict=True)):
+            read = group.read(row.tables[g], kind.first_read(start), start)
+            if kind.attention == "all":
+                full.append(read)
+            else:
+                mind.read(g, read.tobytes())
+        if full:  # by position, as they were drawn
+            mind.read_full(np.concatenate(full, axis=1).tobytes())
+        tokens = row.token_ids[start:end]
+        tokens += row.drafts[: end - start - len(tokens)]
+        # vLLM fills up the first step of a request that has no drafts yet.
+        tokens += [0] * (end - start - len(tokens))
+        last = len(row.token_ids) - 1
+        if end - 1 > last:
+            drawn, minds = [], []
+            for position, token in enumerate(tokens, start):
+                drawn.append(mind.step(token))
+                if position >= last:
+                    minds.append(mind.copy())
+        else:
+            drawn = mind.steps(tokens)
+            minds = [mind] * (end - 1 == last)
+        puts = [
+            group.puts(row.tables[g], start, end, [each[g] for each in drawn])
+            for g, group in enumerate(self._groups)
+        ]
+        return _Part(request_id, row, start, end, tokens, minds, puts)
+
+    def _write(self, part: _Part, by_layer: bool) -> list[_Put]:
+        """Write it to the cache at once, as the next request of the batch may read it; returns
+        what was there, where layers are told of."""
+        before = []
+        for puts in part.puts:
+            for put in itertools.chain(*puts):
+                if by_layer:
+                    before.append(_Put(put.cache, put.place, put.cache[put.place].copy()))
+                put.cache[put.place] = put.content
+        return before
+
+    def _launch_layers(
+        self, requests: int, batch: list[_Part], computed: Callable[[str], None]
+    ) -> None:
+        """Write it layer by layer, and tell of each."""
+        every = slice(None)
+        halves = (
+            (slice(0, None, 2), slice(1, None, 2)) if self.halves and requests > 1 else (every,)
+        )
+        for half, (name, g, number) in itertools.product(halves, self._order):
+            self.launch(partial(self._write_layer, batch, half, g, number))
+            if self._kinds[g].attention != "state":
+                computed(name)
+
+    def _write_layer(self, batch: list[_Part], half: slice, g: int, number: int) -> None:
+        for part in batch[half]:
+            for put in part.puts[g][number]:
+                put.cache[put.place] = put.content
+
+    def restore(
+        self,
+        token_ids: list[int],
+        start: int,
+        tables: Sequence[list[int]],
+        weights: bytes | None = None,
+    ) -> None:
+        """Write the KV of these tokens from `start` on to blocks that are there, as these weights
+        give it, or the model's own."""
+        mind = Mind(self.weights if weights is None else weights, self._kinds)
+        drawn = mind.steps(token_ids)
+        for g, group in enumerate(self._groups):
+            size = self._block_sizes[g]
+            for position in range(start, len(token_ids)):
+                if tables[g][position // size]:  # else nobody will read it
+                    puts = group.puts(tables[g], position, position + 1, [drawn[position][g]])
+                    for put in itertools.chain(*puts):
+                        put.cache[put.place] = put.content
+
+    def spoil(self, block_ids: list[int], seed: int) -> None:
+        """Fill whole blocks with noise, which no correct answer can come from."""
+        self.launch(partial(self._spoil, np.asarray(block_ids), seed))
+
+    def _spoil(self, blocks: NDArray[np.int64], seed: int) -> None:
+        draw = np.random.default_rng(seed)
+        for cache in self._layers:
+            noise = draw.bytes(len(blocks) * math.prod(cache.shape[1:]))
+            cache[blocks] = np.frombuffer(noise, np.uint8).reshape(-1, *cache.shape[1:])
+
+
+class WrongBytes(AssertionError):
+    """Ranks that keep the same bytes keep different ones."""
+
+
+Layers = list[list[NDArray[np.uint8]]]
+"""For each layer the caches of all ranks."""
+
+
+class _Attention:
+    """The layers of a group that store something for every position."""
+
+    def __init__(self, layers: Layers, heads: int) -> None:
+        _, kept, self._block_size, content = layers[0][0].shape
+        self._content = content
+        self._heads = heads
+        # Ranks that share a head keep a copy each.
+        self._copies = max(1, len(layers[0]) * kept // heads)
+        self._kept = kept
+        self._size = len(layers) * heads * content
+        self._layers = layers
+        stacks = [_stacked([layer[rank] for layer in layers]) for rank in range(len(layers[0]))]
+        self._stacks = [each for each in stacks if each is not None]
+
+    def read(self, table: list[int], start: int, end: int) -> NDArray[np.uint8]:
+        """KV of these positions: (positions, bytes)."""
+        blocks, offsets = self._places(table, start, end)
+        ranks = len(self._layers[0])
+        if len(self._stacks) == ranks:  # all layers at a time
+            parts = [stack[:, blocks, :, offsets] for stack in self._stacks]
+            found = parts[0] if ranks == 1 else np.concatenate(parts, axis=2)
+        else:
+            found = np.empty(
+                (end - start, len(self._layers), ranks * self._kept, self._content), np.uint8
+            )
+            for number, layer in enumerate(self._layers):
+                for place, rank in enumerate(layer):
+                    first = place * self._kept
+                    found[:, number, first : first + self._kept] = rank[blocks, :, offsets]
+        if self._copies == 1:
+            return found.reshape(end - start, self._size)
+        one = found[:, :, :: self._copies]
+        for number in range(1, self._copies):
+            if (found[:, :, number :: self._copies] != one).any():
+                raise WrongBytes("two ranks keep different bytes of one head")
+        return one.reshape(end - start, self._size)
+
+    def puts(
+        self, table: list[int], start: int, end: int, content: list[bytes]
+    ) -> list[list[_Put]]:
+        """KV for these positions, by layer."""
+        blocks, offsets = self._places(table, start, end)
+        rows = np.frombuffer(b"".join(content), np.uint8).reshape(
+            end - start, len(self._layers), self._heads, self._content
+        )
+        every: list[list[_Put]] = [[] for _ in self._layers]
+        for number, layer in enumerate(self._layers):
+            for place, rank in enumerate(layer):
+                first = place * self._heads // len(layer)
+                kept = rows[:, number, first : first + self._kept]
+                every[number].append(_Put(rank, (blocks, slice(None), offsets), kept))
+        return every
+
+    def _places(
+        self, table: list[int], start: int, end: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        size = self._block_size
+        last = -(-end // size)
+        assert 0 not in table[start // size : last], (
+            "vLLM has taken a block away that is still used"
+        )
+        numbers, offsets = _split(size)
+        return np.asarray(table[:last], np.int64)[numbers[start:end]], offsets[start:end]
+
+
+def _stacked(layers: list[NDArray[np.uint8]]) -> NDArray[np.uint8] | None:
+    """The layers as one array that shares their memory; None unless they lie in it at equal
+    distances. The layers have to be kept."""
+    first = layers[0]
+    starts = [each.__array_interface__["data"][0] for each in layers]
+    distance = starts[1] - starts[0] if len(layers) > 1 else 0
+    alike = all((each.shape, each.strides) == (first.shape, first.strides) for each in layers)
+    if not alike or starts != [starts[0] + i * distance for i in range(len(layers))]:
+        return None
+    return np.lib.stride_tricks.as_strided(
+        first, (len(layers), *first.shape), (distance, *first.strides), writeable=False
+    )
+
+
+@functools.cache
+def _split(block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For each position the number of its block, and its place in that."""
+    return np.divmod(np.arange(MAX_LENGTH), block_size)
+
+
+class _State:
+    """The layers of a group that keep one state, in the block of the last position; or `every` one
+    at the end of a block, too."""
+
+    def __init__(self, layers: Layers, block_size: int, size: int, *, every: bool) -> None:
+        self._every = every
+        self._layers = [[rank.reshape(len(rank), -1)[:, :size] for rank in each] for each in layers]
+        self._block_size = block_size
+        self._size = size
+
+    def read(self, table: list[int], start: int, end: int) -> NDArray[np.uint8]:
+        """State after `end` positions: its bytes."""
+        if end == 0:
+            return np.zeros(len(self._layers) * len(self._layers[0]) * self._size, np.uint8)
+        block = self._block(table, end)
+        return np.concatenate([rank[block] for layer in self._layers for rank in layer])
+
+    def puts(
+        self, table: list[int], start: int, end: int, content: list[bytes]
+    ) -> list[list[_Put]]:
+        """The state after `end` positions, by layer."""
+        puts: list[list[_Put]] = [[] for _ in self._layers]
+        size = self._block_size
+        inner = range((start // size + 1) * size, end, size) if self._every else ()
+        for after in (*inner, end):
+            block = self._block(table, after)
+            rows = iter(np.frombuffer(content[after - start - 1], np.uint8).reshape(-1, self._size))
+            for number, layer in enumerate(self._layers):
+                puts[number] += [_Put(rank, block, next(rows)) for rank in layer]
+        return puts
+
+    def _block(self, table: list[int], end: int) -> int:
+        block = table[(end - 1) // self._block_size]
+        assert block != 0, "vLLM has taken a block away that holds a state"
+        return block
