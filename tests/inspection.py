@@ -70,7 +70,8 @@ def waiting_jobs(turn: Callable[[], object]) -> Callable[[], int]:
 
     def count() -> int:
         jobs = thread._queue
-        return 0 if thread.has_ended or not all(job.looks for job in jobs) else len(jobs)
+        only_wait = all(job.looks and not job.cancelled for job in jobs)
+        return len(jobs) if only_wait and not thread.has_ended else 0
 
     return count
 

@@ -407,12 +407,8 @@ def _stacked(layers: list[NDArray[np.uint8]]) -> NDArray[np.uint8] | None:
     first = layers[0]
     starts = [each.__array_interface__["data"][0] for each in layers]
     distance = starts[1] - starts[0] if len(layers) > 1 else 0
-    if any(
-        each.shape != first.shape
-        or each.strides != first.strides
-        or start != starts[0] + i * distance
-        for i, (each, start) in enumerate(zip(layers, starts, strict=True))
-    ):
+    alike = all((each.shape, each.strides) == (first.shape, first.strides) for each in layers)
+    if not alike or starts != [starts[0] + i * distance for i in range(len(layers))]:
         return None
     return np.lib.stride_tricks.as_strided(
         first, (len(layers), *first.shape), (distance, *first.strides), writeable=False

@@ -96,15 +96,14 @@ def _walk(thing: Any, path: str, found: dict[str, int], seen: set[int], depth: i
     seen.add(id(thing))
     if manner == "object":
         for name, value in _attributes(thing):
-            if value is not None and _manner(type(value)) is not None:
+            if value is not None:
                 _walk(value, f"{path}.{name}", found, seen, depth + 1)
         return
     if manner == "container":
         found[path] = found.get(path, 0) + len(thing)
         path = f"{path}[]"
     for each in list(thing.values() if isinstance(thing, dict) else thing):
-        if _manner(type(each)) is not None:
-            _walk(each, path, found, seen, depth + 1)
+        _walk(each, path, found, seen, depth + 1)
 
 
 @functools.cache
@@ -121,7 +120,8 @@ def _manner(kind: type) -> str | None:
 
 def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
     yield from list(getattr(thing, "__dict__", {}).items())
-    for name in _slots(type(thing)):
+    kind: Any = type(thing)
+    for name in _slots(kind):
         if hasattr(thing, name):
             yield name, getattr(thing, name)
 

@@ -71,6 +71,14 @@ _NATIVE: Final[list[tuple[Any, str, Any]]] = [
     (block_index, "native_probe", native_probe),
 ]
 
+# What says the same for each engine of a process: it is asked once.
+_THE_SAME_FOR_ALL: Final[list[tuple[Any, str]]] = [
+    (plugin, "installed_vllm"),
+    (config, "get_type_hints"),
+    (runtime, "of_kernel"),
+    (kv_cache_interface, "get_dtype_size"),
+]
+
 _HANG_CPU_S: Final = 20
 _HANG_S: Final = 300
 _MOST_ACTS: Final = 400_000
@@ -362,13 +370,12 @@ def laboratory() -> Iterator[None]:
         (file_folder, "_PARTS", 1),
         (saves, "_TOGETHER", 2),  # answers are short
         (saves, "_MANY", 2),  # and so are prompts
-        (reading, "_FETCH_AGAIN_S", 0.02),  # each time is several acts
+        (reading, "_FETCH_AGAIN_S", 0.02),  # each time, several threads act
         (time, "sleep", _no_sleep),
-        # What says the same for each engine of a process.
-        (plugin, "installed_vllm", functools.cache(plugin.installed_vllm)),
-        (config, "get_type_hints", functools.cache(config.get_type_hints)),
-        (runtime, "of_kernel", functools.cache(runtime.of_kernel)),
-        (kv_cache_interface, "get_dtype_size", functools.cache(kv_cache_interface.get_dtype_size)),
+        *(
+            (module, name, functools.cache(getattr(module, name)))
+            for module, name in _THE_SAME_FOR_ALL
+        ),
     ]
     unraisable = sys.unraisablehook
     sys.unraisablehook = lambda _: None  # of generators that ended with a killed engine

@@ -19,6 +19,7 @@ from tests import inspection
 NEVER: Final = math.inf
 
 _BACK_OFF_S: Final = 0.2
+_SOON_S: Final = 0.0003
 
 # Threads that all jobs and messages share: who waits for one peer there holds up the others.
 _SHARED_THREADS: Final = ("omni-control", "omni-load", "omni-save")
@@ -245,10 +246,9 @@ class World:
 
     def _drawn(self, actors: list[Actor]) -> Actor:
         """One of them, by their speeds."""
-        speeds = [actor.speed for actor in actors]
-        point = self.draw.random() * sum(speeds)
-        for actor, speed in zip(actors, speeds, strict=True):
-            point -= speed
+        point = self.draw.random() * sum([actor.speed for actor in actors])
+        for actor in actors:
+            point -= actor.speed
             if point < 0:
                 return actor
         return actors[-1]
@@ -321,7 +321,7 @@ class SimulatedTurns(Actor):
         self.is_shared = name in _SHARED_THREADS
         self._waiting = inspection.waiting_jobs(turn)
         self._idle = 0
-        self._looks = 0  # turns in a row that only looked at another of the jobs that wait
+        self._looks = 0  # turns in a row that only looked after one of several jobs that wait
         self._woken = self._rung = False
         self.due = world.now
         if sleep is not None:
@@ -378,27 +378,24 @@ class SimulatedTurns(Actor):
             raise Violation(
                 "thread_died", f"{self.name} died of {type(error).__name__}: {error}"
             ) from error
-        looked = False
-        if seconds == 0 and not self._woken and (waiting := self._waiting()):
-            self._looks += 1
-            looked = self._looks >= waiting  # at all of them, and nothing else is to be done
-        else:
-            waiting = self._looks = 0
+        waiting = self._waiting() if seconds == 0 and not self._woken else 0
+        self._looks = self._looks + 1 if waiting else 0
         if self._woken or not (seconds or waiting):
             self._woken = False
             self._world.stir(self.owner)
         if seconds is None:
             self._alive = False
             self._world.remove(self)
-        elif (seconds == 0 and not waiting) or (self._rung and self._world.interrupts):
-            self._idle = 0  # rung by who interrupted it
+        elif self._rung and self._world.interrupts:  # by who interrupted it
+            self._idle = 0
             self.due = self._world.now
-        elif waiting and not looked:
+        elif seconds == 0 and self._looks < max(1, waiting):  # there is more to do, or to look at
+            self._idle = self._idle if waiting else 0
             self.due = self._world.now
         else:
             # Who only looks whether something has happened looks less and less often.
             self._looks = 0
             self._idle = min(self._idle + 1, 20)
-            pause = max(seconds, min(_BACK_OFF_S, 0.0003 * 2**self._idle))
+            pause = max(seconds, min(_BACK_OFF_S, _SOON_S * 2**self._idle))
             self.due = self._world.now + (seconds if seconds >= _BACK_OFF_S else pause)
         return seconds
