@@ -86,7 +86,7 @@ def test_importing_the_package_loads_neither_vllm_nor_torch() -> None:
 def test_rooms_that_copy_no_kv_load_neither_vllm_nor_torch() -> None:
     loaded = _run(
         "import sys, pkgutil, importlib\n"
-        "for name in ('memory', 'net', 'transports', 'objects'):\n"
+        "for name in ('runtime', 'copy', 'memory', 'net', 'transports', 'objects'):\n"
         "    room = importlib.import_module('omni_connector.' + name)\n"
         "    for found in pkgutil.walk_packages(room.__path__, room.__name__ + '.'):\n"
         "        importlib.import_module(found.name)\n"

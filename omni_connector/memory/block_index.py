@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from omni_connector.errors import IncompatiblePeerError, ProtocolError, TransportError
 from omni_connector.memory.arena import SEALS, memfd, require_sealed
 from omni_connector.memory.arena_format import EPOCH_BYTES, PAGE_BYTES
+from omni_connector.memory.native_probe import native_probe
 from omni_connector.memory.prefault import overcommit_is_strict
 from omni_connector.memory.slot_index import Ints
-from omni_connector.native_probe import native_probe
 
 Tags = NDArray[np.uint64]
 

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_connector import row_table
 from omni_connector.handoff.directory import Handoff, SlotDirectory
 from omni_connector.handoff.prompt import Prompt
-from omni_connector.memory import slot_index
+from omni_connector.memory import row_table, slot_index
 from omni_connector.memory.slot_index import SlotIndex, SlotKey
 
 BLOCKS = 4096

@@ -18,10 +18,10 @@ from typing import Any, Final
 import torch
 
 from omni_connector.copies import jobs
+from omni_connector.copy.native import native_copy
 from omni_connector.kv import copying
 from omni_connector.memory import block_index
-from omni_connector.native_copy import native_copy
-from omni_connector.native_probe import native_probe
+from omni_connector.memory.native_probe import native_probe
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
 from omni_connector.prefix import saves, store_jobs
 from omni_connector.stores import file_folder, file_store
