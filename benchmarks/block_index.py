@@ -39,8 +39,8 @@ from omni_connector.arena.block_index import (
     find_prefix,
     tags_of,
 )
+from omni_connector.arena.native_probe import native_probe
 from omni_connector.arena.slot_pool import SlotListing, SlotPool
-from omni_connector.native_probe import native_probe
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

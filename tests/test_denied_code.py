@@ -59,9 +59,9 @@ logging.getLogger("vllm.omni_connector.native").addHandler(Notes())
 
 import numpy as np
 from omni_connector.arena.block_index import BlockIndex
-from omni_connector.native_copy import native_copy
-from omni_connector.native_probe import native_probe
-from omni_connector.row_table import DictTable, row_table
+from omni_connector.copy.native import native_copy
+from omni_connector.arena.native_probe import native_probe
+from omni_connector.arena.row_table import DictTable, row_table
 
 found = [native_copy() is None, native_probe() is None]
 found.append(type(row_table(np.zeros(4, bool))) is DictTable)

@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 
 from omni_connector.arena.arena import SEALS, memfd, require_sealed
 from omni_connector.arena.format import EPOCH_BYTES, PAGE_BYTES
+from omni_connector.arena.native_probe import native_probe
 from omni_connector.arena.prefault import overcommit_is_strict
 from omni_connector.arena.slot_index import Ints
 from omni_connector.errors import IncompatiblePeerError, ProtocolError, TransportError
-from omni_connector.native_probe import native_probe
 
 Tags = NDArray[np.uint64]
 

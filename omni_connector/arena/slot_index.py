@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.row_table import row_table, rows_of
+from omni_connector.arena.row_table import row_table, rows_of
 
 SlotKey = bytes
 """vLLM's block hash, within a cache group."""

@@ -11,9 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.copy.copier import BlockCopier, BlockCopy, consecutive
-from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
-from omni_connector.kv.segments import Segment, content_of, padding_of, reserved_of, split
-from omni_connector.native_copy import (
+from omni_connector.copy.native import (
     ALIGNMENT,
     LEAST_HASHED,
     Rows,
@@ -21,6 +19,8 @@ from omni_connector.native_copy import (
     checksums,
     native_copy,
 )
+from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
+from omni_connector.kv.segments import Segment, content_of, padding_of, reserved_of, split
 
 _HASHED_BYTES = 512 * 1024
 """Bytes copied before they are hashed: few enough to be still in the core's own cache."""

@@ -2,7 +2,6 @@
 """What an index says was said by its owner, whatever its bytes are; all else is a miss."""
 
 import fcntl
-import importlib
 import mmap
 import os
 import subprocess
@@ -28,6 +27,7 @@ from omni_connector.arena.block_index import (
     tags_of,
 )
 from omni_connector.arena.format import PAGE_BYTES
+from omni_connector.arena.native_probe import native_probe
 from omni_connector.arena.slot_index import Ints
 from omni_connector.errors import (
     IncompatiblePeerError,
@@ -36,7 +36,6 @@ from omni_connector.errors import (
     ProtocolError,
     TransportError,
 )
-from omni_connector.native_probe import native_probe
 from tests import inspection
 
 EPOCH = b"epoch of an aren"
@@ -203,18 +202,6 @@ def test_the_leading_blocks_are_found_wherever_they_are(count: int, turns: int) 
     assert generations.tolist() == list(range(5, count + 5))
     for index in indexes:
         index.close()
-
-
-def test_without_a_compiler_numpy_looks_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def missing(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with caplog.at_level("WARNING", "vllm"):
-        assert native_probe.__wrapped__() is None
-    assert "there is no native look-up" in caplog.text
 
 
 @pytest.mark.usefixtures("native")

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_connector import row_table
-from omni_connector.arena import slot_index
+from omni_connector.arena import row_table, slot_index
 from omni_connector.arena.slot_index import SlotIndex, SlotKey
 from omni_connector.handoff.directory import Handoff, SlotDirectory
 from omni_connector.handoff.prompt import Prompt

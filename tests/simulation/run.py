@@ -21,9 +21,9 @@ from vllm.v1 import kv_cache_interface
 
 from omni_connector import config, plugin
 from omni_connector.arena import block_index
+from omni_connector.arena.native_probe import native_probe
 from omni_connector.copy import host, jobs
-from omni_connector.native_copy import native_copy
-from omni_connector.native_probe import native_probe
+from omni_connector.copy.native import native_copy
 from omni_connector.net import runtime
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
 from omni_connector.prefix import saves, store_jobs

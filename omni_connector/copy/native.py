@@ -4,18 +4,17 @@
 numpy copies one row in a call. Between two calls it takes the GIL, for which it waits while a model
 runner computes in Python, and spins. A row of less than about 100 MiB it copies through the caches,
 so that the processor reads each line of the target before it overwrites it: half as many bytes a
-second. So `native_code` has a loop of its own, with stores that bypass the caches. It asks for the
+second. So kernels/copy.c has a loop of its own, with stores that bypass the caches. It asks for the
 source's bytes a while before it needs them, since the processor does not look beyond a page, and
 makes the checksum, xxh3-64, from the very registers that it stores: a library reads all of it once
 more.
 
-llvmlite, which vLLM needs for numba, compiles the loop. Where it is missing, or the result is not
-that of numpy and xxhash, `native_copy` is None, and who copies takes numpy.
+Where the loop cannot be compiled, or its result is not that of numpy and xxhash, `native_copy` is
+None, and who copies takes numpy.
 """
 
 import ctypes
 import functools
-import importlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,15 +24,28 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector import native_code
+from omni_connector.runtime.machine_code import CodeDeniedError, compiled, kernel
 
 logger = logging.getLogger("vllm.omni_connector.native")
 
-ALIGNMENT: Final = native_code.STRIPE
+ALIGNMENT: Final = 64
 """Addresses of targets, and lengths of rows, are multiples of this."""
 
 LEAST_HASHED: Final = 256
 """Bytes of a slot from which on it is hashed here: up to 240, xxh3 is another algorithm."""
+
+
+_FIRST_SUMS: Final = (
+    0xC2B2AE3D,
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x85EBCA77,
+    0x27D4EB2F165667C5,
+    0x9E3779B1,
+)
+"""Those that xxh3-64 begins with."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,9 +104,9 @@ def _require(ids: NDArray[np.int64], limit: int) -> None:
 
 def begin(slots: int, nbytes: int) -> NDArray[np.uint64]:
     """States of the checksums of slots with so many bytes each, none of which was copied yet."""
-    states = np.empty((slots, len(native_code.FIRST_SUMS) + 2), np.uint64)
-    states[:, :-2] = native_code.FIRST_SUMS
-    states[:, -2:] = nbytes // native_code.STRIPE
+    states = np.empty((slots, len(_FIRST_SUMS) + 2), np.uint64)
+    states[:, :-2] = _FIRST_SUMS
+    states[:, -2:] = nbytes // ALIGNMENT
     return states
 
 
@@ -107,7 +119,7 @@ class NativeCopy:
     """Copies rows between addresses, for which the caller answers until the call has ended."""
 
     def __init__(self) -> None:
-        self._engine = compiled(native_code.code())  # the code is gone with it
+        self._engine = compiled(kernel(__name__, "copy"))  # the code is gone with it
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         kind = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, number, number, pointer)
         self._copy = kind(self._engine.get_function_address("copy"))
@@ -137,7 +149,7 @@ class NativeCopy:
         if (
             sources.shape != targets.shape
             or lengths.shape != (rows,)
-            or states.shape != (slots, len(native_code.FIRST_SUMS) + 2)
+            or states.shape != (slots, len(_FIRST_SUMS) + 2)
             or not states.flags.c_contiguous
         ):
             shapes = f"{targets.shape} from {sources.shape}, states {states.shape}"
@@ -153,34 +165,12 @@ def native_copy() -> NativeCopy | None:
     try:
         copy = NativeCopy()
         _check(copy)
-    except native_code.CodeDeniedError:  # which it has said
+    except CodeDeniedError:  # which it has said
         return None
     except Exception as error:  # noqa: BLE001 - whatever it is, numpy does the work
         logger.warning("KV blocks are copied by numpy: there is no native copy (%s)", error)
         return None
     return copy
-
-
-def compiled(code: str) -> Any:
-    """Machine code of LLVM's, which is there as long as what this returns.
-
-    Raises:
-        CodeDeniedError: the kernel lets nobody run it.
-        Exception: whatever keeps llvmlite from compiling it; or there is none.
-    """
-    if native_code.code_is_denied():
-        raise native_code.CodeDeniedError("compiled code may not run here")
-    llvm: Any = importlib.import_module("llvmlite.binding")
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=2
-    )
-    module = llvm.parse_assembly(code)
-    module.verify()
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    return engine
 
 
 def _check(copy: NativeCopy) -> None:

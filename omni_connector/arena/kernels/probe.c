@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+/* Looks up the leading blocks of a prompt in the indexes of many engines.
+ *
+ * memory/block_index.py lays the indexes out. Their owners write to them meanwhile, and may be
+ * hostile: each word is read once and then used, and no slot is followed that does not exist.
+ *
+ * scripts/compile_kernels.py makes probe.ll of this file.
+ */
+#include <stdint.h>
+
+struct index {
+    const uint64_t *fingerprints; // a bucket's, one in each byte; 0 for an empty cell
+    const uint32_t *cells;        // the slots, eight for each bucket
+    const uint64_t *checks;       // of each slot
+    const int64_t *generations;   // of each slot; negative while it is not to be read
+    uint64_t num_slots;           // and of buckets
+};
+
+static const uint64_t EACH_BYTE = 0x0101010101010101, PRIME = 0x9E3779B97F4A7C15;
+
+#define READ(word) __atomic_load_n(&(word), __ATOMIC_RELAXED)
+
+/* Whether the index has the block; if so, its slot and generation are written. */
+static int find(const struct index *index, uint64_t tag, int64_t *slot, int64_t *generation)
+{
+    uint64_t bucket = (tag >> 32) * index->num_slots >> 32;
+    uint64_t fingerprint = (tag & 127) | 128;
+    uint64_t differences = READ(index->fingerprints[bucket]) ^ fingerprint * EACH_BYTE;
+    /* The high bit of each byte that is 0; also of some others, which the check tells apart. */
+    uint64_t matches = (differences - EACH_BYTE) & ~differences & 128 * EACH_BYTE;
+    for (; matches; matches &= matches - 1) {
+        uint64_t found = READ(index->cells[8 * bucket + __builtin_ctzll(matches) / 8]);
+        if (found >= index->num_slots)
+            continue;
+        int64_t its_generation = READ(index->generations[found]);
+        uint64_t check = READ(index->checks[found]);
+        if (its_generation >= 0 && ((uint64_t)its_generation * PRIME ^ tag) == check) {
+            *slot = (int64_t)found;
+            *generation = its_generation;
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* How many blocks are found before the first that no index has. Each block is looked up first in
+ * the index that had the one before. */
+int64_t probe(
+    const struct index *indexes, int64_t num_indexes, const uint64_t *tags, int64_t num_tags,
+    int64_t *owners, int64_t *slots, int64_t *generations)
+{
+    int64_t owner = 0;
+    for (int64_t i = 0; i < num_tags; i++) {
+        int64_t asked = 0;
+        while (asked < num_indexes && !find(&indexes[owner], tags[i], &slots[i], &generations[i])) {
+            asked++;
+            owner = owner + 1 < num_indexes ? owner + 1 : 0;
+        }
+        if (asked == num_indexes)
+            return i;
+        owners[i] = owner;
+    }
+    return num_tags;
+}

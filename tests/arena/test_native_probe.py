@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine code of the look-up finds what numpy finds, and refuses other arrays."""
+
+import importlib
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_connector.arena import block_index
+from omni_connector.arena.block_index import BlockIndex
+from omni_connector.arena.native_probe import native_probe
+
+TAGS = np.random.default_rng(0).integers(1, 1 << 64, 12, np.uint64)
+ALIKE = TAGS[0] ^ np.arange(12, dtype=np.uint64) * np.uint64(1 << 40)
+"""Tags with one fingerprint, and in small indexes with few buckets."""
+
+holdings = st.lists(st.tuples(st.integers(0, 11), st.integers(0, 23)), max_size=12)
+
+
+@pytest.mark.parametrize("tags", [TAGS, ALIKE], ids=["any", "alike"])
+@given(held=st.lists(holdings, max_size=4), asked=st.lists(st.integers(0, 11), max_size=12))
+def test_machine_code_finds_what_numpy_finds(
+    tags: block_index.Tags, held: list[list[tuple[int, int]]], asked: list[int]
+) -> None:
+    """Whichever blocks the indexes hold, in slots that were used before too."""
+    pytest.importorskip("llvmlite")
+    probe = native_probe()
+    assert probe is not None
+    indexes = [BlockIndex.create(24, b"epoch of an aren") for _ in held]
+    for index, blocks in zip(indexes, held, strict=True):
+        for generation, (block, slot) in enumerate(blocks):
+            index.add(tags[[block]], np.array([slot]), np.array([generation]))
+    wanted = tags[asked]
+    places = np.zeros((2, 3, len(asked)), np.int64)
+    words = b"".join(index._words for index in indexes)
+    count = probe(words, len(indexes), wanted, places[0])
+    assert count == block_index._probe(indexes, wanted, places[1])
+    for at in range(count):  # more than one index may hold a block
+        owner, slot, generation = places[0, :, at].tolist()
+        slots, generations = indexes[owner].find(wanted[[at]])
+        assert [slot, generation] == [slots[0], generations[0]]
+    for index in indexes:
+        index.close()
+
+
+def test_arrays_that_do_not_agree_are_refused() -> None:
+    pytest.importorskip("llvmlite")
+    probe = native_probe()
+    assert probe is not None
+    for places in (np.zeros((3, 11), np.int64), np.zeros((12, 3), np.int64).T):
+        with pytest.raises(ValueError, match="for 12 tags"):
+            probe(b"", 0, TAGS, places)
+
+
+def test_without_a_compiler_numpy_looks_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(name: str, package: str | None = None) -> ModuleType:
+        if name.startswith("llvmlite"):
+            raise ImportError(name)
+        return found(name, package)
+
+    found = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with caplog.at_level("WARNING", "vllm"):
+        assert native_probe.__wrapped__() is None
+    assert "there is no native look-up (llvmlite" in caplog.text

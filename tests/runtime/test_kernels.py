@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The IR that is shipped is that of the C beside it, and every processor's."""
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "compile_kernels.py"
+
+
+def loaded() -> ModuleType:
+    spec = spec_from_file_location("compile_kernels", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+script: Any = loaded()
+KERNELS = script.kernels()
+each_kernel = pytest.mark.parametrize("source", KERNELS, ids=lambda source: source.stem)
+
+
+def test_the_kernels_are_these() -> None:
+    assert {source.stem for source in KERNELS} == {"copy", "probe", "row_table"}
+
+
+@each_kernel
+def test_the_ir_was_made_from_this_c(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "find_clang", lambda major: None)
+    assert script.outdated(source) is None
+
+
+@each_kernel
+def test_clang_makes_the_same_ir_of_it(source: Path) -> None:
+    [major] = re.findall(r"^; clang (\d+)", source.with_suffix(".ll").read_text(encoding="utf-8"))
+    if script.find_clang(major) is None:
+        pytest.skip(f"no clang {major} here")
+    assert script.outdated(source) is None
+
+
+@each_kernel
+def test_ir_of_other_c_is_outdated(source: Path, tmp_path: Path) -> None:
+    copy = tmp_path / source.name
+    shutil.copy(source, copy)
+    assert "was not made" in script.outdated(copy)
+    shutil.copy(source.with_suffix(".ll"), tmp_path)
+    assert script.outdated(copy) is None
+    copy.write_text(source.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    assert "from another" in script.outdated(copy)
+
+
+@each_kernel
+def test_ir_that_was_changed_is_outdated(source: Path, tmp_path: Path) -> None:
+    if script.find_clang() is None:
+        pytest.skip("no clang 19 here")
+    copy = tmp_path / source.name
+    shutil.copy(source, copy)
+    ir = source.with_suffix(".ll").read_text(encoding="utf-8")
+    copy.with_suffix(".ll").write_text(ir.replace("add i64", "sub i64"), encoding="utf-8")
+    assert "is not what" in script.outdated(copy)
+
+
+@each_kernel
+@pytest.mark.parametrize(
+    ("triple", "processor", "past_caches"),
+    [
+        ("x86_64-unknown-linux-gnu", "x86-64", "movnt"),
+        ("x86_64-unknown-linux-gnu", "x86-64-v3", "vmovnt"),
+        ("x86_64-unknown-linux-gnu", "sapphirerapids", "vmovnt.*zmm"),
+        ("aarch64-unknown-linux-gnu", "generic", "stnp"),
+        ("aarch64-unknown-linux-gnu", "neoverse-v2", "stnp"),
+    ],
+)
+def test_the_ir_is_compiled_for_every_processor(
+    source: Path, triple: str, processor: str, past_caches: str
+) -> None:
+    llvm = pytest.importorskip("llvmlite.binding")
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    ir = source.with_suffix(".ll").read_text(encoding="utf-8")
+    assert not re.search(r"target (triple|datalayout)|attributes #", ir)
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=processor, opt=2)
+    module = llvm.parse_assembly(ir)
+    module.triple = triple
+    module.data_layout = str(machine.target_data)
+    module.verify()
+    assert machine.emit_object(module)
+    if source.stem == "copy":
+        assert len(re.findall(rf"\t{past_caches}", machine.emit_assembly(module))) >= 2 * 16
+
+
+def test_a_wheel_has_c_and_ir(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    [wheel] = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for source in KERNELS:
+        assert str(source.relative_to(ROOT)) in names
+        assert str(source.with_suffix(".ll").relative_to(ROOT)) in names
