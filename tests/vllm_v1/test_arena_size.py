@@ -3,7 +3,7 @@
 
 import pytest
 
-from omni_connector.arena import sizing
+from omni_connector.arena import size as arena_size
 from omni_connector.arena.size import ArenaSize
 from omni_connector.errors import ConfigError
 from tests import inspection
@@ -23,7 +23,7 @@ def memory(monkeypatch):
     """Sets how much there is."""
 
     def there_is(available: int) -> None:
-        monkeypatch.setattr(sizing, "unclaimed_bytes", lambda deployment: available)
+        monkeypatch.setattr(arena_size, "unclaimed_bytes", lambda deployment: available)
 
     return there_is
 
@@ -66,7 +66,7 @@ def test_without_memory_for_a_single_block_it_does_not_start(engine, memory):
 def test_of_long_prompts_without_room_it_warns_unless_the_user_has_set_the_size(
     log, given, slots, warned
 ):
-    arena = sizing.ArenaSizing(given, cache_blocks=9, max_tokens=4 * BLOCK)
+    arena = arena_size.ArenaSizing(given, cache_blocks=9, max_tokens=4 * BLOCK)
     groups = (group_shape(block_size=BLOCK),)
     arena.tell(0, 1, ArenaSize(slots, "memory"), 4096, groups)
     assert any("longest prompts" in line for line in log) == warned
