@@ -33,6 +33,7 @@ from omni_connector.transports import reading
 from tests.simulation import HASHES_VARIABLE
 from tests.simulation.check import held_by, leftovers, sizes
 from tests.simulation.cluster import Cluster
+from tests.simulation.engines.connector import IS_LATE
 from tests.simulation.engines.engine import SimulatedEngine
 from tests.simulation.engines.settings import HANDOFF_TTL_S, EngineShape
 from tests.simulation.plan import LONGEST, Plan, groups_of
@@ -178,6 +179,7 @@ def _settle(cluster: Cluster, plan: Plan, look: Any) -> None:
             look()
 
     quieten()
+    IS_LATE.clear()  # in the end every rank has reported
     for liar in cluster.liars:
         liar.close()
     # Leases and whatever else has a time to live.
