@@ -204,6 +204,12 @@ class SlotDirectory:
             if np.isin(each.held, numbers).any():
                 self._close(each)
 
+    def close_holders(self, handoff: Handoff, blocks: Sequence[Block]) -> None:
+        """Copies under way are of no use: close every hand-off that holds one of these slots, so
+        that nobody leases them. They stay taken until the copies end."""
+        with self._lock:
+            self._close_holders(handoff.slots_of(blocks))
+
     def wanted(self, handoff: Handoff, blocks: Sequence[Block]) -> bool:
         """Whether another hand-off holds slots of these blocks of a closed one."""
         with self._lock:

@@ -105,6 +105,8 @@ class HandoffSender:
         self._on_complete = on_complete
         self._sends: dict[str, _Send] = {}
         self._admitted: dict[str, _Send] = {}  # those with slots
+        self._copying: dict[int, _Send] = {}  # by job, also for requests that are over
+        self._spoiled: set[int] = set()  # jobs whose blocks hold what no model has computed
         self.waiting: OrderedDict[str, _Send] = OrderedDict()
         # There was no room for the first of them at this count of releases, and it waits so long.
         self._tried: int | None = None
@@ -218,12 +220,17 @@ class HandoffSender:
             lambda failure: self._job_ended(send, handoff, job_id, chosen, failure),
         )
         send.jobs[job_id] = chosen
+        self._copying[job_id] = send
         return {job_id: spec}
 
     def _job_ended(
         self, send: _Send, handoff: Handoff, job_id: int, blocks: list[Block], failure: str | None
     ) -> None:
         send.jobs.pop(job_id, None)
+        del self._copying[job_id]
+        if job_id in self._spoiled:  # it may have ended before it could be stopped
+            self._spoiled.discard(job_id)
+            failure = failure or CANCELLED
         if failure is None:
             self._directory.filled(handoff, blocks)
         elif handoff is not send.handoff:  # it is void, and its prompt is copied anew
@@ -258,11 +265,18 @@ class HandoffSender:
 
     def loads_failed(self, block_ids: set[int]) -> None:
         """Another connector beside this one has failed to load these KV blocks, which vLLM computes
-        anew: what was copied of them, or computed upon them, is of no use."""
+        anew: what is copied of them, or computed upon them, is of no use, nor to hand-offs of the
+        same prompt that share its slots."""
         for send in self._admitted.values():
             if send.refusal is None and not send.block_ids.isdisjoint(block_ids):
-                self._ledger.revoke(send.jobs)
                 self._refuse(send, "load_failed", "a load of another connector has failed")
+        for job_id, send in self._copying.items():
+            if send.block_ids.isdisjoint(block_ids):
+                continue
+            self._spoiled.add(job_id)
+            self._ledger.revoke([job_id])
+            if send.handoff is not None and job_id in send.jobs:
+                self._directory.close_holders(send.handoff, send.jobs[job_id])
 
     def _abandon(self, send: _Send) -> None:
         if send.handoff is not None:

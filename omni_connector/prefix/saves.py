@@ -43,7 +43,7 @@ _COPY_S: Final = 0.1
 _MANY: Final = 64
 
 # So many steps after another connector was to load blocks within a step, vLLM has heard whether it
-# did, and else computes them anew.
+# did, and else computes them anew. Until then, requests find those blocks in vLLM's own cache.
 _LOADED: Final = 3
 
 # What answers fill is looked at once in so many steps, as a copy of a few blocks costs the
@@ -83,6 +83,7 @@ class PrefixSaves:
     ) -> None:
         self._tokens_a_step = tokens_a_step
         self._step = 0
+        self._doubtful_until = 0  # the step
         # The prompts to look at, by the number of the step. Most steps fill no block of an answer.
         self._due: dict[int, dict[SharedPrompt, None]] = {}
         # Other blocks may be gone, or hold another state, a few steps after they have filled.
@@ -129,9 +130,12 @@ class PrefixSaves:
             # Until it is scheduled, its blocks may be those of a load under way.
             if tokens := scheduled.get(request.request_id):
                 had, prompt.had = prompt.had, None
-                if had is not None and request.num_computed_tokens > had:
-                    self.look_at(prompt, _LOADED)
-                    continue
+                if had is not None:  # vLLM has just admitted it
+                    if request.num_computed_tokens > had:
+                        self._doubtful_until = self._step + _LOADED
+                    if self._step <= self._doubtful_until:
+                        self.look_at(prompt, _LOADED)
+                        continue
                 end = request.num_computed_tokens + tokens
                 if end >= prompt.fills_at:
                     self._save(meta, next(self._places), prompt, end, blocks_of, filled)

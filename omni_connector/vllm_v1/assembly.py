@@ -47,7 +47,7 @@ from omni_connector.runtime.stats import COUNTERS
 from omni_connector.runtime.trace import Trace
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.shared_blocks import key_prefix, readers_id
-from omni_connector.vllm_v1.compat import hash_block_size
+from omni_connector.vllm_v1.compat import hash_block_size, most_blocks_of_a_prompt
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.identity import compatibility, hash_id
 from omni_connector.vllm_v1.load_room import LoadRoom
@@ -212,6 +212,7 @@ class _Assembly:
             room=LoadRoom(
                 self._manager.block_pool,
                 self._ours.groups,
+                most_blocks_of_a_prompt(self._manager, self._group_ids),
                 self._vllm_config.num_speculative_tokens,
             ),
             periodic_tasks=self._periodic_tasks,

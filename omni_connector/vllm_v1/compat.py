@@ -27,6 +27,7 @@ from omni_connector.vllm_v1.metrics import OmniStats
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -126,6 +127,23 @@ def loaded_and_waiting(scheduler: Any) -> list["Request"]:
     if waiting is not None:
         return [each for each in waiting if each.status == RequestStatus.WAITING]
     return [scheduler.requests[each] for each in scheduler.finished_recving_kv_req_ids]
+
+
+def most_blocks_of_a_prompt(
+    manager: "KVCacheManager", group_ids: tuple[int, ...]
+) -> list[int | None]:
+    """The most blocks of each group that vLLM asks for to compute one prompt, however long it is.
+
+    None where it asks for those of all tokens. Where it keeps only the last state of each request,
+    it asks for two: that state and the one at a boundary within the step.
+    """
+    managers = [manager.coordinator.single_type_managers[each] for each in group_ids]
+    return [
+        2
+        if getattr(each, "mamba_cache_mode", "") == "align"
+        else getattr(each, "max_admission_blocks_per_request", None)
+        for each in managers
+    ]
 
 
 def cross_layer_dims(attn_backend: Any) -> str:

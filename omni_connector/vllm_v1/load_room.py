@@ -6,9 +6,14 @@ back. If loads hold all blocks, none of their requests can go on, and nothing ev
 blocks free for that from 0.32 on, but too few where a group keeps a window: it takes the blocks in
 front of the window for blocks that the request has. So a load waits while blocks are short, until
 the requests of the loads before it have been scheduled.
+
+A load that fails gives its blocks back, and its request is to be computed. vLLM asks for the blocks
+of its whole prompt then, and lets no other request pass it, not even those whose KV was loaded.
+Where a group keeps a window, that is more than the load had. So a load also leaves enough blocks
+free for the prompt of each load under way.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from omni_connector.kv.shapes import GroupShape
@@ -24,22 +29,33 @@ class LoadRoom:
     Args:
         pool: vLLM's blocks.
         groups: the cache groups.
+        most_blocks: of each group, the most blocks that vLLM asks for to compute one prompt,
+            however long it is; None: it asks for those of all tokens.
         drafts: speculative tokens that vLLM may schedule with a request's next token.
     """
 
-    def __init__(self, pool: "BlockPool", groups: tuple[GroupShape, ...], drafts: int) -> None:
+    def __init__(
+        self,
+        pool: "BlockPool",
+        groups: tuple[GroupShape, ...],
+        most_blocks: Sequence[int | None],
+        drafts: int,
+    ) -> None:
         self._pool = pool
         self._groups = groups
+        self._most_blocks = most_blocks
         self._drafts = drafts
-        self._needs: dict[str, int] = {}  # blocks beyond the loaded ones, by request
-        self._reserved = 0  # their sum
+        # By request, the blocks that it takes beyond the loaded ones: for its next tokens; and for
+        # its whole prompt, if the load fails and gives its blocks back.
+        self._after_load: dict[str, int] = {}
+        self._after_failure: dict[str, int] = {}
         self._next: str | None = None  # the request that waits; no later one overtakes it
         self._admitted: tuple[str, int] = "", 0  # the last one that did not, and how much it loads
 
     def admits(self, request: "Request", local: int, end: int) -> bool:
         """Whether the tokens of a request from `local` to `end` may be loaded now."""
         request_id = request.request_id
-        if self._needs and not self._has_room(request, local, end):
+        if self._after_load and not self._has_room(request, local, end):
             return False
         self._next, self._admitted = None, (request_id, end)
         return True
@@ -51,7 +67,13 @@ class LoadRoom:
         held = sum(-(-local // group.block_size) for group in self._groups)
         loaded = sum(len(group.needed(end, local)) for group in self._groups)
         free = self._pool.get_num_free_blocks() - held - loaded
-        if free < self._reserved + self._need(request, end):
+        after_load, after_failure = self._needs(request, end)
+        # Where several loads fail, their requests are computed one after the other.
+        if free < max(
+            sum(self._after_load.values()) + after_load,
+            max(self._after_failure.values()),
+            after_failure,
+        ):
             self._next = request.request_id
             return False
         return True
@@ -61,26 +83,32 @@ class LoadRoom:
         request_id, end = self._admitted
         assert request.request_id == request_id, "vLLM allocates right after it has asked"
         self.ends(request_id)
-        need = self._needs[request_id] = self._need(request, end)
-        self._reserved += need
+        after_load, after_failure = self._needs(request, end)
+        self._after_load[request_id] = after_load
+        self._after_failure[request_id] = after_failure
 
     def scheduled(self, num_scheduled_tokens: Mapping[str, int]) -> None:
         """vLLM has scheduled requests, and from now on can preempt them."""
-        for request_id in [each for each in self._needs if each in num_scheduled_tokens]:
+        for request_id in [each for each in self._after_load if each in num_scheduled_tokens]:
             self.ends(request_id)
 
     def ends(self, request_id: str) -> None:
         """A request needs nothing, or nothing more: it was scheduled, computes its prompt here, or
         is over."""
-        self._reserved -= self._needs.pop(request_id, 0)
+        self._after_load.pop(request_id, None)
+        self._after_failure.pop(request_id, None)
         if self._next == request_id:
             self._next = None
 
-    def _need(self, request: "Request", end: int) -> int:
+    def _needs(self, request: "Request", end: int) -> tuple[int, int]:
         tokens = request.num_tokens + self._drafts
-        blocks = 0
-        for group in self._groups:
-            blocks += -(-tokens // group.block_size) - -(-end // group.block_size)
+        after_load = after_failure = 0
+        for group, most in zip(self._groups, self._most_blocks, strict=True):
+            blocks = -(-tokens // group.block_size)
+            after_load += blocks - -(-end // group.block_size)
+            after_failure += blocks if most is None else min(blocks, most)
+            after_failure -= len(group.needed(end))
             if group.attention_type == "last":
-                blocks += self._drafts
-        return blocks
+                after_load += self._drafts
+                after_failure += self._drafts
+        return after_load, after_failure

@@ -228,7 +228,7 @@ class Cluster(Clients):
         target = self.engines.get(engine)
         if target is None:
             return
-        self.excuses = True
+        self.excuses = self.host.lied = True
         self.refusals.happens(engine)
         liar = Liar(self.net, f"L{number % 3}", random.Random(number), self._endpoints())
         self.liars.append(liar)

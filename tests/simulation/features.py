@@ -215,10 +215,15 @@ def _beside(plan: Plan, draw: random.Random) -> Plan:
     if draw.random() < 0.5:
         trouble["other_later"] = 1.0
     fails = draw.choice((0.1, 0.5)) if draw.random() < 0.5 else 0.0
-    # Not mended yet: beside engines that share, a load of the other connector that fails can give
-    # a later request a wrong token.
-    if fails and not any(each.shares for each in engines):
+    if fails:
         trouble["other_fails"] = fails
+    if fails and any(each.shares for each in engines):
+        trouble["other_later"] = 1.0
+    elif fails and "other_later" not in trouble:
+        # Where a load fails within the step, vLLM leaves wrong blocks in its own prefix cache:
+        # those that other requests have filled behind the failed ones, and those of a request that
+        # is aborted in that step (`Scheduler._update_requests_with_invalid_blocks`).
+        engines = tuple(replace(each, caching=False) for each in engines)
     return _unhinted(replace(plan, engines=engines, trouble=trouble))
 
 

@@ -300,6 +300,25 @@ def test_what_another_connector_has_failed_to_load_is_not_handed_off(engine, aft
     assert_clean(prefill, decode)
 
 
+def test_a_hand_off_shares_no_copy_of_what_another_connector_has_failed_to_load(engine):
+    """Two requests of one prompt share slots. The first, whose blocks are copied, is aborted in the
+    step in which a load of these blocks fails."""
+    prefill = engine("kv_producer", prefix_caching=False)
+    decode = engine("kv_consumer", prefix_caching=False)
+    first, second = (prefill.submit(PROMPT, params=HANDOFF) for _ in range(2))
+    held = prefill.hold(saves=True)
+    while not prefill.half.copying():
+        prefill.step()
+    prefill.abort(first)
+    prefill.half.update_output(KVConnectorOutput(invalid_block_ids={1}))
+    held.open()
+    prefill.settle()
+    answer = prefill.answers[second].params
+    assert decode.generate(PROMPT, 6, params=answer).tokens == engine().generate(PROMPT, 6).tokens
+    assert decode.count("handoffs_received") == 0
+    assert_clean(prefill, decode)
+
+
 SHARES = {"share": True, "admission": "all"}
 
 

@@ -12,10 +12,11 @@ from omni_connector.net import introductions, rank_socket
 from omni_connector.net.runtime import runtime_dir
 from omni_connector.testing import no_op
 from omni_connector.vllm_v1.connector import OmniKVConnector
+from tests import inspection
 from tests.toy import BLOCK
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt, wait
-from .siblings import SIBLING
+from .siblings import FAILING, SIBLING
 from .stores import PREFIX, QUESTION
 
 pytestmark = pytest.mark.vllm
@@ -117,6 +118,27 @@ def test_what_another_connector_loads_is_no_miss_and_no_hit_of_ours(engine, plac
     hits = hit_rates([ours(one)._status._status()])
     assert hits["other"] > 0
     assert hits["own"] == 0
+
+
+def test_what_others_find_of_a_load_that_fails_in_the_same_step_is_not_kept(engine):
+    """The second request has the block from vLLM's own cache, in the step that was to load it."""
+    extra = {"share": True, "handoff": False, "admission": "all"}
+    options = {"connector": "MultiConnector", "after": [FAILING]}
+    first, second = (engine("kv_both", extra=extra, **options) for _ in range(2))
+    wait(lambda: meets(second))
+    asked = prompt(3 * BLOCK + 1)
+    first.runner.bad_blocks.add(1)
+    both = {"do_remote_prefill": True}, None
+    ids = [first.submit(asked, max_tokens=6, params=params) for params in both]
+    first.step()
+    _, worker = inspection.halves_beside(first.scheduler.connector, [first.worker])
+    wait(lambda: inspection.copies_ended(worker))
+    first.settle()
+    expected = engine().generate(asked, 6).tokens
+    assert [first.answers[each].tokens for each in ids] == [expected] * 2
+    assert second.generate(asked, 6).tokens == expected
+    assert second.count("tokens_from_host")
+    assert_clean(first, second)
 
 
 def test_a_worker_that_does_not_introduce_itself_is_named(engine, monkeypatch):

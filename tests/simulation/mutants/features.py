@@ -11,8 +11,17 @@ FEATURES: Final = (
         "requests whose KV was loaded hold all blocks, and none of them finds one to go on",
         (
             "omni_connector.vllm_v1.load_room",
-            "        if self._needs and not self._has_room(request, local, end):",
+            "        if self._after_load and not self._has_room(request, local, end):",
             "        if False:",
+        ),
+    ),
+    mutant(
+        "failed loads find no room",
+        "requests whose KV was loaded wait behind one that needs more blocks than its load had",
+        (
+            "omni_connector.vllm_v1.load_room",
+            "            max(self._after_failure.values()),\n            after_failure,\n",
+            "            0,\n",
         ),
     ),
     mutant(
@@ -38,8 +47,17 @@ FEATURES: Final = (
         "blocks are kept before vLLM has heard whether another connector has loaded them",
         (
             "omni_connector.prefix.saves",
-            "if had is not None and request.num_computed_tokens > had:",
+            "if self._step <= self._doubtful_until:",
             "if False:",
+        ),
+    ),
+    mutant(
+        "copies for who has gone are sound",
+        "a load fails of a request that is over; hand-offs of its prompt keep what was copied",
+        (
+            "omni_connector.handoff.sender",
+            "            if send.block_ids.isdisjoint(block_ids):\n",
+            "            if send.block_ids.isdisjoint(block_ids) or True:\n",
         ),
     ),
     mutant(
