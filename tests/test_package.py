@@ -123,11 +123,6 @@ def test_the_distribution_is_typed_licensed_and_for_python_311() -> None:
     ("group", "name", "value"),
     [
         ("vllm.general_plugins", "omni_connector", "omni_connector.plugin:register"),
-        (
-            "omni_connector.transports",
-            "shm",
-            "omni_connector.transports.shm:SharedMemoryTransport",
-        ),
         ("console_scripts", "omni-connector", "omni_connector.cli.main:main"),
     ],
 )

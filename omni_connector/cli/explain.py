@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 
 import msgspec
 
-from omni_connector.cli.explained import AskedEngine, Explanation, explained
+from omni_connector.cli.explained import Answer, AskedEngine, Explanation, explained
 from omni_connector.cli.namespaces import existing_folder, nobody
 from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError, OmniError
@@ -128,24 +128,6 @@ def _tokenizer(which: Tokenizer, trusts_code: bool) -> Callable[..., Any]:
         local_files_only=True,  # the engine has loaded it
     )
     return loaded
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What `omni-connector explain` has found out.
-
-    Attributes:
-        namespace, folder: in which it has looked.
-        time: seconds of Unix time.
-        engines: one explanation each.
-        remarks: engines that could not be asked, and why.
-    """
-
-    namespace: str
-    folder: str
-    time: float
-    engines: list[Explanation]
-    remarks: list[str]
 
 
 def ask(asking: Asking, namespace: str, engine: str) -> Answer:

@@ -8,8 +8,16 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from omni_connector.cli.explain import Answer
-from omni_connector.cli.explained import ARENA, HOST, MISSING, OWN, STORE, Explanation, Miss
+from omni_connector.cli.explained import (
+    ARENA,
+    HOST,
+    MISSING,
+    OWN,
+    STORE,
+    Answer,
+    Explanation,
+    Miss,
+)
 
 _RUNS: Final = 12
 _PLACES: Final = {

@@ -118,6 +118,24 @@ class Explanation:
     remarks: list[str]
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What `omni-connector explain` has found out.
+
+    Attributes:
+        namespace, folder: in which it has looked.
+        time: seconds of Unix time.
+        engines: one explanation each.
+        remarks: engines that could not be asked, and why.
+    """
+
+    namespace: str
+    folder: str
+    time: float
+    engines: list[Explanation]
+    remarks: list[str]
+
+
 class AskedEngine:
     """A connection to one engine.
 

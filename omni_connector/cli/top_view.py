@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from omni_connector.cli.namespaces import nobody
-from omni_connector.cli.top import History, Rates, Reading, hit_rates
+from omni_connector.cli.readings import History, Rates, Reading, hit_rates
 from omni_connector.net.status import EngineStatus, Usage
 
 _BAR: Final = 12

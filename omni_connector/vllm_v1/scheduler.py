@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler half of an engine: the one that decides about slots, hand-offs and loads.
+"""The scheduler half of an engine decides about slots, hand-offs, shared blocks and loads.
 
 It decides, and the workers copy. Nothing here waits while the engine computes: lease requests are
 answered on the control channel's thread, and the workers report copies with each step.
@@ -64,7 +64,10 @@ _ASK_AGAIN: Final = (None, False)
 class OmniScheduler:
     """The part of the connector that lives beside vLLM's scheduler.
 
-    It is made when the workers have registered their KV caches; see `assembly.make_scheduler`.
+    It decides three things: which prompts are handed off and fetched, which full blocks are kept in
+    this engine's arena or a store, and which blocks of a prompt are loaded from there or from the
+    arenas of the host's other engines. It is made when the workers have registered their KV caches;
+    see `assembly.make_scheduler`.
 
     Args:
         manager: knows the block ids of running requests.
@@ -76,7 +79,8 @@ class OmniScheduler:
         channel: to peers; closed with this.
         directory, sender: slots, and what hands them off; None on an engine that hands nothing off.
         receiver: loads hand-offs; None on an engine that loads none.
-        shared: shares prefixes through a store, closed with this; None shares none.
+        shared: shares prefixes through the arenas of the host and a store, closed with this; None
+            shares none.
         events: of arena and store, for vLLM to publish; None where it publishes none.
         stats: where all of them count.
         status: is told of the counts of both halves, closed with this.

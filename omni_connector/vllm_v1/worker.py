@@ -73,6 +73,11 @@ _PROCESS_CORES: Final = process_cores()
 class OmniWorker:
     """Executes the copy jobs of the scheduler half.
 
+    It saves blocks to this rank's arena (for a hand-off, or to share them with the host's other
+    engines) and to a store. It loads blocks from a hand-off, from its own and other engines' arenas
+    and from a store. Arenas of the host's other engines are attached ahead, when the scheduler half
+    asks for that at this rank's socket.
+
     Args:
         config: the connector's settings.
         kv_cache_config: what vLLM allocates.
@@ -80,10 +85,10 @@ class OmniWorker:
         transports: export our arena and read the peers'.
         rank, ranks: of this worker, and how many its engine has.
         arena_name: under which peers find the arena, unique on this host; it need not be secret.
-        arena: how large this rank's arena is; None where the engine hands nothing off.
+        arena: how large this rank's arena is; None where the engine neither hands off nor shares.
         answer: answers the scheduler half at this rank's socket; returns what ends that.
-        shares: whether the scheduler half has arenas of neighbours attached.
-        store: where prefixes are shared, closed with this; None shares none.
+        shares: whether this rank attaches arenas of neighbours when the scheduler half asks.
+        store: where prefixes are shared beyond the host, closed with this; None has none.
         surroundings: clock, randomness and threads.
         trace: is told what takes how long, closed with this; None where nothing is traced.
         adapters: which LoRA adapters vLLM has loaded; None where it loads none.

@@ -22,7 +22,7 @@ from omni_connector.cli import explain as module
 from omni_connector.cli import explain_view
 from omni_connector.cli import explained as explained_module
 from omni_connector.cli.explain import Asking
-from omni_connector.cli.explained import AskedEngine, Explanation, Miss, explained
+from omni_connector.cli.explained import Answer, AskedEngine, Explanation, Miss, explained
 from omni_connector.cli.main import main
 from omni_connector.errors import ConfigError, OmniError
 from omni_connector.net.packets import MAX_MESSAGE_BYTES, read_answer
@@ -417,7 +417,7 @@ def test_the_table_has_a_row_for_each_engine() -> None:
         remarks=[],
     )
     console = Console(file=io.StringIO(), width=160)
-    console.print(explain_view.screen(module.Answer("default", "/f", 0.0, [first], ["odd"])))
+    console.print(explain_view.screen(Answer("default", "/f", 0.0, [first], ["odd"])))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for part in (
         *("0-15 own KV cache", "0-15 arena of b", "16 other arenas", "68 of 100", "window:"),

@@ -19,7 +19,8 @@ from rich.console import Console
 
 from omni_connector.cli import top as module
 from omni_connector.cli.main import main
-from omni_connector.cli.top import SILENT_S, History, Reading, document, hit_rates
+from omni_connector.cli.readings import SILENT_S, History, Reading, hit_rates
+from omni_connector.cli.top import document
 from omni_connector.cli.top_view import bar, screen
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE, runtime_dir
 from omni_connector.net.status import Durations, EngineStatus, StatusFile, Usage

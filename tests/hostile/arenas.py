@@ -190,7 +190,7 @@ class _Reach:
         self.pool = Pool(lambda buffer: None, lambda buffer: None, 0)
 
     def fetch(self, peer: str, ranges: Sequence[MemoryRange], deadline: float) -> NDArray[np.uint8]:
-        """As `Engine.fetch`."""
+        """As `TransferEngine.fetch`."""
         parts = []
         for each in ranges:
             if each.address < 0 or each.address + each.size > self._memory.size:

@@ -51,7 +51,7 @@ class _Channel:
         self._frames = frames
 
     def request_lease(self, address: str, pending: PendingLease) -> None:
-        """As `ControlChannel.pending`, answered at once."""
+        """As `ControlChannel.request_lease`, answered at once."""
         session = PeerSession(address, self._ours, time.monotonic)
         session.request_lease(pending)
         for frame in self._frames:

@@ -2,21 +2,19 @@
 """How the engines of a simulation get other weights."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vllm.v1.core.sched.interface import PauseState
 
 from omni_connector.vllm_v1.compat import pauses_wait_for_loads
+from tests.simulation.clients import Clients
 from tests.simulation.engines.engine import SimulatedEngine
-
-if TYPE_CHECKING:
-    from tests.simulation.cluster import Cluster
 
 _SETTLE_S: Final = 1.0
 
 
 def updating(
-    cluster: "Cluster",
+    clients: Clients,
     mode: str,
     running: bool,
     connector: bool,
@@ -36,9 +34,9 @@ def updating(
         hasty: how often clients send their decode requests between two engines' resets.
         only: the engine that gets other weights; None: all of them.
     """
-    world = cluster.world
+    world = clients.world
     if mode == "wait" and not all(
-        pauses_wait_for_loads(each.scheduler) for each in cluster.engines.values()
+        pauses_wait_for_loads(each.scheduler) for each in clients.engines.values()
     ):
         mode = "abort"
     state = PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW
@@ -50,17 +48,17 @@ def updating(
         f"new weights come: {only or 'engines'} paused ({mode}), caches reset "
         f"(running: {running}, connector: {connector}, {first} first{', asleep' * sleep})"
     )
-    everybody = [each for each in cluster.engines.values() if only in (None, each.name)]
+    everybody = [each for each in clients.engines.values() if only in (None, each.name)]
     world.draw.shuffle(everybody)
     paused: set[SimulatedEngine] = set()
     for engine in everybody:
-        _pause(cluster, engine, mode, state, paused)
+        _pause(clients, engine, mode, state, paused)
     while not all((e in paused and e.idle) or not e.alive for e in everybody):
         yield 0.01
-    number = cluster.new_weights()
+    number = clients.new_weights()
     for engine in everybody:
         if first == "weights":
-            engine.runner.weights = cluster.weights
+            engine.runner.weights = clients.weights
             yield world.draw.choice((0.0, 0.01))
         while engine.alive and not _reset(engine, running, connector):
             if mode == "keep":  # some requests wait for KV from elsewhere
@@ -74,9 +72,9 @@ def updating(
         if sleep and engine.alive:
             engine.runner.spoil(list(range(engine.shape.blocks + 1)), number)
         if world.draw.random() < hasty:
-            cluster.hasten()
+            clients.hasten()
         yield world.draw.choice((0.0, 0.01, 0.5))
-        engine.runner.weights = cluster.weights
+        engine.runner.weights = clients.weights
     yield _SETTLE_S
     for engine in everybody:
         engine.pause(PauseState.UNPAUSED)
@@ -84,7 +82,7 @@ def updating(
 
 
 def _pause(
-    cluster: "Cluster",
+    clients: Clients,
     engine: SimulatedEngine,
     mode: str,
     state: PauseState,
@@ -92,7 +90,7 @@ def _pause(
 ) -> None:
     def pause() -> None:
         if mode == "abort":
-            cluster.abort_all(engine)
+            clients.abort_all(engine)
         engine.pause(state)
         paused.add(engine)
 

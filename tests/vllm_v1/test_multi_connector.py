@@ -6,7 +6,7 @@ It tells all children what one of them has for its scheduler half, so ours must 
 
 import pytest
 
-from omni_connector.cli.top import hit_rates
+from omni_connector.cli.readings import hit_rates
 from omni_connector.errors import ConfigError, TransportError
 from omni_connector.net import introductions, rank_socket
 from omni_connector.net.runtime import runtime_dir

@@ -27,7 +27,7 @@ PROMPT = prompt(6 * BLOCK - 3)
 def test_a_failed_load_that_the_runner_keeps_to_itself_would_be_served(
     engine, old_runner, monkeypatch
 ):
-    """What the test above would see, were it not for `compat.recompute`."""
+    """What the test above would see, were it not for `requests.recompute`."""
     monkeypatch.setattr(scheduler, "recompute", lambda request, manager: None)
     prefill, decode, reference = trio(engine, old_runner, family="all three")
     answer = prefill.generate(PROMPT, params=HANDOFF).params

@@ -18,7 +18,7 @@ class Mutant:
     """A fault.
 
     Attributes:
-        name: of it; those that begin with `defect` take the mend of one out.
+        name: of it; those that begin with "defect" take the mend of one out.
         why: what is wrong.
     """
 

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engines of a namespace say of themselves at one moment, and rates between two moments.
+
+It is read from their status files (`omni_connector.net.status`); no engine is asked.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Self
+
+from omni_connector.cli.namespaces import existing_folder
+from omni_connector.net.runtime import namespace_dir
+from omni_connector.net.status import SIGN_OF_LIFE_S, EngineStatus, Usage, plain, read
+
+SILENT_S: Final = 3 * SIGN_OF_LIFE_S
+"""A living process that has written nothing for so long is silent: it is stopped, or its control
+channel has ended."""
+
+_STILL_S: Final = 2.5  # an engine of which something changes has written by then
+
+_LOADED: Final = {
+    "arena": "tokens_kept",
+    "host": "tokens_from_host",
+    "peer": "tokens_loaded",
+    "store": "tokens_shared",
+    "other": "tokens_from_others",
+}
+
+Rates = Mapping[str, float]
+
+
+def hit_rates(engines: Iterable[EngineStatus]) -> dict[str, float | None]:
+    """Which part of the prompts' tokens was not computed, by where their KV came from: the
+    engine's `own` cache in vLLM, its `arena`, other engines of the `host`, a hand-off of a `peer`,
+    the shared `store`, an `other` connector beside ours. None where there was no prompt yet."""
+    engines = list(engines)
+    tokens = sum(each.prompt_tokens for each in engines)
+    loaded = {
+        source: sum(each.counts.get(name, 0) for each in engines)
+        for source, name in _LOADED.items()
+    }
+    # What is loaded is counted a little before its prompt is.
+    own = max(0, sum(each.cached_tokens for each in engines) - sum(loaded.values()))
+    return {
+        name: min(1.0, part / tokens) if tokens else None
+        for name, part in {"own": own, **loaded}.items()
+    }
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the engines of a namespace have said by some moment.
+
+    Attributes:
+        namespace, folder: that were read.
+        time: seconds of Unix time.
+        engines: those that live, by engine id.
+        remarks: why a file was skipped.
+    """
+
+    namespace: str
+    folder: Path
+    time: float
+    engines: list[EngineStatus] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    @classmethod
+    def take(cls, namespace: str) -> Self:
+        """Read the files.
+
+        Raises:
+            ConfigError: the runtime folder is unsafe.
+        """
+        folder = existing_folder(namespace)
+        if folder is None:
+            return cls(namespace, namespace_dir(namespace), time.time())
+        try:
+            engines, remarks = read(folder)
+        except OSError as error:
+            engines, remarks = [], [plain(f"{folder} cannot be read: {error}")]
+        engines.sort(key=lambda each: (each.engine_id, each.started))
+        return cls(namespace, folder, time.time(), engines, remarks)
+
+    def state(self, engine: EngineStatus) -> str:
+        """`live`, or `silent`; see `SILENT_S`."""
+        # What was written long after now is from before the clock was set back.
+        return "silent" if abs(self.time - engine.written) > SILENT_S else "live"
+
+    def total(self) -> EngineStatus:
+        """All engines together, as if they were one."""
+        counts: Counter[str] = Counter()
+        failures: Counter[str] = Counter()
+        for each in self.engines:
+            counts.update(each.counts)
+            failures.update(each.failures)
+        return EngineStatus(
+            engine_id="total",
+            role="",
+            model="",
+            pid=0,
+            ranks=sum(each.ranks for each in self.engines),
+            arena_bytes=sum(each.arena_bytes for each in self.engines),
+            started=min((each.started for each in self.engines), default=0.0),
+            usage=Usage(
+                *(
+                    sum(getattr(each.usage, name) for each in self.engines)
+                    for name in Usage.__struct_fields__
+                )
+            ),
+            prompt_tokens=sum(each.prompt_tokens for each in self.engines),
+            cached_tokens=sum(each.cached_tokens for each in self.engines),
+            counts=dict(counts),
+            failures=dict(failures),
+        )
+
+
+class History:
+    """The last two writings of each engine, and the rates between them."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, float, int], tuple[EngineStatus | None, EngineStatus]] = {}
+
+    def add(self, reading: Reading) -> None:
+        """Take a reading; engines that are not in it are forgotten."""
+        last = {}
+        for engine in reading.engines:
+            key = engine.engine_id, engine.started, engine.pid
+            older, newer = self._last.get(key, (None, engine))
+            if engine.written > newer.written:
+                older, newer = newer, engine
+            elif engine.written < newer.written:  # the clock was set back
+                older = None
+                newer = engine
+            last[key] = older, newer
+        self._last = last
+
+    def rates(self, engine: EngineStatus, now: float) -> Rates | None:
+        """By how much each count, and `failures` in all, has grown a second lately; None where an
+        engine has written only once."""
+        key = engine.engine_id, engine.started, engine.pid
+        older, newer = self._last.get(key, (None, engine))
+        if older is None:
+            return None
+        grown = {
+            **{name: number - older.counts.get(name, 0) for name, number in newer.counts.items()},
+            "failures": sum(newer.failures.values()) - sum(older.failures.values()),
+        }
+        seconds = newer.written - older.written
+        still = now - newer.written > _STILL_S
+        return {name: 0.0 if still else max(0, more) / seconds for name, more in grown.items()}
+
+    def total(self, reading: Reading) -> Rates | None:
+        """The rates of all engines together; None where none has any."""
+        each = [self.rates(engine, reading.time) for engine in reading.engines]
+        known = [rates for rates in each if rates is not None]
+        names = {name for rates in known for name in rates}
+        return {name: sum(r.get(name, 0.0) for r in known) for name in names} if known else None
