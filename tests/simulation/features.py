@@ -222,7 +222,7 @@ def _beside(plan: Plan, draw: random.Random) -> Plan:
     elif fails and "other_later" not in trouble:
         # Where a load fails within the step, vLLM leaves wrong blocks in its own prefix cache:
         # those that other requests have filled behind the failed ones, and those of a request that
-        # is aborted in that step (`Scheduler._update_requests_with_invalid_blocks`).
+        # is aborted in that step.
         engines = tuple(replace(each, caching=False) for each in engines)
     return _unhinted(replace(plan, engines=engines, trouble=trouble))
 
