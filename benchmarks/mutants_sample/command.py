@@ -44,7 +44,8 @@ _HEAD: Final = "| mutant | where | change | found by |\n|---|---|---|---|"
 _TESTS: Final = (
     "tests",
     "--ignore=tests/e2e",
-    "--ignore=tests/testing",  # the simulation is asked by itself
+    "--ignore=tests/simulation",  # it is asked by itself
+    "--ignore=tests/hostile",
     "-m",
     "not e2e and not beside",
 )

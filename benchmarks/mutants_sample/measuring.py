@@ -22,7 +22,7 @@ import pytest
 ROOT: Final = Path(__file__).parents[2]
 FOLDER_VARIABLE: Final = "OMNI_MUTANTS_FOLDER"
 NAME_VARIABLE: Final = "OMNI_MUTANTS_NAME"
-SUBJECTS: Final = ("handoff", "prefix", "copies", "kv", "memory", "vllm_v1")
+SUBJECTS: Final = ("handoff", "prefix", "copy", "kv", "arena", "identity", "vllm_v1")
 
 
 class Tracing:
