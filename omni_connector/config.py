@@ -37,7 +37,7 @@ _SHOWN_CHARS = 200
 Admission = Literal["auto", "all", "second_hit"]
 """Which new blocks an arena keeps: `all`; at `second_hit`, those that were there or were passed
 over not long ago; `auto`, all of them until the arena is full, and then as long as at least one
-in 32 of them is used again, else at second sight."""
+in 32 of them is used again, else at the second hit."""
 
 HintName = Literal["no", "prefetch", "high", "pin_s"]
 """A hint of a request: `no` and `high` are values of `cache`."""

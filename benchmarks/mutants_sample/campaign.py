@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Final
 
+from benchmarks.mutants_sample.answers import Kept, told
 from benchmarks.mutants_sample.asking import (
     FIRST_FILES,
     FIRST_S,
@@ -18,7 +19,6 @@ from benchmarks.mutants_sample.asking import (
     preload,
     unsure,
 )
-from benchmarks.mutants_sample.command import Kept, told
 from benchmarks.mutants_sample.making import Mutation
 
 _POLL_S: Final = 0.05

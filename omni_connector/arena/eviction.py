@@ -33,7 +33,7 @@ _SMALL: Final = 64
 _LOWER_HALF: Final = (1 << 32) - 1
 
 # Admission is `auto`: where fewer than one in so many new blocks are used again, they are admitted
-# only at second sight.
+# only at the second hit.
 _WORTH: Final = 32
 
 # Slots are used once, used again, favoured or pinned. Those of one kind stay for so many times as
