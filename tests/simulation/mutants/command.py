@@ -74,35 +74,61 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", help="a part of the names of those to run")
     parser.add_argument("--list", action="store_true", help="name them")
     parser.add_argument("--keep", type=Path, help="write the table to this file too")
+    parser.add_argument(
+        "--missing", action="store_true", help="run those that the kept table lacks; keep its rows"
+    )
     options = parser.parse_args(arguments)
-    chosen = [each for each in MUTANTS if options.only is None or options.only in each.name]
+    kept: dict[str, str] = {}
+    if options.missing and options.keep is not None:
+        kept = _rows(options.keep.read_text())
+    chosen = [
+        each
+        for each in MUTANTS
+        if (options.only is None or options.only in each.name) and each.name not in kept
+    ]
     if options.list:
         for mutant in chosen:
             print(f"{mutant.name}: {mutant.why}")
         return 0
     os.environ[HASHES_VARIABLE] = "0"  # of the processes that are started
     started = time.monotonic()
-    table = []
+    minutes = 0.0
+    found_now: dict[str, str] = {}
     print(_HEAD, flush=True)
     for number, found in enumerate(_all(chosen, options.most, options.jobs), start=1):
-        table.append(found)
+        found_now[found.mutant.name] = str(found)
         print(found, flush=True)
         minutes = (time.monotonic() - started) / 60
         print(f"{number} of {len(chosen)}, {minutes:.1f} minutes", file=sys.stderr, flush=True)
-    result = _result(table, options.most, options.jobs, time.monotonic() - started)
+    rows = kept | found_now
+    rows = {each.name: rows[each.name] for each in MUTANTS if each.name in rows}
+    result = _result(rows, options.most)
+    if not kept:
+        result += f" {minutes:.1f} minutes with {options.jobs} process(es)."
     print(result)
     if options.keep is not None:
-        rows = "\n".join(map(str, table))
-        options.keep.write_text(f"# Mutants\n\n{result}\n\n{_SAMPLE}\n\n{_HEAD}\n{rows}\n")
-    return 1 if any(found.seeds is None for found in table) else 0
+        table = "\n".join(rows.values())
+        options.keep.write_text(f"# Mutants\n\n{result}\n\n{_SAMPLE}\n\n{_HEAD}\n{table}\n")
+    return 1 if any(_seeds_of(row) is None for row in rows.values()) else 0
 
 
-def _result(table: list[Finding], most: int, jobs: int, seconds: float) -> str:
-    seeds = sorted(found.seeds for found in table if found.seeds is not None)
-    text = f"{len(seeds)} of {len(table)} mutants found within {most} seeds each"
+def _rows(table: str) -> dict[str, str]:
+    """The rows of a table that was kept, by the mutant's name."""
+    _, _, rows = table.partition(_HEAD)
+    return {row.split("|")[1].strip(): row for row in rows.strip().splitlines()}
+
+
+def _seeds_of(row: str) -> int | None:
+    seeds = row.split("|")[3].strip()
+    return int(seeds) if seeds.isdigit() else None
+
+
+def _result(rows: dict[str, str], most: int) -> str:
+    seeds = sorted(found for row in rows.values() if (found := _seeds_of(row)) is not None)
+    text = f"{len(seeds)} of {len(rows)} mutants found within {most} seeds each"
     if seeds:
         text += f", half of them within {seeds[(len(seeds) - 1) // 2]}, the last after {seeds[-1]}"
-    return f"{text}; {seconds / 60:.1f} minutes with {jobs} process(es)"
+    return text + "."
 
 
 def _all(chosen: list[Mutant], most: int, jobs: int) -> Iterator[Finding]:
