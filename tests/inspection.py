@@ -301,8 +301,8 @@ def being_kept(half: "OmniScheduler") -> tuple[int, int]:
     shared = half._shared
     if shared is None:
         return 0, 0
-    keeping = () if shared._host is None else shared._host._keeping
-    return sum(len(spec.slots) for spec in keeping), shared.saves.num_held
+    keeping = {} if shared._host is None else shared._host.keeping
+    return sum(len(spec.slots) for spec in keeping.values()), shared.saves.num_held
 
 
 def waiting(half: "OmniScheduler") -> set[tuple[int, bytes]]:

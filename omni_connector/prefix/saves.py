@@ -105,7 +105,6 @@ class PrefixSaves:
         self._stats = stats
         self._changes = changes
         self.num_held = 0
-        self._keeping: set[int] = set()
         self.waiting: deque[Candidate | SharedPrompt] = deque()
         self._places = cycle(range(1024))  # so that prompts differ whose blocks wait
         self._sent = ExpiringSet(_RECENT_S, clock)
@@ -213,14 +212,13 @@ class PrefixSaves:
         self.num_held += number
 
         def end(failure: str | None) -> None:
-            self._keeping.discard(job_id)
             self.num_held -= number
-            host.kept(spec, failure)
+            host.kept(job_id, failure)
             if failure not in (None, CANCELLED):
                 self._stats.fail(failure)
 
         job_id = self._ledger.start(spec.blocks, end, soon=_COPY_S)
-        self._keeping.add(job_id)
+        host.keeping[job_id] = spec
         meta.saves[job_id] = spec
 
     def _save(
@@ -323,6 +321,7 @@ class PrefixSaves:
         """
         self._prefix = prefix
         self._stores = self._stores and stores
-        self._ledger.revoke(self._keeping)
+        if self._host is not None:
+            self._ledger.revoke(self._host.keeping)
         self.waiting.clear()
         self._sent = ExpiringSet(_RECENT_S, self._clock)

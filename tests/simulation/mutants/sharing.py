@@ -131,8 +131,8 @@ SHARING: Final = (
         "slots that were filled count as being filled",
         (
             "omni_connector.prefix.host_blocks",
-            "        self._keeping.discard(spec)\n",
-            "",
+            "        spec = self.keeping.pop(job_id)\n",
+            "        spec = self.keeping[job_id]\n",
         ),
     ),
     mutant(
