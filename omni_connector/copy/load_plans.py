@@ -15,6 +15,7 @@ from omni_connector.kv.convert import SlotConverter
 from omni_connector.kv.heads import HeadSlice, head_sources
 from omni_connector.kv.shapes import GroupShape, converter, same_bytes
 from omni_connector.kv.spans import NULL_BLOCK_ID
+from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.transports.base import Endpoint
 
 _MAX_PLANS: Final = 64
@@ -102,7 +103,8 @@ class LoadPlans:
         self._groups = groups
         self._rank = rank
         self._ranks = ranks
-        self._plans: dict[tuple[CompatibilityKey | None, int], LoadPlan] = {}
+        self._plans: BoundedMap[tuple[CompatibilityKey | None, int], LoadPlan]
+        self._plans = BoundedMap(_MAX_PLANS)
 
     def steps(self, spec: LoadSpec) -> tuple[list[LoadStep], list[tuple[int, Blocks]]]:
         """The steps of a job, and group and blocks of what no slot holds a part of."""
@@ -148,8 +150,6 @@ class LoadPlans:
     def _plan(self, source: CompatibilityKey | None, group: int) -> LoadPlan:
         plan = self._plans.get((source, group))
         if plan is None:
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
             plan = self._plans[source, group] = self._make_plan(source, group)
         return plan
 

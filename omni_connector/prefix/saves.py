@@ -23,8 +23,9 @@ from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.hints import Candidate
 from omni_connector.prefix.host_blocks import MAX_IN_ORDER, HostBlocks
 from omni_connector.prefix.prompts import SharedPrompt
+from omni_connector.runtime.bounded import ExpiringSet
 from omni_connector.runtime.stats import Stats
-from omni_connector.stores.expiring_set import ExpiringSet
+from omni_connector.stores.shared_blocks import BlockName
 
 # Copies under way hold at most one in so many KV blocks.
 _HELD_PART: Final = 4
@@ -107,7 +108,7 @@ class PrefixSaves:
         self.num_held = 0
         self.waiting: deque[Candidate | SharedPrompt] = deque()
         self._places = cycle(range(1024))  # so that prompts differ whose blocks wait
-        self._sent = ExpiringSet(_RECENT_S, clock)
+        self._sent = ExpiringSet[BlockName](_RECENT_S, clock)
 
     def build(
         self,
@@ -324,4 +325,4 @@ class PrefixSaves:
         if self._host is not None:
             self._ledger.revoke(self._host.keeping)
         self.waiting.clear()
-        self._sent = ExpiringSet(_RECENT_S, self._clock)
+        self._sent = ExpiringSet[BlockName](_RECENT_S, self._clock)

@@ -3,7 +3,6 @@
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from omni_connector.objects.factory import (
     ConnectorSpec,
     OmniConnectorFactory,
 )
+from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.payload import KVCacheTransferData
 from omni_connector.stage.receiving import read_payload
@@ -121,7 +121,7 @@ class ConnectorLink:
         self._sender: Sender | None = None
         # `sender`: that of the request which this thread receives.
         self._asked = threading.local()
-        self._keys: OrderedDict[str, set[str]] = OrderedDict()
+        self._keys: BoundedMap[str, set[str]] = BoundedMap(_MAX_REMEMBERED)
 
     @property
     def connector(self) -> Any:
@@ -319,10 +319,7 @@ class ConnectorLink:
 
     def _remember(self, request_id: str, key: str) -> None:
         with self._lock:
-            self._keys.setdefault(request_id, set()).add(key)
-            self._keys.move_to_end(request_id)
-            if len(self._keys) > _MAX_REMEMBERED:
-                self._keys.popitem(last=False)
+            self._keys[request_id] = {*self._keys.get(request_id, ()), key}
 
     def _create(self) -> Any:
         settings = dict(self._config.connector_config or {})

@@ -408,10 +408,8 @@ OWN: Final = (
         "a peer that was forgotten and requests a lease is not introduced again",
         (
             "omni_connector.handoff.server",
-            "        introduced.move_to_end(connection.name)\n"
-            "        if len(introduced) > MAX_SESSIONS:\n"
-            "            introduced.popitem(last=False)\n",
-            "        introduced.popitem(last=False)\n",
+            "        introduced[connection.name] = None\n",
+            "        introduced[connection.name] = None\n        introduced.popitem(last=False)\n",
         ),
     ),
     mutant(
