@@ -9,9 +9,6 @@ from collections.abc import Callable
 class Backoff:
     """Pauses between tries, each twice as long as the one before.
 
-    They are as exact as a test wants them: nothing here is drawn by chance, as the callers of one
-    peer do not wait for the same event.
-
     Args:
         first, longest: seconds of the first pause, and of all from some time on.
         clock: seconds, monotonic.

@@ -2,6 +2,7 @@
 """The connector of a transfer manager: it is made at first use, and puts and gets payloads."""
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from omni_connector.objects.factory import (
     ConnectorSpec,
     OmniConnectorFactory,
 )
+from omni_connector.runtime.backoff import Backoff
 from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.payload import KVCacheTransferData
@@ -153,10 +155,11 @@ class ConnectorLink:
         """
         packed: Any = None
         reason = ""
+        backoff = Backoff(_SEND_BACK_OFF_S, math.inf, self._clock)
         for attempt in range(_SEND_TRIES):
             if attempt:
                 self.count(send_retries=1)
-                self._sleep(_SEND_BACK_OFF_S * 2 ** (attempt - 1))
+                self._sleep(backoff.failed())
             connector = self.connector
             if connector is None:
                 reason = "there is no connector"
@@ -193,7 +196,7 @@ class ConnectorLink:
         """
         found: dict[str, tuple[dict[str, Any], int]] = {}
         deadline = self._clock() + timeout
-        interval = _FIRST_POLL_S
+        polls = Backoff(_FIRST_POLL_S, _LAST_POLL_S, self._clock)
         told: set[str] = set()
         while True:
             for key, rank in (each for each in keys if each[0] not in found):
@@ -212,8 +215,7 @@ class ConnectorLink:
                     *(len(found), len(keys), *stages, timeout, missing[0]),
                 )
                 return None
-            self._sleep(min(interval, left))
-            interval = min(2 * interval, _LAST_POLL_S)
+            self._sleep(min(polls.failed(), left))
 
     def update_sender(self, info: object, stage: str) -> None:
         """Take the sender's host and port from what an orchestrator says; see the manager.
