@@ -6,7 +6,7 @@ connection it came from, and sends what it returns. So it is the same over Unix 
 """
 
 import logging
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -26,6 +26,7 @@ from omni_connector.handoff.messages import (
     decode_request,
 )
 from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.runtime.bounded import BoundedMap
 
 logger = logging.getLogger("vllm.omni_connector.handoff")
 
@@ -75,7 +76,8 @@ class ControlServer:
         self._pending_timeout = pending_timeout
         self._count = count
         # By socket, so that many peers at one of them displace none at another.
-        self._introduced: defaultdict[int, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
+        self._introduced: defaultdict[int, BoundedMap[bytes, None]]
+        self._introduced = defaultdict(lambda: BoundedMap(MAX_SESSIONS))
         # By connection and sequence: the lease request, and until when it waits.
         self._pending: dict[tuple[PeerConnection, int], tuple[LeaseRequest, float]] = {}
         self._told = False
@@ -148,9 +150,6 @@ class ControlServer:
             return Refused(field[:1024], str(ours)[:1024], str(theirs)[:1024])
         introduced = self._introduced[connection.listener]
         introduced[connection.name] = None
-        introduced.move_to_end(connection.name)
-        if len(introduced) > MAX_SESSIONS:
-            introduced.popitem(last=False)
         return self._handshake_reply
 
     def _answer(

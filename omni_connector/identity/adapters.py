@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.runtime.stats import Stats
 from omni_connector.runtime.turns import WOKEN, StartTurns, Turns, TurnThread
 
@@ -120,9 +121,10 @@ class AdapterContents:
         self._thread: Turns | None = None
         self._closing = False
         self._asked: dict[_Name, None] = {}
-        self._seen: dict[_Name, _Seen] = {}
-        self._digests: dict[Path, tuple[_Version, str]] = {}
-        self._loaded: dict[int, dict[int, str]] = {}  # by id: the version that each rank has
+        self._seen: BoundedMap[_Name, _Seen] = BoundedMap(_MAX_ADAPTERS)
+        self._digests: BoundedMap[Path, tuple[_Version, str]] = BoundedMap(_MAX_ADAPTERS)
+        # By id: the version that each rank has.
+        self._loaded: BoundedMap[int, dict[int, str]] = BoundedMap(_MAX_ADAPTERS)
         self._computed: dict[tuple[str, str], _Computed] = {}
         self._live: dict[str, tuple[str, str]] = {}  # name and path, by request id
         self._ended: list[str] = []
@@ -183,10 +185,8 @@ class AdapterContents:
             Whether requests are being computed that began with another version under the same name.
             What was computed so far must be void then, because nobody knows which of it.
         """
-        known = self._loaded.pop(load.int_id, {})
+        known = self._loaded.get(load.int_id, {})
         self._loaded[load.int_id] = {**known, load.rank: load.version}
-        if len(self._loaded) > _MAX_ADAPTERS:
-            del self._loaded[next(iter(self._loaded))]  # the one that was loaded longest ago
         name = load.name, load.path
         had = self._computed.get(name)
         live = name in self._live.values()
@@ -268,8 +268,6 @@ class AdapterContents:
         if seen is not None and self._clock() < seen.at + FRESH_S:
             return True
         if name not in self._asked:
-            if len(self._seen) > _MAX_ADAPTERS:
-                self._seen.clear()
             self._asked[name] = None
             if self._thread is None:
                 self._thread = self._start("omni-adapters", self._turn)
@@ -300,8 +298,6 @@ class AdapterContents:
             known = version, self._digest(files)
             if _version(_files(folder)) != version:
                 raise OSError("its files are being written")
-            if len(self._digests) > _MAX_ADAPTERS:
-                self._digests.clear()
             self._digests[folder] = known
         return f"{known[1]}{'-3d' if name[2] else ''}", _text(folder, version)
 

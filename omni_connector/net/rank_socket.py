@@ -9,7 +9,6 @@ other engines remove that of a worker that was killed.
 """
 
 import functools
-import logging
 import operator
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,11 +17,8 @@ from typing import Any
 from msgspec import Struct
 from msgspec.msgpack import Decoder
 
-from omni_connector.net.packets import Refusal
 from omni_connector.net.runtime import socket_path
 from omni_connector.net.unix import Connection, Listener
-
-logger = logging.getLogger("vllm.omni_connector.net")
 
 RankAnswers = Mapping[type[Struct], Callable[[Any], Struct]]
 """For each type of question, what returns the answer; called on another thread, must not block."""
@@ -42,16 +38,10 @@ def listen(folder: Path, engine_id: str, rank: int, answers: RankAnswers) -> Cal
     Raises:
         TransportError: another process has this rank's socket.
     """
-
-    def answer(question: Struct) -> tuple[Struct, None]:
-        try:
-            return answers[type(question)](question), None
-        except Exception:  # the other questions are answered all the same
-            logger.exception("A rank could not answer its scheduler half; please report it")
-            return Refusal("the answer failed; the log of the rank says why"), None
-
     questions: Any = functools.reduce(operator.or_, answers)
-    listener = Listener(Decoder(questions), answer)
+    listener = Listener(
+        Decoder(questions), lambda question: (answers[type(question)](question), None)
+    )
     try:
         listener.add(path(folder, engine_id, rank))
     except BaseException:

@@ -194,7 +194,8 @@ class Listener:
     Args:
         questions: decodes what peers may send; everything else is refused.
         answer: returns the answer, or None if there is none, and a descriptor to send with it,
-            which is closed here. Called on the thread; must not block.
+            which is closed here. Called on the thread; must not block. It raises `ProtocolError`
+            for what it refuses. What else it raises is logged, and the question refused.
 
     Raises:
         TransportError: there are no more descriptors, or threads.
@@ -377,7 +378,7 @@ class Listener:
                 if not packet:
                     self._forget(connection)
                     return
-                answer, descriptor = self._answer(self._questions.decode(packet))
+                answer, descriptor = self._answered(self._questions.decode(packet))
                 if answer is not None:
                     break
         except BlockingIOError:
@@ -393,6 +394,15 @@ class Listener:
             return
         if answer is not None:
             self._send(connection, answer, descriptor)
+
+    def _answered(self, question: Any) -> tuple[Struct | None, int | None]:
+        try:
+            return self._answer(question)
+        except (OSError, ProtocolError):
+            raise
+        except Exception:  # the other questions are answered all the same
+            logger.exception("A question of a peer could not be answered; please report it")
+            return Refusal("the answer failed; the log there says why"), None
 
     def _send(self, connection: socket.socket, answer: Struct, fd: int | None) -> None:
         rights = array.array("i", [] if fd is None else [fd])

@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from abc import abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -41,6 +40,7 @@ from omni_connector.objects.peer import (
     Read,
     read_object,
 )
+from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.runtime.turns import Watch
 from omni_connector.transports.base import ArenaTransport, Endpoint
 
@@ -131,7 +131,7 @@ class Exchange(OmniConnector, Generic[Address]):
         self._own: _Own | None = None
         self._peers: dict[Address, Peer] = {}
         # Peers of which a warning was logged, the latest one last.
-        self._warned: OrderedDict[Hashable, None] = OrderedDict()
+        self._warned: BoundedMap[Hashable, None] = BoundedMap(_MAX_PEERS)
         self._watch = Watch(self._let_go)
         # Held while the arena is made, so that it is made once.
         self._making = threading.Lock()
@@ -349,8 +349,6 @@ class Exchange(OmniConnector, Generic[Address]):
             if address in self._warned:
                 return
             self._warned[address] = None
-            if len(self._warned) > _MAX_PEERS:
-                self._warned.popitem(last=False)
         logger.warning(
             "No object is found at %s: %s. Senders and receivers must run the same minor version "
             "of omni-connector (protocol %d of objects here)",

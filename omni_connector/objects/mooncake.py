@@ -8,7 +8,6 @@ settings, and asks there where an object is.
 import logging
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Annotated, Any, Final, Literal, TypeVar
@@ -32,6 +31,7 @@ from omni_connector.objects.exchange import Exchange
 from omni_connector.objects.factory import ENGINE_PORT
 from omni_connector.objects.object_store import DEFAULT_TTL_S, object_geometry
 from omni_connector.objects.peer import ENCODER, QUESTIONS, Answer, Find, Found, Missing, Read
+from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.runtime.turns import TurnThread
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.mooncake.engine import address_towards
@@ -108,7 +108,7 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
         # By rank. The sender of rank None is asked where metadata names nobody.
         self._senders: dict[int | None, HostPort] = {}
         # Hosts of senders that requests named, the latest one last.
-        self._named: OrderedDict[str, None] = OrderedDict()
+        self._named: BoundedMap[str, None] = BoundedMap(_MAX_NAMED)
         self._key = None if key_file is None else load_key(key_file)
         self._context = make_context()
         self._resolver = Resolver()
@@ -166,9 +166,6 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
         host = _parse_host(sender_host)
         with self._lock:
             self._named[host] = None
-            self._named.move_to_end(host)
-            if len(self._named) > _MAX_NAMED:
-                self._named.popitem(last=False)
 
     def listen(self) -> HostPort:
         """Start to listen, which else the first `put` does; returns where.

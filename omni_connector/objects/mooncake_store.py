@@ -14,7 +14,6 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final, Literal
@@ -42,6 +41,7 @@ from omni_connector.objects.manifest import (
     Version,
     manifest_name,
 )
+from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.transports.mooncake.client import (
     MISSING,
     NO_ROOM,
@@ -132,12 +132,13 @@ class MooncakeStoreConnector(OmniConnector):
         self._buffers = Buffers()
         self._lock = threading.Lock()
         self._closed = False
-        self._stored: OrderedDict[bytes, tuple[ObjectKey, Version]] = OrderedDict()
+        self._stored: BoundedMap[bytes, tuple[ObjectKey, Version]]
+        self._stored = BoundedMap(_MAX_REMEMBERED)
         forget_in_child(self, MooncakeStoreConnector._abandon)
 
     def _abandon(self) -> None:
         # In a process that was forked: Mooncake has no threads there, and objects are the parent's.
-        self._lock, self._stored = threading.Lock(), OrderedDict()
+        self._lock, self._stored = threading.Lock(), BoundedMap(_MAX_REMEMBERED)
         self._closed = True
         self._why_closed = "the connector is the parent's: a forked process makes its own"
 
@@ -376,10 +377,8 @@ class MooncakeStoreConnector(OmniConnector):
 
     def _remember(self, key: ObjectKey, version: Version) -> None:
         with self._lock:
-            before = self._stored.pop(version.digest, None)
+            before = self._stored.get(version.digest)
             self._stored[version.digest] = key, version
-            if len(self._stored) > _MAX_REMEMBERED:
-                self._stored.popitem(last=False)
         if before is not None:
             self._remove(before[1].fragment_names(self._prefix))
 

@@ -11,7 +11,8 @@ from operator import attrgetter, itemgetter
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from omni_connector.arena.slot_pool import SlotPool
-from omni_connector.stores.expiring_set import BlockName
+from omni_connector.runtime.bounded import BoundedMap
+from omni_connector.stores.shared_blocks import BlockName
 
 Content = TypeVar("Content")
 
@@ -59,9 +60,9 @@ class BlockChanges(Generic[Content]):
     ) -> None:
         self._pool = pool
         self._describe = describe
-        self._max_filled = max(1, _MAX_TOKENS // min(block_sizes))
+        most = max(1, _MAX_TOKENS // min(block_sizes))
         # Of blocks that have filled: a number that grows, vLLM's hash, and the content.
-        self._filled: OrderedDict[BlockName, tuple[int, bytes, Content]] = OrderedDict()
+        self._filled: BoundedMap[BlockName, tuple[int, bytes, Content]] = BoundedMap(most)
         self._number = 0
         self._in_slot: dict[int, BlockName] = {}
         self._slots_of: Counter[BlockName] = Counter()
@@ -85,8 +86,6 @@ class BlockChanges(Generic[Content]):
         for (_, key, block_hash), content in zip(new, contents, strict=True):
             self._number += 1
             self._filled[group, key] = self._number, block_hash, content
-            if len(self._filled) > self._max_filled:
-                self._filled.popitem(last=False)
 
     def _lost(self, name: BlockName) -> bool:
         """Whether the arena has lost a block since `take`, which still counts it as kept."""

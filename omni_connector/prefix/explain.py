@@ -11,7 +11,6 @@ read on any thread: indexes of blocks, the pool under its lock, and single entri
 """
 
 import hashlib
-import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -31,8 +30,6 @@ from omni_connector.net.unix import Listener
 from omni_connector.prefix.host_blocks import HostBlocks
 from omni_connector.prefix.lookups import Lookup, StoreLookups
 from omni_connector.prefix.misses import Misses
-
-logger = logging.getLogger("vllm.omni_connector.sharing")
 
 KIND: Final = "e-"
 """What the names of the sockets begin with at which engines are asked."""
@@ -292,13 +289,7 @@ class Explainer:
         Raises:
             ProtocolError: it asks for what there is not.
         """
-        try:
-            return self._answer(question), None
-        except ProtocolError:
-            raise
-        except Exception:  # it is this question's, and others are answered
-            logger.exception("A question of `omni-connector explain` failed; please report it")
-            return Refusal("the engine could not answer; its log says why"), None
+        return self._answer(question), None
 
     def _answer(self, question: msgspec.Struct) -> msgspec.Struct:
         match question:

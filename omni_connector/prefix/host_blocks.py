@@ -115,6 +115,9 @@ class HostBlocks:
         hint_policy: follows hints in the own arena.
         admission: which new blocks are kept.
         stats: counts blocks that are not kept.
+
+    Attributes:
+        keeping: the jobs under way that save blocks, by number.
     """
 
     def __init__(
@@ -143,10 +146,10 @@ class HostBlocks:
         self._load_timeout = load_timeout
         self._max_busy = max(1, len(pool.generation) // _BUSY_PART)
         self._block_sizes = [shape.block_size for shape in groups]
-        self._keeping: set[KeepSpec] = set()
+        self.keeping: dict[int, KeepSpec] = {}
         # Of requests that are over: the jobs that may keep blocks of theirs, and the tags of all of
         # these, those of the last tokens first.
-        self._over: list[tuple[set[KeepSpec], Tags]] = []
+        self._over: list[tuple[set[int], Tags]] = []
 
     def find(self, hashes: Sequence[list[bytes]]) -> Found:
         """Look for the blocks of a prompt.
@@ -253,13 +256,14 @@ class HostBlocks:
 
     def room(self, most: int) -> int:
         """How many blocks can be saved now, of so many that may be."""
-        busy = sum(len(spec.slots) for spec in self._keeping)
+        busy = sum(len(spec.slots) for spec in self.keeping.values())
         return max(0, min(most, self._max_busy - busy))
 
     def keep(
         self, filled: Sequence[Candidate], most: int, later: int
     ) -> tuple[KeepSpec | None, int, list[Candidate]]:
-        """The job that saves blocks which no arena of this host has; `kept` ends it.
+        """The job that saves blocks which no arena of this host has. Who starts it enters it into
+        `keeping`, and `kept` ends it.
 
         Args:
             filled: full blocks, each hash of a group once. Those that vLLM has lost are null.
@@ -308,7 +312,6 @@ class HostBlocks:
             generations = self._pool.generation[numbers]
         blocks = BlockSpans.of(groups)
         spec = KeepSpec(blocks=blocks, slots=numbers, generations=generations, keys=keys)
-        self._keeping.add(spec)
         return spec, dropped, waiting
 
     def _by_quota(self, candidates: list[Candidate]) -> list[list[Candidate]]:
@@ -361,9 +364,9 @@ class HostBlocks:
         self._stats.count("blocks_passed_over", int(np.count_nonzero(~admitted)))
         return admitted
 
-    def kept(self, spec: KeepSpec, failure: str | None) -> None:
-        """The job has ended, in whatever way."""
-        self._keeping.discard(spec)
+    def kept(self, job_id: int, failure: str | None) -> None:
+        """A job has ended, in whatever way."""
+        spec = self.keeping.pop(job_id)
         with self._pool.lock:
             if failure is None:
                 self._pool.filled(spec.slots)
@@ -383,13 +386,13 @@ class HostBlocks:
         pairs = zip(tags, self._block_sizes, strict=True)
         ends = np.concatenate([size * np.arange(1, len(each) + 1) for each, size in pairs])
         last_first = np.argsort(-ends, kind="stable")
-        self._over.append((set(self._keeping), np.concatenate(tags)[last_first]))
+        self._over.append((set(self.keeping), np.concatenate(tags)[last_first]))
         self._put_in_order()
 
     def _put_in_order(self) -> None:
         waiting = []
         for jobs, tags in self._over:
-            if jobs & self._keeping:
+            if jobs & self.keeping.keys():
                 waiting.append((jobs, tags))
                 continue
             slots, generations = self._own.index.find(tags)

@@ -10,11 +10,11 @@ from itertools import accumulate, islice
 from typing import Final
 
 from omni_connector.kv.shapes import GroupShape
+from omni_connector.runtime.bounded import ExpiringSet
 from omni_connector.runtime.stats import Stats
 from omni_connector.runtime.turns import WOKEN, StartTurns, TurnThread
 from omni_connector.stores.block_store import BlockStore
-from omni_connector.stores.expiring_set import BlockName, ExpiringSet
-from omni_connector.stores.shared_blocks import FailuresOf, block_key, owning_rank
+from omni_connector.stores.shared_blocks import BlockName, FailuresOf, block_key, owning_rank
 
 logger = logging.getLogger("vllm.omni_connector.lookups")
 
@@ -99,7 +99,7 @@ class StoreLookups:
         self._store = store
         self._failures = FailuresOf(store)
         self._clock = clock
-        self._distrusted = ExpiringSet(_DISTRUST_S, clock)
+        self._distrusted = ExpiringSet[BlockName](_DISTRUST_S, clock)
         # Where a group keeps all tokens, a prefix ends at the first block that is missing.
         self._whole = [shape.attention_type == "all" for shape in groups]
         self._owning_ranks = [

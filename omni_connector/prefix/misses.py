@@ -2,12 +2,12 @@
 """Why tokens of a prompt are computed that a cache might have had."""
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.prompts import SharedPrompt
+from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.runtime.stats import Stats
 
 _MAX_BEGINNINGS: Final = 1 << 14
@@ -40,7 +40,7 @@ class Misses:
         self._evicted = evicted
         self._stats = stats
         # Of first blocks of prompts: the key under which their tokens were last seen.
-        self._beginnings: OrderedDict[int, bytes] = OrderedDict()
+        self._beginnings: BoundedMap[int, bytes] = BoundedMap(_MAX_BEGINNINGS)
         self._lock = threading.Lock()  # of these, which `explained` reads
 
     def admitted(self, prompt: SharedPrompt, start: int, end: int, known: int = 0) -> None:
@@ -76,10 +76,8 @@ class Misses:
         tokens = hash(tuple(prompt.request.all_token_ids[: self._block_size]))
         key = prompt.keys(prompt.hashes[self._group][:1])[0]
         with self._lock:
-            seen_as = self._beginnings.pop(tokens, key)
+            seen_as = self._beginnings.get(tokens, key)
             self._beginnings[tokens] = key
-            if len(self._beginnings) > _MAX_BEGINNINGS:
-                self._beginnings.popitem(last=False)
         return seen_as != key
 
     def _cause(self, prompt: SharedPrompt, block: int, seen_as_other: bool) -> str:

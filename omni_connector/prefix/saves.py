@@ -23,8 +23,9 @@ from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.hints import Candidate
 from omni_connector.prefix.host_blocks import MAX_IN_ORDER, HostBlocks
 from omni_connector.prefix.prompts import SharedPrompt
+from omni_connector.runtime.bounded import ExpiringSet
 from omni_connector.runtime.stats import Stats
-from omni_connector.stores.expiring_set import ExpiringSet
+from omni_connector.stores.shared_blocks import BlockName
 
 # Copies under way hold at most one in so many KV blocks.
 _HELD_PART: Final = 4
@@ -106,10 +107,9 @@ class PrefixSaves:
         self._stats = stats
         self._changes = changes
         self.num_held = 0
-        self._keeping: set[int] = set()
         self.waiting: deque[Candidate | SharedPrompt] = deque()
         self._places = cycle(range(1024))  # so that prompts differ whose blocks wait
-        self._sent = ExpiringSet(_RECENT_S, clock)
+        self._sent = ExpiringSet[BlockName](_RECENT_S, clock)
 
     def build(
         self,
@@ -217,14 +217,13 @@ class PrefixSaves:
         self.num_held += number
 
         def end(failure: str | None) -> None:
-            self._keeping.discard(job_id)
             self.num_held -= number
-            host.kept(spec, failure)
+            host.kept(job_id, failure)
             if failure not in (None, CANCELLED):
                 self._stats.fail(failure)
 
         job_id = self._ledger.start(spec.blocks, end, soon=_COPY_S)
-        self._keeping.add(job_id)
+        host.keeping[job_id] = spec
         meta.saves[job_id] = spec
 
     def _save(
@@ -327,6 +326,7 @@ class PrefixSaves:
         """
         self._prefix = prefix
         self._stores = self._stores and stores
-        self._ledger.revoke(self._keeping)
+        if self._host is not None:
+            self._ledger.revoke(self._host.keeping)
         self.waiting.clear()
-        self._sent = ExpiringSet(_RECENT_S, self._clock)
+        self._sent = ExpiringSet[BlockName](_RECENT_S, self._clock)

@@ -35,8 +35,7 @@ from omni_connector.prefix.misses import Misses
 from omni_connector.prefix.prompts import SharedPrompt
 from omni_connector.prefix.saves import PrefixSaves
 from omni_connector.runtime.stats import UNREACHABLE, Stats
-from omni_connector.stores.expiring_set import BlockName
-from omni_connector.stores.shared_blocks import CORRUPT
+from omni_connector.stores.shared_blocks import CORRUPT, BlockName
 
 logger = logging.getLogger("vllm.omni_connector.shared_prefix")
 

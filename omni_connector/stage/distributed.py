@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from omni_connector.objects import codec
+from omni_connector.runtime.backoff import Backoff
 from omni_connector.stage.tp import ask_loaded
 
 logger = logging.getLogger(__name__)
@@ -178,12 +179,11 @@ class Agreement:
     def _ends(self, work: Any, timeout: float) -> bool:
         # `work.wait(timeout)` would end all connections of a gloo group, for good.
         deadline = self.clock() + timeout
-        pause = _FIRST_POLL_S
+        backoff = Backoff(_FIRST_POLL_S, _LAST_POLL_S, self.clock)
         while not work.is_completed():
             if self.clock() >= deadline:
                 return False
-            self.sleep(pause)
-            pause = min(2 * pause, _LAST_POLL_S)
+            self.sleep(backoff.failed())
         work.wait()
         return True
 

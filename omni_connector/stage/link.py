@@ -2,8 +2,8 @@
 """The connector of a transfer manager: it is made at first use, and puts and gets payloads."""
 
 import logging
+import math
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +19,8 @@ from omni_connector.objects.factory import (
     ConnectorSpec,
     OmniConnectorFactory,
 )
+from omni_connector.runtime.backoff import Backoff
+from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.payload import KVCacheTransferData
 from omni_connector.stage.receiving import read_payload
@@ -121,7 +123,7 @@ class ConnectorLink:
         self._sender: Sender | None = None
         # `sender`: that of the request which this thread receives.
         self._asked = threading.local()
-        self._keys: OrderedDict[str, set[str]] = OrderedDict()
+        self._keys: BoundedMap[str, set[str]] = BoundedMap(_MAX_REMEMBERED)
 
     @property
     def connector(self) -> Any:
@@ -153,10 +155,11 @@ class ConnectorLink:
         """
         packed: Any = None
         reason = ""
+        backoff = Backoff(_SEND_BACK_OFF_S, math.inf, self._clock)
         for attempt in range(_SEND_TRIES):
             if attempt:
                 self.count(send_retries=1)
-                self._sleep(_SEND_BACK_OFF_S * 2 ** (attempt - 1))
+                self._sleep(backoff.failed())
             connector = self.connector
             if connector is None:
                 reason = "there is no connector"
@@ -193,7 +196,7 @@ class ConnectorLink:
         """
         found: dict[str, tuple[dict[str, Any], int]] = {}
         deadline = self._clock() + timeout
-        interval = _FIRST_POLL_S
+        polls = Backoff(_FIRST_POLL_S, _LAST_POLL_S, self._clock)
         told: set[str] = set()
         while True:
             for key, rank in (each for each in keys if each[0] not in found):
@@ -212,8 +215,7 @@ class ConnectorLink:
                     *(len(found), len(keys), *stages, timeout, missing[0]),
                 )
                 return None
-            self._sleep(min(interval, left))
-            interval = min(2 * interval, _LAST_POLL_S)
+            self._sleep(min(polls.failed(), left))
 
     def update_sender(self, info: object, stage: str) -> None:
         """Take the sender's host and port from what an orchestrator says; see the manager.
@@ -319,10 +321,7 @@ class ConnectorLink:
 
     def _remember(self, request_id: str, key: str) -> None:
         with self._lock:
-            self._keys.setdefault(request_id, set()).add(key)
-            self._keys.move_to_end(request_id)
-            if len(self._keys) > _MAX_REMEMBERED:
-                self._keys.popitem(last=False)
+            self._keys[request_id] = {*self._keys.get(request_id, ()), key}
 
     def _create(self) -> Any:
         settings = dict(self._config.connector_config or {})

@@ -18,6 +18,7 @@ from omni_connector.objects.base import OmniConnector
 from omni_connector.objects.factory import SHARED_MEMORY, ConnectorSpec, settings_of
 from omni_connector.objects.factory import OmniConnectorFactory as OurFactory
 from omni_connector.objects.shm import SharedMemoryConnector
+from omni_connector.runtime.backoff import Backoff
 from omni_connector.stage.link import LEAST_ASK_S
 
 logger = logging.getLogger(__name__)
@@ -103,15 +104,14 @@ class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
 
         The call that is under way then may take half a second more.
         """
-        pause = _FIRST_PAUSE_S
+        backoff = Backoff(_FIRST_PAUSE_S, _LAST_PAUSE_S)
         while True:
             timeout = max(deadline - time.monotonic(), LEAST_ASK_S)
             found = self._get(from_stage, to_stage, get_key, metadata, timeout)
             left = deadline - time.monotonic()
             if found is not None or left <= 0:
                 return found
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, _LAST_PAUSE_S)
+            time.sleep(min(backoff.failed(), left))
 
     def cleanup(self, request_id: str) -> None:
         """See `OmniConnector.cleanup`."""

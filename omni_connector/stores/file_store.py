@@ -23,6 +23,7 @@ import numpy as np
 from omni_connector.arena.pool import pages
 from omni_connector.config import FileStoreSettings
 from omni_connector.errors import ConfigError, TransportError
+from omni_connector.runtime.backoff import Backoff
 from omni_connector.runtime.blocking_calls import CallThreads
 from omni_connector.runtime.turns import StartTurns, Turns, TurnThread
 from omni_connector.stores.block_store import BlockStore, Rows, check_rows, in_pages
@@ -137,33 +138,26 @@ _Question = Callable[[FileCall], bool]
 """Answers for one key, within a call."""
 
 
-class _BackOff:
+class _LoggedBackoff(Backoff):
     """When one kind of call may be made again after the file system has failed it."""
 
     def __init__(self, what: str, clock: Callable[[], float]) -> None:
+        super().__init__(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, clock)
         self._what = what
-        self._clock = clock
-        self._pause = 0.0
-        self._until = 0.0
 
-    @property
-    def active(self) -> bool:
-        return self._pause > 0 and self._clock() < self._until
-
-    def failed(self, why: str) -> None:
-        if not self._pause:
+    def failed_by(self, why: str) -> None:
+        if not self.failing:
             logger.warning(
                 "%s: %s. Blocks count as missing, and it is tried again from time to time",
                 self._what,
                 why,
             )
-        self._pause = min(_LONGEST_PAUSE_S, 2 * self._pause or _FIRST_PAUSE_S)
-        self._until = self._clock() + self._pause
+        self.failed()
 
     def worked(self) -> None:
-        if self._pause:
+        if self.failing:
             logger.info("%s: this works again", self._what)
-        self._pause = 0.0
+        super().worked()
 
 
 class Calls(Protocol):
@@ -229,7 +223,7 @@ class FileBlockStore(BlockStore):
         self._pieces: Generator[None, None, None] | None = None
         self._step: Future[bool] | None = None
         self._lookups, self._puts, self._gets = (
-            _BackOff(f"The store of files at {settings.path} fails to {verb} blocks", clock)
+            _LoggedBackoff(f"The store of files at {settings.path} fails to {verb} blocks", clock)
             for verb in ("look up", "store", "load")
         )
         opening = self._calls.start(self._prepare)
@@ -286,7 +280,7 @@ class FileBlockStore(BlockStore):
 
     def _in_time(
         self,
-        back_off: _BackOff,
+        backoff: _LoggedBackoff,
         questions: Sequence[_Question],
         timeout: float,
         *,
@@ -301,7 +295,7 @@ class FileBlockStore(BlockStore):
         call = FileCall(questions)
         if not count or self._closed:
             return call.answers
-        if back_off.active:
+        if backoff.active:
             self._count("backed off", count)
             return call.answers
         try:
@@ -321,15 +315,15 @@ class FileBlockStore(BlockStore):
             answers, answered, error = list(call.answers), call.answered, call.error
         if error is None:
             if ended:
-                back_off.worked()
+                backoff.worked()
             elif answered < count:
                 self._count("timeout", count - answered)
                 if not answered and timeout >= _HANGS_S:
-                    back_off.failed(f"it did not answer in {timeout:g} s")
+                    backoff.failed_by(f"it did not answer in {timeout:g} s")
             return answers
         self._prepared = False  # somebody may have removed the folder
         self._count(_kind(error), count - answered)
-        back_off.failed(str(error))
+        backoff.failed_by(str(error))
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             self._sweeper.no_room()
         elif not isinstance(error, OSError | ConfigError):

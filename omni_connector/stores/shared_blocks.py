@@ -22,6 +22,9 @@ from omni_connector.kv.shapes import GroupShape
 from omni_connector.runtime.stats import Stats
 from omni_connector.stores.block_store import BlockStore
 
+BlockName = tuple[int, bytes]
+"""(position of the group among the transferred ones, block hash)."""
+
 _TRAILER: Final = struct.Struct("<8sQ")
 _MAGIC: Final = b"omnikv-1"
 

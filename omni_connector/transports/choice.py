@@ -25,6 +25,7 @@ from omni_connector.errors import (
     unknown,
 )
 from omni_connector.net.peers import Peers, is_loopback, parse_listen
+from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.runtime.trace import Trace
 from omni_connector.transports.base import ArenaTransport, Endpoint, Site
 
@@ -144,7 +145,8 @@ class Transports:
         self._readers = tuple(readers)
         self._exporters = tuple(exporters)
         self._untold: deque[Choice] = deque(maxlen=_MAX_CHOSEN)
-        self._chosen: dict[tuple[Endpoint, ...], tuple[ArenaTransport, Endpoint]] = {}
+        self._chosen: BoundedMap[tuple[Endpoint, ...], tuple[ArenaTransport, Endpoint]]
+        self._chosen = BoundedMap(_MAX_CHOSEN)
 
     def export(self, arena: Arena, name: str) -> tuple[Endpoint, ...]:
         """Let peers read an arena by every exporter; the nearest comes first.
@@ -177,10 +179,7 @@ class Transports:
         """
         chosen = self._chosen.get(endpoints)
         if chosen is None:
-            chosen = self._choose(endpoints)
-            if len(self._chosen) >= _MAX_CHOSEN:
-                self._chosen.clear()
-            self._chosen[endpoints] = chosen
+            chosen = self._chosen[endpoints] = self._choose(endpoints)
         return chosen
 
     def _choose(self, endpoints: tuple[Endpoint, ...]) -> tuple[ArenaTransport, Endpoint]:

@@ -1,32 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM's versions differ, and the model runners that drive a connector.
+"""Where vLLM's versions differ.
 
 `plugin.SUPPORTED_VLLM` says which versions are supported; all else that differs between them is
 decided here, by feature and never by version number. Each function says which versions need it.
 
 vLLM 0.30 to 0.33 agree on what matters most: KV caches come as `[B, H, N, C]` views, and a step is
 bind, forward, loads, saves, `get_transfer_results`, worker metadata, clear. With a drafter, the V2
-runner of 0.33 starts the saves after the worker metadata, before it clears. Model runners that
-others maintain may be older. These load before the forward pass, call `wait_for_save` only after
-one, call `get_finished` instead of `get_transfer_results`, and pass on neither loads that failed as
-a whole nor the workers' metadata. Some announce preemptions late or not at all, which does no harm:
-a block that is being copied is given to nobody. The worker half serves all of them.
+runner of 0.33 starts the saves after the worker metadata, before it clears. Some runners announce
+preemptions late or not at all, which does no harm: a block that is being copied is given to nobody.
+`older_runners` has what older model runners need, which others maintain.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.request import RequestStatus
 
-from omni_connector.errors import LayoutError
 from omni_connector.plugin import CONNECTOR_NAME
-from omni_connector.vllm_v1.metadata import OmniWorkerMetadata
 from omni_connector.vllm_v1.metrics import OmniStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
@@ -146,106 +140,9 @@ def most_blocks_of_a_prompt(
     ]
 
 
-def cross_layer_dims(attn_backend: Any) -> str:
-    """The dimensions of the one tensor of all layers that runners before 0.30 allocate.
-
-    One letter for each, in the order of the tensor: L layers, B blocks, N tokens, H heads, C
-    content, to which the pair of K and V belongs. An example is `BLCNHC`.
-
-    Raises:
-        LayoutError: the backend puts into one dimension what must be told apart.
-    """
-    sizes = {"B": 7, "N": 64, "H": 8, "C": 128}
-
-    def shape(**changed: int) -> tuple[int, ...]:
-        blocks, tokens, heads, content = (sizes | changed).values()
-        return tuple(attn_backend.get_kv_cache_shape(blocks, tokens, heads, content))
-
-    usual = shape()
-    # A dimension belongs to the argument that it grows with.
-    grown = {letter: shape(**{letter: 2 * size}) for letter, size in sizes.items()}
-    names = ["L"]
-    for i, size in enumerate(usual):
-        letters = [letter for letter in sizes if grown[letter][i] != size]
-        if "C" in letters:
-            letters = [letter for letter in letters if letter != "H"]  # heads within the content
-        if len(letters) > 1:
-            raise LayoutError(
-                f"{attn_backend.__name__}: dimension {i} of its KV cache {usual} holds several "
-                f"things: {letters}"
-            )
-        names += letters or ["C"]
-    try:
-        order = attn_backend.get_kv_cache_stride_order(include_num_layers_dimension=True)
-    except (AttributeError, NotImplementedError):  # the runner then allocates it unchanged
-        order = range(len(names))
-    return "".join(names[i] for i in order)
-
-
-class ReportPath:
-    """Learns how the workers' reports reach the scheduler half, from what the model runner calls.
-
-    Runners of 0.30 and later ask for the report in each step (`build_connector_worker_meta`).
-    Older ones do not, so the report goes with the statistics (`ReportingStats`). A load must not be
-    called finished before the report that says how it ended, so no load is called finished before
-    the end of the first step, when the path is known.
-
-    Attributes:
-        known: whether a step has ended.
-        by_stats: whether the report goes with the statistics.
-    """
-
-    def __init__(self) -> None:
-        self.known = False
-        self.by_stats = False
-        self._asked = False
-
-    def step_begins(self) -> None:
-        """The runner has bound the metadata of a step."""
-        self._asked = False
-
-    def asked(self) -> None:
-        """The runner asks for the report."""
-        self._asked = True
-
-    def step_ends(self) -> None:
-        """The runner has cleared the metadata of a step."""
-        self.known, self.by_stats = True, not self._asked
-
-
-@dataclass
-class ReportingStats(OmniStats):
-    """Statistics of a worker that carry its report, for runners before 0.30; see `ReportPath`."""
-
-    report: OmniWorkerMetadata | None = None
-
-    def aggregate(self, other: "KVConnectorStats") -> "ReportingStats":
-        """Add up the statistics and the reports of two ranks."""
-        super().aggregate(other)
-        if isinstance(other, ReportingStats) and other.report is not None:
-            self.report = (
-                other.report if self.report is None else self.report.aggregate(other.report)
-            )
-        return self
-
-
 def worker_stats(output: "KVConnectorOutput") -> OmniStats | None:
     """What the workers have counted; None where they have counted nothing."""
     stats = output.kv_connector_stats
     if stats is not None and not isinstance(stats, OmniStats):
         stats = stats.data.get(CONNECTOR_NAME)  # MultiConnector's: its children's by name
     return stats if isinstance(stats, OmniStats) else None
-
-
-def carried_report(output: "KVConnectorOutput") -> OmniWorkerMetadata | None:
-    """The workers' report, if it came with the statistics, as with runners before 0.30."""
-    stats = worker_stats(output)
-    return stats.report if isinstance(stats, ReportingStats) else None
-
-
-def tells_failure(output: "KVConnectorOutput", request_id: str) -> bool:
-    """Whether vLLM hears from the runner that the load of this request has failed as a whole.
-
-    Runners before 0.30 do not pass that on.
-    """
-    return request_id in output.failed_recving

@@ -27,13 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 from omni_connector.config import OmniConfig  # noqa: E402
 from omni_connector.copy.ledger import SETTLE_S  # noqa: E402
 from omni_connector.vllm_v1.assembly import make_scheduler, make_worker  # noqa: E402
-from omni_connector.vllm_v1.compat import (  # noqa: E402
-    ReportingStats,
-    ReportPath,
-    cache_hit_source,
-    carried_report,
-    cross_layer_dims,
-)
+from omni_connector.vllm_v1.compat import cache_hit_source  # noqa: E402
 from omni_connector.vllm_v1.metadata import (  # noqa: E402
     OmniConnectorMetadata,
     OmniHandshakeMetadata,
@@ -41,6 +35,11 @@ from omni_connector.vllm_v1.metadata import (  # noqa: E402
     ranks_of,
 )
 from omni_connector.vllm_v1.metrics import OmniPromMetrics, OmniStats  # noqa: E402
+from omni_connector.vllm_v1.older_runners import (  # noqa: E402
+    OlderRunnerCalls,
+    ReportPath,
+    carried_report,
+)
 from omni_connector.vllm_v1.scheduler import OmniScheduler  # noqa: E402
 from omni_connector.vllm_v1.specs import require_supported  # noqa: E402
 from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings  # noqa: E402
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
+    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
+class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
     """Moves KV cache from a prefill engine to a decode engine.
 
     Raises:
@@ -123,13 +122,7 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         """What this half has counted since the last call."""
         if self._scheduler_half is not None:
             return self._scheduler_half.take_stats()
-        stats = self._worker.take_stats()
-        if not self._reports.by_stats:
-            return stats
-        report = self._worker.take_report()
-        if stats is None and report is None:
-            return None
-        return ReportingStats(stats.data if stats is not None else {}, report)
+        return self._reports.take_stats(self._worker)
 
     # The scheduler half
 
@@ -292,25 +285,6 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         self._reports.asked()
         return self._worker.take_report()
-
-    # What only model runners call that are older than the supported versions; see `compat`
-
-    @property
-    def prefer_cross_layer_blocks(self) -> bool:
-        """In one tensor of all layers a block is one segment of bytes, not one a layer, and is
-        copied faster."""
-        return True
-
-    def register_cross_layers_kv_cache(
-        self, kv_cache: "torch.Tensor", attn_backend: "type[AttentionBackend]"
-    ) -> None:
-        """Register that tensor instead of one for each layer."""
-        self._worker.register_cross_layers(kv_cache, cross_layer_dims(attn_backend))
-        self._listen()
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending or None, results.finished_recving or None
 
     # For the API server
 

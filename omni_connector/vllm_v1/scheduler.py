@@ -36,13 +36,13 @@ from omni_connector.runtime.trace import Trace, now
 from omni_connector.vllm_v1.compat import (
     cache_hit_source,
     hash_block_size,
-    tells_failure,
     worker_stats,
 )
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.load_room import LoadRoom
 from omni_connector.vllm_v1.metadata import OmniConnectorMetadata, OmniWorkerMetadata
 from omni_connector.vllm_v1.metrics import OmniStats
+from omni_connector.vllm_v1.older_runners import tells_failure
 from omni_connector.vllm_v1.requests import drop_unusable, prompt_of, recompute, take_hints
 from omni_connector.vllm_v1.specs import attends_to_all, fails_by_block
 from omni_connector.vllm_v1.surroundings import Surroundings

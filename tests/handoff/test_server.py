@@ -345,10 +345,15 @@ def test_pending_requests_are_bounded(introduced: Served, monkeypatch: pytest.Mo
     assert len(introduced.server.recheck()) == 2
 
 
-def test_sessions_are_bounded_and_those_in_use_stay(
-    introduced: Served, compatibility: CompatibilityKey, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def few_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "MAX_SESSIONS", 2)
+
+
+@pytest.mark.usefixtures("few_sessions")
+def test_sessions_are_bounded_and_those_in_use_stay(
+    introduced: Served, compatibility: CompatibilityKey
+) -> None:
     handoff = introduced.handoff()
     handshake = Handshake.of(compatibility)
     introduced.say(BOB, handshake)
@@ -361,11 +366,11 @@ def test_sessions_are_bounded_and_those_in_use_stay(
     assert isinstance(introduced.say(CAROL, introduced.request_for(handoff))[0], LeaseGranted)
 
 
+@pytest.mark.usefixtures("few_sessions")
 def test_names_are_those_of_one_socket_only(
-    introduced: Served, compatibility: CompatibilityKey, monkeypatch: pytest.MonkeyPatch
+    introduced: Served, compatibility: CompatibilityKey
 ) -> None:
     """A peer chooses its name, and at a TCP socket it may be anybody."""
-    monkeypatch.setattr(server_module, "MAX_SESSIONS", 2)
     impostor = ALICE._replace(listener=1)
     request = introduced.request_for(introduced.handoff())
     assert introduced.say(impostor, request) == [LeaseDenied(1, "not_introduced")]

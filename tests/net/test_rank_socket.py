@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.msgpack import Decoder
 
 from omni_connector.errors import PeerRefusedError, PeerUnreachableError, TransportError
-from omni_connector.net import rank_socket
+from omni_connector.net import rank_socket, unix
 from omni_connector.net.packets import Refusal
 from omni_connector.net.runtime import sweep
 
@@ -87,7 +87,7 @@ def test_an_answer_that_fails_is_a_refusal_and_the_other_questions_are_answered(
     folder: Path, listen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[object] = []
-    monkeypatch.setattr(rank_socket.logger, "exception", lambda *text: told.append(text))
+    monkeypatch.setattr(unix.logger, "exception", lambda *text: told.append(text))
     listen(0, {AskSum: add, AskName: lambda _: Name(str(1 // 0))})
     with pytest.raises(PeerRefusedError, match="failed"):
         ask(folder, 0, AskSum([1]), AskName())

@@ -481,6 +481,24 @@ def test_notes_are_taken_in_order_and_not_answered(path: Path) -> None:
     listener.catch_up(1e6)  # ends, as there is nothing to wait for
 
 
+def test_an_answer_that_fails_is_refused_and_the_next_question_is_answered(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(unix.logger, "exception", lambda *text: told.append(text))
+    left = iter([{}, {0: Yes()}])
+    listener = Listener(QUESTIONS, lambda _: (next(left)[0], None))
+    listener.add(path)
+    connection = Connection(path, deadline())
+    with pytest.raises(PeerRefusedError, match="failed"):
+        connection.ask(Ask(b"d"), ANSWERS, deadline())
+    connection = Connection(path, deadline())
+    assert connection.ask(Ask(b"d"), ANSWERS, deadline()) == (Yes(), None)
+    assert len(told) == 1
+    connection.close()
+    listener.close()
+
+
 def test_note_to_a_peer_that_takes_none_does_not_wait(path: Path) -> None:
     with listen(path):
         connection = Connection(path, deadline())

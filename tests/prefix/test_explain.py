@@ -11,7 +11,6 @@ import pytest
 
 from omni_connector.errors import OmniError, PeerRefusedError, TransportError
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.net.packets import Refusal
 from omni_connector.net.runtime import socket_path
 from omni_connector.net.unix import Connection
 from omni_connector.prefix.explain import (
@@ -81,10 +80,14 @@ def explainer(place: Path) -> Iterator[Explainer]:
 
 @pytest.fixture
 def connection(place: Path, explainer: Explainer) -> Iterator[Connection]:
-    path = socket_path(place, "explain:one", kind=KIND)
-    made = Connection(path, time.monotonic() + 5)
+    made = connect(place)
     yield made
     made.close()
+
+
+def connect(place: Path) -> Connection:
+    path = socket_path(place, "explain:one", kind=KIND)
+    return Connection(path, time.monotonic() + 5)
 
 
 def asked(connection: Connection, question: Any) -> Any:
@@ -122,9 +125,9 @@ def test_what_fails_in_the_engine_fails_for_the_asker_alone(place: Path) -> None
 
     made = make(place, hash_tokens=fails)
     try:
-        refusal, _ = made.answer(AskHashes(None, [1] * 16))
-        assert isinstance(refusal, Refusal)
-        assert not isinstance(made.answer(AskEngine())[0], Refusal)
+        with pytest.raises(PeerRefusedError, match="failed"):
+            asked(connect(place), AskHashes(None, [1] * 16))
+        assert isinstance(asked(connect(place), AskEngine()), ThisEngine)
     finally:
         made.close()
 

@@ -8,7 +8,7 @@ import pytest
 from omni_connector.cli import explained as module
 from omni_connector.cli.explain import Asking, ask
 from omni_connector.cli.main import main
-from omni_connector.prefix.explain import AskHashes, AskPlaces, AskStored
+from omni_connector.prefix.explain import AskPlaces, AskStored
 from tests.toy import BLOCK
 
 from .harness import assert_clean, prompt, slots
@@ -212,8 +212,6 @@ def test_hostile_questions_are_refused_and_the_next_is_answered(sharer):  # noqa
     for question in (AskPlaces(9, (b"x" * 32,)), AskStored(1, 0, ())):
         with pytest.raises(module.ProtocolError):
             explainer.answer(question)
-    refusal, _ = explainer.answer(AskHashes(None, None))
-    assert "its log" in refusal.reason
     assert explanation(engine, PREFIX).missing.cause == "never_seen"
 
 

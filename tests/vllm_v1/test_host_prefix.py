@@ -10,7 +10,6 @@ import time
 import pytest
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from omni_connector.copy import loading
 from omni_connector.errors import PeerUnreachableError
 from omni_connector.prefix import neighbours as module
 from omni_connector.prefix.hints import Candidate
@@ -82,7 +81,7 @@ def test_a_prefix_is_found_in_the_arena_of_another_engine(sharer, engine, family
 def test_wrong_bytes_that_nobody_checks_are_noticed_by_these_tests(
     sharer, engine, monkeypatch, family
 ):
-    monkeypatch.setattr(loading.Loader, "_compare", lambda *args: None)
+    inspection.compare_nothing(monkeypatch.setattr)
     first, second = sharer(family=family), sharer(family=family)
     publish(first)
     first.arena().slots[:] ^= 0x10

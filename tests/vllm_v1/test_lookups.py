@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix import lookups
 from omni_connector.prefix.lookups import Held, Lookup, StoreLookups
-from omni_connector.stores import expiring_set
-from omni_connector.stores.expiring_set import ExpiringSet
 from omni_connector.stores.shared_blocks import block_key
-from omni_connector.testing.clock import FakeClock
 from tests.simulation.surroundings.memory import SimulatedStore
 
 from .harness import wait
@@ -164,16 +161,3 @@ def test_a_question_that_cannot_be_asked_stops_no_other(
     made[0].ask(Lookup("p", [[None]], time.monotonic() + 20))  # type: ignore[list-item]
     assert ask(made[0], [names(1)]).held[0].blocks == [False]
     assert any("lookup" in line for line in log)
-
-
-def test_names_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expiring_set, "_MAX_REMEMBERED", 3)
-    clock = FakeClock()
-    recently = ExpiringSet(5.0, clock)
-    blocks = [(0, each) for each in names(4)]
-    recently.add(blocks[:3])
-    clock.advance(4.0)
-    recently.add(blocks[2:])
-    assert [block in recently for block in blocks] == [False, True, True, True]
-    clock.advance(1.5)
-    assert [block in recently for block in blocks] == [False, False, True, True]

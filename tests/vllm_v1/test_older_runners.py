@@ -7,9 +7,9 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from omni_connector.plugin import CONNECTOR_NAME
 from omni_connector.vllm_v1 import scheduler
-from omni_connector.vllm_v1.compat import ReportingStats, carried_report
 from omni_connector.vllm_v1.metadata import OmniWorkerMetadata
 from omni_connector.vllm_v1.metrics import OmniStats
+from omni_connector.vllm_v1.older_runners import ReportingStats, carried_report
 from tests.toy import BLOCK
 
 from .harness import (

@@ -25,6 +25,7 @@ from omni_connector.arena.nodes import copy_cores, threads_on
 from omni_connector.errors import OmniError, PeerUnreachableError, TransportError
 from omni_connector.net.forks import forget_in_child
 from omni_connector.net.peers import parse_host
+from omni_connector.runtime.backoff import Backoff
 from omni_connector.runtime.blocking_calls import CallThreads
 from omni_connector.transports.mooncake.library import (
     family_of,
@@ -160,8 +161,7 @@ class StoreClient:
         # When the master stopped answering; None while it answers.
         self._away_since: float | None = clock()
         self._told = False
-        self._retry_at = 0.0
-        self._backoff = _FIRST_BACKOFF_S
+        self._backoff = Backoff(_FIRST_BACKOFF_S, _MAX_BACKOFF_S, clock)
         self._asking = False
         self._changed = threading.Condition(self._lock)
         self._reason = "it was not asked yet"
@@ -194,7 +194,7 @@ class StoreClient:
             if self._away_since is None:
                 return
             message = self._away()
-            due = not self._asking and self._clock() >= self._retry_at
+            due = not self._asking and not self._backoff.active
         if due:
             self._ask_master()
         raise PeerUnreachableError(message)
@@ -315,8 +315,7 @@ class StoreClient:
         with self._lock:
             if self._away_since is None:
                 self._away_since = self._clock()
-                self._retry_at = self._away_since
-                self._backoff = _FIRST_BACKOFF_S
+                self._backoff.worked()  # until now
                 self._reason = reason
                 self._tell()
         self._ask_master()
@@ -329,7 +328,7 @@ class StoreClient:
 
     def _ask_master(self) -> None:
         with self._lock:
-            if self._asking or self._closed or self._clock() < self._retry_at:
+            if self._asking or self._closed or self._backoff.active:
                 return
             self._asking = True
         try:
@@ -364,8 +363,7 @@ class StoreClient:
                 self._away_since, self._told = None, False
             else:
                 self._reason = reason
-                self._retry_at = self._clock() + self._backoff
-                self._backoff = min(2 * self._backoff, _MAX_BACKOFF_S)
+                self._backoff.failed()
                 self._tell()
             self._changed.notify_all()
 

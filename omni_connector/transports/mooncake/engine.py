@@ -28,6 +28,7 @@ from omni_connector.errors import PeerUnreachableError, TransportError
 from omni_connector.net.forks import forget_in_child
 from omni_connector.net.peers import HostPort, parse_host, parse_host_port
 from omni_connector.net.resolver import resolve
+from omni_connector.runtime.backoff import Backoff
 from omni_connector.transports.mooncake.library import (
     engine_module,
     family_of,
@@ -339,7 +340,7 @@ def _read_and_poll(
             return -1
         transfers.append(transfer)
         at += each.size
-    pause = _FIRST_POLL_S
+    backoff = Backoff(_FIRST_POLL_S, _POLL_S)
     while transfers:
         code = engine.transfer_check_status(transfers[0])
         if code > 0:
@@ -347,8 +348,7 @@ def _read_and_poll(
         elif code < 0 or time.monotonic() >= end:
             return int(code) or -1
         else:
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL_S)
+            time.sleep(backoff.failed())
     return 0
 
 

@@ -2,7 +2,7 @@
 """What model runners do with a connector, in the order in which each of them does it.
 
 `v1` and `v2` are vLLM's own. `v2` zeroes and copies blocks before the connector hears of the step.
-The older ones are those that `compat` describes: they load before the forward pass, call
+The older ones are those that `older_runners` describes: they load before the forward pass, call
 `wait_for_save` only after one, and pass on less.
 """
 

@@ -154,9 +154,9 @@ MENDED: Final = (
         "what a load raises ends the thread of all loads",
         (
             "omni_connector.copy.loading",
-            "            except Exception as error:  # whatever it is, the request "
+            "        except Exception as error:  # noqa: BLE001 - the request "
             "must not wait for ever",
-            "            except StopAsyncIteration as error:",
+            "        except StopAsyncIteration as error:",
         ),
         (
             "omni_connector.copy.threads",
@@ -232,8 +232,8 @@ MENDED: Final = (
         "with integrity `generation` a fetch that brings other bytes is believed",
         (
             "omni_connector.copy.loading",
-            "            if checksum != published and (self._checksum or not slots.in_place):\n",
-            "            if checksum != published and self._checksum:\n",
+            "            if checksum != published and self._checks(slots):\n",
+            "            if checksum != published and self._rank.checksum:\n",
         ),
     ),
     mutant(
@@ -351,14 +351,15 @@ MENDED: Final = (
         "a load's time begins with its arrival, and runs while others are copied",
         (
             "omni_connector.copy.loading",
-            "        deadline = lease_ends\n",
-            "        deadline = lease_ends\n        arrived = self._clock()\n",
+            "        self._give_up_at = math.inf\n",
+            "        self._arrived = rank.clock()\n",
         ),
         (
             "omni_connector.copy.loading",
-            "                    deadline = min(lease_ends, give_up_at + self._queued())\n",
-            "                    deadline = min(lease_ends, arrived + job.timeout)\n"
-            "                    self._left(deadline)\n",
+            "        self._sources.deadline = min(self._lease_ends, give_up_at)\n",
+            "        give_up_at = self._arrived + self._spec.timeout\n"
+            "        self._sources.deadline = min(self._lease_ends, give_up_at)\n"
+            "        self._sources.seconds_left()\n",
         ),
     ),
     mutant(
@@ -366,8 +367,9 @@ MENDED: Final = (
         "a load that has queued longer than its lease reads what the peer may use again",
         (
             "omni_connector.copy.loading",
-            "        lease_ends = math.inf if job.lease is None else self._clock() + job.lease\n",
-            "        lease_ends = math.inf\n",
+            "        self._lease_ends = math.inf if spec.lease is None else rank.clock() "
+            "+ spec.lease\n",
+            "        self._lease_ends = math.inf\n",
         ),
     ),
     mutant(

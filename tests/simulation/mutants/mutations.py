@@ -139,7 +139,7 @@ OWN: Final = (
         "bytes that changed on their way are served",
         (
             "omni_connector.copy.loading",
-            "            if checksum != published and (self._checksum or not slots.in_place):\n",
+            "            if checksum != published and self._checks(slots):\n",
             "            if False:\n",
         ),
     ),
@@ -270,7 +270,7 @@ OWN: Final = (
         "bytes that do not come are waited for",
         (
             "omni_connector.copy.loading",
-            "        left = deadline - self._clock()\n        if left <= 0:\n",
+            "        left = self.deadline - self._rank.clock()\n        if left <= 0:\n",
             "        left = 0.01\n        if left <= 0:\n",
         ),
     ),
@@ -408,10 +408,8 @@ OWN: Final = (
         "a peer that was forgotten and requests a lease is not introduced again",
         (
             "omni_connector.handoff.server",
-            "        introduced.move_to_end(connection.name)\n"
-            "        if len(introduced) > MAX_SESSIONS:\n"
-            "            introduced.popitem(last=False)\n",
-            "        introduced.popitem(last=False)\n",
+            "        introduced[connection.name] = None\n",
+            "        introduced[connection.name] = None\n        introduced.popitem(last=False)\n",
         ),
     ),
     mutant(

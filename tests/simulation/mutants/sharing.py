@@ -39,8 +39,8 @@ SHARING: Final = (
         "a neighbour counts before its arenas are attached, and a load waits for them",
         (
             "omni_connector.copy.loading",
-            "        arenas = self._arenas.open(waits=job.keys is None)\n",
-            "        arenas = self._arenas.open()\n",
+            "        self.arenas = rank.arenas.open(waits=spec.keys is None)\n",
+            "        self.arenas = rank.arenas.open()\n",
         ),
         (
             "omni_connector.transports.peer_arenas",
@@ -58,8 +58,8 @@ SHARING: Final = (
         ),
         (
             "omni_connector.copy.loading",
-            "        arenas = self._arenas.open(waits=job.keys is None)\n",
-            "        arenas = self._arenas.open()\n",
+            "        self.arenas = rank.arenas.open(waits=spec.keys is None)\n",
+            "        self.arenas = rank.arenas.open()\n",
         ),
     ),
     mutant(
@@ -131,8 +131,8 @@ SHARING: Final = (
         "slots that were filled count as being filled",
         (
             "omni_connector.prefix.host_blocks",
-            "        self._keeping.discard(spec)\n",
-            "",
+            "        spec = self.keeping.pop(job_id)\n",
+            "        spec = self.keeping[job_id]\n",
         ),
     ),
     mutant(

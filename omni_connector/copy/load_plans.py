@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which slots of a peer's ranks fill which of our blocks."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.copy.jobs import LoadSpec
+from omni_connector.kv.canonical import SlotLayout
+from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.kv.convert import SlotConverter
+from omni_connector.kv.heads import HeadSlice, head_sources
+from omni_connector.kv.shapes import GroupShape, converter, same_bytes
+from omni_connector.kv.spans import NULL_BLOCK_ID
+from omni_connector.runtime.bounded import BoundedMap
+from omni_connector.transports.base import Endpoint
+
+_MAX_PLANS: Final = 64
+
+Blocks = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """How the slots of one group of a peer become ours.
+
+    Attributes:
+        block_size: tokens of one of the peer's blocks.
+        length: bytes of each of its slots.
+        sources: ranks of the peer that are read, and which heads of each.
+        converter: None where the slots hold the bytes of our blocks.
+    """
+
+    block_size: int
+    length: int
+    sources: tuple[tuple[int, tuple[HeadSlice, ...]], ...]
+    converter: SlotConverter | None = None
+
+    def arenas(self, spec: LoadSpec) -> list[tuple[Endpoint, ...]]:
+        """The arenas of the ranks that are read."""
+        return [spec.arenas[rank] for rank, _ in self.sources]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadStep:
+    """Blocks of one group that are filled at once, and the slots that they are filled with.
+
+    Attributes:
+        group, plan: which group, and how its blocks are filled.
+        block_size: tokens of one of our blocks.
+        block_ids, indices: the blocks, and their logical indices `(n,)`.
+        numbers: logical indices of the slots, in blocks of the peer `(m,)`.
+        slots, generations: the peer's `(m,)`.
+        keys: as in `LoadSpec`.
+    """
+
+    group: int
+    plan: LoadPlan
+    block_size: int
+    block_ids: Blocks
+    indices: Blocks
+    numbers: Blocks
+    slots: Blocks
+    generations: Blocks
+    keys: NDArray[np.object_] | None
+
+    def parts(self, sizes: Sequence[int]) -> Iterator["LoadStep"]:
+        """The same in steps of so many blocks, by group."""
+        ours, theirs, size = self.block_size, self.plan.block_size, sizes[self.group]
+        for at in range(0, len(self.block_ids), size):
+            indices = self.indices[at : at + size]
+            tokens = int(indices[0]) * ours, int(indices[-1] + 1) * ours
+            first, end = np.searchsorted(
+                self.numbers, (tokens[0] // theirs, -(-tokens[1] // theirs))
+            ).tolist()
+            yield replace(
+                self,
+                block_ids=self.block_ids[at : at + size],
+                indices=indices,
+                numbers=self.numbers[first:end],
+                slots=self.slots[first:end],
+                generations=self.generations[first:end],
+                keys=None if self.keys is None else self.keys[first:end],
+            )
+
+
+class LoadPlans:
+    """How this rank fills its blocks, by what a peer keeps and by group.
+
+    Args:
+        layout: of this rank's slots.
+        groups: what this engine keeps.
+        rank, ranks: of this worker, and how many its engine has.
+    """
+
+    def __init__(
+        self, layout: SlotLayout, groups: tuple[GroupShape, ...], rank: int, ranks: int
+    ) -> None:
+        self._layout = layout
+        self._groups = groups
+        self._rank = rank
+        self._ranks = ranks
+        self._plans: BoundedMap[tuple[CompatibilityKey | None, int], LoadPlan]
+        self._plans = BoundedMap(_MAX_PLANS)
+
+    def steps(self, spec: LoadSpec) -> tuple[list[LoadStep], list[tuple[int, Blocks]]]:
+        """The steps of a job, and group and blocks of what no slot holds a part of."""
+        steps: list[LoadStep] = []
+        zeros: list[tuple[int, Blocks]] = []
+        spans = zip(self._groups, spec.blocks.groups(), spec.slots.groups(), strict=True)
+        for g, (group, (index, blocks), (first, own)) in enumerate(spans):
+            plan = self._plan(spec.source, g)
+            block_ids = spec.blocks.block_ids[blocks]
+            indices = index + np.arange(len(block_ids))
+            # A slot of the peer may hold several of our blocks, or a block of ours take several.
+            per_slot = max(1, plan.block_size // group.block_size)
+            per_block = max(1, group.block_size // plan.block_size)
+            begins = indices // per_slot * per_block
+            end = first + own.stop - own.start
+            there = block_ids != NULL_BLOCK_ID
+            filled = there & (begins + per_block > first) & (begins < end) & (end > first)
+            if (unread := block_ids[there & ~filled]).size:
+                zeros.append((g, unread))
+            numbers = np.unique(begins[filled, None] + np.arange(per_block))
+            numbers = numbers[(numbers >= first) & (numbers < end)]
+            whole = LoadStep(
+                g,
+                plan,
+                group.block_size,
+                block_ids[filled],
+                indices[filled],
+                numbers,
+                spec.slots.block_ids[own][numbers - first],
+                spec.generations[own][numbers - first],
+                None if spec.keys is None else spec.keys[own][numbers - first],
+            )
+            if whole.block_ids.size:
+                steps.append(whole)
+        return steps, zeros
+
+    def arenas(self, spec: LoadSpec) -> list[tuple[Endpoint, ...]]:
+        """The arenas that a job reads, each once."""
+        read = (group for group, size in enumerate(spec.slots.group_sizes) if size)
+        plans = (self._plan(spec.source, group) for group in read)
+        return list(dict.fromkeys(arena for plan in plans for arena in plan.arenas(spec)))
+
+    def _plan(self, source: CompatibilityKey | None, group: int) -> LoadPlan:
+        plan = self._plans.get((source, group))
+        if plan is None:
+            plan = self._plans[source, group] = self._make_plan(source, group)
+        return plan
+
+    def _make_plan(self, source: CompatibilityKey | None, group: int) -> LoadPlan:
+        ours = self._groups[group]
+        theirs = ours if source is None else source.groups[group]
+        if source is None or (source.ranks == self._ranks and same_bytes(theirs, ours)):
+            return LoadPlan(ours.block_size, self._layout.group_bytes[group], ((self._rank, ()),))
+        by_rank: dict[int, list[HeadSlice]] = {}
+        for layer in range(len(ours.pages)):
+            parts = head_sources(
+                total=1 if ours.replicated else source.kv_heads or None,
+                source_heads=theirs.heads[layer],
+                source_ranks=source.ranks,
+                target_heads=ours.heads[layer],
+                target_rank=self._rank,
+                target_ranks=self._ranks,
+            )
+            for rank, heads in parts:
+                by_rank.setdefault(rank, [HeadSlice(0, 0, 0)] * len(ours.pages))[layer] = heads
+        converts = converter(theirs, ours)
+        sources = tuple((rank, tuple(heads)) for rank, heads in sorted(by_rank.items()))
+        return LoadPlan(theirs.block_size, converts.source_bytes, sources, converts)
