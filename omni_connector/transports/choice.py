@@ -25,7 +25,7 @@ from omni_connector.errors import (
     unknown,
 )
 from omni_connector.net.peers import Peers, is_loopback, parse_listen
-from omni_connector.runtime.trace import Trace
+from omni_connector.runtime.trace import NO_TRACE, Trace
 from omni_connector.transports.base import ArenaTransport, Endpoint, Site
 
 logger = logging.getLogger("vllm.omni_connector.transports")
@@ -133,10 +133,10 @@ class Transports:
         exporters: those of them by which peers may read our arena.
 
     Attributes:
-        trace: is told when an arena was attached; None where nothing is traced.
+        trace: is told when an arena was attached.
     """
 
-    trace: Trace | None = None
+    trace: Trace = NO_TRACE
 
     def __init__(
         self, readers: Sequence[ArenaTransport], exporters: Sequence[ArenaTransport]

@@ -197,12 +197,10 @@ class PeerArenas:
                 attached.arena.add_done_callback(_close)
 
     def _attach(self, transport: ArenaTransport, attached: _Attached) -> None:
-        trace = self._transports.trace
-        began = 0 if trace is None else now()
+        began = now()
         try:
             arena = transport.attach(attached.endpoint, timeout=ATTACH_S)
-            if trace is not None:
-                trace.span("attach", began, transport=attached.endpoint.transport)
+            self._transports.trace.span("attach", began, transport=attached.endpoint.transport)
             attached.arena.set_result(arena)
         except BaseException as error:  # noqa: BLE001 - it is raised where the arena is asked for
             attached.arena.set_exception(error)

@@ -44,7 +44,7 @@ from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.neighbours import LocalEngine
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.runtime.stats import COUNTERS
-from omni_connector.runtime.trace import Trace
+from omni_connector.runtime.trace import NO_TRACE, FileTrace, Trace
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.shared_blocks import key_prefix, readers_id
 from omni_connector.vllm_v1.compat import hash_block_size
@@ -442,10 +442,10 @@ def _listens(path: Path) -> bool:
 
 def _trace(
     config: OmniConfig, engine_id: str | None, half: str, surroundings: Surroundings
-) -> Trace | None:
+) -> Trace:
     if config.trace is None:
-        return None
-    return Trace(config.trace, engine_id or "", half, surroundings.start)
+        return NO_TRACE
+    return FileTrace(config.trace, engine_id or "", half, surroundings.start)
 
 
 def _agreeing(

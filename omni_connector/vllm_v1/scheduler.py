@@ -32,7 +32,7 @@ from omni_connector.identity.epochs import WeightsEpoch
 from omni_connector.net.status import StatusReport
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.runtime.stats import COUNTERS, GAUGES
-from omni_connector.runtime.trace import Trace, now
+from omni_connector.runtime.trace import NO_TRACE, Trace, now
 from omni_connector.vllm_v1.compat import (
     cache_hit_source,
     hash_block_size,
@@ -80,8 +80,7 @@ class OmniScheduler:
         events: of arena and store, for vLLM to publish; None where it publishes none.
         stats: where all of them count.
         status: is told of the counts of both halves, closed with this.
-        trace: is told of the phases that requests go through, closed with this; None where nothing
-            is traced.
+        trace: is told of the phases that requests go through; closed with this.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class OmniScheduler:
         events: KVEvents | None,
         stats: OmniStats,
         status: StatusReport,
-        trace: Trace | None = None,
+        trace: Trace = NO_TRACE,
     ) -> None:
         self._trace = trace
         self._clock = surroundings.clock
@@ -216,8 +215,7 @@ class OmniScheduler:
             raise BadParamsError("prompt_embeds", "the prompt has no token ids")
         if prompt.num_tokens > 0:
             receiver.add(request, remote, prompt)
-            if self._trace is not None:
-                self._trace.begin(request.request_id, "lease")
+            self._trace.begin(request.request_id, "lease")
         else:
             # No prompt of one token is handed off. vLLM puts one in the place of a prompt that its
             # server has refused.
@@ -250,7 +248,7 @@ class OmniScheduler:
         if refusal is not None:
             self._stats.fail(refusal)
             logger.warning("Request %s is not handed off (%s)", request.request_id, refusal)
-        elif self._trace is not None:
+        else:
             self._trace.begin(request.request_id, "queued")
         sender.add(request, prompt, refusal)
 
@@ -279,7 +277,7 @@ class OmniScheduler:
                 return _ASK_AGAIN
             if self._receiver is not None:
                 matched = self._receiver.matched_tokens(request_id, num_computed_tokens)
-                if self._trace is not None and matched is not None:
+                if matched is not None:
                     self._trace.begin(request_id, "room", after="lease")
         if self._shared is not None and matched is not None:
             if matched:
@@ -307,10 +305,8 @@ class OmniScheduler:
             self._room.begins(request)
         if self._receiver is not None and request.kv_transfer_params:
             self._receiver.allocated(request, blocks, 0 if from_store else num_external)
-            if self._trace is not None:
-                loads = num_external > 0 and not from_store
-                phase = "load" if loads else "scheduling"
-                self._trace.begin(request.request_id, phase, after="room")
+            phase = "load" if num_external > 0 and not from_store else "scheduling"
+            self._trace.begin(request.request_id, phase, after="room")
         if shared is not None:
             if num_external > 0 and not from_store:
                 shared.not_asked(request.request_id, None)  # these tokens are ours
@@ -363,17 +359,13 @@ class OmniScheduler:
         meta.cancel = self._ledger.take_revoked()
         for request in scheduler_output.scheduled_new_reqs:
             self._status.prompt(len(request.prompt_token_ids or ()), request.num_computed_tokens)
-        if self._trace is not None:
-            for request_id in scheduler_output.num_scheduled_tokens:
-                self._trace.begin(request_id, "prefill", after="queued")
-                self._trace.begin(request_id, "decode", after="scheduling")
+        self._trace.begin_each(scheduler_output.num_scheduled_tokens, "prefill", after="queued")
+        self._trace.begin_each(scheduler_output.num_scheduled_tokens, "decode", after="scheduling")
         return meta
 
     def update_output(self, output: "KVConnectorOutput") -> None:
         """Take the workers' reports."""
-        if self._trace is not None:
-            for request_id in output.finished_recving or ():
-                self._trace.begin(request_id, "scheduling", after="load")
+        self._trace.begin_each(output.finished_recving or (), "scheduling", after="load")
         if (counted := worker_stats(output)) is not None:
             self._status.add(counted.data)
         report = output.kv_connector_worker_meta
@@ -441,7 +433,7 @@ class OmniScheduler:
                 self._receiver.finish(request.request_id)
             if self._sender is not None:
                 answer = self._sender.finish(request)
-        if self._trace is not None and self._trace.end(request.request_id) == "prefill":
+        if self._trace.end(request.request_id) == "prefill":
             self._trace.span("answer", now(), request.request_id, request=request.request_id)
         return False, answer
 
@@ -508,5 +500,4 @@ class OmniScheduler:
         if self._shared is not None:
             self._shared.close()
         self._status.close()
-        if self._trace is not None:
-            self._trace.close()
+        self._trace.close()

@@ -46,7 +46,7 @@ from omni_connector.prefix.attaching import attached_ahead
 from omni_connector.prefix.store_jobs import StoreJobs
 from omni_connector.runtime.shared_work import Helpers
 from omni_connector.runtime.stats import LEASE_EXPIRED
-from omni_connector.runtime.trace import Trace
+from omni_connector.runtime.trace import NO_TRACE, Trace
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.transports import Arena, Endpoint
 from omni_connector.transports.choice import Transports
@@ -85,7 +85,7 @@ class OmniWorker:
         shares: whether the scheduler half has arenas of neighbours attached.
         store: where prefixes are shared, closed with this; None shares none.
         surroundings: clock, randomness and threads.
-        trace: is told what takes how long, closed with this; None where nothing is traced.
+        trace: is told what takes how long; closed with this.
         adapters: which LoRA adapters vLLM has loaded; None where it loads none.
     """
 
@@ -104,7 +104,7 @@ class OmniWorker:
         shares: bool = False,
         store: BlockStore | None = None,
         surroundings: Surroundings = SURROUNDINGS,
-        trace: Trace | None = None,
+        trace: Trace = NO_TRACE,
         adapters: AdapterLoads | None = None,
     ) -> None:
         self._adapters = adapters
@@ -197,7 +197,7 @@ class OmniWorker:
         self._copier = self._surroundings.copier(
             layer_ranges.canonical, layer_ranges.layout, self._helpers
         )
-        if self._trace is not None:
+        if self._trace.is_recording:
             self._copier = TracedCopier(self._copier, layer_ranges, self._trace)
         orders = kernel_orders(self._kv_cache_config, self._layers, canonical.page_orders)
         attention = attention_of(self._kv_cache_config, self._layers)
@@ -412,8 +412,7 @@ class OmniWorker:
             return False
         thread, body = self._bodies[type(spec)]
         work = body(job_id, spec, self._copier.fence() if fence is None else fence)
-        if self._trace is not None:
-            work = traced(self._trace, spec.span, job_id, work, spec.request_id)
+        work = traced(self._trace, spec.span, job_id, work, spec.request_id)
         self._under_way[job_id] = spec
         thread.submit(job_id, work, spec.blocks.held if spec.request_id else ())
         return True
@@ -521,8 +520,7 @@ class OmniWorker:
             self._arena.close()
         if self._reservation is not None:
             self._reservation.close()
-        if self._trace is not None:
-            self._trace.close()
+        self._trace.close()
 
 
 def _default_copy_threads(cores: int, device: str) -> int:

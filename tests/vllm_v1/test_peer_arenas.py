@@ -12,6 +12,7 @@ import pytest
 from omni_connector.copy.jobs import LoadSpec
 from omni_connector.errors import PeerUnreachableError, SlotPendingError
 from omni_connector.kv.spans import BlockSpans
+from omni_connector.runtime.trace import NO_TRACE
 from omni_connector.runtime.turns import WOKEN
 from omni_connector.testing import FakeClock
 from omni_connector.transports import Endpoint
@@ -137,7 +138,7 @@ class Arena:
 class Transports:
     """Gives each address an arena, or an error."""
 
-    trace = None
+    trace = NO_TRACE
 
     def __init__(self, supports_mapping: bool = True) -> None:
         self.supports_mapping = supports_mapping
