@@ -29,8 +29,8 @@ from omni_connector.kv.convert import SlotConverter
 from omni_connector.kv.heads import HeadSlice, head_sources
 from omni_connector.kv.shapes import GroupShape, converter, same_bytes
 from omni_connector.kv.spans import NULL_BLOCK_ID
+from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.stats import LEASE_EXPIRED, failure_kind
-from omni_connector.runtime.turns import StartTurns
 from omni_connector.transports import Endpoint, RemoteArena
 from omni_connector.transports.choice import Transports
 from omni_connector.transports.peer_arenas import OpenArenas, OwnArena, PeerArenas
@@ -127,8 +127,7 @@ class Loader:
         groups: what this engine keeps.
         rank, ranks: of this worker, and how many its engine has.
         checksum: whether slots carry checksums.
-        clock: seconds, monotonic.
-        start: starts the threads that fetch.
+        context: clock, trace, and how the threads start that fetch.
         notify: has the works that wait go on; called on any thread.
         queued: seconds in which the work that asks could have gone on, but others did.
         threads: that share one copy.
@@ -145,24 +144,22 @@ class Loader:
         rank: int,
         ranks: int,
         checksum: bool,
-        clock: Callable[[], float],
-        start: StartTurns,
+        context: EngineContext,
         notify: Callable[[], object],
         queued: Callable[[], float] = lambda: 0.0,
         threads: int = 1,
         own: tuple[Arena, tuple[Endpoint, ...]] | None = None,
     ) -> None:
-        self._clock = clock
+        self._clock = context.clock
         self._queued = queued
         sizes = batch_blocks(layout)
         # Of fetched and of mapped slots: those have a part for each thread.
         self._batches = sizes, [-(-size // threads) * threads for size in sizes]
-        self._threads = PeerThreads(start, notify)
+        self._threads = PeerThreads(context.start, notify)
         self._arenas = PeerArenas(
             transports,
             self._threads,
-            clock,
-            start=start,
+            context,
             own=None if own is None else {own[1]: OwnArena(own[1][0], own[0])},
         )
         self._copier = copier

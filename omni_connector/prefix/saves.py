@@ -23,7 +23,7 @@ from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.hints import Candidate
 from omni_connector.prefix.host_blocks import MAX_IN_ORDER, HostBlocks
 from omni_connector.prefix.prompts import SharedPrompt
-from omni_connector.runtime.stats import Stats
+from omni_connector.runtime.context import EngineContext
 from omni_connector.stores.expiring_set import ExpiringSet
 
 # Copies under way hold at most one in so many KV blocks.
@@ -59,7 +59,7 @@ class PrefixSaves:
         prefix: of the store's keys.
         host: the arenas of this host; None keeps nothing there.
         stores: whether there is a store.
-        ledger, groups, group_ids, num_blocks, hash_of, clock, stats, changes: as `SharedPrefix`.
+        ledger, groups, group_ids, num_blocks, hash_of, context, changes: as `SharedPrefix`.
 
     Attributes:
         waiting: blocks for later steps, even of no tokens, and prompts that are over behind theirs.
@@ -77,8 +77,7 @@ class PrefixSaves:
         group_ids: tuple[int, ...],
         num_blocks: int,
         hash_of: Callable[[int, int], bytes | None],
-        clock: Callable[[], float],
-        stats: Stats,
+        context: EngineContext,
         changes: BlockChanges[Any] | None,
     ) -> None:
         self._tokens_a_step = tokens_a_step
@@ -101,14 +100,14 @@ class PrefixSaves:
         self._num_blocks = num_blocks
         self._max_held = max(1, num_blocks // _HELD_PART)
         self._hash_of = hash_of
-        self._clock = clock
-        self._stats = stats
+        self._clock = context.clock
+        self._stats = context.stats
         self._changes = changes
         self.num_held = 0
         self._keeping: set[int] = set()
         self.waiting: deque[Candidate | SharedPrompt] = deque()
         self._places = cycle(range(1024))  # so that prompts differ whose blocks wait
-        self._sent = ExpiringSet(_RECENT_S, clock)
+        self._sent = ExpiringSet(_RECENT_S, context.clock)
 
     def build(
         self,

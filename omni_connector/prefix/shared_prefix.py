@@ -34,7 +34,8 @@ from omni_connector.prefix.lookups import Lookup, StoreLookups
 from omni_connector.prefix.misses import Misses
 from omni_connector.prefix.prompts import SharedPrompt
 from omni_connector.prefix.saves import PrefixSaves
-from omni_connector.runtime.stats import UNREACHABLE, Stats
+from omni_connector.runtime.context import EngineContext
+from omni_connector.runtime.stats import UNREACHABLE
 from omni_connector.stores.expiring_set import BlockName
 from omni_connector.stores.shared_blocks import CORRUPT
 
@@ -69,9 +70,7 @@ class SharedPrefix:
         load_timeout: seconds for the bytes.
         allowed_hints: which hints of requests are followed.
         tenants: as for `tenant_of`.
-        clock: seconds, monotonic.
-        randbytes: makes so many bytes that nobody can guess.
-        stats: where to count.
+        context: clock, randomness and statistics.
         changes: is told which blocks arena and store may have; None where nobody asks.
 
     Attributes:
@@ -96,13 +95,11 @@ class SharedPrefix:
         load_timeout: float,
         allowed_hints: Collection[HintName],
         tenants: Collection[str],
-        clock: Callable[[], float],
-        randbytes: Callable[[int], bytes],
-        stats: Stats,
+        context: EngineContext,
         changes: BlockChanges[Any] | None = None,
     ) -> None:
         self._changes = changes
-        self._randbytes = randbytes
+        self._randbytes = context.randbytes
         self._host = host
         self._lookups = lookups
         self._ledger = ledger
@@ -116,15 +113,15 @@ class SharedPrefix:
         self._unit = math.lcm(*(shape.block_size for shape in groups))
         self._lookup_timeout = lookup_timeout
         self._load_timeout = load_timeout
-        self._clock = clock
-        self._stats = stats
+        self._clock = context.clock
+        self._stats = context.stats
         self._allowed_hints = frozenset(allowed_hints)
         self._tenants = frozenset(tenants)
         self._hints: dict[str, Hints] = {}  # of requests that are not added yet
         self._prompts: dict[str, SharedPrompt] = {}
         self._queued: dict[int, TransferSpec] = {}
         evicted = host.evicted if host is not None else (lambda group, key: False)
-        self._misses = Misses(groups, self._unit, evicted, stats)
+        self._misses = Misses(groups, self._unit, evicted, context.stats)
         # Prompts of this step for which we load nothing, and what vLLM's own cache has of them.
         self._not_loaded: list[tuple[SharedPrompt, int]] = []
         self._failed: list[EngineRequest] = []
@@ -139,8 +136,7 @@ class SharedPrefix:
             group_ids=group_ids,
             num_blocks=num_blocks,
             hash_of=hash_of,
-            clock=clock,
-            stats=stats,
+            context=context,
             changes=changes,
         )
 
@@ -449,7 +445,7 @@ class SharedPrefix:
     def count_failures(self) -> None:
         """Count what failed in the store since the last call."""
         if self._lookups is not None:
-            self._lookups.count_into(self._stats)
+            self._lookups.count_failures()
 
     def close(self) -> None:
         """Stop asking the store, and let go of the arenas' indexes. Idempotent."""

@@ -25,7 +25,6 @@ from omni_connector.errors import (
     unknown,
 )
 from omni_connector.net.peers import Peers, is_loopback, parse_listen
-from omni_connector.runtime.trace import NO_TRACE, Trace
 from omni_connector.transports.base import ArenaTransport, Endpoint, Site
 
 logger = logging.getLogger("vllm.omni_connector.transports")
@@ -131,12 +130,7 @@ class Transports:
     Args:
         readers: all transports.
         exporters: those of them by which peers may read our arena.
-
-    Attributes:
-        trace: is told when an arena was attached.
     """
-
-    trace: Trace = NO_TRACE
 
     def __init__(
         self, readers: Sequence[ArenaTransport], exporters: Sequence[ArenaTransport]

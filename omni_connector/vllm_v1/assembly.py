@@ -6,6 +6,7 @@ have registered their KV caches, because what it consists of depends on what the
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,8 +44,9 @@ from omni_connector.prefix.host_blocks import HostBlocks, touch
 from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.neighbours import LocalEngine
 from omni_connector.prefix.shared_prefix import SharedPrefix
+from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.stats import COUNTERS
-from omni_connector.runtime.trace import NO_TRACE, FileTrace, Trace
+from omni_connector.runtime.trace import FileTrace
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.shared_blocks import key_prefix, readers_id
 from omni_connector.vllm_v1.compat import hash_block_size
@@ -87,6 +89,7 @@ def make_worker(
     answer = partial(
         surroundings.answer_for_rank, runtime_dir(config.namespace), str(transfer.engine_id), rank
     )
+    stats = OmniStats()
     return OmniWorker(
         config=config,
         kv_cache_config=kv_cache_config,
@@ -99,8 +102,9 @@ def make_worker(
         answer=answer,
         shares=shares,
         store=_lending_store(config, vllm_config, kv_cache_config, surroundings),
+        context=_context(config, transfer.engine_id, f"worker{rank}", surroundings, stats),
+        stats=stats,
         surroundings=surroundings,
-        trace=_trace(config, transfer.engine_id, f"worker{rank}", surroundings),
         adapters=surroundings.adapter_loads(vllm_config),
     )
 
@@ -152,10 +156,9 @@ class _Assembly:
         self._engine_id: str = transfer.engine_id
         self._manager = manager
         self._surroundings = surroundings
-        self._clock = surroundings.clock
         self._stats = OmniStats()
-        self._trace = _trace(config, self._engine_id, "scheduler", surroundings)
-        self._epoch = surroundings.randbytes(TOKEN_BYTES)
+        self._context = _context(config, self._engine_id, "scheduler", surroundings, self._stats)
+        self._epoch = self._context.randbytes(TOKEN_BYTES)
         self._arenas = tuple(rank.endpoints for rank in ranks if rank.endpoints)
         weights = surroundings.weights_id(config, vllm_config)
         self._ours = compatibility(config, vllm_config, kv_cache_config, ranks, weights)
@@ -164,13 +167,13 @@ class _Assembly:
         self._shared_with = self._ours
         self._known = weights is not None or config.model_id is not None
         if not self._known:
-            nobody = f"unknown ({surroundings.randbytes(8).hex()})"
+            nobody = f"unknown ({self._context.randbytes(8).hex()})"
             self._shared_with = msgspec.structs.replace(self._ours, weights=nobody)
         self._group_ids = tuple(transferred_groups(kv_cache_config))
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
         self._hash_id = hash_id(vllm_config, self._hash_block_size)
         self._weights = WeightsEpoch(manager.block_pool)
-        self._ledger = CopyLedger(manager.block_pool, self._ours.ranks, self._clock)
+        self._ledger = CopyLedger(manager.block_pool, self._ours.ranks, self._context.clock)
         self._folder = runtime_dir(config.namespace)
         self._peers = Peers(config.peers)
         self._key = None if config.key_file is None else load_key(config.key_file)
@@ -179,11 +182,10 @@ class _Assembly:
         self._status = self._new_status()
         self._periodic_tasks = PeriodicTasks(
             self._folder,
-            self._clock,
+            self._context,
             self._directory,
             self._weights.holds,
             self._status.tick,
-            surroundings.lock,
         )
         wanted = vllm_config.kv_events_config
         self._events = self._kv_events() if wanted and wanted.enable_kv_cache_events else None
@@ -206,7 +208,7 @@ class _Assembly:
             self._vllm_config,
             self._kv_cache_config,
             manager=self._manager,
-            surroundings=self._surroundings,
+            context=self._context,
             weights=self._weights,
             ledger=self._ledger,
             room=LoadRoom(
@@ -223,7 +225,6 @@ class _Assembly:
             events=self._events,
             stats=self._stats,
             status=self._status,
-            trace=self._trace,
         )
 
     def _new_directory(self) -> SlotDirectory:
@@ -231,10 +232,8 @@ class _Assembly:
             raise ConfigError("a rank of this engine has no arena")
         return SlotDirectory(
             min(endpoints[0].n_slots for endpoints in self._arenas),
-            self._clock,
+            self._context,
             self._config.handoff_ttl_s,
-            self._surroundings.randbytes,
-            self._surroundings.lock,
         )
 
     def _new_status(self) -> StatusReport:
@@ -251,8 +250,7 @@ class _Assembly:
                 counts=dict.fromkeys(COUNTERS, 0),
             ),
             Usage if self._directory is None else self._directory.status,
-            self._clock,
-            self._surroundings.lock,
+            self._context,
         )
 
     def _server(self, directory: SlotDirectory) -> ControlServer:
@@ -261,7 +259,7 @@ class _Assembly:
             handshake_reply=HandshakeReply(self._epoch, self._hash_id, self._ours, self._arenas),
             directory=directory,
             valid=self._weights.holds,
-            clock=self._clock,
+            clock=self._context.clock,
             pending_timeout=self._config.handoff_ttl_s,
             count=self._periodic_tasks.count,
         )
@@ -276,10 +274,8 @@ class _Assembly:
             key=self._key or (loopback_key() if listen or self._config.peers else None),
             on_tick=self._periodic_tasks.tick,
             on_peer_gone=partial(tidy, self._folder),
-            clock=self._clock,
-            start=self._surroundings.start,
+            context=self._context,
             sockets=self._surroundings.sockets(),
-            lock=self._surroundings.lock,
         )
 
     def _sender(self, directory: SlotDirectory, channel: ControlChannel) -> HandoffSender:
@@ -292,8 +288,7 @@ class _Assembly:
             epoch=self._epoch,
             address=channel.tcp_address,
             arena_wait=self._config.arena_wait_s,
-            clock=self._clock,
-            stats=self._stats,
+            context=self._context,
             on_complete=channel.recheck,
         )
 
@@ -307,8 +302,7 @@ class _Assembly:
             hash_id=self._hash_id,
             load_timeout=self._config.load_timeout_s,
             lingers=self._surroundings.lingers,
-            clock=self._clock,
-            stats=self._stats,
+            context=self._context,
         )
 
     def _control_path(self, engine_id: str) -> Path:
@@ -341,9 +335,7 @@ class _Assembly:
         lookups = None
         if config.store is not None and self._known:
             store = surroundings.block_store(config.store, 0)
-            lookups = StoreLookups(
-                store, self._ours.groups, self._ours.ranks, self._clock, surroundings.start
-            )
+            lookups = StoreLookups(store, self._ours.groups, self._ours.ranks, self._context)
         shared = SharedPrefix(
             host=self._host_blocks(prefix()),
             lookups=lookups,
@@ -360,9 +352,7 @@ class _Assembly:
             load_timeout=config.load_timeout_s,
             allowed_hints=config.hints,
             tenants=config.tenants,
-            clock=self._clock,
-            randbytes=surroundings.randbytes,
-            stats=self._stats,
+            context=self._context,
             changes=None if self._events is None else self._events.changes,
         )
         if surroundings.explains:
@@ -395,7 +385,7 @@ class _Assembly:
         if not config.share or self._directory is None:
             return None
         pool = self._directory.pool
-        epoch = self._surroundings.randbytes(EPOCH_BYTES)
+        epoch = self._context.randbytes(EPOCH_BYTES)
         index = BlockIndex.create(self._directory.num_slots, epoch)
         try:
             neighbours = self._surroundings.neighbours(
@@ -408,8 +398,7 @@ class _Assembly:
                     ranks=self._surroundings.ranks(self._folder, self._engine_id, self._ours.ranks),
                     on_hits=partial(touch, pool),
                 ),
-                self._clock,
-                self._surroundings.start,
+                self._context,
             )
         except BaseException:
             index.close()
@@ -424,9 +413,7 @@ class _Assembly:
             groups=self._ours.groups,
             key_prefix=prefix.encode(),
             load_timeout=config.load_timeout_s,
-            hint_policy=HintPolicy(
-                pool, self._clock, config.pin_part, config.tenant_quota, self._stats
-            ),
+            hint_policy=HintPolicy(pool, self._context, config.pin_part, config.tenant_quota),
             admission=config.admission,
             stats=self._stats,
         )
@@ -440,12 +427,19 @@ def _listens(path: Path) -> bool:
         return True
 
 
-def _trace(
-    config: OmniConfig, engine_id: str | None, half: str, surroundings: Surroundings
-) -> Trace:
+def _context(
+    config: OmniConfig,
+    engine_id: str | None,
+    half: str,
+    surroundings: Surroundings,
+    stats: OmniStats,
+) -> EngineContext:
+    """That of one half, with its own statistics and trace."""
+    context = replace(surroundings.context, stats=stats)
     if config.trace is None:
-        return NO_TRACE
-    return FileTrace(config.trace, engine_id or "", half, surroundings.start)
+        return context
+    trace = FileTrace(config.trace, engine_id or "", half, context.start)
+    return replace(context, trace=trace)
 
 
 def _agreeing(

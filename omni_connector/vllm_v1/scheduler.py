@@ -31,8 +31,9 @@ from omni_connector.identity.adapters import AdapterContents
 from omni_connector.identity.epochs import WeightsEpoch
 from omni_connector.net.status import StatusReport
 from omni_connector.prefix.shared_prefix import SharedPrefix
+from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.stats import COUNTERS, GAUGES
-from omni_connector.runtime.trace import NO_TRACE, Trace, now
+from omni_connector.runtime.trace import now
 from omni_connector.vllm_v1.compat import (
     cache_hit_source,
     hash_block_size,
@@ -45,7 +46,6 @@ from omni_connector.vllm_v1.metadata import OmniConnectorMetadata, OmniWorkerMet
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.requests import drop_unusable, prompt_of, recompute, take_hints
 from omni_connector.vllm_v1.specs import attends_to_all, fails_by_block
-from omni_connector.vllm_v1.surroundings import Surroundings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,7 +68,7 @@ class OmniScheduler:
 
     Args:
         manager: knows the block ids of running requests.
-        surroundings: clock and threads.
+        context: clock, threads, and the trace, which is closed with this.
         weights: their epoch.
         ledger: the copy jobs.
         room: which loads may begin.
@@ -80,7 +80,6 @@ class OmniScheduler:
         events: of arena and store, for vLLM to publish; None where it publishes none.
         stats: where all of them count.
         status: is told of the counts of both halves, closed with this.
-        trace: is told of the phases that requests go through; closed with this.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class OmniScheduler:
         kv_cache_config: "KVCacheConfig",
         *,
         manager: "KVCacheManager",
-        surroundings: Surroundings,
+        context: EngineContext,
         weights: WeightsEpoch,
         ledger: CopyLedger,
         room: LoadRoom,
@@ -102,10 +101,9 @@ class OmniScheduler:
         events: KVEvents | None,
         stats: OmniStats,
         status: StatusReport,
-        trace: Trace = NO_TRACE,
     ) -> None:
-        self._trace = trace
-        self._clock = surroundings.clock
+        self._trace = context.trace
+        self._clock = context.clock
         self._manager = manager
         self._weights = weights
         self._ledger = ledger
@@ -120,9 +118,7 @@ class OmniScheduler:
         self._events = events
         self._stats = stats
         self._status = status
-        self._adapters = AdapterContents(
-            self._clock, vllm_config.parallel_config.tensor_parallel_size, surroundings.start
-        )
+        self._adapters = AdapterContents(context, vllm_config.parallel_config.tensor_parallel_size)
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
         self._fails_by_block = fails_by_block(kv_cache_config)
         # Where a group keeps its last tokens only, a prefill must end where the decode begins.
@@ -169,7 +165,7 @@ class OmniScheduler:
             self._begin(request)
 
     def _begin(self, request: "Request") -> None:
-        adapter = self._adapters.content(request, self._weights.number, self._stats)
+        adapter = self._adapters.content(request, self._weights.number)
         if adapter is None:
             if self._receiver is not None:
                 self._receiver.decline(request.kv_transfer_params or {})
@@ -486,11 +482,9 @@ class OmniScheduler:
             pinned, total = self._directory.pool.num_pinned, self._directory.num_slots
             for name, value in zip(GAUGES, (held, cached, pinned, total, leases), strict=True):
                 stats.gauge(name, value)
-        if stats.is_empty():
-            return None
-        taken = OmniStats()
-        taken.data, stats.data = stats.data, taken.data
-        self._status.add(taken.data)
+        taken = stats.take()
+        if taken is not None:
+            self._status.add(taken.data)
         return taken
 
     def close(self) -> None:

@@ -44,9 +44,9 @@ from omni_connector.net.introductions import introduction
 from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.prefix.attaching import attached_ahead
 from omni_connector.prefix.store_jobs import StoreJobs
+from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.shared_work import Helpers
 from omni_connector.runtime.stats import LEASE_EXPIRED
-from omni_connector.runtime.trace import NO_TRACE, Trace
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.transports import Arena, Endpoint
 from omni_connector.transports.choice import Transports
@@ -59,7 +59,7 @@ from omni_connector.vllm_v1.metadata import (
 )
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.specs import fails_by_block, group_shapes, group_specs
-from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings
+from omni_connector.vllm_v1.surroundings import Surroundings
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -84,8 +84,9 @@ class OmniWorker:
         answer: answers the scheduler half at this rank's socket; returns what ends that.
         shares: whether the scheduler half has arenas of neighbours attached.
         store: where prefixes are shared, closed with this; None shares none.
-        surroundings: clock, randomness and threads.
-        trace: is told what takes how long; closed with this.
+        context: clock, randomness and threads; the trace is closed with this.
+        stats: those of the context.
+        surroundings: make the copier, and say whether memory is prefaulted.
         adapters: which LoRA adapters vLLM has loaded; None where it loads none.
     """
 
@@ -101,14 +102,16 @@ class OmniWorker:
         arena_name: str,
         arena: ArenaSizing | None,
         answer: Callable[[RankAnswers], Callable[[], None]],
-        shares: bool = False,
-        store: BlockStore | None = None,
-        surroundings: Surroundings = SURROUNDINGS,
-        trace: Trace = NO_TRACE,
-        adapters: AdapterLoads | None = None,
+        shares: bool,
+        store: BlockStore | None,
+        context: EngineContext,
+        stats: OmniStats,
+        surroundings: Surroundings,
+        adapters: AdapterLoads | None,
     ) -> None:
         self._adapters = adapters
-        self._trace = transports.trace = trace
+        self._context = context
+        self._trace = context.trace
         self._config = config
         self._surroundings = surroundings
         self._kv_cache_config = kv_cache_config
@@ -133,8 +136,8 @@ class OmniWorker:
         self._store_jobs: StoreJobs | None = None
         self._cores = near_cores(_PROCESS_CORES, frozenset(os.sched_getaffinity(0)))
         self._helpers = Helpers(self._cores)
-        start, on_end = surroundings.start, self._helpers.tell_lender
-        clock = surroundings.clock
+        start, on_end = context.start, self._helpers.tell_lender
+        clock = context.clock
         self._saves = CopyThread("omni-save", self._cores, start, on_end, clock)
         self._loads = CopyThread("omni-load", self._cores, start, on_end, clock)
         self._threads = [self._saves, self._loads]
@@ -154,7 +157,7 @@ class OmniWorker:
         self._failed_loads: set[str] = set()
         self._bad_block_ids: set[int] = set()
         self._report = OmniWorkerMetadata()
-        self._stats = OmniStats()
+        self._stats = stats
         self._closed = False
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
@@ -213,8 +216,7 @@ class OmniWorker:
                 groups=groups,
                 rank=self._rank,
                 affinity=self._cores,
-                clock=self._surroundings.clock,
-                start=self._surroundings.start,
+                context=self._context,
                 on_end=self._helpers.tell_lender,
             )
             self._threads.append(self._store_jobs.loads)
@@ -229,8 +231,7 @@ class OmniWorker:
             ranks=self._ranks,
             checksum=self._checksum,
             threads=self._helpers.threads if canonical.device.type == "cpu" else 1,
-            clock=self._surroundings.clock,
-            start=self._surroundings.start,
+            context=self._context,
             notify=self._loads.notify,
             queued=self._loads.queued,
             own=(self._arena, endpoints) if self._arena is not None else None,
@@ -264,7 +265,7 @@ class OmniWorker:
             slot_bytes,
             prefault=self._surroundings.prefault,
             huge_pages=sizing.huge_pages,
-            randbytes=self._surroundings.randbytes,
+            randbytes=self._context.randbytes,
             populated=populated,
         )
         if not self._surroundings.prefault:
@@ -426,7 +427,7 @@ class OmniWorker:
             for outcome in thread.take_ended():
                 self._end(self._under_way.pop(outcome.job_id), outcome)
         if self._store_jobs is not None:
-            self._store_jobs.count_into(self._stats)
+            self._store_jobs.count_events()
 
     def _end(self, spec: TransferSpec, outcome: Outcome) -> None:
         self._report.done[outcome.job_id] = 1
@@ -492,10 +493,7 @@ class OmniWorker:
             logger.info(
                 "Reading the arena at %s by %s (%s)", choice.address, choice.transport, choice.why
             )
-        if self._stats.is_empty():
-            return None
-        stats, self._stats = self._stats, OmniStats()
-        return stats
+        return self._stats.take()
 
     def close(self) -> None:
         """Stop the threads, then let go of the arenas. Idempotent."""

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import os
 import threading
-import time
 
 import pytest
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
@@ -15,6 +14,7 @@ from omni_connector.errors import PeerUnreachableError
 from omni_connector.prefix import neighbours as module
 from omni_connector.prefix.hints import Candidate
 from omni_connector.prefix.neighbours import HostNeighbours
+from omni_connector.runtime.context import PROCESS_CONTEXT
 from omni_connector.transports.shm import SharedMemoryTransport
 from tests import inspection
 from tests.simulation import check
@@ -482,7 +482,7 @@ def test_an_engine_of_another_model_is_told_of_once(sharer, monkeypatch):
     monkeypatch.setattr(module.logger, "log", lambda level, *text: told.append(text))
     found = neighbours(sharer())
     other = dataclasses.replace(found._local_engine, name="another", readers=b"x" * 16)
-    with contextlib.closing(HostNeighbours(other, time.monotonic)):
+    with contextlib.closing(HostNeighbours(other, PROCESS_CONTEXT)):
         for _ in range(3):
             found._not_before.clear()
             found.look()

@@ -12,7 +12,7 @@ import pytest
 from omni_connector.copy.jobs import LoadSpec
 from omni_connector.errors import PeerUnreachableError, SlotPendingError
 from omni_connector.kv.spans import BlockSpans
-from omni_connector.runtime.trace import NO_TRACE
+from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.turns import WOKEN
 from omni_connector.testing import FakeClock
 from omni_connector.transports import Endpoint
@@ -138,8 +138,6 @@ class Arena:
 class Transports:
     """Gives each address an arena, or an error."""
 
-    trace = NO_TRACE
-
     def __init__(self, supports_mapping: bool = True) -> None:
         self.supports_mapping = supports_mapping
         self.made: list[Arena] = []
@@ -182,7 +180,7 @@ class Kept:
         self.clock = FakeClock()
         self.transports = Transports(supports_mapping)
         self.threads = Here()
-        self.arenas = PeerArenas(self.transports, self.threads, self.clock, 1e9)
+        self.arenas = PeerArenas(self.transports, self.threads, EngineContext(self.clock), 1e9)
 
 
 @pytest.fixture
