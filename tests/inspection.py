@@ -194,9 +194,9 @@ def key_beginnings(half: "OmniScheduler") -> tuple[bytes, ...]:
 def prefix_of_nobody_else(half: "OmniScheduler") -> str | None:
     """Return what the keys of an engine's blocks begin with, if no other engine can have it."""
     shared = half._shared
-    if shared is None or shared._prefix == shared._engines_prefix:
+    if shared is None or not shared._prefix.is_own:
         return None
-    return shared._prefix
+    return shared._prefix.current
 
 
 def shares_prefixes(half: "OmniScheduler") -> bool:

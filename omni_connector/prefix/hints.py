@@ -152,6 +152,23 @@ def tenant_of(cache_salt: str | None, tenants: Collection[str] = (ANY_SALT,)) ->
     return int.from_bytes(blake2b(salt, digest_size=8).digest(), "little", signed=True) or 1
 
 
+@dataclass(frozen=True)
+class HintRules:
+    """What the operator lets requests ask, and who their tenants are.
+
+    Attributes:
+        allowed: the hints that are followed.
+        tenants: see `tenant_of`.
+    """
+
+    allowed: frozenset[HintName]
+    tenants: frozenset[str]
+
+    def tenant(self, cache_salt: str | None) -> int:
+        """See `tenant_of`."""
+        return tenant_of(cache_salt, self.tenants)
+
+
 class HintPolicy:
     """Follows the hints of requests in this engine's arena, as far as the operator allows.
 

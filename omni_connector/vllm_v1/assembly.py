@@ -39,10 +39,14 @@ from omni_connector.net.runtime import is_dead, loopback_key, runtime_dir, socke
 from omni_connector.net.status import EngineStatus, StatusReport, Usage
 from omni_connector.plugin import require_supported_vllm
 from omni_connector.prefix.explain import ExplainedEngine
-from omni_connector.prefix.hints import HintPolicy
+from omni_connector.prefix.hints import HintPolicy, HintRules
 from omni_connector.prefix.host_blocks import HostBlocks, touch
+from omni_connector.prefix.key_prefix import KeyPrefix
+from omni_connector.prefix.loads import PrefixLoads
 from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.neighbours import LocalEngine
+from omni_connector.prefix.prompts import SharedGroups
+from omni_connector.prefix.saves import PrefixSaves
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.stats import COUNTERS
@@ -331,29 +335,46 @@ class _Assembly:
             log = logger.info if config.store is None else logger.warning
             log("No prefix is shared: %s", refusal)
             return None
-        prefix = partial(key_prefix, config.namespace, self._shared_with, self._hash_id)
+        name = partial(key_prefix, config.namespace, self._shared_with, self._hash_id)
+        prefix = KeyPrefix(name(require_supported_vllm().version), self._context.randbytes)
+        groups = SharedGroups(self._ours.groups, self._group_ids, self._hash_block_size)
+        changes = None if self._events is None else self._events.changes
         lookups = None
         if config.store is not None and self._known:
             store = surroundings.block_store(config.store, 0)
             lookups = StoreLookups(store, self._ours.groups, self._ours.ranks, self._context)
+        host = self._host_blocks(name())
         shared = SharedPrefix(
-            host=self._host_blocks(prefix()),
+            host=host,
             lookups=lookups,
-            ledger=self._ledger,
-            prefix=prefix(require_supported_vllm().version),
-            groups=self._ours.groups,
-            group_ids=self._group_ids,
-            hash_block_size=self._hash_block_size,
-            num_blocks=self._kv_cache_config.num_blocks,
-            tokens_a_step=1 + self._vllm_config.num_speculative_tokens,
-            hash_of=self._hash_of,
+            loads=PrefixLoads(
+                host=host,
+                lookups=lookups,
+                ledger=self._ledger,
+                groups=groups,
+                prefix=prefix,
+                timeout=config.load_timeout_s,
+                stats=self._stats,
+            ),
+            saves=PrefixSaves(
+                tokens_a_step=1 + self._vllm_config.num_speculative_tokens,
+                prefix=prefix,
+                host=host,
+                stores=lookups is not None,
+                ledger=self._ledger,
+                groups=groups,
+                num_blocks=self._kv_cache_config.num_blocks,
+                hash_of=self._hash_of,
+                context=self._context,
+                changes=changes,
+            ),
+            groups=groups,
+            prefix=prefix,
+            hint_rules=HintRules(frozenset(config.hints), frozenset(config.tenants)),
             weights_fixed=config.weights == "fixed",
             lookup_timeout=0.0 if config.store is None else config.store.lookup_timeout_s,
-            load_timeout=config.load_timeout_s,
-            allowed_hints=config.hints,
-            tenants=config.tenants,
             context=self._context,
-            changes=None if self._events is None else self._events.changes,
+            changes=changes,
         )
         if surroundings.explains:
             shared.explain(

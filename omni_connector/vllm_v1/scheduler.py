@@ -379,7 +379,7 @@ class OmniScheduler:
         self._ledger.report(report.done, report.failed)
         if self._receiver is not None:
             self._recompute_loaded(self._receiver, output)
-        for request in self._shared.take_failed() if self._shared is not None else ():
+        for request in self._shared.loads.take_failed() if self._shared is not None else ():
             # Told to vLLM, a failed load could end the request: its policy is for hand-offs.
             recompute(request, self._manager)
 

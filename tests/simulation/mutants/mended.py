@@ -64,9 +64,9 @@ MENDED: Final = (
         "defect 2: the store's keys stay",
         "prefixes of other weights are found in the shared store",
         (
-            "omni_connector.prefix.shared_prefix",
-            '            self._prefix = f"{self._engines_prefix}/{self._randbytes(8).hex()}"\n',
-            "            pass\n",
+            "omni_connector.prefix.key_prefix",
+            '        self.current = f"{self._shared}/{self._randbytes(8).hex()}"\n',
+            "        pass\n",
         ),
     ),
     mutant(

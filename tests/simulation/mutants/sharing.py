@@ -85,7 +85,7 @@ SHARING: Final = (
         "what is kept after a reset has keys as before",
         (
             "omni_connector.prefix.shared_prefix",
-            "                self._host.rename(self._prefix.encode())\n",
+            "                self._host.rename(self._prefix.current.encode())\n",
             "                pass\n",
         ),
     ),
@@ -148,7 +148,7 @@ SHARING: Final = (
         "a failed part counts",
         "a request whose load from one of several arenas has failed goes on as if it had not",
         (
-            "omni_connector.prefix.shared_prefix",
+            "omni_connector.prefix.loads",
             "        elif prompt.failure is None:\n            return\n",
             "        else:\n            return\n",
         ),
@@ -175,7 +175,7 @@ SHARING: Final = (
         "a load that has failed is tried again",
         "vLLM counts the blocks of the first load too, and the request waits for itself",
         (
-            "omni_connector.prefix.shared_prefix",
+            "omni_connector.prefix.loads",
             "        prompt.loads, prompt.found = False, None\n",
             "        prompt.found = None\n",
         ),
