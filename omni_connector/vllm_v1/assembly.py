@@ -59,6 +59,7 @@ from omni_connector.vllm_v1.identity import compatibility, hash_id
 from omni_connector.vllm_v1.load_room import LoadRoom
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
 from omni_connector.vllm_v1.metrics import OmniStats
+from omni_connector.vllm_v1.rank_arena import ArenaPlan
 from omni_connector.vllm_v1.requests import token_hasher
 from omni_connector.vllm_v1.scheduler import OmniScheduler
 from omni_connector.vllm_v1.specs import group_specs, state_refusal, transferred_groups
@@ -88,25 +89,37 @@ def make_worker(
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     assert transfer is not None
     rank = parallel.rank % parallel.tensor_parallel_size  # there is one pipeline stage
-    sizing = _arena_sizing(config, vllm_config, kv_cache_config)
     shares = config.share and _sharing_refusal(vllm_config, kv_cache_config) is None
     answer = partial(
         surroundings.answer_for_rank, runtime_dir(config.namespace), str(transfer.engine_id), rank
     )
+    ranks = parallel.tensor_parallel_size
+    transports = surroundings.transports(config, config.handoff and transfer.is_kv_producer)
     stats = OmniStats()
+    context = _context(config, transfer.engine_id, f"worker{rank}", surroundings, stats)
+    arena: ArenaPlan | None = None
+    if _has_arena(config, vllm_config, kv_cache_config):
+        arena = ArenaPlan(
+            sizing=_arena_sizing(config, vllm_config, kv_cache_config),
+            name=f"arena:{transfer.engine_id}:{rank}",
+            transports=transports,
+            rank=rank,
+            ranks=ranks,
+            context=context,
+            prefault=surroundings.prefault,
+        )
     return OmniWorker(
         config=config,
         kv_cache_config=kv_cache_config,
         layers=vllm_config.compilation_config.static_forward_context,
-        transports=surroundings.transports(config, config.handoff and transfer.is_kv_producer),
+        transports=transports,
         rank=rank,
-        ranks=parallel.tensor_parallel_size,
-        arena_name=f"arena:{transfer.engine_id}:{rank}",
-        arena=sizing if _has_arena(config, vllm_config, kv_cache_config) else None,
+        ranks=ranks,
+        arena=arena,
         answer=answer,
         shares=shares,
         store=_lending_store(config, vllm_config, kv_cache_config, surroundings),
-        context=_context(config, transfer.engine_id, f"worker{rank}", surroundings, stats),
+        context=context,
         stats=stats,
         surroundings=surroundings,
         adapters=surroundings.adapter_loads(vllm_config),

@@ -403,7 +403,7 @@ def test_a_neighbour_counts_once_every_rank_has_attached_it(engine, monkeypatch,
 
 def ready(half, owner):
     """How many arenas of an engine a rank has attached."""
-    known = half._loader._arenas._known
+    known = half._caches.loader._arenas._known
     addresses = [each.get_handshake_metadata().endpoints[0].address for each in owner.workers]
     return sum(known[each].ready for each in addresses if each in known)
 
@@ -417,7 +417,7 @@ def test_an_engine_that_a_load_could_not_read_is_left_out_for_30_seconds(sharer,
     began = now[0]
     for half in (each._worker for each in second.workers):  # it is attached no more, for once
         monkeypatch.setattr(
-            half._loader._arenas, "take_attached", lambda _: (_ for _ in ()).throw(GONE)
+            half._caches.loader._arenas, "take_attached", lambda _: (_ for _ in ()).throw(GONE)
         )
     second.generate(QUESTION)
     second.settle()

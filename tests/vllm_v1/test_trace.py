@@ -113,4 +113,4 @@ def test_a_folder_that_has_gone_breaks_no_handoff(traced, tokens, tmp_path):
 
 def test_an_engine_that_traces_nothing_has_no_trace(engine):
     prefill = engine("kv_producer")
-    assert prefill.half._trace is prefill.worker_half._trace is NO_TRACE
+    assert prefill.half._trace is prefill.worker_half._context.trace is NO_TRACE

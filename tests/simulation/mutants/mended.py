@@ -374,7 +374,7 @@ MENDED: Final = (
         "loads: vLLM is told of late ones",
         "its policy ends a request whose lease was over before its load was",
         (
-            "omni_connector.vllm_v1.worker",
+            "omni_connector.vllm_v1.outcomes",
             "        if type(spec) is LoadSpec and outcome.failure != LEASE_EXPIRED:\n",
             "        if type(spec) is LoadSpec:\n",
         ),

@@ -157,7 +157,7 @@ SHARING: Final = (
         "the first part is the load",
         "a request of which one arena has sent its part is computed with",
         (
-            "omni_connector.vllm_v1.worker",
+            "omni_connector.vllm_v1.outcomes",
             "            if self._loads_left[spec.request_id] <= 0:\n",
             "            if True:\n",
         ),
@@ -166,7 +166,7 @@ SHARING: Final = (
         "a failed load from the host is told to vLLM",
         "whose policy may end the request for it",
         (
-            "omni_connector.vllm_v1.worker",
+            "omni_connector.vllm_v1.outcomes",
             "        if type(spec) is LoadSpec and",
             "        if isinstance(spec, LoadSpec) and",
         ),
