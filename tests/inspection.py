@@ -273,7 +273,7 @@ def free_slots(half: "OmniScheduler") -> int:
 
 def counted(half: "OmniScheduler", name: str) -> int:
     """Return what a scheduler half has counted since vLLM took its counts last."""
-    return int(half._stats.data["counts"].get(name, 0))
+    return int(half._report._stats.data["counts"].get(name, 0))
 
 
 def owned(half: "OmniScheduler") -> int:

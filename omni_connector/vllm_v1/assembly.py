@@ -62,6 +62,7 @@ from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.rank_arena import ArenaPlan
 from omni_connector.vllm_v1.requests import token_hasher
 from omni_connector.vllm_v1.scheduler import OmniScheduler
+from omni_connector.vllm_v1.scheduler_report import SchedulerReport
 from omni_connector.vllm_v1.specs import group_specs, state_refusal, transferred_groups
 from omni_connector.vllm_v1.surroundings import Surroundings
 from omni_connector.vllm_v1.worker import OmniWorker
@@ -240,8 +241,7 @@ class _Assembly:
             receiver=self._receiver(channel) if receives else None,
             shared=shared,
             events=self._events,
-            stats=self._stats,
-            status=self._status,
+            report=SchedulerReport(self._stats, self._periodic_tasks, directory, self._status),
         )
 
     def _new_directory(self) -> SlotDirectory:

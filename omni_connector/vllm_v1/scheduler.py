@@ -29,10 +29,8 @@ from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.truncation import TRUNCATED, truncate, truncation_refusal
 from omni_connector.identity.adapters import AdapterContents
 from omni_connector.identity.epochs import WeightsEpoch
-from omni_connector.net.status import StatusReport
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.runtime.context import EngineContext
-from omni_connector.runtime.stats import COUNTERS, GAUGES
 from omni_connector.runtime.trace import now
 from omni_connector.vllm_v1.compat import (
     cache_hit_source,
@@ -45,6 +43,7 @@ from omni_connector.vllm_v1.load_room import LoadRoom
 from omni_connector.vllm_v1.metadata import OmniConnectorMetadata, OmniWorkerMetadata
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.requests import drop_unusable, prompt_of, recompute, take_hints
+from omni_connector.vllm_v1.scheduler_report import SchedulerReport
 from omni_connector.vllm_v1.specs import attends_to_all, fails_by_block
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class OmniScheduler:
 
     Args:
         manager: knows the block ids of running requests.
-        context: clock, threads, and the trace, which is closed with this.
+        context: clock, threads, statistics, and the trace, which is closed with this.
         weights: their epoch.
         ledger: the copy jobs.
         room: which loads may begin.
@@ -78,8 +77,7 @@ class OmniScheduler:
         receiver: loads hand-offs; None on an engine that loads none.
         shared: shares prefixes through a store, closed with this; None shares none.
         events: of arena and store, for vLLM to publish; None where it publishes none.
-        stats: where all of them count.
-        status: is told of the counts of both halves, closed with this.
+        report: tells vLLM and the status file what was counted; closed with this.
     """
 
     def __init__(
@@ -99,8 +97,7 @@ class OmniScheduler:
         receiver: HandoffReceiver | None,
         shared: SharedPrefix | None,
         events: KVEvents | None,
-        stats: OmniStats,
-        status: StatusReport,
+        report: SchedulerReport,
     ) -> None:
         self._trace = context.trace
         self._clock = context.clock
@@ -116,8 +113,8 @@ class OmniScheduler:
         self._receiver = receiver
         self._shared = shared
         self._events = events
-        self._stats = stats
-        self._status = status
+        self._stats = context.stats
+        self._report = report
         self._adapters = AdapterContents(context, vllm_config.parallel_config.tensor_parallel_size)
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
         self._fails_by_block = fails_by_block(kv_cache_config)
@@ -126,14 +123,6 @@ class OmniScheduler:
         self._void: tuple[list[int], list[int]] = [], []
         # Of the steps that have not ended, whether they compute anything.
         self._computing: deque[bool] = deque(maxlen=8)
-        self._counts: object = None  # those of the gauges
-
-    def _take_events(self) -> None:
-        for event, number in self._periodic_tasks.take().items():
-            if event in COUNTERS:
-                self._stats.count(event, number)
-            else:
-                self._stats.fail(event, number)
 
     def _follow_weights(self) -> None:
         if not self._weights.holds():
@@ -354,7 +343,7 @@ class OmniScheduler:
             self._shared.saves.build(meta, scheduled, self._manager.get_blocks)
         meta.cancel = self._ledger.take_revoked()
         for request in scheduler_output.scheduled_new_reqs:
-            self._status.prompt(len(request.prompt_token_ids or ()), request.num_computed_tokens)
+            self._report.prompt(len(request.prompt_token_ids or ()), request.num_computed_tokens)
         self._trace.begin_each(scheduler_output.num_scheduled_tokens, "prefill", after="queued")
         self._trace.begin_each(scheduler_output.num_scheduled_tokens, "decode", after="scheduling")
         return meta
@@ -363,7 +352,7 @@ class OmniScheduler:
         """Take the workers' reports."""
         self._trace.begin_each(output.finished_recving or (), "scheduling", after="load")
         if (counted := worker_stats(output)) is not None:
-            self._status.add(counted.data)
+            self._report.workers(counted)
         report = output.kv_connector_worker_meta
         if output.invalid_block_ids and self._sender is not None:
             # Of our own loads nothing was copied, as a request that waits for one computes nothing.
@@ -471,21 +460,9 @@ class OmniScheduler:
 
     def take_stats(self) -> OmniStats | None:
         """What was counted since the last call; None when nothing changed."""
-        stats = self._stats
-        if self._periodic_tasks.events:
-            self._take_events()
         if self._shared is not None:
             self._shared.count_failures()
-        if self._directory is not None and (counts := self._directory.counts()) != self._counts:
-            self._counts = counts
-            held, cached, leases = self._directory.usage()
-            pinned, total = self._directory.pool.num_pinned, self._directory.num_slots
-            for name, value in zip(GAUGES, (held, cached, pinned, total, leases), strict=True):
-                stats.gauge(name, value)
-        taken = stats.take()
-        if taken is not None:
-            self._status.add(taken.data)
-        return taken
+        return self._report.take()
 
     def close(self) -> None:
         """Stop the control channel, the lookups, and the reading of adapters. Idempotent."""
@@ -493,5 +470,5 @@ class OmniScheduler:
         self._channel.close()  # first: its thread may void what the index lists
         if self._shared is not None:
             self._shared.close()
-        self._status.close()
+        self._report.close()
         self._trace.close()
