@@ -26,7 +26,7 @@ from omni_connector.handoff.directory import Handoff, SlotDirectory
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.vllm_v1.metrics import OmniStats
+from omni_connector.runtime.context import PROCESS_CONTEXT
 
 RESULTS = Path(__file__).parent / "results"
 BLOCKS, BLOCK = 8192, 16
@@ -59,8 +59,7 @@ def sender(directory: SlotDirectory) -> HandoffSender:
         epoch=b"",
         address=None,
         arena_wait=10.0,
-        clock=time.monotonic,
-        stats=OmniStats(),
+        context=PROCESS_CONTEXT,
         on_complete=lambda: None,
     )
 
@@ -80,7 +79,7 @@ def ms(work: Callable[[], object]) -> float:
 
 def opening(common: int, repeats: int) -> float:
     """Milliseconds of both calls in which the sender prepares a hand-off, in a warm arena."""
-    directory = SlotDirectory(SLOTS, time.monotonic, 120.0)
+    directory = SlotDirectory(SLOTS, PROCESS_CONTEXT, 120.0)
     times = []
     for number in range(repeats + 6):
         prompt = Prompt(

@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from omni_connector.handoff.directory import Handoff, LeaseState, SlotDirectory
 from omni_connector.handoff.prompt import Prompt
+from omni_connector.runtime.context import PROCESS_CONTEXT
 
 RESULTS = Path(__file__).parent / "results"
 SLOTS = (1_000, 10_000, 100_000, 1_000_000)
@@ -51,7 +52,7 @@ class Bench:
     """
 
     def __init__(self, slots: int, stay_open: int) -> None:
-        self.directory = SlotDirectory(slots, time.monotonic, 1e6)
+        self.directory = SlotDirectory(slots, PROCESS_CONTEXT, 1e6)
         self.times: defaultdict[str, list[float]] = defaultdict(list)
         self._numbers = itertools.count(1)
         self._leases = itertools.count()

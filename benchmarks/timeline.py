@@ -21,7 +21,7 @@ from pathlib import Path
 import matplotlib as mpl
 from handoff import ARENA_GIB, HANDOFF_TTL_S, PAUSE_S, RESULTS, TOKEN_BYTES, engines, random_prompt
 
-from omni_connector.runtime.trace import Span, Trace, now, spans
+from omni_connector.runtime.trace import FileTrace, Span, now, spans
 from omni_connector.testing.engines import completion, prefill
 from omni_connector.testing.models import make_model
 
@@ -54,7 +54,7 @@ def record(model: Path, folder: Path, repeats: int) -> list[list[Span]]:
     draw = random.Random(0)
     frames = []
     with engines("OmniKVConnector", config, model, folder) as (first, second):
-        client = Trace(str(folder / "spans"), "client", "client")
+        client = FileTrace(str(folder / "spans"), "client", "client")
         with contextlib.closing(client), first.client() as prefiller, second.client() as decoder:
             for _ in range(WARM_UPS + repeats):
                 prompt = random_prompt(draw, TOKENS + 1)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from omni_connector.objects.exchange import Exchange
     from omni_connector.objects.object_store import ObjectStore
     from omni_connector.objects.peer import Peer
+    from omni_connector.prefix.store_jobs import StoreJobs
     from omni_connector.stores.block_store import BlockStore
     from omni_connector.transports.base import ArenaTransport
     from omni_connector.transports.choice import Transports
@@ -194,9 +195,9 @@ def key_beginnings(half: "OmniScheduler") -> tuple[bytes, ...]:
 def prefix_of_nobody_else(half: "OmniScheduler") -> str | None:
     """Return what the keys of an engine's blocks begin with, if no other engine can have it."""
     shared = half._shared
-    if shared is None or shared._prefix == shared._engines_prefix:
+    if shared is None or not shared._prefix.is_own:
         return None
-    return shared._prefix
+    return shared._prefix.current
 
 
 def shares_prefixes(half: "OmniScheduler") -> bool:
@@ -272,7 +273,7 @@ def free_slots(half: "OmniScheduler") -> int:
 
 def counted(half: "OmniScheduler", name: str) -> int:
     """Return what a scheduler half has counted since vLLM took its counts last."""
-    return int(half._stats.data["counts"].get(name, 0))
+    return int(half._report._stats.data["counts"].get(name, 0))
 
 
 def owned(half: "OmniScheduler") -> int:
@@ -356,8 +357,9 @@ def copies_under_way(half: "OmniScheduler") -> bool:
 
 def arena(half: "OmniWorker") -> "Arena":
     """Return the arena of a rank."""
-    assert half._arena is not None
-    return half._arena
+    assert half._caches is not None
+    assert half._caches.arena is not None
+    return half._caches.arena.arena
 
 
 def mapped(arena: "Arena | BlockIndex") -> mmap.mmap:
@@ -373,15 +375,12 @@ def loads_under_way(half: "OmniWorker") -> int:
 
 def copies_ended(half: "OmniWorker") -> bool:
     """Whether all copies to and from KV blocks have ended that a rank has started."""
-    threads = [half._saves, half._loads]
-    if half._store_jobs is not None:
-        threads.append(half._store_jobs.loads)
-    return all(map(_has_no_job, threads))
+    return all(map(_has_no_job, half._copy_threads()))
 
 
 def follows(half: "OmniWorker") -> bool:
     """Whether a rank's saves have copied all layers that the forward pass has told of."""
-    thread = half._saves
+    thread = saves(half)
     with thread._changed:
         now = thread._clock()
         return thread._running is None and all(job.due_at > now for job in thread._queue)
@@ -400,9 +399,8 @@ def stored(half: "OmniWorker") -> bool:
     from omni_connector.prefix import store_jobs
 
     # A save that waits has yet to take its memory, and a put has that still.
-    jobs = half._store_jobs
-    assert jobs is not None
-    return _has_no_job(half._saves) and jobs._staging.qsize() == store_jobs._STAGING_BUFFERS
+    jobs = _store_jobs(half)
+    return _has_no_job(saves(half)) and jobs._staging.qsize() == store_jobs._STAGING_BUFFERS
 
 
 def _has_no_job(thread: "CopyThread") -> bool:
@@ -412,8 +410,13 @@ def _has_no_job(thread: "CopyThread") -> bool:
 
 def store(half: "OmniWorker") -> "BlockStore":
     """Return a rank's client of the shared store."""
-    assert half._store_jobs is not None
-    return half._store_jobs._store
+    return _store_jobs(half)._store
+
+
+def _store_jobs(half: "OmniWorker") -> "StoreJobs":
+    assert half._caches is not None
+    assert half._caches.store_jobs is not None
+    return half._caches.store_jobs
 
 
 def end_thread(thread: "CopyThread") -> None:
@@ -426,12 +429,12 @@ def end_thread(thread: "CopyThread") -> None:
 
 def saves(half: "OmniWorker") -> "CopyThread":
     """Return the thread that copies a rank's blocks to slots and to the store."""
-    return half._saves
+    return half._threads.saves
 
 
 def loads(half: "OmniWorker") -> "CopyThread":
     """Return the thread that copies hand-offs to a rank's blocks."""
-    return half._loads
+    return half._threads.loads
 
 
 def transports(half: "OmniWorker") -> "Transports":
@@ -451,8 +454,8 @@ def exporters(transports: "Transports") -> "Sequence[ArenaTransport]":
 
 def arenas_attached(half: "OmniWorker") -> int:
     """Return to how many arenas of peers a rank is attached."""
-    assert half._loader is not None
-    return len(half._loader._arenas._known)
+    assert half._caches is not None
+    return len(half._caches.loader._arenas._known)
 
 
 def own_objects(connector: "Exchange[Any]") -> "ObjectStore":

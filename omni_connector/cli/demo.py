@@ -34,7 +34,7 @@ from rich.table import Table
 from omni_connector.cli.engines import Deployment, make_engines, running
 from omni_connector.errors import ConfigError
 from omni_connector.plugin import CONNECTOR_NAME
-from omni_connector.runtime.trace import Trace, merge, now
+from omni_connector.runtime.trace import FileTrace, merge, now
 from omni_connector.testing.engines import Client, Engine, EngineError, completion
 
 LENGTHS: Final = (100, 513, 1000, 2049)
@@ -164,7 +164,7 @@ def _trace_client(
     deployment: Deployment, folder: Path, lengths: Sequence[int], draw: random.Random
 ) -> None:
     """Send a new prompt of each length through the router, and trace what a client sees of it."""
-    trace = Trace(str(folder), "user", "client")
+    trace = FileTrace(str(folder), "user", "client")
     with contextlib.closing(trace), Client(deployment.router.port) as client:
         for length in lengths:
             prompt = draw.choices(_VOCABULARY, k=length)

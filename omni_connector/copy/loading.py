@@ -27,8 +27,8 @@ from omni_connector.errors import (
 from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.convert import SlotConverter
 from omni_connector.kv.shapes import GroupShape
+from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.stats import LEASE_EXPIRED, failure_kind
-from omni_connector.runtime.turns import StartTurns
 from omni_connector.transports import Endpoint, RemoteArena
 from omni_connector.transports.choice import Transports
 from omni_connector.transports.peer_arenas import OwnArena, PeerArenas
@@ -84,8 +84,7 @@ class Loader:
         groups: what this engine keeps.
         rank, ranks: of this worker, and how many its engine has.
         checksum: whether slots carry checksums.
-        clock: seconds, monotonic.
-        start: starts the threads that fetch.
+        context: clock, trace, and how the threads start that fetch.
         notify: has the works that wait go on; called on any thread.
         queued: seconds in which the work that asks could have gone on, but others did.
         threads: that share one copy.
@@ -102,19 +101,17 @@ class Loader:
         rank: int,
         ranks: int,
         checksum: bool,
-        clock: Callable[[], float],
-        start: StartTurns,
+        context: EngineContext,
         notify: Callable[[], object],
         queued: Callable[[], float] = lambda: 0.0,
         threads: int = 1,
         own: tuple[Arena, tuple[Endpoint, ...]] | None = None,
     ) -> None:
-        self._threads = PeerThreads(start, notify)
+        self._threads = PeerThreads(context.start, notify)
         self._arenas = PeerArenas(
             transports,
             self._threads,
-            clock,
-            start=start,
+            context,
             own=None if own is None else {own[1]: OwnArena(own[1][0], own[0])},
         )
         sizes = batch_blocks(layout)
@@ -122,7 +119,7 @@ class Loader:
             copier=copier,
             layout=layout,
             checksum=checksum,
-            clock=clock,
+            clock=context.clock,
             queued=queued,
             plans=LoadPlans(layout, groups, rank, ranks),
             batches=(sizes, [-(-size // threads) * threads for size in sizes]),

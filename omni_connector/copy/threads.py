@@ -84,7 +84,7 @@ def traced(trace: Trace, name: str, job_id: int, work: Work, request_id: str = "
         outcome = Outcome(job_id, "job_failed")
         try:
             while True:
-                trace.of_job.id = job_id
+                trace.works_on(job_id)
                 try:
                     goes_on = next(pieces)
                 except StopIteration as end:
@@ -92,7 +92,7 @@ def traced(trace: Trace, name: str, job_id: int, work: Work, request_id: str = "
                     outcome = given
                     break
                 finally:
-                    trace.of_job.id = None
+                    trace.works_on(None)
                 yield goes_on
         finally:
             pieces.close()

@@ -9,8 +9,6 @@ ends, its socket disconnects at once; when its host or the link to it does, hear
 import contextlib
 import logging
 import os
-import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -30,7 +28,7 @@ from omni_connector.net.links import Sockets, ZmqSockets
 from omni_connector.net.listener import TcpListener
 from omni_connector.net.peers import HostPort, parse_host, parse_host_port
 from omni_connector.net.resolver import Resolver
-from omni_connector.runtime.turns import MakeLock, StartTurns, TurnThread
+from omni_connector.runtime.context import PROCESS_CONTEXT, EngineContext
 
 logger = logging.getLogger("vllm.omni_connector.handoff")
 
@@ -62,10 +60,8 @@ class ControlChannel:
         key: proves both sides to each other on TCP; needed there.
         on_tick: called about twice a second, on the channel's thread.
         on_peer_gone: called on the channel's thread when a connection to a peer is lost.
-        clock: seconds, monotonic.
-        start: starts the thread.
+        context: clock, threads and locks.
         sockets: opens the sockets; the channel closes it. None: ZeroMQ's.
-        lock: makes a lock.
 
     Raises:
         zmq.ZMQError: the Unix socket cannot be bound.
@@ -83,21 +79,19 @@ class ControlChannel:
         key: ClusterKey | None = None,
         on_tick: Callable[[], object] = lambda: None,
         on_peer_gone: Callable[[], object] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-        start: StartTurns = TurnThread,
+        context: EngineContext = PROCESS_CONTEXT,
         sockets: Sockets | None = None,
-        lock: MakeLock = threading.Lock,
     ) -> None:
         self._compatibility = compatibility
         self._server = server
         self._key = key
         self._on_tick = on_tick
         self._on_peer_gone = on_peer_gone
-        self._clock = clock
+        self._clock = context.clock
         self._commands: deque[Callable[[], None]] = deque()
         self._closing = False
         self._ended = False
-        self._post_lock = lock()
+        self._post_lock = context.lock()
         self._peers: dict[str, _Peer] = {}
         self._told: set[tuple[str, str]] = set()
         self._resolver = Resolver()
@@ -109,7 +103,7 @@ class ControlChannel:
             if server is not None and listen_tcp is not None:
                 if key is None:
                     raise ConfigError("listen: a port is opened only with a key")
-                self._listener = self._sockets.serve_tcp(listen_tcp, key, clock)
+                self._listener = self._sockets.serve_tcp(listen_tcp, key, context.clock)
                 self._routers.append(self._listener.router)
                 for socket in self._listener.watched:
                     self._poller.register(socket)
@@ -122,8 +116,8 @@ class ControlChannel:
         for socket in self._routers:
             self._poller.register(socket)
         self._process = os.getpid()
-        self._next_tick = clock()
-        self._thread = start("omni-control", self._turn, sleep=self._poller, end=self._end)
+        self._next_tick = context.clock()
+        self._thread = context.start("omni-control", self._turn, sleep=self._poller, end=self._end)
 
     @property
     def tcp_address(self) -> HostPort | None:

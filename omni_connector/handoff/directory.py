@@ -11,7 +11,6 @@ fails.
 """
 
 import secrets
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from omni_connector.errors import ArenaFullError
 from omni_connector.handoff.messages import TOKEN_BYTES, DigestKind
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.net.status import Usage
-from omni_connector.runtime.turns import MakeLock
+from omni_connector.runtime.context import EngineContext
 
 
 class LeaseState(Enum):
@@ -100,25 +99,21 @@ class SlotDirectory:
 
     Args:
         num_slots: slots of each rank's arena.
-        clock: seconds, monotonic.
+        context: clock, randomness and locks.
         ttl: seconds that a hand-off waits for a lease request, and a lease for its release.
-        randbytes: returns so many bytes that nobody can guess.
-        lock: makes the lock.
     """
 
     def __init__(
         self,
         num_slots: int,
-        clock: Callable[[], float],
+        context: EngineContext,
         ttl: float,
-        randbytes: Callable[[int], bytes] = secrets.token_bytes,
-        lock: MakeLock = threading.Lock,
     ) -> None:
         self.num_slots = num_slots
-        self._clock = clock
+        self._clock = context.clock
         self._ttl = ttl
-        self._randbytes = randbytes
-        self.pool = SlotPool(num_slots, lock)
+        self._randbytes = context.randbytes
+        self.pool = SlotPool(num_slots, context.lock)
         self._lock = self.pool.lock
         self._handoffs: dict[bytes, Handoff] = {}
         self._twins: dict[Hashable, dict[bytes, Handoff]] = {}

@@ -2,7 +2,6 @@
 """What an engine does from time to time beside its steps. The control channel's thread does it, or
 the engine's own after that thread has ended."""
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Final
 from omni_connector.handoff.channel import TICK_S, ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
 from omni_connector.net.runtime import tidy
-from omni_connector.runtime.turns import MakeLock
+from omni_connector.runtime.context import EngineContext
 
 _SWEEP_S: Final = 10.0
 
@@ -21,11 +20,10 @@ class PeriodicTasks:
 
     Args:
         folder: the runtime folder.
-        clock: seconds, monotonic.
+        context: clock and locks.
         directory: whose leases it ends. None where nothing is handed off.
         valid: whether the directory's KV is of the engine's weights; it voids the directory if not.
         tell: writes the engine's status to the folder; not called on the engine's thread.
-        lock: makes a lock.
 
     Attributes:
         channel: its thread calls `tick`.
@@ -35,21 +33,20 @@ class PeriodicTasks:
     def __init__(
         self,
         folder: Path,
-        clock: Callable[[], float],
+        context: EngineContext,
         directory: SlotDirectory | None = None,
         valid: Callable[[], bool] = lambda: True,
         tell: Callable[[], object] = lambda: None,
-        lock: MakeLock = threading.Lock,
     ) -> None:
         self._folder = folder
-        self._clock = clock
+        self._clock = context.clock
         self._directory = directory
         self._valid = valid
         self._tell = tell
         self.channel: ControlChannel | None = None
-        self._next_sweep = clock() + _SWEEP_S
-        self._next_expiry = clock()
-        self._lock = lock()
+        self._next_sweep = context.clock() + _SWEEP_S
+        self._next_expiry = context.clock()
+        self._lock = context.lock()
         self.events: defaultdict[str, int] = defaultdict(int)
 
     def tick(self) -> None:

@@ -31,7 +31,8 @@ from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape, same_bytes
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
-from omni_connector.runtime.stats import LEASE_EXPIRED, Stats
+from omni_connector.runtime.context import EngineContext
+from omni_connector.runtime.stats import LEASE_EXPIRED
 
 logger = logging.getLogger("vllm.omni_connector.receiver")
 
@@ -86,14 +87,14 @@ class HandoffReceiver:
     """Fetches the KV of prompts that were prefilled elsewhere.
 
     Args:
-        channel, ledger, stats: reaches prefill engines; starts copy jobs; counts.
+        channel, ledger: reaches prefill engines; starts copy jobs.
         address_of: returns the control address of the engine that the params name.
         compatibility: this engine's compatibility key.
         group_ids: index of each transferred group among vLLM's groups.
         hash_id: how this engine hashes blocks.
         load_timeout: seconds for an answer, and again for the bytes.
         lingers: whether a step waits a moment for answers if the engine has nothing to compute.
-        clock: seconds, monotonic.
+        context: clock and statistics.
 
     Attributes:
         incomplete: by request, blocks of a window that are loaded, but not from their first token
@@ -112,8 +113,7 @@ class HandoffReceiver:
         hash_id: str,
         load_timeout: float,
         lingers: bool,
-        clock: Callable[[], float],
-        stats: Stats,
+        context: EngineContext,
     ) -> None:
         self.incomplete: dict[str, set[int]] = {}
         self._channel = channel
@@ -125,15 +125,15 @@ class HandoffReceiver:
         self._timeout = load_timeout
         self._lingers = lingers
         self._lingers_until: float | None = None  # in this step
-        self._clock = clock
-        self._stats = stats
+        self._clock = context.clock
+        self._stats = context.stats
         self._loads: dict[str, _Load] = {}
         self._queued: dict[int, LoadSpec] = {}
         self._failed: list[EngineRequest] = []
         self._void: list[EngineRequest] = []
         self._late: list[EngineRequest] = []
         self._idle = 0.0
-        self._idle_since: float | None = clock()
+        self._idle_since: float | None = context.clock()
 
     def add(self, request: EngineRequest, remote: RemotePrefill, prompt: Prompt) -> None:
         """A request has arrived whose prompt was prefilled elsewhere: ask for a lease on its KV."""

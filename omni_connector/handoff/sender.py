@@ -35,7 +35,7 @@ from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.net.peers import HostPort
-from omni_connector.runtime.stats import Stats
+from omni_connector.runtime.context import EngineContext
 
 logger = logging.getLogger("vllm.omni_connector.sender")
 
@@ -63,12 +63,12 @@ class HandoffSender:
     """Hands finished prefills off.
 
     Args:
-        directory, ledger, stats: keeps the slots; starts copy jobs; counts.
+        directory, ledger: keeps the slots; starts copy jobs.
         compatibility: this engine's compatibility key.
         group_ids: index of each transferred group among vLLM's groups.
         engine_id, epoch, address: for the answer to the router.
         arena_wait: seconds that a request may wait for room.
-        clock: seconds, monotonic.
+        context: clock and statistics.
         on_complete: called when a hand-off may have become ready, or void.
 
     Attributes:
@@ -86,8 +86,7 @@ class HandoffSender:
         epoch: bytes,
         address: HostPort | None,
         arena_wait: float,
-        clock: Callable[[], float],
-        stats: Stats,
+        context: EngineContext,
         on_complete: Callable[[], None],
     ) -> None:
         self._directory = directory
@@ -100,8 +99,8 @@ class HandoffSender:
         self._epoch = epoch
         self._address = address
         self._arena_wait = arena_wait
-        self._clock = clock
-        self._stats = stats
+        self._clock = context.clock
+        self._stats = context.stats
         self._on_complete = on_complete
         self._sends: dict[str, _Send] = {}
         self._admitted: dict[str, _Send] = {}  # those with slots

@@ -14,14 +14,13 @@ workers load another version under them, no KV of the adapter is shared until th
 
 import hashlib
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from omni_connector.runtime.bounded import BoundedMap
-from omni_connector.runtime.stats import Stats
-from omni_connector.runtime.turns import WOKEN, StartTurns, Turns, TurnThread
+from omni_connector.runtime.context import EngineContext
+from omni_connector.runtime.turns import WOKEN, Turns
 
 logger = logging.getLogger("vllm.omni_connector.adapters")
 
@@ -107,17 +106,16 @@ class AdapterContents:
     The engine's thread calls all methods.
 
     Args:
-        clock: seconds, monotonic.
+        context: clock, statistics, and the thread that reads, which starts when the first adapter
+            is used.
         ranks: workers of this engine.
-        start: starts the thread that reads, when the first adapter is used.
     """
 
-    def __init__(
-        self, clock: Callable[[], float], ranks: int = 1, start: StartTurns = TurnThread
-    ) -> None:
-        self._clock = clock
+    def __init__(self, context: EngineContext, ranks: int = 1) -> None:
+        self._clock = context.clock
+        self._stats = context.stats
         self._ranks = ranks
-        self._start = start
+        self._start = context.start
         self._thread: Turns | None = None
         self._closing = False
         self._asked: dict[_Name, None] = {}
@@ -214,12 +212,11 @@ class AdapterContents:
     def _is_loaded(self, lora: Adapter) -> bool:
         return len(self._loaded.get(lora.lora_int_id, ())) == self._ranks
 
-    def content(self, request: AdaptedRequest, epoch: int, stats: Stats) -> str | None:
+    def content(self, request: AdaptedRequest, epoch: int) -> str | None:
         """Digest of the adapter of a request; "" where it has none, None where it is unknown.
 
         Args:
             epoch: number of the weights' epoch.
-            stats: where adapters of unknown content are counted.
         """
         lora = request.lora_request
         if lora is None:
@@ -228,7 +225,7 @@ class AdapterContents:
         problem = self._problem(lora, seen, epoch)
         if problem is None and seen is not None:
             return seen.content
-        stats.fail("adapter_unknown")
+        self._stats.fail("adapter_unknown")
         logger.warning(
             "Request %s shares no KV (adapter_unknown): of the LoRA adapter %r at %r, %s",
             request.request_id,

@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import stat
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -27,8 +26,8 @@ from msgspec import Meta, Struct
 
 from omni_connector import __version__
 from omni_connector.net.forks import forget_in_child
+from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.stats import FAILURE, PEER
-from omni_connector.runtime.turns import MakeLock
 
 logger = logging.getLogger("vllm.omni_connector.status")
 
@@ -197,8 +196,7 @@ class StatusReport:
         engine: what does not change, without what this process knows by itself. Its `counts` name
             what is reported even while it is 0.
         usage: what the arena holds now.
-        clock: seconds, monotonic.
-        lock: makes a lock.
+        context: clock and locks.
     """
 
     def __init__(
@@ -206,8 +204,7 @@ class StatusReport:
         file: StatusFile,
         engine: EngineStatus,
         usage: Callable[[], Usage],
-        clock: Callable[[], float],
-        lock: MakeLock = threading.Lock,
+        context: EngineContext,
     ) -> None:
         self._file = file
         self._engine = msgspec.structs.replace(
@@ -219,8 +216,8 @@ class StatusReport:
             started=time.time(),
         )
         self._usage = usage
-        self._clock = clock
-        self._lock = lock()
+        self._clock = context.clock
+        self._lock = context.lock()
         self._prompt_tokens = self._cached_tokens = 0
         self._counts = Counter(engine.counts)
         self._failures: Counter[str] = Counter()

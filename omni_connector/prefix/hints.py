@@ -6,7 +6,7 @@ A hint that cannot be followed is counted, and fails no request. Hints move no b
 tenants, as the cache salt is a part of what names a block.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Annotated, Any, Final, Literal
@@ -17,7 +17,7 @@ from msgspec import Meta
 from omni_connector.arena.slot_index import SlotKey
 from omni_connector.arena.slot_pool import SlotPool
 from omni_connector.config import HintName
-from omni_connector.runtime.stats import Stats
+from omni_connector.runtime.context import EngineContext
 
 KEY: Final = "omni"
 """Where hints stand in `kv_transfer_params`."""
@@ -152,6 +152,23 @@ def tenant_of(cache_salt: str | None, tenants: Collection[str] = (ANY_SALT,)) ->
     return int.from_bytes(blake2b(salt, digest_size=8).digest(), "little", signed=True) or 1
 
 
+@dataclass(frozen=True)
+class HintRules:
+    """What the operator lets requests ask, and who their tenants are.
+
+    Attributes:
+        allowed: the hints that are followed.
+        tenants: see `tenant_of`.
+    """
+
+    allowed: frozenset[HintName]
+    tenants: frozenset[str]
+
+    def tenant(self, cache_salt: str | None) -> int:
+        """See `tenant_of`."""
+        return tenant_of(cache_salt, self.tenants)
+
+
 class HintPolicy:
     """Follows the hints of requests in this engine's arena, as far as the operator allows.
 
@@ -161,28 +178,26 @@ class HintPolicy:
 
     Args:
         pool: the slots.
-        clock: seconds, monotonic; that of `SlotPool.end_pins`.
+        context: the clock of `SlotPool.end_pins`; statistics, which count what is refused.
         pin_part: part of the slots that may be privileged.
         tenant_quota: part of all slots, and of those that may be privileged, that one tenant may
             have.
-        stats: counts what is refused.
     """
 
     def __init__(
         self,
         pool: SlotPool,
-        clock: Callable[[], float],
+        context: EngineContext,
         pin_part: float,
         tenant_quota: float,
-        stats: Stats,
     ) -> None:
         self._pool = pool
-        self._clock = clock
+        self._clock = context.clock
         num_slots = len(pool.generation)
         pool.quota = int(tenant_quota * num_slots) if tenant_quota < 1 else None
         self._max_privileged = int(pin_part * num_slots)
         self._max_of_tenant = int(tenant_quota * pin_part * num_slots)
-        self._stats = stats
+        self._stats = context.stats
 
     def grant(self, hints: Hints, tenant: int, group: int, keys: Sequence[SlotKey]) -> None:
         """Follow the hints for those of these blocks of a group that the arena has, or will have.

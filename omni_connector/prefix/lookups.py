@@ -4,15 +4,15 @@
 import logging
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Final
 
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.runtime.bounded import ExpiringSet
-from omni_connector.runtime.stats import Stats
-from omni_connector.runtime.turns import WOKEN, StartTurns, TurnThread
+from omni_connector.runtime.context import EngineContext
+from omni_connector.runtime.turns import WOKEN
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.shared_blocks import BlockName, FailuresOf, block_key, owning_rank
 
@@ -84,8 +84,7 @@ class StoreLookups:
         store: the store that is asked; closed with this.
         groups: what this engine keeps.
         ranks: of this engine. A block counts as held when the store holds it for all of them.
-        clock: seconds, monotonic.
-        start: starts the thread.
+        context: clock, statistics, and how the thread starts.
     """
 
     def __init__(
@@ -93,13 +92,13 @@ class StoreLookups:
         store: BlockStore,
         groups: Sequence[GroupShape],
         ranks: int,
-        clock: Callable[[], float],
-        start: StartTurns = TurnThread,
+        context: EngineContext,
     ) -> None:
         self._store = store
         self._failures = FailuresOf(store)
-        self._clock = clock
-        self._distrusted = ExpiringSet[BlockName](_DISTRUST_S, clock)
+        self._clock = context.clock
+        self._stats = context.stats
+        self._distrusted = ExpiringSet[BlockName](_DISTRUST_S, context.clock)
         # Where a group keeps all tokens, a prefix ends at the first block that is missing.
         self._whole = [shape.attention_type == "all" for shape in groups]
         self._owning_ranks = [
@@ -107,7 +106,7 @@ class StoreLookups:
         ]
         self._queue: deque[Lookup] = deque()
         self._closing = False
-        self._thread = start("omni-lookup", self._turn)
+        self._thread = context.start("omni-lookup", self._turn)
 
     def ask(self, lookup: Lookup) -> None:
         """Queue a lookup; returns at once."""
@@ -118,9 +117,9 @@ class StoreLookups:
         """Count these blocks as missing for ten minutes, because an entry of theirs is wrong."""
         self._distrusted.add(names)
 
-    def count_into(self, stats: Stats) -> None:
-        """Add what failed in the store since the last call."""
-        self._failures.count_into(stats)
+    def count_failures(self) -> None:
+        """Count what failed in the store since the last call."""
+        self._failures.count_into(self._stats)
 
     def close(self) -> None:
         """Stop the thread, within `CLOSE_S` seconds, and let go of the store. Idempotent."""

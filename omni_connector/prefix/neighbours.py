@@ -32,7 +32,7 @@ from omni_connector.net import runtime
 from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
 from omni_connector.net.unix import Connection, Listener
 from omni_connector.prefix.attaching import Arenas, Ranks
-from omni_connector.runtime.turns import StartTurns, TurnThread
+from omni_connector.runtime.context import EngineContext
 from omni_connector.transports import Endpoint
 
 logger = logging.getLogger("vllm.omni_connector.sharing")
@@ -177,8 +177,7 @@ class HostNeighbours:
 
     Args:
         local_engine: this engine.
-        clock: seconds, monotonic.
-        start: starts the thread that looks for them.
+        context: clock, and how the thread starts that looks for them.
 
     Raises:
         TransportError: another process has this engine's socket.
@@ -187,11 +186,10 @@ class HostNeighbours:
     def __init__(
         self,
         local_engine: LocalEngine,
-        clock: Callable[[], float],
-        start: StartTurns = TurnThread,
+        context: EngineContext,
     ) -> None:
         self._local_engine = local_engine
-        self._clock = clock
+        self._clock = context.clock
         self._own = runtime.socket_path(local_engine.folder, local_engine.name, kind=_KIND)
         index = local_engine.index
         self._gives = GiveIndex(
@@ -207,7 +205,7 @@ class HostNeighbours:
         self._why_not: dict[str, str] = {}
         self._hits: defaultdict[Neighbour, list[tuple[Ints, Ints]]] = defaultdict(list)
         self._closing = False
-        self._next_look = clock()
+        self._next_look = context.clock()
         self._listener = Listener(QUESTIONS, self._answer)
         try:
             self._listener.add(self._own)
@@ -215,7 +213,7 @@ class HostNeighbours:
             self._listener.close()
             os.close(self._fd)
             raise
-        self._thread = start("omni-neighbours", self._turn)
+        self._thread = context.start("omni-neighbours", self._turn)
 
     def present(self) -> Sequence[Neighbour]:
         return self._present

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the shared prefix cache knows of one prompt: what is held of it, and where."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -11,6 +12,32 @@ from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.hints import Hints
 from omni_connector.prefix.host_blocks import Found
 from omni_connector.prefix.lookups import Held, Lookup
+
+
+@dataclass(frozen=True)
+class SharedGroups:
+    """The cache groups whose blocks an engine keeps and finds.
+
+    Attributes:
+        shapes: of each.
+        ids: index of each among vLLM's groups.
+        hash_block_size: tokens of one of a request's hashes; divides every group's block size.
+    """
+
+    shapes: tuple[GroupShape, ...]
+    ids: tuple[int, ...]
+    hash_block_size: int
+
+    @property
+    def block_sizes(self) -> list[tuple[int, int]]:
+        """Tokens, and hashes, of a block of each."""
+        sizes = [shape.block_size for shape in self.shapes]
+        return [(size, size // self.hash_block_size) for size in sizes]
+
+    @property
+    def unit(self) -> int:
+        """Prefixes end at multiples of so many tokens."""
+        return math.lcm(*(shape.block_size for shape in self.shapes))
 
 
 @dataclass(slots=True, eq=False)

@@ -17,14 +17,14 @@ import numpy as np
 
 from omni_connector.copy.ledger import CANCELLED, CopyLedger, CopyWork, RequestBlocks
 from omni_connector.copy.prefix_jobs import StoreSaveSpec
-from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, whole_blocks
 from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.hints import Candidate
 from omni_connector.prefix.host_blocks import MAX_IN_ORDER, HostBlocks
-from omni_connector.prefix.prompts import SharedPrompt
+from omni_connector.prefix.key_prefix import KeyPrefix
+from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
 from omni_connector.runtime.bounded import ExpiringSet
-from omni_connector.runtime.stats import Stats
+from omni_connector.runtime.context import EngineContext
 from omni_connector.stores.shared_blocks import BlockName
 
 # Copies under way hold at most one in so many KV blocks.
@@ -60,7 +60,13 @@ class PrefixSaves:
         prefix: of the store's keys.
         host: the arenas of this host; None keeps nothing there.
         stores: whether there is a store.
-        ledger, groups, group_ids, num_blocks, hash_of, clock, stats, changes: as `SharedPrefix`.
+        ledger: the copy jobs.
+        groups: what this engine keeps.
+        num_blocks: KV blocks of this engine.
+        hash_of: says by which hash vLLM's own prefix cache finds a block in one of vLLM's groups;
+            None where it does not.
+        context: clock and statistics.
+        changes: is told which blocks the arena may have; None where nobody asks.
 
     Attributes:
         waiting: blocks for later steps, even of no tokens, and prompts that are over behind theirs.
@@ -70,16 +76,14 @@ class PrefixSaves:
         self,
         *,
         tokens_a_step: int,
-        prefix: str,
+        prefix: KeyPrefix,
         host: HostBlocks | None,
         stores: bool,
         ledger: CopyLedger,
-        groups: tuple[GroupShape, ...],
-        group_ids: tuple[int, ...],
+        groups: SharedGroups,
         num_blocks: int,
         hash_of: Callable[[int, int], bytes | None],
-        clock: Callable[[], float],
-        stats: Stats,
+        context: EngineContext,
         changes: BlockChanges[Any] | None,
     ) -> None:
         self._tokens_a_step = tokens_a_step
@@ -91,25 +95,25 @@ class PrefixSaves:
         lasting = all(
             shape.attention_type == "all"
             or (shape.attention_type == "window" and shape.window > _TOGETHER * tokens_a_step)
-            for shape in groups
+            for shape in groups.shapes
         )
         self._together = _TOGETHER if lasting else 1
         self._prefix = prefix
         self._host = host
         self._stores = stores
         self._ledger = ledger
-        self._groups = groups
-        self._group_ids = group_ids
+        self._groups = groups.shapes
+        self._group_ids = groups.ids
         self._num_blocks = num_blocks
         self._max_held = max(1, num_blocks // _HELD_PART)
         self._hash_of = hash_of
-        self._clock = clock
-        self._stats = stats
+        self._clock = context.clock
+        self._stats = context.stats
         self._changes = changes
         self.num_held = 0
         self.waiting: deque[Candidate | SharedPrompt] = deque()
         self._places = cycle(range(1024))  # so that prompts differ whose blocks wait
-        self._sent = ExpiringSet[BlockName](_RECENT_S, clock)
+        self._sent = ExpiringSet[BlockName](_RECENT_S, context.clock)
 
     def build(
         self,
@@ -281,7 +285,9 @@ class PrefixSaves:
             return
         self.num_held += number
         spec = StoreSaveSpec(
-            blocks=BlockSpans.of(groups), prefix=prompt.key_prefix(self._prefix), hashes=hashes
+            blocks=BlockSpans.of(groups),
+            prefix=prompt.key_prefix(self._prefix.current),
+            hashes=hashes,
         )
 
         def ended(failure: str | None) -> None:
@@ -316,15 +322,13 @@ class PrefixSaves:
             block_ids.append(block_id)
         return block_ids, stored
 
-    def void(self, prefix: str, *, stores: bool) -> None:
+    def void(self, *, stores: bool) -> None:
         """What is being kept belongs to other weights, and what was stored may have to be again.
 
         Args:
-            prefix: of the store's keys from now on.
             stores: whether other engines may have the same prefix. If not, nothing is stored: it
                 would only take the place of blocks that somebody can use.
         """
-        self._prefix = prefix
         self._stores = self._stores and stores
         if self._host is not None:
             self._ledger.revoke(self._host.keeping)

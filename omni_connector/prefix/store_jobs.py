@@ -22,8 +22,8 @@ from omni_connector.copy.threads import CLOSE_S, CopyThread, Outcome, Work
 from omni_connector.errors import ChecksumError, OmniError
 from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.runtime.stats import Stats
-from omni_connector.runtime.turns import WOKEN, StartTurns
+from omni_connector.runtime.context import EngineContext
+from omni_connector.runtime.turns import WOKEN
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.shared_blocks import (
     CORRUPT,
@@ -73,8 +73,8 @@ class StoreJobs:
         groups: what this engine keeps.
         rank: of this worker.
         affinity: cores that its threads may run on.
-        clock: seconds, monotonic.
-        start: starts its threads.
+        context: clock, statistics, and how its threads start.
+        on_end: called on a thread when a load has ended.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class StoreJobs:
         groups: tuple[GroupShape, ...],
         rank: int,
         affinity: frozenset[int],
-        clock: Callable[[], float],
-        start: StartTurns,
+        context: EngineContext,
         on_end: Callable[[], object],
     ) -> None:
         self._store = store
-        self._clock = clock
+        self._clock = context.clock
+        self._stats = context.stats
         self._failures = FailuresOf(store)
         self._copier = copier
         self._sizes = layout.group_bytes
@@ -107,20 +107,20 @@ class StoreJobs:
             self._staging.put(staging)
         self._staged: deque[_Staged] = deque()
         self._closing = False
-        # From the threads; `Stats` belongs to the engine's.
+        # From the threads; statistics are for the engine's.
         self._events: deque[tuple[str, int]] = deque()
-        self.loads = CopyThread("omni-store-load", affinity, start, on_end, clock)
-        self._sender = start("omni-store-put", self._send)
+        self.loads = CopyThread("omni-store-load", affinity, context.start, on_end, context.clock)
+        self._sender = context.start("omni-store-put", self._send)
 
-    def count_into(self, stats: Stats) -> None:
-        """Add what was counted since the last call."""
+    def count_events(self) -> None:
+        """Count what the threads have told of since the last call. The engine's thread calls it."""
         while self._events:
             name, amount = self._events.popleft()
             if name in _COUNTERS:
-                stats.count(name, amount)
+                self._stats.count(name, amount)
             else:
-                stats.fail(name, amount)
-        self._failures.count_into(stats)
+                self._stats.fail(name, amount)
+        self._failures.count_into(self._stats)
 
     def close(self) -> None:
         """Stop the threads, then let go of the store. No save may be under way. Idempotent."""

@@ -90,6 +90,20 @@ class Stats(Protocol):
         """Record a duration."""
 
 
+class _NoStats:
+    def count(self, name: str, amount: int = 1) -> None: ...
+
+    def fail(self, kind: str, number: int = 1) -> None: ...
+
+    def miss(self, cause: str, tokens: int) -> None: ...
+
+    def time(self, name: str, seconds: float) -> None: ...
+
+
+NO_STATS: Final[Stats] = _NoStats()
+"""The statistics of what nobody reports."""
+
+
 def failure_kind(error: Exception, other: str) -> str:
     """What failures of this error are counted as; `other` where it is none that peers cause."""
     return next((kind for cls, kind in _KINDS.items() if isinstance(error, cls)), other)

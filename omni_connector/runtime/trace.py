@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,8 +62,55 @@ class Span(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class Trace:
-    """The spans of one half of an engine. `begin` and `end` are for the engine's thread, all else
-    may be called from any. Nothing here waits for a disk, or raises after `__init__`.
+    """Takes the spans of one half of an engine and does nothing with them; `FileTrace` writes them.
+
+    The engine's thread calls `begin`, `begin_each` and `end`; any thread may call the others. No
+    method waits for a disk, or raises.
+
+    Attributes:
+        is_recording: whether somebody wants the spans. What would cost time to make only for them
+            need not be made otherwise.
+    """
+
+    is_recording: bool = False
+
+    def span(self, name: str, began: int, id: str = "", **args: Value) -> None:
+        """Something has ended.
+
+        Args:
+            name: what it was.
+            began: what `now` said then.
+            id: see `Span`.
+            args: what else is known of it. The job that this thread works on is added.
+        """
+
+    def works_on(self, job_id: int | None) -> None:
+        """The calling thread works on this job from now on; None: on no job."""
+
+    def begin(self, request_id: str, phase: str, *, after: str | None = None) -> None:
+        """A request is in this phase from now on, and its former one has ended.
+
+        Args:
+            after: the phase that it must be in; nothing happens where it is in another.
+        """
+
+    def begin_each(self, request_ids: Iterable[str], phase: str, *, after: str) -> None:
+        """The same for each of these requests."""
+
+    def end(self, request_id: str) -> str | None:
+        """A request has left the phase that it was in, which is returned."""
+        return None
+
+    def close(self) -> None:
+        """Write what is left, and end the thread. Idempotent."""
+
+
+NO_TRACE: Final = Trace()
+"""The trace of an engine that traces nothing."""
+
+
+class FileTrace(Trace):
+    """Writes the spans to a file.
 
     Args:
         folder: of the files; it is made.
@@ -73,6 +120,8 @@ class Trace:
     Raises:
         ConfigError: the folder cannot be made.
     """
+
+    is_recording = True
 
     def __init__(
         self, folder: str, engine_id: str, half: str, start: StartTurns = TurnThread
@@ -93,24 +142,16 @@ class Trace:
         self._left_out = 0
         self._off = self._closing = False
         self._phases: dict[str, tuple[str, int]] = {}
-        self.of_job = threading.local()
+        self._of_thread = threading.local()
 
     def span(self, name: str, began: int, id: str = "", **args: Value) -> None:
-        """Something has ended.
-
-        Args:
-            name: what it was.
-            began: what `now` said then.
-            id: see `Span`.
-            args: what else is known of it. The job that this thread works on is added.
-        """
         ended = now()
         if self._off:
             return
         if len(self._spans) >= MAX_SPANS:
             self._left_out += 1
             return
-        job = getattr(self.of_job, "id", None)
+        job = getattr(self._of_thread, "job_id", None)
         known = {key: each for key, each in {"job": job, **args}.items() if each is not None}
         tid, pid = threading.get_native_id(), os.getpid()
         at, lasted = began / 1000, (ended - began) / 1000
@@ -125,26 +166,26 @@ class Trace:
             if self._thread is None and not self._closing:
                 self._thread = self._start("omni-trace", self._turn)
 
-    def begin(self, request_id: str, phase: str, *, after: str | None = None) -> None:
-        """A request is in this phase from now on, and its former one has ended.
+    def works_on(self, job_id: int | None) -> None:
+        self._of_thread.job_id = job_id
 
-        Args:
-            after: the phase that it must be in; nothing happens where it is in another.
-        """
+    def begin(self, request_id: str, phase: str, *, after: str | None = None) -> None:
         if after is not None and self._phases.get(request_id, ("", 0))[0] != after:
             return
         self.end(request_id)
         self._phases[request_id] = phase, now()
 
+    def begin_each(self, request_ids: Iterable[str], phase: str, *, after: str) -> None:
+        for request_id in request_ids:
+            self.begin(request_id, phase, after=after)
+
     def end(self, request_id: str) -> str | None:
-        """A request has left the phase that it was in, which is returned."""
         phase, began = self._phases.pop(request_id, (None, 0))
         if phase is not None:
             self.span(phase, began, request_id, request=request_id)
         return phase
 
     def close(self) -> None:
-        """Write what is left, and end the thread. Idempotent."""
         with self._starting:
             self._closing = True
         if self._thread is not None:

@@ -26,7 +26,6 @@ from omni_connector.errors import (
 )
 from omni_connector.net.peers import Peers, is_loopback, parse_listen
 from omni_connector.runtime.bounded import BoundedMap
-from omni_connector.runtime.trace import Trace
 from omni_connector.transports.base import ArenaTransport, Endpoint, Site
 
 logger = logging.getLogger("vllm.omni_connector.transports")
@@ -132,12 +131,7 @@ class Transports:
     Args:
         readers: all transports.
         exporters: those of them by which peers may read our arena.
-
-    Attributes:
-        trace: is told when an arena was attached; None where nothing is traced.
     """
-
-    trace: Trace | None = None
 
     def __init__(
         self, readers: Sequence[ArenaTransport], exporters: Sequence[ArenaTransport]

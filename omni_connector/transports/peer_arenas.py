@@ -11,8 +11,7 @@ in place.
 """
 
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Final
@@ -23,8 +22,9 @@ from numpy.typing import NDArray
 from omni_connector.arena.arena import Arena
 from omni_connector.arena.format import SlotHeader
 from omni_connector.errors import OmniError, PeerUnreachableError, ProtocolError
+from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.trace import now
-from omni_connector.runtime.turns import WATCH_S, StartTurns, TurnThread, Watch
+from omni_connector.runtime.turns import WATCH_S, Watch
 from omni_connector.transports import ArenaTransport, Endpoint, RemoteArena
 from omni_connector.transports.choice import Transports
 from omni_connector.transports.reading import PeerThreads
@@ -94,9 +94,8 @@ class PeerArenas:
     Args:
         transports: attach them.
         threads: wait for peers.
-        clock: seconds, monotonic.
-        period: seconds between two searches for owners that have gone.
-        start: starts the thread that searches.
+        context: clock, trace, and how the thread starts that searches for owners that have gone.
+        period: seconds between two searches.
         own: the arenas of this rank itself, by their endpoints.
     """
 
@@ -104,18 +103,18 @@ class PeerArenas:
         self,
         transports: Transports,
         threads: PeerThreads,
-        clock: Callable[[], float] = time.monotonic,
+        context: EngineContext,
         period: float = WATCH_S,
-        start: StartTurns = TurnThread,
         own: Mapping[tuple[Endpoint, ...], RemoteArena] | None = None,
     ) -> None:
         self.own: Final = own or {}
         self._transports = transports
         self._threads = threads
-        self._clock = clock
+        self._clock = context.clock
+        self._trace = context.trace
         self._lock = threading.Lock()
         self._known: dict[str, _Attached] = {}
-        self._watch = Watch(self.let_go, period, start)
+        self._watch = Watch(self.let_go, period, context.start)
 
     def open(self, *, waits: bool = True) -> "OpenArenas":
         """The arenas that one load reads; see there."""
@@ -197,12 +196,10 @@ class PeerArenas:
                 attached.arena.add_done_callback(_close)
 
     def _attach(self, transport: ArenaTransport, attached: _Attached) -> None:
-        trace = self._transports.trace
-        began = 0 if trace is None else now()
+        began = now()
         try:
             arena = transport.attach(attached.endpoint, timeout=ATTACH_S)
-            if trace is not None:
-                trace.span("attach", began, transport=attached.endpoint.transport)
+            self._trace.span("attach", began, transport=attached.endpoint.transport)
             attached.arena.set_result(arena)
         except BaseException as error:  # noqa: BLE001 - it is raised where the arena is asked for
             attached.arena.set_exception(error)

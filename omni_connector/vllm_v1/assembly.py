@@ -6,6 +6,7 @@ have registered their KV caches, because what it consists of depends on what the
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,13 +39,18 @@ from omni_connector.net.runtime import is_dead, loopback_key, runtime_dir, socke
 from omni_connector.net.status import EngineStatus, StatusReport, Usage
 from omni_connector.plugin import require_supported_vllm
 from omni_connector.prefix.explain import ExplainedEngine
-from omni_connector.prefix.hints import HintPolicy
+from omni_connector.prefix.hints import HintPolicy, HintRules
 from omni_connector.prefix.host_blocks import HostBlocks, touch
+from omni_connector.prefix.key_prefix import KeyPrefix
+from omni_connector.prefix.loads import PrefixLoads
 from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.neighbours import LocalEngine
+from omni_connector.prefix.prompts import SharedGroups
+from omni_connector.prefix.saves import PrefixSaves
 from omni_connector.prefix.shared_prefix import SharedPrefix
+from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.stats import COUNTERS
-from omni_connector.runtime.trace import Trace
+from omni_connector.runtime.trace import FileTrace
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.shared_blocks import key_prefix, readers_id
 from omni_connector.vllm_v1.compat import hash_block_size, most_blocks_of_a_prompt
@@ -53,8 +59,10 @@ from omni_connector.vllm_v1.identity import compatibility, hash_id
 from omni_connector.vllm_v1.load_room import LoadRoom
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
 from omni_connector.vllm_v1.metrics import OmniStats
+from omni_connector.vllm_v1.rank_arena import ArenaPlan
 from omni_connector.vllm_v1.requests import token_hasher
 from omni_connector.vllm_v1.scheduler import OmniScheduler
+from omni_connector.vllm_v1.scheduler_report import SchedulerReport
 from omni_connector.vllm_v1.specs import group_specs, state_refusal, transferred_groups
 from omni_connector.vllm_v1.surroundings import Surroundings
 from omni_connector.vllm_v1.worker import OmniWorker
@@ -82,25 +90,39 @@ def make_worker(
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     assert transfer is not None
     rank = parallel.rank % parallel.tensor_parallel_size  # there is one pipeline stage
-    sizing = _arena_sizing(config, vllm_config, kv_cache_config)
     shares = config.share and _sharing_refusal(vllm_config, kv_cache_config) is None
     answer = partial(
         surroundings.answer_for_rank, runtime_dir(config.namespace), str(transfer.engine_id), rank
     )
+    ranks = parallel.tensor_parallel_size
+    transports = surroundings.transports(config, config.handoff and transfer.is_kv_producer)
+    stats = OmniStats()
+    context = _context(config, transfer.engine_id, f"worker{rank}", surroundings, stats)
+    arena: ArenaPlan | None = None
+    if _has_arena(config, vllm_config, kv_cache_config):
+        arena = ArenaPlan(
+            sizing=_arena_sizing(config, vllm_config, kv_cache_config),
+            name=f"arena:{transfer.engine_id}:{rank}",
+            transports=transports,
+            rank=rank,
+            ranks=ranks,
+            context=context,
+            prefault=surroundings.prefault,
+        )
     return OmniWorker(
         config=config,
         kv_cache_config=kv_cache_config,
         layers=vllm_config.compilation_config.static_forward_context,
-        transports=surroundings.transports(config, config.handoff and transfer.is_kv_producer),
+        transports=transports,
         rank=rank,
-        ranks=parallel.tensor_parallel_size,
-        arena_name=f"arena:{transfer.engine_id}:{rank}",
-        arena=sizing if _has_arena(config, vllm_config, kv_cache_config) else None,
+        ranks=ranks,
+        arena=arena,
         answer=answer,
         shares=shares,
         store=_lending_store(config, vllm_config, kv_cache_config, surroundings),
+        context=context,
+        stats=stats,
         surroundings=surroundings,
-        trace=_trace(config, transfer.engine_id, f"worker{rank}", surroundings),
         adapters=surroundings.adapter_loads(vllm_config),
     )
 
@@ -152,10 +174,9 @@ class _Assembly:
         self._engine_id: str = transfer.engine_id
         self._manager = manager
         self._surroundings = surroundings
-        self._clock = surroundings.clock
         self._stats = OmniStats()
-        self._trace = _trace(config, self._engine_id, "scheduler", surroundings)
-        self._epoch = surroundings.randbytes(TOKEN_BYTES)
+        self._context = _context(config, self._engine_id, "scheduler", surroundings, self._stats)
+        self._epoch = self._context.randbytes(TOKEN_BYTES)
         self._arenas = tuple(rank.endpoints for rank in ranks if rank.endpoints)
         weights = surroundings.weights_id(config, vllm_config)
         self._ours = compatibility(config, vllm_config, kv_cache_config, ranks, weights)
@@ -164,13 +185,13 @@ class _Assembly:
         self._shared_with = self._ours
         self._known = weights is not None or config.model_id is not None
         if not self._known:
-            nobody = f"unknown ({surroundings.randbytes(8).hex()})"
+            nobody = f"unknown ({self._context.randbytes(8).hex()})"
             self._shared_with = msgspec.structs.replace(self._ours, weights=nobody)
         self._group_ids = tuple(transferred_groups(kv_cache_config))
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
         self._hash_id = hash_id(vllm_config, self._hash_block_size)
         self._weights = WeightsEpoch(manager.block_pool)
-        self._ledger = CopyLedger(manager.block_pool, self._ours.ranks, self._clock)
+        self._ledger = CopyLedger(manager.block_pool, self._ours.ranks, self._context.clock)
         self._folder = runtime_dir(config.namespace)
         self._peers = Peers(config.peers)
         self._key = None if config.key_file is None else load_key(config.key_file)
@@ -179,11 +200,10 @@ class _Assembly:
         self._status = self._new_status()
         self._periodic_tasks = PeriodicTasks(
             self._folder,
-            self._clock,
+            self._context,
             self._directory,
             self._weights.holds,
             self._status.tick,
-            surroundings.lock,
         )
         wanted = vllm_config.kv_events_config
         self._events = self._kv_events() if wanted and wanted.enable_kv_cache_events else None
@@ -206,7 +226,7 @@ class _Assembly:
             self._vllm_config,
             self._kv_cache_config,
             manager=self._manager,
-            surroundings=self._surroundings,
+            context=self._context,
             weights=self._weights,
             ledger=self._ledger,
             room=LoadRoom(
@@ -222,9 +242,7 @@ class _Assembly:
             receiver=self._receiver(channel) if receives else None,
             shared=shared,
             events=self._events,
-            stats=self._stats,
-            status=self._status,
-            trace=self._trace,
+            report=SchedulerReport(self._stats, self._periodic_tasks, directory, self._status),
         )
 
     def _new_directory(self) -> SlotDirectory:
@@ -232,10 +250,8 @@ class _Assembly:
             raise ConfigError("a rank of this engine has no arena")
         return SlotDirectory(
             min(endpoints[0].n_slots for endpoints in self._arenas),
-            self._clock,
+            self._context,
             self._config.handoff_ttl_s,
-            self._surroundings.randbytes,
-            self._surroundings.lock,
         )
 
     def _new_status(self) -> StatusReport:
@@ -252,8 +268,7 @@ class _Assembly:
                 counts=dict.fromkeys(COUNTERS, 0),
             ),
             Usage if self._directory is None else self._directory.status,
-            self._clock,
-            self._surroundings.lock,
+            self._context,
         )
 
     def _server(self, directory: SlotDirectory) -> ControlServer:
@@ -262,7 +277,7 @@ class _Assembly:
             handshake_reply=HandshakeReply(self._epoch, self._hash_id, self._ours, self._arenas),
             directory=directory,
             valid=self._weights.holds,
-            clock=self._clock,
+            clock=self._context.clock,
             pending_timeout=self._config.handoff_ttl_s,
             count=self._periodic_tasks.count,
         )
@@ -277,10 +292,8 @@ class _Assembly:
             key=self._key or (loopback_key() if listen or self._config.peers else None),
             on_tick=self._periodic_tasks.tick,
             on_peer_gone=partial(tidy, self._folder),
-            clock=self._clock,
-            start=self._surroundings.start,
+            context=self._context,
             sockets=self._surroundings.sockets(),
-            lock=self._surroundings.lock,
         )
 
     def _sender(self, directory: SlotDirectory, channel: ControlChannel) -> HandoffSender:
@@ -293,8 +306,7 @@ class _Assembly:
             epoch=self._epoch,
             address=channel.tcp_address,
             arena_wait=self._config.arena_wait_s,
-            clock=self._clock,
-            stats=self._stats,
+            context=self._context,
             on_complete=channel.recheck,
         )
 
@@ -308,8 +320,7 @@ class _Assembly:
             hash_id=self._hash_id,
             load_timeout=self._config.load_timeout_s,
             lingers=self._surroundings.lingers,
-            clock=self._clock,
-            stats=self._stats,
+            context=self._context,
         )
 
     def _control_path(self, engine_id: str) -> Path:
@@ -338,33 +349,46 @@ class _Assembly:
             log = logger.info if config.store is None else logger.warning
             log("No prefix is shared: %s", refusal)
             return None
-        prefix = partial(key_prefix, config.namespace, self._shared_with, self._hash_id)
+        name = partial(key_prefix, config.namespace, self._shared_with, self._hash_id)
+        prefix = KeyPrefix(name(require_supported_vllm().version), self._context.randbytes)
+        groups = SharedGroups(self._ours.groups, self._group_ids, self._hash_block_size)
+        changes = None if self._events is None else self._events.changes
         lookups = None
         if config.store is not None and self._known:
             store = surroundings.block_store(config.store, 0)
-            lookups = StoreLookups(
-                store, self._ours.groups, self._ours.ranks, self._clock, surroundings.start
-            )
+            lookups = StoreLookups(store, self._ours.groups, self._ours.ranks, self._context)
+        host = self._host_blocks(name())
         shared = SharedPrefix(
-            host=self._host_blocks(prefix()),
+            host=host,
             lookups=lookups,
-            ledger=self._ledger,
-            prefix=prefix(require_supported_vllm().version),
-            groups=self._ours.groups,
-            group_ids=self._group_ids,
-            hash_block_size=self._hash_block_size,
-            num_blocks=self._kv_cache_config.num_blocks,
-            tokens_a_step=1 + self._vllm_config.num_speculative_tokens,
-            hash_of=self._hash_of,
+            loads=PrefixLoads(
+                host=host,
+                lookups=lookups,
+                ledger=self._ledger,
+                groups=groups,
+                prefix=prefix,
+                timeout=config.load_timeout_s,
+                stats=self._stats,
+            ),
+            saves=PrefixSaves(
+                tokens_a_step=1 + self._vllm_config.num_speculative_tokens,
+                prefix=prefix,
+                host=host,
+                stores=lookups is not None,
+                ledger=self._ledger,
+                groups=groups,
+                num_blocks=self._kv_cache_config.num_blocks,
+                hash_of=self._hash_of,
+                context=self._context,
+                changes=changes,
+            ),
+            groups=groups,
+            prefix=prefix,
+            hint_rules=HintRules(frozenset(config.hints), frozenset(config.tenants)),
             weights_fixed=config.weights == "fixed",
             lookup_timeout=0.0 if config.store is None else config.store.lookup_timeout_s,
-            load_timeout=config.load_timeout_s,
-            allowed_hints=config.hints,
-            tenants=config.tenants,
-            clock=self._clock,
-            randbytes=surroundings.randbytes,
-            stats=self._stats,
-            changes=None if self._events is None else self._events.changes,
+            context=self._context,
+            changes=changes,
         )
         if surroundings.explains:
             shared.explain(
@@ -396,7 +420,7 @@ class _Assembly:
         if not config.share or self._directory is None:
             return None
         pool = self._directory.pool
-        epoch = self._surroundings.randbytes(EPOCH_BYTES)
+        epoch = self._context.randbytes(EPOCH_BYTES)
         index = BlockIndex.create(self._directory.num_slots, epoch)
         try:
             neighbours = self._surroundings.neighbours(
@@ -409,8 +433,7 @@ class _Assembly:
                     ranks=self._surroundings.ranks(self._folder, self._engine_id, self._ours.ranks),
                     on_hits=partial(touch, pool),
                 ),
-                self._clock,
-                self._surroundings.start,
+                self._context,
             )
         except BaseException:
             index.close()
@@ -425,9 +448,7 @@ class _Assembly:
             groups=self._ours.groups,
             key_prefix=prefix.encode(),
             load_timeout=config.load_timeout_s,
-            hint_policy=HintPolicy(
-                pool, self._clock, config.pin_part, config.tenant_quota, self._stats
-            ),
+            hint_policy=HintPolicy(pool, self._context, config.pin_part, config.tenant_quota),
             admission=config.admission,
             stats=self._stats,
         )
@@ -441,12 +462,19 @@ def _listens(path: Path) -> bool:
         return True
 
 
-def _trace(
-    config: OmniConfig, engine_id: str | None, half: str, surroundings: Surroundings
-) -> Trace | None:
+def _context(
+    config: OmniConfig,
+    engine_id: str | None,
+    half: str,
+    surroundings: Surroundings,
+    stats: OmniStats,
+) -> EngineContext:
+    """That of one half, with its own statistics and trace."""
+    context = replace(surroundings.context, stats=stats)
     if config.trace is None:
-        return None
-    return Trace(config.trace, engine_id or "", half, surroundings.start)
+        return context
+    trace = FileTrace(config.trace, engine_id or "", half, context.start)
+    return replace(context, trace=trace)
 
 
 def _agreeing(

@@ -67,6 +67,14 @@ class OmniStats(KVConnectorStats):
         """Whether nothing was recorded."""
         return not any(self.data.values())
 
+    def take(self) -> "OmniStats | None":
+        """What was recorded since the last call; None where nothing was."""
+        if self.is_empty():
+            return None
+        taken = OmniStats(data=self.data)
+        self.reset()
+        return taken
+
     def aggregate(self, other: KVConnectorStats) -> "OmniStats":
         """Add what `other` recorded to this one."""
         for name, amount in other.data.get("counts", {}).items():

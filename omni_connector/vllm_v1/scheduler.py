@@ -29,10 +29,9 @@ from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.truncation import TRUNCATED, truncate, truncation_refusal
 from omni_connector.identity.adapters import AdapterContents
 from omni_connector.identity.epochs import WeightsEpoch
-from omni_connector.net.status import StatusReport
 from omni_connector.prefix.shared_prefix import SharedPrefix
-from omni_connector.runtime.stats import COUNTERS, GAUGES
-from omni_connector.runtime.trace import Trace, now
+from omni_connector.runtime.context import EngineContext
+from omni_connector.runtime.trace import now
 from omni_connector.vllm_v1.compat import (
     cache_hit_source,
     hash_block_size,
@@ -44,8 +43,8 @@ from omni_connector.vllm_v1.metadata import OmniConnectorMetadata, OmniWorkerMet
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.older_runners import tells_failure
 from omni_connector.vllm_v1.requests import drop_unusable, prompt_of, recompute, take_hints
+from omni_connector.vllm_v1.scheduler_report import SchedulerReport
 from omni_connector.vllm_v1.specs import attends_to_all, fails_by_block
-from omni_connector.vllm_v1.surroundings import Surroundings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,7 +70,7 @@ class OmniScheduler:
 
     Args:
         manager: knows the block ids of running requests.
-        surroundings: clock and threads.
+        context: clock, threads, statistics, and the trace, which is closed with this.
         weights: their epoch.
         ledger: the copy jobs.
         room: which loads may begin.
@@ -82,10 +81,7 @@ class OmniScheduler:
         shared: shares prefixes through the arenas of the host and a store, closed with this; None
             shares none.
         events: of arena and store, for vLLM to publish; None where it publishes none.
-        stats: where all of them count.
-        status: is told of the counts of both halves, closed with this.
-        trace: is told of the phases that requests go through, closed with this; None where nothing
-            is traced.
+        report: tells vLLM and the status file what was counted; closed with this.
     """
 
     def __init__(
@@ -94,7 +90,7 @@ class OmniScheduler:
         kv_cache_config: "KVCacheConfig",
         *,
         manager: "KVCacheManager",
-        surroundings: Surroundings,
+        context: EngineContext,
         weights: WeightsEpoch,
         ledger: CopyLedger,
         room: LoadRoom,
@@ -105,12 +101,10 @@ class OmniScheduler:
         receiver: HandoffReceiver | None,
         shared: SharedPrefix | None,
         events: KVEvents | None,
-        stats: OmniStats,
-        status: StatusReport,
-        trace: Trace | None = None,
+        report: SchedulerReport,
     ) -> None:
-        self._trace = trace
-        self._clock = surroundings.clock
+        self._trace = context.trace
+        self._clock = context.clock
         self._manager = manager
         self._weights = weights
         self._ledger = ledger
@@ -123,11 +117,9 @@ class OmniScheduler:
         self._receiver = receiver
         self._shared = shared
         self._events = events
-        self._stats = stats
-        self._status = status
-        self._adapters = AdapterContents(
-            self._clock, vllm_config.parallel_config.tensor_parallel_size, surroundings.start
-        )
+        self._stats = context.stats
+        self._report = report
+        self._adapters = AdapterContents(context, vllm_config.parallel_config.tensor_parallel_size)
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
         self._fails_by_block = fails_by_block(kv_cache_config)
         # Where a group keeps its last tokens only, a prefill must end where the decode begins.
@@ -135,14 +127,6 @@ class OmniScheduler:
         self._void: tuple[list[int], list[int]] = [], []
         # Of the steps that have not ended, whether they compute anything.
         self._computing: deque[bool] = deque(maxlen=8)
-        self._counts: object = None  # those of the gauges
-
-    def _take_events(self) -> None:
-        for event, number in self._periodic_tasks.take().items():
-            if event in COUNTERS:
-                self._stats.count(event, number)
-            else:
-                self._stats.fail(event, number)
 
     def _follow_weights(self) -> None:
         if not self._weights.holds():
@@ -174,7 +158,7 @@ class OmniScheduler:
             self._begin(request)
 
     def _begin(self, request: "Request") -> None:
-        adapter = self._adapters.content(request, self._weights.number, self._stats)
+        adapter = self._adapters.content(request, self._weights.number)
         if adapter is None:
             if self._receiver is not None:
                 self._receiver.decline(request.kv_transfer_params or {})
@@ -220,8 +204,7 @@ class OmniScheduler:
             raise BadParamsError("prompt_embeds", "the prompt has no token ids")
         if prompt.num_tokens > 0:
             receiver.add(request, remote, prompt)
-            if self._trace is not None:
-                self._trace.begin(request.request_id, "lease")
+            self._trace.begin(request.request_id, "lease")
         else:
             # No prompt of one token is handed off. vLLM puts one in the place of a prompt that its
             # server has refused.
@@ -254,7 +237,7 @@ class OmniScheduler:
         if refusal is not None:
             self._stats.fail(refusal)
             logger.warning("Request %s is not handed off (%s)", request.request_id, refusal)
-        elif self._trace is not None:
+        else:
             self._trace.begin(request.request_id, "queued")
         sender.add(request, prompt, refusal)
 
@@ -283,7 +266,7 @@ class OmniScheduler:
                 return _ASK_AGAIN
             if self._receiver is not None:
                 matched = self._receiver.matched_tokens(request_id, num_computed_tokens)
-                if self._trace is not None and matched is not None:
+                if matched is not None:
                     self._trace.begin(request_id, "room", after="lease")
         if self._shared is not None and matched is not None:
             if matched:
@@ -311,10 +294,8 @@ class OmniScheduler:
             self._room.begins(request)
         if self._receiver is not None and request.kv_transfer_params:
             self._receiver.allocated(request, blocks, 0 if from_store else num_external)
-            if self._trace is not None:
-                loads = num_external > 0 and not from_store
-                phase = "load" if loads else "scheduling"
-                self._trace.begin(request.request_id, phase, after="room")
+            phase = "load" if num_external > 0 and not from_store else "scheduling"
+            self._trace.begin(request.request_id, phase, after="room")
         if shared is not None:
             if num_external > 0 and not from_store:
                 shared.not_asked(request.request_id, None)  # these tokens are ours
@@ -366,20 +347,16 @@ class OmniScheduler:
             self._shared.saves.build(meta, scheduled, self._manager.get_blocks)
         meta.cancel = self._ledger.take_revoked()
         for request in scheduler_output.scheduled_new_reqs:
-            self._status.prompt(len(request.prompt_token_ids or ()), request.num_computed_tokens)
-        if self._trace is not None:
-            for request_id in scheduler_output.num_scheduled_tokens:
-                self._trace.begin(request_id, "prefill", after="queued")
-                self._trace.begin(request_id, "decode", after="scheduling")
+            self._report.prompt(len(request.prompt_token_ids or ()), request.num_computed_tokens)
+        self._trace.begin_each(scheduler_output.num_scheduled_tokens, "prefill", after="queued")
+        self._trace.begin_each(scheduler_output.num_scheduled_tokens, "decode", after="scheduling")
         return meta
 
     def update_output(self, output: "KVConnectorOutput") -> None:
         """Take the workers' reports."""
-        if self._trace is not None:
-            for request_id in output.finished_recving or ():
-                self._trace.begin(request_id, "scheduling", after="load")
+        self._trace.begin_each(output.finished_recving or (), "scheduling", after="load")
         if (counted := worker_stats(output)) is not None:
-            self._status.add(counted.data)
+            self._report.workers(counted)
         report = output.kv_connector_worker_meta
         if output.invalid_block_ids and self._sender is not None:
             # Of our own loads nothing was copied, as a request that waits for one computes nothing.
@@ -395,7 +372,7 @@ class OmniScheduler:
         self._ledger.report(report.done, report.failed)
         if self._receiver is not None:
             self._recompute_loaded(self._receiver, output)
-        for request in self._shared.take_failed() if self._shared is not None else ():
+        for request in self._shared.loads.take_failed() if self._shared is not None else ():
             # Told to vLLM, a failed load could end the request: its policy is for hand-offs.
             recompute(request, self._manager)
 
@@ -445,7 +422,7 @@ class OmniScheduler:
                 self._receiver.finish(request.request_id)
             if self._sender is not None:
                 answer = self._sender.finish(request)
-        if self._trace is not None and self._trace.end(request.request_id) == "prefill":
+        if self._trace.end(request.request_id) == "prefill":
             self._trace.span("answer", now(), request.request_id, request=request.request_id)
         return False, answer
 
@@ -487,23 +464,9 @@ class OmniScheduler:
 
     def take_stats(self) -> OmniStats | None:
         """What was counted since the last call; None when nothing changed."""
-        stats = self._stats
-        if self._periodic_tasks.events:
-            self._take_events()
         if self._shared is not None:
             self._shared.count_failures()
-        if self._directory is not None and (counts := self._directory.counts()) != self._counts:
-            self._counts = counts
-            held, cached, leases = self._directory.usage()
-            pinned, total = self._directory.pool.num_pinned, self._directory.num_slots
-            for name, value in zip(GAUGES, (held, cached, pinned, total, leases), strict=True):
-                stats.gauge(name, value)
-        if stats.is_empty():
-            return None
-        taken = OmniStats()
-        taken.data, stats.data = stats.data, taken.data
-        self._status.add(taken.data)
-        return taken
+        return self._report.take()
 
     def close(self) -> None:
         """Stop the control channel, the lookups, and the reading of adapters. Idempotent."""
@@ -511,6 +474,5 @@ class OmniScheduler:
         self._channel.close()  # first: its thread may void what the index lists
         if self._shared is not None:
             self._shared.close()
-        self._status.close()
-        if self._trace is not None:
-            self._trace.close()
+        self._report.close()
+        self._trace.close()

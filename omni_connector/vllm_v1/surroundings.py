@@ -5,9 +5,6 @@ The simulation gives its own surroundings: a clock that it moves, randomness fro
 turns and messages in the order that it draws.
 """
 
-import secrets
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +22,7 @@ from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.net.status import StatusFile
 from omni_connector.prefix.attaching import Ranks, RankSockets
 from omni_connector.prefix.neighbours import HostNeighbours, LocalEngine, Neighbours
-from omni_connector.runtime.turns import MakeLock, StartTurns, TurnThread
+from omni_connector.runtime.context import PROCESS_CONTEXT, EngineContext
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.opening import open_block_store
 from omni_connector.transports.choice import Transports, make_transports
@@ -41,10 +38,7 @@ class Surroundings:
     """Clock, randomness, threads, and the ways to other processes.
 
     Attributes:
-        clock: seconds, monotonic.
-        randbytes: makes so many bytes that nobody can guess.
-        start: starts a thread.
-        lock: makes a lock that the threads of the scheduler half share.
+        context: clock, threads and randomness. Each half adds its own statistics and trace.
         sockets: opens the sockets of the control channel.
         transports: opens the transports that a configuration asks for; told whether it offers any.
         block_store: opens a client of the shared store that lends so many bytes of memory to it.
@@ -61,17 +55,12 @@ class Surroundings:
         lingers: whether a step that computes nothing waits a moment for answers and copies.
     """
 
-    clock: Callable[[], float] = time.monotonic
-    randbytes: Callable[[int], bytes] = secrets.token_bytes
-    start: StartTurns = TurnThread
-    lock: MakeLock = threading.Lock
+    context: EngineContext = PROCESS_CONTEXT
     sockets: Callable[[], Sockets] = ZmqSockets
     transports: Callable[[OmniConfig, bool], Transports] = make_transports
     block_store: Callable[[StoreSettings | FileStoreSettings, int], BlockStore] = open_block_store
     rank_copies: Callable[[Path, str, int, float], CopiesOfRanks] = RankCopies
-    neighbours: Callable[[LocalEngine, Callable[[], float], StartTurns], Neighbours] = (
-        HostNeighbours
-    )
+    neighbours: Callable[[LocalEngine, EngineContext], Neighbours] = HostNeighbours
     answer_for_rank: Callable[[Path, str, int, RankAnswers], Callable[[], None]] = (
         rank_socket.listen
     )

@@ -17,6 +17,7 @@ from omni_connector.arena import row_table, slot_index
 from omni_connector.arena.slot_index import SlotIndex, SlotKey
 from omni_connector.handoff.directory import Handoff, SlotDirectory
 from omni_connector.handoff.prompt import Prompt
+from omni_connector.runtime.context import EngineContext
 
 BLOCKS = 4096
 
@@ -72,7 +73,7 @@ def table(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize("common", [0, 1, BLOCKS // 2, BLOCKS - 1, BLOCKS])
 def test_of_a_long_prompt_few_keys_are_looked_up(common: int) -> None:
-    directory = SlotDirectory(4 * BLOCKS, lambda: 0.0, 60.0)
+    directory = SlotDirectory(4 * BLOCKS, EngineContext(lambda: 0.0), 60.0)
     first, looked_up = copied(directory, many(common, "first"))
     assert looked_up <= BLOCKS // 8
     second, looked_up = copied(directory, many(common, "second"))
@@ -82,7 +83,7 @@ def test_of_a_long_prompt_few_keys_are_looked_up(common: int) -> None:
 
 
 def test_a_long_prompt_that_many_others_followed_is_found_all_the_same() -> None:
-    directory = SlotDirectory(5 * BLOCKS, lambda: 0.0, 60.0)
+    directory = SlotDirectory(5 * BLOCKS, EngineContext(lambda: 0.0), 60.0)
     first, _ = copied(directory, many(BLOCKS, ""))
     for number in range(2 * slot_index._RUNS):
         copied(directory, chain(*[str(number)] * 2 * slot_index._BATCH))
@@ -94,7 +95,7 @@ def test_a_long_prompt_that_many_others_followed_is_found_all_the_same() -> None
 
 
 def test_runs_do_not_grow_with_prompts_that_continue_each_other() -> None:
-    directory = SlotDirectory(4 * BLOCKS, lambda: 0.0, 60.0)
+    directory = SlotDirectory(4 * BLOCKS, EngineContext(lambda: 0.0), 60.0)
     words = ["same"] * 2 * slot_index._BATCH
     for number in range(5):
         words += [str(number)] * 7
@@ -120,7 +121,7 @@ def test_what_is_found_is_what_every_single_key_finds(
     """Whatever was copied, kept, evicted and copied again, with small batches and few slots."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slot_index, "_BATCH", batch)
-        directory = SlotDirectory(slots, lambda: 0.0, 60.0)
+        directory = SlotDirectory(slots, EngineContext(lambda: 0.0), 60.0)
         index = directory.pool._index
         held: list[Handoff] = []
         holds: dict[int, SlotKey | None] = {}

@@ -11,7 +11,7 @@ from omni_connector.cli import demo as module
 from omni_connector.cli.demo import Metrics, Result, demo, median
 from omni_connector.cli.engines import make_engines
 from omni_connector.cli.main import main
-from omni_connector.runtime.trace import Trace, now
+from omni_connector.runtime.trace import FileTrace, now
 
 GOOD = Result(
     prompt_tokens=100,
@@ -91,7 +91,7 @@ def test_a_trace_is_written_and_it_says_how_to_open_it(
     def measure_all(*arguments: object) -> list[Result]:
         spans = arguments[-1]
         assert isinstance(spans, Path)
-        trace = Trace(str(spans / "client"), "user", "client")
+        trace = FileTrace(str(spans / "client"), "user", "client")
         trace.span("first token", now(), tokens=100)
         trace.close()
         return [GOOD]

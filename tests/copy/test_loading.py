@@ -18,6 +18,7 @@ from omni_connector.errors import PeerRefusedError, PeerUnreachableError
 from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import BlockSpans
+from omni_connector.runtime.context import EngineContext
 from omni_connector.testing import FakeClock
 from omni_connector.transports import Endpoint
 from omni_connector.transports.peer_arenas import OwnArena
@@ -76,7 +77,6 @@ class SlowCopier:
 class Peers:
     """A transport that attaches the arena of a peer once it answers."""
 
-    trace = None
     supports_mapping = True
 
     def __init__(self, arena: Arena, endpoint: Endpoint) -> None:
@@ -117,8 +117,7 @@ class Loads:
             rank=0,
             ranks=1,
             checksum=True,
-            clock=self.clock,
-            start=self._start,
+            context=EngineContext(self.clock, self._start),
             notify=self.thread.notify,
             queued=self.thread.queued,
             own=(arena, (self.endpoint,)) if own else None,

@@ -23,6 +23,7 @@ from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.server import ControlServer
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net.keys import ClusterKey
+from omni_connector.runtime.context import PROCESS_CONTEXT
 
 PROMPT = Prompt(token_ids=(1, 2, 3), num_tokens=3)
 LONG = 60.0  # a deadline that only a hang reaches
@@ -33,7 +34,7 @@ class Directory(SlotDirectory):
     """Says when a hand-off is closed."""
 
     def __init__(self) -> None:
-        super().__init__(64, time.monotonic, 600.0)
+        super().__init__(64, PROCESS_CONTEXT, 600.0)
         self.closed: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def _close(self, handoff: Handoff) -> None:

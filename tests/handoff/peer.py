@@ -21,10 +21,11 @@ from omni_connector.handoff.server import ControlServer
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net.keys import load_key
 from omni_connector.net.peers import HostPort
+from omni_connector.runtime.context import PROCESS_CONTEXT
 from omni_connector.transports.base import Endpoint
 
 compatibility = msgspec.json.decode(sys.argv[2], type=CompatibilityKey)
-directory = SlotDirectory(8, time.monotonic, 600.0)
+directory = SlotDirectory(8, PROCESS_CONTEXT, 600.0)
 endpoint = Endpoint(
     transport="shm", address="somewhere", epoch=b"a" * 16, n_slots=8, slot_bytes=4096
 )

@@ -24,6 +24,7 @@ from omni_connector.errors import ArenaFullError
 from omni_connector.handoff.directory import Handoff, LeaseAnswer, LeaseState, SlotDirectory
 from omni_connector.handoff.messages import DIGEST_BYTES, TOKEN_BYTES
 from omni_connector.handoff.prompt import Prompt
+from omni_connector.runtime.context import EngineContext
 from omni_connector.testing import FakeClock
 
 TTL = 120.0
@@ -98,7 +99,7 @@ def cached(directory: SlotDirectory, *keys: SlotKey) -> list[int]:
 
 @pytest.fixture
 def directory(clock: FakeClock) -> SlotDirectory:
-    return SlotDirectory(8, clock, TTL)
+    return SlotDirectory(8, EngineContext(clock), TTL)
 
 
 def test_a_handoff_takes_a_slot_for_each_block_of_each_group(directory: SlotDirectory) -> None:
@@ -256,21 +257,21 @@ def test_blocks_without_a_key_go_back_at_once(directory: SlotDirectory) -> None:
 
 
 def test_cached_blocks_make_room_oldest_first(clock: FakeClock) -> None:
-    directory = SlotDirectory(3, clock, TTL)
+    directory = SlotDirectory(3, EngineContext(clock), TTL)
     one, two, three = (cached(directory, key(n))[0] for n in (1, 2, 3))
     cached(directory, key(1))  # used again: now 2 is the oldest
     assert [slots(opened(directory, [None]))[0][0] for _ in range(3)] == [two, three, one]
 
 
 def test_free_slots_go_before_cached_ones_and_low_ones_first(clock: FakeClock) -> None:
-    directory = SlotDirectory(4, clock, TTL)
+    directory = SlotDirectory(4, EngineContext(clock), TTL)
     assert cached(directory, key(1)) == [0]
     assert slots(opened(directory, [None] * 4)) == [[1, 2, 3, 0]]
     assert directory.usage() == (4, 0, 0)
 
 
 def test_an_evicted_block_is_copied_anew_into_a_new_generation(clock: FakeClock) -> None:
-    directory = SlotDirectory(1, clock, TTL)
+    directory = SlotDirectory(1, EngineContext(clock), TTL)
     cached(directory, key(1))
     first = opened(directory, [key(2)])
     fill(directory, first)
@@ -281,7 +282,7 @@ def test_an_evicted_block_is_copied_anew_into_a_new_generation(clock: FakeClock)
 
 
 def test_an_open_does_not_evict_the_blocks_that_it_shares(clock: FakeClock) -> None:
-    directory = SlotDirectory(3, clock, TTL)
+    directory = SlotDirectory(3, EngineContext(clock), TTL)
     (one,) = cached(directory, key(1))
     cached(directory, key(2), key(3))
     handoff = opened(directory, [key(1), key(4), key(5)])
@@ -414,7 +415,7 @@ def test_a_handoff_lives_from_its_commit_and_again_from_its_lease_request(
 
 
 def test_a_slot_with_a_copy_in_flight_is_not_handed_out(clock: FakeClock) -> None:
-    directory = SlotDirectory(2, clock, TTL)
+    directory = SlotDirectory(2, EngineContext(clock), TTL)
     handoff = opened(directory, [key(1), None])
     directory.copying(handoff, [(0, 0), (0, 1)])
     directory.close(handoff.token)
@@ -426,7 +427,7 @@ def test_a_slot_with_a_copy_in_flight_is_not_handed_out(clock: FakeClock) -> Non
 
 
 def test_no_copy_may_start_into_the_slots_of_a_closed_handoff(clock: FakeClock) -> None:
-    directory = SlotDirectory(1, clock, TTL)
+    directory = SlotDirectory(1, EngineContext(clock), TTL)
     closed = opened(directory, [key(1)])
     directory.commit(closed)
     directory.close(closed.token)
@@ -539,7 +540,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @initialize(num_slots=st.integers(1, 8))
     def start(self, num_slots: int) -> None:
         self.clock = FakeClock()
-        self.directory = SlotDirectory(num_slots, self.clock, TTL)
+        self.directory = SlotDirectory(num_slots, EngineContext(self.clock), TTL)
         self.content: dict[int, _Taken] = {}
         self.generation = dict.fromkeys(range(num_slots), 0)
         self.live: dict[bytes, Handoff] = {}

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine does from time to time keeps nothing for ever."""
 
-import time
 from pathlib import Path
 
 from omni_connector.handoff.periodic_tasks import PeriodicTasks
+from omni_connector.runtime.context import PROCESS_CONTEXT
 
 
 def test_what_is_counted_while_nobody_looks_takes_no_more_room(folder: Path) -> None:
-    periodic_tasks = PeriodicTasks(folder, time.monotonic)
+    periodic_tasks = PeriodicTasks(folder, PROCESS_CONTEXT)
     for _ in range(100_000):
         periodic_tasks.count("malformed_message")
     periodic_tasks.count("handoffs_expired", 3)

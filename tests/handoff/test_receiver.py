@@ -17,6 +17,7 @@ from omni_connector.handoff.params import RemotePrefill
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.runtime.context import EngineContext
 from omni_connector.testing import FakeClock
 
 TIMEOUT = 30.0
@@ -99,8 +100,7 @@ class Decode:
             hash_id="",
             load_timeout=TIMEOUT,
             lingers=False,
-            clock=clock,
-            stats=self.stats,  # type: ignore[arg-type]
+            context=EngineContext(clock, stats=self.stats),  # type: ignore[arg-type]
         )
         self.request: Any = SimpleNamespace(request_id="r")
         self.work: Any = SimpleNamespace(loads={}, saves={})

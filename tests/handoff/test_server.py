@@ -27,6 +27,7 @@ from omni_connector.handoff.messages import (
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.server import ControlServer, PeerConnection
 from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.runtime.context import EngineContext
 from omni_connector.testing import FakeClock
 
 from ..kv.shapes import group_shape
@@ -48,7 +49,7 @@ class Served:
     ) -> None:
         self.prompt = prompt
         self.counts: Counter[str] = Counter()
-        self.directory = SlotDirectory(16, clock, TTL)
+        self.directory = SlotDirectory(16, EngineContext(clock), TTL)
         self.server = ControlServer(
             compatibility=compatibility,
             handshake_reply=handshake_reply,

@@ -45,6 +45,7 @@ from omni_connector.net.listener import (
 )
 from omni_connector.net.peers import HostPort, parse_host_port
 from omni_connector.net.zeromq import Link, make_context
+from omni_connector.runtime.context import EngineContext
 from omni_connector.testing import FakeClock
 from omni_connector.testing.ports import free_port
 from tests import inspection
@@ -1019,7 +1020,7 @@ def test_whose_name_is_found_too_late_is_not_connected_to(
 
     links = Links()
     channel = ControlChannel(
-        compatibility=compatibility, key=KEY, clock=clock, start=start, sockets=links
+        compatibility=compatibility, key=KEY, context=EngineContext(clock, start), sockets=links
     )
     (thread,) = threads
     pending = PendingLease(b"t" * 16, PROMPT, b"e" * 16, "", clock() + LONG)

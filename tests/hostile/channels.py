@@ -25,6 +25,7 @@ from omni_connector.net.peers import HostPort
 from omni_connector.net.zeromq import MAX_MESSAGE_BYTES, make_context, prepare_tcp
 from omni_connector.objects.mooncake import ObjectServer
 from omni_connector.objects.peer import Find, Missing, Read
+from omni_connector.runtime.context import PROCESS_CONTEXT
 from tests.hostile.control import (
     EPOCH,
     PROMPT,
@@ -50,7 +51,7 @@ def serving() -> Iterator[Parser]:
         server = ControlServer(
             compatibility=compatibility(),
             handshake_reply=handshake_reply(),
-            directory=SlotDirectory(SLOTS, time.monotonic, 10.0),
+            directory=SlotDirectory(SLOTS, PROCESS_CONTEXT, 10.0),
             clock=time.monotonic,
             pending_timeout=10.0,
             count=lambda name: None,

@@ -27,6 +27,7 @@ from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.server import ControlServer, PeerConnection
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
+from omni_connector.runtime.context import EngineContext
 from omni_connector.testing.clock import FakeClock
 from omni_connector.transports.base import Endpoint
 from tests.hostile.mutation import distort_msgpack
@@ -120,7 +121,7 @@ class _Served:
 
     def __init__(self) -> None:
         self.clock = FakeClock()
-        self.directory = SlotDirectory(SLOTS, self.clock, TTL_S)
+        self.directory = SlotDirectory(SLOTS, EngineContext(self.clock), TTL_S)
         self.counted = 0
         self.server = ControlServer(
             compatibility=compatibility(),

@@ -29,6 +29,7 @@ from omni_connector.prefix.explain import (
 )
 from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.misses import Misses
+from omni_connector.runtime.context import PROCESS_CONTEXT
 from tests.hostile.control import compatibility
 from tests.hostile.mutation import damage, distort_msgpack
 from tests.hostile.trial import Parser
@@ -65,7 +66,7 @@ def explainer(engine_id: str = "e") -> Iterator[Explainer]:
             hash_tokens=_hash,
             cached=lambda block_hash, groups: block_hash[0] < 128 or None,
         )
-        lookups = StoreLookups(SimulatedStore(Shelf()), key.groups, 1, time.monotonic)
+        lookups = StoreLookups(SimulatedStore(Shelf()), key.groups, 1, PROCESS_CONTEXT)
         answers = Explainer(
             engine,
             host=None,

@@ -29,7 +29,7 @@ from omni_connector.handoff.messages import HandshakeReply, LeaseGranted, encode
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
-from omni_connector.runtime.turns import TurnThread
+from omni_connector.runtime.context import PROCESS_CONTEXT, EngineContext
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.choice import Transports
 from omni_connector.transports.shm import SharedMemoryTransport
@@ -144,8 +144,7 @@ class _Decoder:
             rank=0,
             ranks=ours.ranks,
             checksum=True,
-            clock=time.monotonic,
-            start=TurnThread,
+            context=PROCESS_CONTEXT,
             notify=lambda: None,
         )
 
@@ -164,8 +163,7 @@ class _Decoder:
             hash_id="",
             load_timeout=timeout,
             lingers=False,
-            clock=time.monotonic,
-            stats=stats,
+            context=EngineContext(stats=stats),
         )
         request: Any = SimpleNamespace(request_id="r")
         remote: Any = SimpleNamespace(token=b"t" * 16, epoch=EPOCH, remote_engine_id="e")

@@ -23,6 +23,7 @@ from omni_connector.net.status import (
     read,
     sweep,
 )
+from omni_connector.runtime.context import EngineContext
 from omni_connector.testing import FakeClock
 
 ENGINE = EngineStatus(
@@ -41,7 +42,7 @@ def clock() -> FakeClock:
 
 def report(place: Path, clock: FakeClock, usage: list[Usage] | None = None) -> StatusReport:
     usage = usage or [Usage()]
-    return StatusReport(StatusFile(place), ENGINE, lambda: usage[0], clock)
+    return StatusReport(StatusFile(place), ENGINE, lambda: usage[0], EngineContext(clock))
 
 
 def test_what_was_counted_is_read(place: Path, clock: FakeClock) -> None:
@@ -258,7 +259,7 @@ def test_texts_are_made_fit_for_a_terminal(place: Path) -> None:
 
 def test_an_engine_of_a_strange_name_is_shown(place: Path, clock: FakeClock) -> None:
     engine = msgspec.structs.replace(ENGINE, engine_id="\udc80" + "x" * 2000)
-    told = StatusReport(StatusFile(place), engine, Usage, clock)
+    told = StatusReport(StatusFile(place), engine, Usage, EngineContext(clock))
     told.tick()
     ((found,), _) = read(place)
     assert found.engine_id.startswith("?x")

@@ -20,6 +20,7 @@ from omni_connector.prefix.hints import (
     read_hints,
     tenant_of,
 )
+from omni_connector.runtime.context import EngineContext
 from omni_connector.testing.clock import FakeClock
 
 
@@ -143,7 +144,7 @@ class HintMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = FakeClock()
         self.pool = SlotPool(self.SLOTS)
-        self.policy = HintPolicy(self.pool, self.clock, 0.5, 0.5, Counts())
+        self.policy = HintPolicy(self.pool, EngineContext(self.clock), 0.5, 0.5)
         self.saves: list[np.ndarray] = []
         self.handoffs: list[np.ndarray] = []
         self.until: dict[int, float] = {}  # when the pin of each pinned slot ends
@@ -271,7 +272,7 @@ TestHintPolicy.settings = settings(max_examples=150, stateful_step_count=40, dea
 )
 def test_of_two_pins_the_one_that_ends_later_counts(pins: list[float], stays: bool) -> None:
     clock, pool = FakeClock(), SlotPool(4)
-    policy = HintPolicy(pool, clock, 0.5, 1.0, Counts())
+    policy = HintPolicy(pool, EngineContext(clock), 0.5, 1.0)
     slots = pool.keep(0, [b"a"], 1, tenant=1).slots
     pool.filled(slots)
     pool.let_go(slots)
@@ -306,7 +307,7 @@ def test_a_tenant_that_holds_its_quota_keeps_no_more() -> None:
 
 def test_where_a_tenant_may_have_all_slots_nothing_is_over_its_quota() -> None:
     pool = SlotPool(4)
-    HintPolicy(pool, FakeClock(), 0.5, 1.0, Counts())
+    HintPolicy(pool, EngineContext(FakeClock()), 0.5, 1.0)
     pool.keep(0, [b"a", b"b", b"c", b"d"], 4, tenant=1)  # being copied
     kept = pool.keep(0, [b"e"], 1, tenant=1)
     assert (len(kept.chosen), kept.over_quota, kept.dropped) == (0, 0, 1)
@@ -325,7 +326,7 @@ def test_what_is_not_kept_anyway_takes_no_slot_from_its_tenant() -> None:
 
 def test_pinned_slots_of_a_hand_off_are_within_the_quota_of_their_tenant() -> None:
     pool = SlotPool(8)
-    policy = HintPolicy(pool, FakeClock(), 1.0, 0.5, Counts())
+    policy = HintPolicy(pool, EngineContext(FakeClock()), 1.0, 0.5)
     cached = pool.keep(0, [b"a", b"b"], 2, tenant=1).slots
     pool.filled(cached)
     pool.let_go(cached)
@@ -353,7 +354,7 @@ def test_the_end_of_a_prompt_goes_first_whatever_is_asked_for_it(asked: Hints) -
     clock, pool = FakeClock(), SlotPool(12)
     keys = [b"%d" % number for number in range(6)]
     full(pool, keys)
-    HintPolicy(pool, clock, 1.0, 1.0, Counts()).grant(asked, 1, 0, keys)
+    HintPolicy(pool, EngineContext(clock), 1.0, 1.0).grant(asked, 1, 0, keys)
     clock.advance(10)
     pool.end_pins(clock())
     others = iter(range(100))
@@ -366,7 +367,7 @@ def test_what_is_asked_to_stay_longer_takes_no_more_than_the_part_for_pins() -> 
     """Clients choose their hints: those of one must leave the others' blocks alone."""
     clock, counts = FakeClock(), Counts()
     pool = SlotPool(64)
-    policy = HintPolicy(pool, clock, 0.25, 1.0, counts)
+    policy = HintPolicy(pool, EngineContext(clock, stats=counts), 0.25, 1.0)
     honest = [[b"honest %d" % n] for n in range(16)]
     full(pool, *honest)
     for number in range(8):
@@ -386,7 +387,7 @@ def test_what_is_asked_to_stay_longer_takes_no_more_than_the_part_for_pins() -> 
 def test_what_is_favoured_gives_its_part_back_when_it_is_evicted() -> None:
     counts = Counts()
     pool = SlotPool(8)
-    policy = HintPolicy(pool, FakeClock(), 0.25, 1.0, counts)
+    policy = HintPolicy(pool, EngineContext(FakeClock(), stats=counts), 0.25, 1.0)
     full(pool, [b"a", b"b"])
     policy.grant(Hints("high"), 1, 0, [b"a", b"b"])
     full(pool, *([b"%d" % number] for number in range(100)))
@@ -400,7 +401,7 @@ def test_pins_of_many_times_are_looked_at_a_few_times_a_second() -> None:
     """Whatever times clients choose, pins end at few moments."""
     clock = FakeClock()
     pool = SlotPool(256)
-    policy = HintPolicy(pool, clock, 1.0, 1.0, Counts())
+    policy = HintPolicy(pool, EngineContext(clock), 1.0, 1.0)
     keys = [b"%d" % number for number in range(256)]
     full(pool, keys)
     for number, key in enumerate(keys):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from omni_connector.arena.block_index import BlockIndex
 from omni_connector.prefix import neighbours
 from omni_connector.prefix.neighbours import Hits, HostNeighbours, LocalEngine
+from omni_connector.runtime.context import PROCESS_CONTEXT
 from omni_connector.transports import Endpoint
 
 ARENA = Endpoint(transport="shm", address="a", epoch=bytes(16), n_slots=8, slot_bytes=4096)
@@ -76,7 +77,7 @@ def met() -> Iterator[HostNeighbours]:
             home = LocalEngine(
                 folder, name, bytes(16), index, ((ARENA,),), AllAttached(), lambda *_: None
             )
-            return ends.enter_context(contextlib.closing(HostNeighbours(home, time.monotonic)))
+            return ends.enter_context(contextlib.closing(HostNeighbours(home, PROCESS_CONTEXT)))
 
         reader = engine("reader")
         engine("owner")
@@ -164,7 +165,7 @@ def test_engines_that_do_not_answer_delay_the_meeting_of_no_other(
             home = LocalEngine(
                 folder, name, bytes(16), index, ((ARENA,),), AllAttached(), lambda *_: None
             )
-            return ends.enter_context(contextlib.closing(HostNeighbours(home, time.monotonic)))
+            return ends.enter_context(contextlib.closing(HostNeighbours(home, PROCESS_CONTEXT)))
 
         owner, reader = engine("owner"), engine("reader")
         until = time.monotonic() + 20

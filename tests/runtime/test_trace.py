@@ -14,7 +14,7 @@ import pytest
 from omni_connector.copy.threads import Outcome, traced
 from omni_connector.errors import ConfigError
 from omni_connector.runtime import trace as module
-from omni_connector.runtime.trace import Span, Trace, merge, now, spans
+from omni_connector.runtime.trace import NO_TRACE, FileTrace, Span, merge, now, spans
 from omni_connector.runtime.turns import Turn
 
 
@@ -47,7 +47,7 @@ def lasting(folder: Path, name: str = "") -> list[Span]:
 
 
 def test_a_span_tells_when_where_and_what(tmp_path: Path) -> None:
-    trace = Trace(str(tmp_path), "engine", "worker0")
+    trace = FileTrace(str(tmp_path), "engine", "worker0")
     began = now()
     trace.span("save", began, "save 3", bytes=4096, failure=None)
     ended = now()
@@ -67,7 +67,7 @@ def test_a_span_tells_when_where_and_what(tmp_path: Path) -> None:
 def test_only_the_user_can_read_the_file_which_is_of_one_process_and_half(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     for half in ("scheduler", "worker0"):
-        trace = Trace(str(folder), "../engine", half)
+        trace = FileTrace(str(folder), "../engine", half)
         trace.span("x", now())
         trace.close()
     first, second = sorted(folder.iterdir())
@@ -78,7 +78,7 @@ def test_only_the_user_can_read_the_file_which_is_of_one_process_and_half(tmp_pa
 
 def test_without_a_span_there_is_no_thread_and_no_file(tmp_path: Path) -> None:
     threads = threading.active_count()
-    trace = Trace(str(tmp_path), "engine", "scheduler")
+    trace = FileTrace(str(tmp_path), "engine", "scheduler")
     assert threading.active_count() <= threads
     trace.close()
     trace.close()
@@ -86,7 +86,7 @@ def test_without_a_span_there_is_no_thread_and_no_file(tmp_path: Path) -> None:
 
 
 def test_phases_follow_each_other_and_end_once(tmp_path: Path) -> None:
-    trace = Trace(str(tmp_path), "engine", "scheduler")
+    trace = FileTrace(str(tmp_path), "engine", "scheduler")
     trace.begin("r", "queued")
     trace.begin("r", "decode", after="load")  # it is in another
     trace.begin("other", "prefill", after="queued")  # it is in none
@@ -105,7 +105,7 @@ def test_no_more_spans_wait_than_there_is_room_for(
 ) -> None:
     monkeypatch.setattr(module, "MAX_SPANS", 3)
     monkeypatch.setattr(module, "logger", logging.getLogger("trace"))
-    trace = Trace(str(tmp_path), "engine", "worker0", start)
+    trace = FileTrace(str(tmp_path), "engine", "worker0", start)
     for number in range(5):
         trace.span(f"span {number}", now())
     assert trace._thread is not None
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_made_names_the_key(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (str(tmp_path / "file" / "x"), "a\0b"):
         with pytest.raises(ConfigError, match=r"^trace: the folder .* cannot be made"):
-            Trace(folder, "engine", "scheduler")
+            FileTrace(folder, "engine", "scheduler")
 
 
 @pytest.mark.parametrize("how", ["gone", "full", "pipe", "link"])
@@ -132,7 +132,7 @@ def test_a_file_that_cannot_be_written_ends_the_trace_with_one_warning(
 ) -> None:
     monkeypatch.setattr(module, "logger", logging.getLogger("trace"))
     folder = tmp_path / "folder"
-    trace = Trace(str(folder), "engine", "scheduler", start)
+    trace = FileTrace(str(folder), "engine", "scheduler", start)
     reader = -1
     if how == "gone":
         folder.rmdir()
@@ -157,7 +157,7 @@ def test_a_file_that_cannot_be_written_ends_the_trace_with_one_warning(
 
 
 def test_an_id_that_is_no_text_costs_its_own_spans_only(tmp_path: Path) -> None:
-    trace = Trace(str(tmp_path), "engine", "scheduler")
+    trace = FileTrace(str(tmp_path), "engine", "scheduler")
     for request_id in ("good", "bad \ud800", "good"):
         trace.begin(request_id, "lease")
         trace.end(request_id)
@@ -166,7 +166,7 @@ def test_an_id_that_is_no_text_costs_its_own_spans_only(tmp_path: Path) -> None:
 
 
 def test_work_is_traced_from_its_first_piece_to_its_end_with_its_parts(tmp_path: Path) -> None:
-    trace = Trace(str(tmp_path), "engine", "worker0")
+    trace = FileTrace(str(tmp_path), "engine", "worker0")
 
     def work(cancelled):
         trace.span("part", now())
@@ -187,8 +187,16 @@ def test_work_is_traced_from_its_first_piece_to_its_end_with_its_parts(tmp_path:
     assert save.ts <= part.ts
 
 
+def test_without_a_trace_nothing_happens() -> None:
+    assert not NO_TRACE.is_recording
+    NO_TRACE.begin("r", "lease")
+    NO_TRACE.begin_each(["r"], "load", after="lease")
+    assert NO_TRACE.end("r") is None
+    NO_TRACE.close()
+
+
 def test_work_that_raises_or_is_dropped_is_traced_too(tmp_path: Path) -> None:
-    trace = Trace(str(tmp_path), "engine", "worker0")
+    trace = FileTrace(str(tmp_path), "engine", "worker0")
     closed = []
 
     def work(cancelled):
@@ -212,7 +220,7 @@ def test_work_that_raises_or_is_dropped_is_traced_too(tmp_path: Path) -> None:
 
 def test_files_become_one_chrome_trace(tmp_path: Path) -> None:
     for name in ("prefill", "decode"):
-        trace = Trace(str(tmp_path / name), f"id of {name}", "worker0")
+        trace = FileTrace(str(tmp_path / name), f"id of {name}", "worker0")
         trace.span("part", now(), layer="layer 1")
         trace.span("save", now(), "save 1", job=1)
         trace.close()

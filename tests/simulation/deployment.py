@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from omni_connector.copy.choice import make_copier
 from omni_connector.errors import ConfigError, LayoutError
+from omni_connector.runtime.context import EngineContext
 from omni_connector.transports.choice import Transports
 from omni_connector.vllm_v1.adapter_loads import AdapterLoads
 from omni_connector.vllm_v1.surroundings import Surroundings
@@ -223,10 +224,12 @@ class Deployment:
             return found[-1]
 
         return Surroundings(
-            clock=world.clock,
-            randbytes=world.randbytes,
-            start=functools.partial(SimulatedTurns, world, owner),
-            lock=functools.partial(SimulatedLock, world),
+            context=EngineContext(
+                clock=world.clock,
+                start=functools.partial(SimulatedTurns, world, owner),
+                lock=functools.partial(SimulatedLock, world),
+                randbytes=world.randbytes,
+            ),
             sockets=lambda: SimulatedSockets(self.net, owner),
             transports=transports,
             block_store=lambda settings, lends: self.shelf.client(owner, model),

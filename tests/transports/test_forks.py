@@ -41,6 +41,7 @@ OWNER = """
 import os, sys, time
 from pathlib import Path
 import msgspec
+from omni_connector.runtime.context import PROCESS_CONTEXT
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.directory import SlotDirectory
 from omni_connector.handoff.messages import CompatibilityKey, HandshakeReply
@@ -61,7 +62,7 @@ print_ = CompatibilityKey(
 server = ControlServer(
     compatibility=print_,
     handshake_reply=HandshakeReply(b"e" * 16, "", print_, ((endpoint,),)),
-    directory=SlotDirectory(1, time.monotonic, 60.0),
+    directory=SlotDirectory(1, PROCESS_CONTEXT, 60.0),
     clock=time.monotonic,
     pending_timeout=60.0,
     count=lambda name: None,

@@ -13,9 +13,9 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 
 from omni_connector.identity import adapters
 from omni_connector.identity.adapters import AdapterContents, AdapterLoad, version_of
+from omni_connector.runtime.context import EngineContext
 from omni_connector.testing import FakeClock
 from omni_connector.vllm_v1 import adapter_loads
-from omni_connector.vllm_v1.metrics import OmniStats
 from tests.toy import BLOCK
 
 from .harness import HANDOFF, assert_clean, prompt, wait
@@ -142,7 +142,7 @@ class Unstarted:
 def content():
     """Asks for an adapter's content, with a clock that goes on by itself."""
     clock = FakeClock()
-    contents = AdapterContents(clock)
+    contents = AdapterContents(EngineContext(clock))
 
     def ask(lora: LoRARequest, epoch: int = 0, *, load: bool = False) -> str | None:
         if load:
@@ -152,7 +152,7 @@ def content():
         if contents.arrives(asked):
             wait(lambda: contents._fresh(lora))
             contents.goes_on("r")
-        return contents.content(asked, epoch, OmniStats())
+        return contents.content(asked, epoch)
 
     ask.contents = contents
     yield ask
@@ -161,7 +161,7 @@ def content():
 
 def test_what_was_read_since_a_request_came_is_new_enough_however_long_a_step_takes(adapter):
     clock = FakeClock()
-    contents = AdapterContents(clock)
+    contents = AdapterContents(EngineContext(clock))
     try:
         asked = Asked(adapter(b"one"))
         contents.loaded(loaded(asked.lora_request), 0)
@@ -176,7 +176,7 @@ def test_what_was_read_since_a_request_came_is_new_enough_however_long_a_step_ta
 def test_a_request_waits_ten_seconds_for_its_adapter(adapter, monkeypatch):
     monkeypatch.setattr(AdapterContents, "_fresh", lambda *_: False)
     clock = FakeClock()
-    contents = AdapterContents(clock, lambda *_, **__: Unstarted())
+    contents = AdapterContents(EngineContext(clock, lambda *_, **__: Unstarted()))
     asked = Asked(adapter(b"one"))
     assert contents.arrives(asked)
     clock.advance(9.99)
@@ -233,26 +233,26 @@ def test_what_vllm_has_not_loaded_yet_is_unknown(content, adapter):
         content.contents.step_ended()
     assert not content.contents.waits(asked)
     content.contents.goes_on("r")
-    assert content.contents.content(asked, 0, OmniStats()) is None
+    assert content.contents.content(asked, 0) is None
     assert clock is content.contents._clock
     assert content(lora, load=True) is not None
 
 
 def test_all_ranks_must_have_loaded_the_same(adapter):
     clock = FakeClock()
-    contents = AdapterContents(clock, ranks=2)
+    contents = AdapterContents(EngineContext(clock), ranks=2)
     try:
         asked = Asked(adapter(b"one"))
         contents.loaded(loaded(asked.lora_request), 0)
         assert contents.arrives(asked)
         wait(lambda: contents._fresh(asked.lora_request))
-        assert contents.content(asked, 0, OmniStats()) is None
+        assert contents.content(asked, 0) is None
         other = msgspec.structs.replace(asked.lora_request)
         contents.loaded(dataclasses.replace(loaded(other, rank=1), version="other"), 0)
-        assert contents.content(asked, 0, OmniStats()) is None
+        assert contents.content(asked, 0) is None
         contents.loaded(loaded(other, rank=1), 0)
-        assert contents.content(asked, 0, OmniStats()) is None  # blocks of the other may be there
-        assert contents.content(asked, 1, OmniStats()) is not None
+        assert contents.content(asked, 0) is None  # blocks of the other may be there
+        assert contents.content(asked, 1) is not None
     finally:
         contents.close()
 

@@ -176,7 +176,7 @@ def test_blocks_of_a_failed_load_hold_nothing_of_it(engine, family, monkeypatch)
         for slot in slots:
             prefill.arena().slots[slot][3] ^= 1
     zeroed = []
-    copier = decode.worker_half._copier
+    copier = decode.worker_half._caches.copier
     zero = copier.zero
 
     def zero_too(group, ids, *, fence):

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import os
 import threading
-import time
 
 import pytest
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
@@ -14,6 +13,7 @@ from omni_connector.errors import PeerUnreachableError
 from omni_connector.prefix import neighbours as module
 from omni_connector.prefix.hints import Candidate
 from omni_connector.prefix.neighbours import HostNeighbours
+from omni_connector.runtime.context import PROCESS_CONTEXT
 from omni_connector.transports.shm import SharedMemoryTransport
 from tests import inspection
 from tests.simulation import check
@@ -402,7 +402,7 @@ def test_a_neighbour_counts_once_every_rank_has_attached_it(engine, monkeypatch,
 
 def ready(half, owner):
     """How many arenas of an engine a rank has attached."""
-    known = half._loader._arenas._known
+    known = half._caches.loader._arenas._known
     addresses = [each.get_handshake_metadata().endpoints[0].address for each in owner.workers]
     return sum(known[each].ready for each in addresses if each in known)
 
@@ -416,7 +416,7 @@ def test_an_engine_that_a_load_could_not_read_is_left_out_for_30_seconds(sharer,
     began = now[0]
     for half in (each._worker for each in second.workers):  # it is attached no more, for once
         monkeypatch.setattr(
-            half._loader._arenas, "take_attached", lambda _: (_ for _ in ()).throw(GONE)
+            half._caches.loader._arenas, "take_attached", lambda _: (_ for _ in ()).throw(GONE)
         )
     second.generate(QUESTION)
     second.settle()
@@ -481,7 +481,7 @@ def test_an_engine_of_another_model_is_told_of_once(sharer, monkeypatch):
     monkeypatch.setattr(module.logger, "log", lambda level, *text: told.append(text))
     found = neighbours(sharer())
     other = dataclasses.replace(found._local_engine, name="another", readers=b"x" * 16)
-    with contextlib.closing(HostNeighbours(other, time.monotonic)):
+    with contextlib.closing(HostNeighbours(other, PROCESS_CONTEXT)):
         for _ in range(3):
             found._not_before.clear()
             found.look()

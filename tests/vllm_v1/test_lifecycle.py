@@ -66,7 +66,7 @@ def test_no_hash_names_blocks_that_depend_on_later_tokens(engine):
 def test_a_copy_is_shared_by_the_threads_that_the_user_has_set(engine, threads, sharing):
     """And by the engine's own, while it has nothing to compute."""
     each = engine("kv_both", extra={"copy_threads": threads})
-    assert each.worker_half._helpers.threads == sharing
+    assert each.worker_half._threads.helpers.threads == sharing
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_both", "kv_consumer"])

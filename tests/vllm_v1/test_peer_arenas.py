@@ -12,6 +12,7 @@ import pytest
 from omni_connector.copy.jobs import LoadSpec
 from omni_connector.errors import PeerUnreachableError, SlotPendingError
 from omni_connector.kv.spans import BlockSpans
+from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.turns import WOKEN
 from omni_connector.testing import FakeClock
 from omni_connector.transports import Endpoint
@@ -105,7 +106,7 @@ def test_an_owner_that_has_gone_is_kept_while_a_load_reads_it(engine, tokens):
 def test_a_rank_without_an_endpoint_is_a_failed_load(engine, tokens, log):
     """No such thing is decoded; the thread does not end of it either."""
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    loader = decode.worker_half._loader
+    loader = decode.worker_half._caches.loader
     for arenas in ((), ((),)):
         spec = LoadSpec(
             request_id="r",
@@ -136,8 +137,6 @@ class Arena:
 
 class Transports:
     """Gives each address an arena, or an error."""
-
-    trace = None
 
     def __init__(self, supports_mapping: bool = True) -> None:
         self.supports_mapping = supports_mapping
@@ -181,7 +180,7 @@ class Kept:
         self.clock = FakeClock()
         self.transports = Transports(supports_mapping)
         self.threads = Here()
-        self.arenas = PeerArenas(self.transports, self.threads, self.clock, 1e9)
+        self.arenas = PeerArenas(self.transports, self.threads, EngineContext(self.clock), 1e9)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from omni_connector.runtime.trace import Span, spans
+from omni_connector.runtime.trace import NO_TRACE, Span, spans
 from tests.toy import BLOCK, LAYERS, PAGE
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt
@@ -113,5 +113,4 @@ def test_a_folder_that_has_gone_breaks_no_handoff(traced, tokens, tmp_path):
 
 def test_an_engine_that_traces_nothing_has_no_trace(engine):
     prefill = engine("kv_producer")
-    assert prefill.half._trace is prefill.worker_half._trace is None
-    assert prefill.worker_half._transports.trace is None
+    assert prefill.half._trace is prefill.worker_half._context.trace is NO_TRACE

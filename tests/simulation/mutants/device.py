@@ -18,7 +18,7 @@ DEVICE: Final = (
         "a layer is copied, hashed and published before the device has written it",
         (
             _WORKER,
-            "        forward.computed(layer, self._copier.fence())\n",
+            "        forward.computed(layer, self._caches.copier.fence())\n",
             "        forward.computed(layer, None)\n",
         ),
     ),
@@ -36,8 +36,8 @@ DEVICE: Final = (
         "what was not copied layer by layer is copied before the device has written it",
         (
             _WORKER,
-            "            forward.end(self._copier.fence() if self._copier is not None else None)\n",
-            "            forward.end(None)\n",
+            "forward.end(None if self._caches is None else self._caches.copier.fence())",
+            "forward.end(None)",
         ),
     ),
     mutant(
@@ -54,7 +54,7 @@ DEVICE: Final = (
         "blocks are read and filled while the engine's work before is still to come",
         (
             _WORKER,
-            "self._copier.fence() if fence is None else fence)",
+            "caches.copier.fence() if fence is None else fence)",
             "fence)",
         ),
     ),

@@ -156,8 +156,8 @@ FEATURES: Final = (
         "at a reset slots are voided at once, also where a rank still copies into them",
         (
             "omni_connector.vllm_v1.worker",
-            "            self._saves.submit(NO_JOB_ID, self._saver.void_work(*metadata.void))\n",
-            "            list(self._saver.void_work(*metadata.void)(lambda: False))\n",
+            "            self._threads.saves.submit(NO_JOB_ID, work)\n",
+            "            list(work(lambda: False))\n",
         ),
     ),
 )

@@ -11,8 +11,8 @@ FILES: Final = (
         "an engine that was reset fills the store with blocks under a prefix of its own",
         (
             "omni_connector.prefix.shared_prefix",
-            "        self.saves.void(self._prefix, stores=self._weights_fixed)\n",
-            "        self.saves.void(self._prefix, stores=True)\n",
+            "        self.saves.void(stores=self._weights_fixed)\n",
+            "        self.saves.void(stores=True)\n",
         ),
     ),
     mutant(

@@ -64,9 +64,9 @@ MENDED: Final = (
         "defect 2: the store's keys stay",
         "prefixes of other weights are found in the shared store",
         (
-            "omni_connector.prefix.shared_prefix",
-            '            self._prefix = f"{self._engines_prefix}/{self._randbytes(8).hex()}"\n',
-            "            pass\n",
+            "omni_connector.prefix.key_prefix",
+            '        self.current = f"{self._shared}/{self._randbytes(8).hex()}"\n',
+            "        pass\n",
         ),
     ),
     mutant(
@@ -376,7 +376,7 @@ MENDED: Final = (
         "loads: vLLM is told of late ones",
         "its policy ends a request whose lease was over before its load was",
         (
-            "omni_connector.vllm_v1.worker",
+            "omni_connector.vllm_v1.outcomes",
             "        if type(spec) is LoadSpec and outcome.failure != LEASE_EXPIRED:\n",
             "        if type(spec) is LoadSpec:\n",
         ),

@@ -191,7 +191,7 @@ OWN: Final = (
         "bad blocks are good",
         "a load that failed names no bad block",
         (
-            "omni_connector.vllm_v1.worker",
+            "omni_connector.vllm_v1.outcomes",
             "                self._bad_block_ids |= outcome.bad_block_ids\n",
             "                pass\n",
         ),
@@ -200,7 +200,7 @@ OWN: Final = (
         "the end of a failed load is not told",
         "its request waits for ever",
         (
-            "omni_connector.vllm_v1.worker",
+            "omni_connector.vllm_v1.outcomes",
             "        if spec.request_id:\n            self._loads_left[spec.request_id] -= 1\n",
             "        if spec.request_id and outcome.failure is None:\n"
             "            self._loads_left[spec.request_id] -= 1\n",

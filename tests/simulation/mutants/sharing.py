@@ -85,7 +85,7 @@ SHARING: Final = (
         "what is kept after a reset has keys as before",
         (
             "omni_connector.prefix.shared_prefix",
-            "                self._host.rename(self._prefix.encode())\n",
+            "                self._host.rename(self._prefix.current.encode())\n",
             "                pass\n",
         ),
     ),
@@ -148,7 +148,7 @@ SHARING: Final = (
         "a failed part counts",
         "a request whose load from one of several arenas has failed goes on as if it had not",
         (
-            "omni_connector.prefix.shared_prefix",
+            "omni_connector.prefix.loads",
             "        elif prompt.failure is None:\n            return\n",
             "        else:\n            return\n",
         ),
@@ -157,7 +157,7 @@ SHARING: Final = (
         "the first part is the load",
         "a request of which one arena has sent its part is computed with",
         (
-            "omni_connector.vllm_v1.worker",
+            "omni_connector.vllm_v1.outcomes",
             "            if self._loads_left[spec.request_id] <= 0:\n",
             "            if True:\n",
         ),
@@ -166,7 +166,7 @@ SHARING: Final = (
         "a failed load from the host is told to vLLM",
         "whose policy may end the request for it",
         (
-            "omni_connector.vllm_v1.worker",
+            "omni_connector.vllm_v1.outcomes",
             "        if type(spec) is LoadSpec and",
             "        if isinstance(spec, LoadSpec) and",
         ),
@@ -175,7 +175,7 @@ SHARING: Final = (
         "a load that has failed is tried again",
         "vLLM counts the blocks of the first load too, and the request waits for itself",
         (
-            "omni_connector.prefix.shared_prefix",
+            "omni_connector.prefix.loads",
             "        prompt.loads, prompt.found = False, None\n",
             "        prompt.found = None\n",
         ),

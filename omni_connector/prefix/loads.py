@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads of prompts' blocks from the arenas of this host and from the store.
+
+One prompt may be loaded from several of them, by one job each. If a job fails, the others are
+revoked, and nothing more is loaded for the prompt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from omni_connector.copy.ledger import CANCELLED, CopyLedger, EngineRequest
+from omni_connector.copy.prefix_jobs import HostLoadSpec, StoreLoadSpec
+from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec, shares
+from omni_connector.prefix.host_blocks import HostBlocks, Wanted
+from omni_connector.prefix.key_prefix import KeyPrefix
+from omni_connector.prefix.lookups import StoreLookups
+from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
+from omni_connector.runtime.stats import UNREACHABLE, Stats
+from omni_connector.stores.shared_blocks import CORRUPT, BlockName
+
+BlockTables = Sequence[Sequence[int]]
+"""The block ids of one request, for each of vLLM's groups."""
+
+
+class PrefixLoads:
+    """Starts the loads of prompts, and follows them to their end.
+
+    Args:
+        host: the arenas of this host; None loads nothing from there.
+        lookups: is told of entries of the store that are wrong; None where there is no store.
+        ledger: the copy jobs.
+        groups: what this engine keeps.
+        prefix: of the store's keys.
+        timeout: seconds for the bytes.
+        stats: where to count.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: HostBlocks | None,
+        lookups: StoreLookups | None,
+        ledger: CopyLedger,
+        groups: SharedGroups,
+        prefix: KeyPrefix,
+        timeout: float,
+        stats: Stats,
+    ) -> None:
+        self._host = host
+        self._lookups = lookups
+        self._ledger = ledger
+        self._groups = groups
+        self._prefix = prefix
+        self._timeout = timeout
+        self._stats = stats
+        self._queued: dict[int, TransferSpec] = {}
+        self._failed: list[EngineRequest] = []
+
+    def start(self, prompt: SharedPrompt, tables: BlockTables, start: int, end: int) -> None:
+        """Load the tokens from `start` to `end` of a prompt, from where they were found.
+
+        Args:
+            tables: the blocks of its request.
+        """
+        request_id = prompt.request.request_id
+        wanted: list[Wanted] = []
+        for g, shape in enumerate(self._groups.shapes):
+            table, read = tables[self._groups.ids[g]], shape.needed(end, start)
+            if len(table) < read.stop or NULL_BLOCK_ID in table[read.start : read.stop]:
+                raise RuntimeError(f"request {request_id}: vLLM allocated no block of group {g}")
+            first = start // shape.block_size
+            block_ids = np.array(table[first : read.stop], np.int64)
+            hashes = prompt.hashes[g][read.start : read.stop]
+            wanted.append(Wanted(first, block_ids, read, hashes))
+        prompt.failure = None
+        loads: list[tuple[TransferSpec, str]] = []
+        if self._host is not None and prompt.found is not None:
+            keyed = [replace(each, hashes=prompt.keys(each.hashes)) for each in wanted]
+            specs, left = self._host.loads(request_id, prompt.found, keyed)
+            loads += [(spec, "tokens_kept" if own else "tokens_from_host") for spec, own in specs]
+            wanted = [
+                replace(each, block_ids=rest.block_ids)
+                for each, rest in zip(wanted, left, strict=True)
+            ]
+        names: list[BlockName] = []
+        if any(each.block_ids.any() for each in wanted):
+            names = [(g, key) for g, each in enumerate(wanted) for key in each.hashes]
+            store_load = StoreLoadSpec(
+                request_id=request_id,
+                blocks=BlockSpans.of([(each.first, each.block_ids) for each in wanted]),
+                prefix=prompt.key_prefix(self._prefix.current),
+                hashes=[key for each in wanted for key in [b""] * each.begin + each.hashes],
+                timeout=self._timeout,
+            )
+            loads.append((store_load, "tokens_shared"))
+        by_load = shares(end - start, [spec.blocks for spec, _ in loads])
+        for (spec, counter), tokens in zip(loads, by_load, strict=True):
+            prompt.sources[counter] = prompt.sources.get(counter, 0) + tokens
+            self._start_job(prompt, spec, counter, tokens, names)
+
+    def _start_job(
+        self,
+        prompt: SharedPrompt,
+        spec: TransferSpec,
+        counter: str,
+        tokens: int,
+        names: list[BlockName],
+    ) -> None:
+        def end(failure: str | None) -> None:
+            prompt.jobs.discard(job_id)
+            if failure is None:
+                self._stats.count(counter, 0 if prompt.void else tokens)
+            else:
+                self._load_failed(prompt, failure, names if counter == "tokens_shared" else None)
+                if isinstance(spec, HostLoadSpec) and self._host and failure == UNREACHABLE:
+                    self._host.avoid(spec)
+            if not prompt.jobs:
+                self._loaded(prompt)
+
+        job_id = self._ledger.start(spec.blocks, end)
+        prompt.jobs.add(job_id)
+        self._queued[job_id] = spec
+
+    def take_queued(self) -> dict[int, TransferSpec]:
+        """The jobs that were started since the last call."""
+        queued, self._queued = self._queued, {}
+        return queued
+
+    def revoke(self, prompt: SharedPrompt) -> None:
+        """What is being loaded for a prompt is not wanted any more."""
+        self._ledger.revoke(prompt.jobs)
+
+    def _load_failed(
+        self, prompt: SharedPrompt, failure: str, names: list[BlockName] | None
+    ) -> None:
+        """A part of what a request waits for has not come: the other parts are not wanted either.
+
+        Args:
+            names: of the part, where it was to come from the store.
+        """
+        self.revoke(prompt)
+        if prompt.failure is not None:
+            return
+        prompt.failure = failure
+        if prompt.void:
+            return
+        if failure != CANCELLED:
+            self._stats.fail(failure)
+        if names is not None:
+            prompt.lookup = None  # its answer was wrong, so what is computed now is stored again
+            if failure == CORRUPT and self._lookups is not None:
+                self._lookups.distrust(names)
+
+    def _loaded(self, prompt: SharedPrompt) -> None:
+        """All parts have ended. What has failed is not tried again: see
+        `SharedPrefix.load_nothing`."""
+        if prompt.void:
+            prompt.void, prompt.lookup = False, None
+        elif prompt.failure is None:
+            return
+        prompt.loads, prompt.found = False, None
+        self._failed.append(prompt.request)
+
+    def take_failed(self) -> list[Any]:
+        """vLLM's requests whose loads have failed since the last call."""
+        failed, self._failed = self._failed, []
+        return failed

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arena of one rank: its memory, the claim on it, and the endpoints at which peers read it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_connector.arena.reservations import Reservation
+from omni_connector.arena.size import ArenaSizing
+from omni_connector.copy.copier import BlockCopier
+from omni_connector.kv.shapes import GroupShape
+from omni_connector.runtime.context import EngineContext
+from omni_connector.transports import Arena, Endpoint
+from omni_connector.transports.choice import Transports
+
+
+@dataclass(frozen=True)
+class RankArena:
+    """An arena that is open.
+
+    Attributes:
+        arena: the slots.
+        endpoints: at which peers read them.
+        reservation: what other engines see of the memory before it is populated; None where it
+            was populated at once.
+    """
+
+    arena: Arena
+    endpoints: tuple[Endpoint, ...]
+    reservation: Reservation | None
+
+    def close(self) -> None:
+        """Let go of the memory, after the copier that may have pinned it. Idempotent."""
+        self.arena.close()
+        if self.reservation is not None:
+            self.reservation.close()
+
+
+@dataclass(frozen=True)
+class ArenaPlan:
+    """How a rank's arena is opened once its KV caches are known.
+
+    Attributes:
+        sizing: how large it is.
+        name: under which peers find it, unique on this host; it need not be secret.
+        transports: export it.
+        rank, ranks: of this worker, and how many its engine has.
+        context: randomness.
+        prefault: whether a thread populates the memory.
+    """
+
+    sizing: ArenaSizing
+    name: str
+    transports: Transports
+    rank: int
+    ranks: int
+    context: EngineContext
+    prefault: bool
+
+    def open(
+        self, slot_bytes: int, groups: tuple[GroupShape, ...], copier: BlockCopier
+    ) -> RankArena:
+        """The arena of caches with these groups and slots of so many bytes.
+
+        Args:
+            copier: pins the memory as it is populated; closed where this raises.
+
+        Raises:
+            ConfigError: it would not hold a single slot.
+        """
+        reservation: Reservation | None = None
+        if self.prefault:
+            size, reservation = self.sizing.reserve(slot_bytes, groups)
+        else:
+            size = self.sizing.size(slot_bytes, groups)
+
+        def populated(slots: NDArray[np.uint8]) -> None:
+            if reservation is not None:
+                reservation.populated(slots.nbytes)
+            copier.pin(slots)
+
+        try:
+            arena = Arena.create(
+                size.slots,
+                slot_bytes,
+                prefault=self.prefault,
+                huge_pages=self.sizing.huge_pages,
+                randbytes=self.context.randbytes,
+                populated=populated,
+            )
+        except BaseException:
+            if reservation is not None:
+                reservation.close()
+            raise
+        try:
+            if not self.prefault:
+                copier.pin(arena.slots)  # else piece by piece, as far as there is memory
+            self.sizing.tell(self.rank, self.ranks, size, slot_bytes, groups)
+            endpoints = self.transports.export(arena, self.name)
+        except BaseException:
+            copier.close()
+            RankArena(arena, (), reservation).close()
+            raise
+        return RankArena(arena, endpoints, reservation)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler half tells of an engine: counts and gauges to vLLM, all of them to `top`."""
+
+from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.periodic_tasks import PeriodicTasks
+from omni_connector.net.status import StatusReport
+from omni_connector.runtime.stats import COUNTERS, GAUGES
+from omni_connector.vllm_v1.metrics import OmniStats
+
+
+class SchedulerReport:
+    """Collects what the scheduler half counts, until vLLM asks for it. For the engine's thread.
+
+    Args:
+        stats: where all parts of the half count.
+        events: of other threads.
+        directory: of the slots that the gauges tell of; None where there is no arena.
+        status: takes the counts of both halves, closed with this.
+    """
+
+    def __init__(
+        self,
+        stats: OmniStats,
+        events: PeriodicTasks,
+        directory: SlotDirectory | None,
+        status: StatusReport,
+    ) -> None:
+        self._stats = stats
+        self._events = events
+        self._directory = directory
+        self._status = status
+        self._slot_counts: object = None  # those of the gauges
+
+    def workers(self, counted: OmniStats) -> None:
+        """The workers have counted this."""
+        self._status.add(counted.data)
+
+    def prompt(self, tokens: int, cached: int) -> None:
+        """See `StatusReport.prompt`."""
+        self._status.prompt(tokens, cached)
+
+    def take(self) -> OmniStats | None:
+        """What was counted since the last call; None when nothing changed."""
+        stats = self._stats
+        if self._events.events:
+            for event, number in self._events.take().items():
+                if event in COUNTERS:
+                    stats.count(event, number)
+                else:
+                    stats.fail(event, number)
+        if self._directory is not None:
+            self._set_gauges(self._directory)
+        taken = stats.take()
+        if taken is not None:
+            self._status.add(taken.data)
+        return taken
+
+    def _set_gauges(self, directory: SlotDirectory) -> None:
+        if (counts := directory.counts()) == self._slot_counts:
+            return
+        self._slot_counts = counts
+        held, cached, leases = directory.usage()
+        pinned, total = directory.pool.num_pinned, directory.num_slots
+        for name, value in zip(GAUGES, (held, cached, pinned, total, leases), strict=True):
+            self._stats.gauge(name, value)
+
+    def close(self) -> None:
+        """Remove the status file. Idempotent."""
+        self._status.close()
