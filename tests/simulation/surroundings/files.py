@@ -103,7 +103,11 @@ class SimulatedFolder(BlockFolder):
         self.there: dict[str, str] = {}  # keys of the files, by path
         self._keys: dict[str, str] = {}
         self._shelf = shelf
+        self._listed: dict[str, BlockFile] = {}  # what a sweep has seen last, by path
         self._swept: list[BlockFile] = []
+        # Bytes that others have removed during the scan before, and during this one. A sweep does
+        # not know of them: it scans twice, and decides in between.
+        self._gone = [0, 0]
 
     def path_of(self, key: str) -> str:
         # All in the one sub-folder that simulations have.
@@ -127,9 +131,12 @@ class SimulatedFolder(BlockFolder):
 
     def files(self) -> Iterator[BlockFile | None]:
         self._swept.clear()
+        self._listed.clear()
+        self._gone = [self._gone[1], 0]
         kept: list[str] = []
         for file in sorted(each for each in super().files() if each is not None):
             if os.path.exists(file.path):  # another thread may have removed it
+                self._listed[file.path] = file
                 yield file
                 kept.append(file.path)
             yield None
@@ -138,8 +145,11 @@ class SimulatedFolder(BlockFolder):
 
     def remove(self, path: str) -> bool:
         acting = self._shelf.world.acting
-        if acting and acting[-1].name.endswith(_SWEEP) and (found := self.status(path)):
-            self._swept.append(BlockFile(path, PAGE_BYTES, found.st_mtime_ns, False))
+        if self.status(path):
+            if acting and acting[-1].name.endswith(_SWEEP):
+                self._swept.append(self._listed[path])
+            else:
+                self._gone[1] += _pages(path)
         self.there.pop(path, None)
         return super().remove(path)
 
@@ -151,9 +161,14 @@ class SimulatedFolder(BlockFolder):
         if any(os.stat(path).st_mtime_ns < newest for path in kept):
             raise Violation("swept_wrong", "a sweep keeps what was used before what it removes")
         largest = max(file.nbytes for file in self._swept)
-        left = sum(-(-os.path.getsize(path) // PAGE_BYTES) * PAGE_BYTES for path in kept)
+        left = sum(_pages(path) for path in kept) + sum(self._gone)
         if left < _KEPT * self._shelf.size_bytes - largest - PAGE_BYTES:
             raise Violation("swept_wrong", "a sweep removes more than it has to")
+
+
+def _pages(path: str) -> int:
+    """Bytes that a file takes of the disk."""
+    return -(-os.path.getsize(path) // PAGE_BYTES) * PAGE_BYTES
 
 
 class _Entries(MutableMapping[str, bytes]):
