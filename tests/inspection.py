@@ -109,9 +109,13 @@ def fetches(half: "OmniScheduler") -> dict[str, Any]:
     return {} if half._receiver is None else half._receiver._loads
 
 
+TOO_LATE = "too_late"
+
+
 def hear_refusals(half: "OmniScheduler", heard: Callable[[str, str], object]) -> None:
     """From now on be told of each hand-off that an engine refuses or gives up, or whose load fails:
-    the request's id and the kind of failure; and with "" as the kind of each lease that ends."""
+    the request's id and the kind of failure; and with "" as the kind of each lease that ends. Where
+    leases were too old each time that they could be used, the kind is `TOO_LATE`."""
     sender, receiver = half._sender, half._receiver
     if sender is not None:
         refuse = sender._refuse
@@ -132,7 +136,7 @@ def hear_refusals(half: "OmniScheduler", heard: Callable[[str, str], object]) ->
         receiver._release = released  # type: ignore[method-assign]
 
         def given_up(load: Any, kind: str, text: str) -> None:
-            heard(load.request.request_id, kind)
+            heard(load.request.request_id, TOO_LATE if "too late to be used" in text else kind)
             give_up(load, kind, text)
 
         def ended(load: Any, num_tokens: int, failure: str | None) -> None:

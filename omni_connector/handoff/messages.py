@@ -16,7 +16,7 @@ from omni_connector.kv.compatibility import MAX_GROUPS, MAX_RANKS, Compatibility
 from omni_connector.net.zeromq import MAX_MESSAGE_BYTES
 from omni_connector.transports.base import Endpoint
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 TOKEN_BYTES: Final = 16
 DIGEST_BYTES: Final = 32
 MAX_TRANSPORTS: Final = 8
@@ -31,12 +31,12 @@ Seconds = Annotated[float, Meta(ge=0, le=1e12)]  # neither nan nor infinity
 DigestKind = Literal["blocks", "tokens"]
 
 
-class Handshake(msgspec.Struct, frozen=True, tag="Hello"):
+class Handshake(msgspec.Struct, frozen=True, tag=True):
     """First message of a session, from the side that wants to read: the protocol version, and a
     `CompatibilityKey`. That stays encoded, as another version's may have other fields."""
 
     protocol: Count
-    compatibility: msgspec.Raw = msgspec.field(name="fingerprint")
+    compatibility: msgspec.Raw
 
     @classmethod
     def of(cls, compatibility: CompatibilityKey) -> "Handshake":
@@ -52,7 +52,7 @@ class Handshake(msgspec.Struct, frozen=True, tag="Hello"):
         return _decode(_key_decoder, self.compatibility)
 
 
-class HandshakeReply(msgspec.Struct, frozen=True, tag="Welcome"):
+class HandshakeReply(msgspec.Struct, frozen=True, tag=True):
     """Answer to `Handshake`: who we are and where our ranks' arenas are.
 
     Attributes:
@@ -65,7 +65,7 @@ class HandshakeReply(msgspec.Struct, frozen=True, tag="Welcome"):
 
     epoch: Token
     hash_id: Text
-    compatibility: CompatibilityKey = msgspec.field(name="fingerprint")
+    compatibility: CompatibilityKey
     arenas: Annotated[
         tuple[Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=MAX_TRANSPORTS)], ...],
         Meta(min_length=1, max_length=MAX_RANKS),
@@ -84,7 +84,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     theirs: Text
 
 
-class LeaseRequest(msgspec.Struct, frozen=True, tag="Claim"):
+class LeaseRequest(msgspec.Struct, frozen=True, tag=True):
     """Asks for the slots of one hand-off; the answer repeats the `sequence`.
 
     `num_tokens` and `digest` are of the asker's prompt: see `Prompt.digest`.
@@ -97,7 +97,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="Claim"):
     digest_kind: DigestKind
 
 
-class LeaseGranted(msgspec.Struct, frozen=True, tag="Granted"):
+class LeaseGranted(msgspec.Struct, frozen=True, tag=True):
     """The slots are leased to the asker.
 
     Attributes:
@@ -110,9 +110,7 @@ class LeaseGranted(msgspec.Struct, frozen=True, tag="Granted"):
 
     sequence: Sequence
     num_tokens: Positive
-    first_blocks: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_GROUPS)] = (
-        msgspec.field(name="firsts")
-    )
+    first_blocks: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
     groups: Annotated[
         tuple[Annotated[tuple[SlotRef, ...], Meta(max_length=1 << 20)], ...],
         Meta(min_length=1, max_length=MAX_GROUPS),
@@ -124,7 +122,7 @@ class LeaseGranted(msgspec.Struct, frozen=True, tag="Granted"):
             raise ValueError(f"{len(self.first_blocks)} first blocks of {len(self.groups)} groups")
 
 
-class LeaseDenied(msgspec.Struct, frozen=True, tag="Denied"):
+class LeaseDenied(msgspec.Struct, frozen=True, tag=True):
     """No lease is given; `reason` is one of the failure kinds of the metrics."""
 
     sequence: Sequence

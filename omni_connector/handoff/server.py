@@ -142,7 +142,7 @@ class ControlServer:
             reader = handshake.decode_compatibility()
         except ProtocolError:
             self._count("malformed_message")
-            return Refused("fingerprint", "", "malformed")
+            return Refused("compatibility", "", "malformed")
         difference = self._compatibility.difference(reader)
         if difference is not None:
             self._count("refused_peer")

@@ -55,8 +55,8 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: _Text
     block_size: _Size
-    attention_type: Literal["all", "window", "chunk", "last"] = msgspec.field(name="keeps")
-    window: Annotated[int, Meta(ge=0, lt=1 << 40)] = msgspec.field(name="span", default=0)
+    attention_type: Literal["all", "window", "chunk", "last"]
+    window: Annotated[int, Meta(ge=0, lt=1 << 40)] = 0
     layers: _Text
     replicated: bool = False
     attention: _Text = ""

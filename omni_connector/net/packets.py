@@ -17,7 +17,7 @@ from omni_connector.errors import (
 )
 from omni_connector.net.status import plain
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 MAX_MESSAGE_BYTES: Final = 65536
 
 

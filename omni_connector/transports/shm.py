@@ -46,7 +46,7 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
         require_protocol(self.protocol)
 
 
-class AttachReply(msgspec.Struct, frozen=True, tag="grant"):
+class AttachReply(msgspec.Struct, frozen=True, tag="attach-reply"):
     """The memfd beside this message is the arena of this epoch."""
 
     epoch: bytes

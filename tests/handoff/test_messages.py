@@ -180,9 +180,9 @@ PLAIN_ENDPOINT = msgspec.to_builtins(ENDPOINT, builtin_types=(bytes,))
         (REPLIES[2], {"groups": [[[0, -1]]]}),
         (REPLIES[2], {"groups": [[[0, 1 << 63]]]}),
         (REPLIES[2], {"groups": [[[0, 1, 2]]]}),
-        (REPLIES[2], {"groups": [[]] * 257, "firsts": [0] * 257}),
-        (REPLIES[2], {"groups": [], "firsts": []}),
-        (REPLIES[2], {"firsts": [0]}),
+        (REPLIES[2], {"groups": [[]] * 257, "first_blocks": [0] * 257}),
+        (REPLIES[2], {"groups": [], "first_blocks": []}),
+        (REPLIES[2], {"first_blocks": [0]}),
         (REPLIES[2], {"num_tokens": 0}),
         (REPLIES[2], {"lease_s": -0.5}),
         (REPLIES[2], {"lease_s": math.nan}),
@@ -208,14 +208,14 @@ def test_replies_out_of_bounds_are_refused(message: Any, changes: dict[str, Any]
         {"groups": [msgspec.to_builtins(group_shape()) | {"pages": ["H0.N16.C64"]}]},
         {"groups": [msgspec.to_builtins(group_shape())] * 257},
         {"groups": [msgspec.to_builtins(group_shape()) | {"block_size": 0}]},
-        {"groups": [msgspec.to_builtins(group_shape()) | {"keeps": "some"}]},
-        {"groups": [msgspec.to_builtins(group_shape()) | {"span": 5}]},
+        {"groups": [msgspec.to_builtins(group_shape()) | {"attention_type": "some"}]},
+        {"groups": [msgspec.to_builtins(group_shape()) | {"window": 5}]},
         {"groups": [msgspec.to_builtins(group_shape()) | {"pages": ["x" * 1025] * 2}]},
     ],
 )
 def test_a_compatibility_key_out_of_bounds_is_refused(changes: dict[str, Any]) -> None:
     handshake = decode_request(
-        edited(REQUESTS[0], fingerprint=msgspec.to_builtins(PRINT) | changes)
+        edited(REQUESTS[0], compatibility=msgspec.to_builtins(PRINT) | changes)
     )
     assert isinstance(handshake, Handshake)
     with pytest.raises(ProtocolError):

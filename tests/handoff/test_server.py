@@ -403,7 +403,7 @@ def test_a_peer_without_a_page_is_refused(served: Served, compatibility: Compati
     shape = msgspec.to_builtins(group_shape()) | {"pages": []}
     plain = msgspec.to_builtins(compatibility) | {"groups": [shape]}
     handshake = Handshake(PROTOCOL_VERSION, msgspec.Raw(msgspec.msgpack.encode(plain)))
-    assert served.say(ALICE, handshake) == [Refused("fingerprint", "", "malformed")]
+    assert served.say(ALICE, handshake) == [Refused("compatibility", "", "malformed")]
     assert served.counts == {"malformed_message": 1}
 
 

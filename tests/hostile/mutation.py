@@ -21,7 +21,7 @@ ODD_VALUES: Final[tuple[Any, ...]] = (
     "127.0.0.1", "0.0.0.0", "::", "fe80::1%lo", "tcp://x", "H0.N0.C0",
     "H999999999999.N999999999999.C999999999999",
     b"", b"\0", b"a" * 16, b"a" * 32, b"\xff" * 17, b"x" * 5000, [], [[]], [0], [-1, -1], [1] * 300,
-    [[0, 0]], {}, {"": None}, {"a": {"a": {}}}, {"type": "Welcome"}, {"x" * 300: 0},
+    [[0, 0]], {}, {"": None}, {"a": {"a": {}}}, {"type": "HandshakeReply"}, {"x" * 300: 0},
 )  # fmt: skip
 """Of every type that a message can hold: limits of numbers, NUL, line breaks, odd addresses."""
 

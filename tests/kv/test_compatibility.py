@@ -62,8 +62,8 @@ def test_an_ordinary_key_has_the_fields_that_stores_know() -> None:
     assert [*group] == [
         "kind",
         "block_size",
-        "keeps",
-        "span",
+        "attention_type",
+        "window",
         "layers",
         "replicated",
         "attention",

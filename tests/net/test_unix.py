@@ -23,7 +23,7 @@ from omni_connector.errors import (
     TransportError,
 )
 from omni_connector.net import unix
-from omni_connector.net.packets import MAX_MESSAGE_BYTES, Refusal, require_protocol
+from omni_connector.net.packets import MAX_MESSAGE_BYTES, PROTOCOL, Refusal, require_protocol
 from omni_connector.net.runtime import listen, socket_path
 from omni_connector.net.unix import Connection, Listener
 
@@ -36,7 +36,7 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """A question, answered with `Yes`."""
 
     name: bytes
-    protocol: int = 1
+    protocol: int = PROTOCOL
 
     def __post_init__(self) -> None:
         require_protocol(self.protocol)
@@ -317,7 +317,7 @@ def test_questions_are_answered(path: Path, listener: Listener) -> None:
         msgspec.msgpack.encode({"type": "ask"}),
         msgspec.msgpack.encode({"type": "ask", "name": 5}),
         msgspec.msgpack.encode({"type": "ask", "name": "text"}),
-        msgspec.msgpack.encode({"type": "ask", "name": b"d", "protocol": 2}),
+        msgspec.msgpack.encode({"type": "ask", "name": b"d", "protocol": PROTOCOL + 1}),
         msgspec.msgpack.encode({"type": "note"}),
         msgspec.msgpack.encode({"type": "note", "number": "1"}),
         b"x" * (MAX_MESSAGE_BYTES + 1),
@@ -352,9 +352,9 @@ def test_oversized_messages_are_called_so(path: Path, listener: Listener, place:
 
 def test_client_of_another_protocol_learns_ours(path: Path, listener: Listener) -> None:
     with speak(path) as client:
-        client.send(msgspec.msgpack.encode({"type": "ask", "name": b"d", "protocol": 2}))
+        client.send(msgspec.msgpack.encode({"type": "ask", "name": b"d", "protocol": PROTOCOL + 1}))
         answer = msgspec.msgpack.decode(client.recv(MAX_MESSAGE_BYTES), type=Refusal)
-        assert "protocol 2, wanted 1" in answer.reason
+        assert f"protocol {PROTOCOL + 1}, wanted {PROTOCOL}" in answer.reason
 
 
 def test_clients_descriptors_are_dropped(path: Path, listener: Listener) -> None:

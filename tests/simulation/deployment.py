@@ -135,6 +135,7 @@ class Deployment:
         self.plan = plan
         self.shapes = {shape.name: shape for shape in plan.engines}
         self.engines: dict[str, SimulatedEngine] = {}
+        self._started: dict[str, SimulatedEngine] = {}  # those that are being shut down, too
         self.loads: dict[str, Loads] = {}
         self.voids = False
         self.spoiled = False
@@ -194,7 +195,7 @@ class Deployment:
         engine.owner = owner
         for half in engine.halves[:1]:
             inspection.hear_refusals(half, self.refusals.heard)
-        self.engines[name] = engine
+        self.engines[name] = self._started[name] = engine
 
     def _is_late(self, name: str, often: float) -> bool:
         late = self.world.chance(often)
@@ -233,7 +234,7 @@ class Deployment:
             sockets=lambda: SimulatedSockets(self.net, owner),
             transports=transports,
             block_store=lambda settings, lends: self.shelf.client(owner, model),
-            rank_copies=lambda folder, engine_id, *_: SimulatedRankCopies(self.engines[engine_id]),
+            rank_copies=lambda folder, engine_id, *_: SimulatedRankCopies(self._started[engine_id]),
             neighbours=lambda local_engine, *_: SimulatedNeighbours(
                 self.host.neighbourhood, owner, model, local_engine
             ),

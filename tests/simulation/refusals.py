@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from tests.inspection import TOO_LATE
 from tests.simulation.engines.settings import HANDOFF_TTL_S
 from tests.simulation.surroundings.world import NEVER, Violation, World
 
@@ -59,6 +60,7 @@ class Refusals:
     def __init__(self, world: World, *, judges: bool) -> None:
         self._world = world
         self._judges = judges
+        self.too_late: set[str] = set()  # engines that gave leases up, as their steps came late
         self._events: list[_Event] = []
         self._of: dict[str, tuple[Handed, str]] = {}  # by request, with its engine
 
@@ -87,9 +89,14 @@ class Refusals:
         Raises:
             Violation: nothing explains that.
         """
-        if not self._judges or request_id not in self._of:
+        if request_id not in self._of:
             return
         handed, engine = self._of[request_id]
+        if kind == TOO_LATE:
+            self.too_late.add(engine)
+            kind = "peer_unreachable"
+        if not self._judges:
+            return
         if not kind:
             handed.used = True
             return

@@ -115,7 +115,7 @@ def test_what_another_connector_loads_is_no_miss_and_no_hit_of_ours(engine, plac
     assert not one.count("tokens_cached")
     one.generate(prompt(3 * BLOCK, seed=5))
     assert counts["missed:never_seen"] == 2 * BLOCK
-    hits = hit_rates([ours(one)._status._status()])
+    hits = hit_rates([ours(one)._report._status._status()])
     assert hits["other"] > 0
     assert hits["own"] == 0
 
