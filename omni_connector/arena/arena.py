@@ -54,7 +54,7 @@ from omni_connector.errors import (
 )
 from omni_connector.net.descriptors import reason
 
-# Linux constants that the standard library of Python 3.11 does not name.
+# Constants of Linux that the standard library of Python 3.11 lacks.
 F_SEAL_FUTURE_WRITE: Final = 0x0010
 MFD_NOEXEC_SEAL: Final = 0x0008
 MFD_HUGETLB: Final = 0x0004
@@ -68,9 +68,10 @@ _barrier_lock = threading.Lock()
 
 
 def _barrier() -> None:
-    # Python has no memory barrier. On x86 and ARMv8 no release passes an earlier access, no acquire
-    # a later one, and the two keep their order. So two pairs of them order the accesses before the
-    # first pair against those after the second.
+    # Python has no memory barrier, so this takes a lock twice. On x86 and ARMv8 no access moves
+    # from before a release to behind it, or from behind an acquire to before it, and a release and
+    # an acquire after it keep their order. So accesses before the first release stay before
+    # accesses after the second acquire.
     with _barrier_lock:
         pass
     with _barrier_lock:
@@ -78,7 +79,7 @@ def _barrier() -> None:
 
 
 class _Mapping:
-    """The headers and slots of a mapped arena, which the owner and a reader have in common."""
+    """A mapped arena: what the owner's and a reader's side have in common."""
 
     def __init__(self, mapped: mmap.mmap, geometry: ArenaGeometry, epoch: bytes) -> None:
         self.n_slots: Final = geometry.n_slots
@@ -98,7 +99,7 @@ class _Mapping:
 
     @property
     def slots(self) -> NDArray[np.uint8]:
-        """The bytes: (n_slots, slot_bytes). Arrays that outlive `close` stay valid."""
+        """The bytes, (n_slots, slot_bytes) uint8. Arrays that outlive `close` stay valid."""
         slots = self._slots
         if slots is None:
             raise TransportError("the arena is closed")
@@ -194,11 +195,11 @@ class Arena(_Mapping):
             slot_bytes: bytes of a slot, a positive multiple of `PAGE_BYTES`.
             prefault: allocate all the memory in the background. The first touch of a page costs
                 many times a copy into it.
-            huge_pages: `auto` takes those that the kernel gives to shared memory, `hugetlb` those
-                that were reserved, `off` none.
-            randbytes: where the epoch, which names this arena, comes from.
-            populated: called on another thread, with the next slots whose memory `prefault` has
-                allocated: consecutive ones, in order, each once.
+            huge_pages: `auto` takes the huge pages that the kernel gives to shared memory,
+                `hugetlb` reserved ones, `off` none.
+            randbytes: draws the epoch, which names this arena.
+            populated: called on another thread with slots whose memory is allocated now:
+                consecutive ones, in order, each once.
 
         Raises:
             ValueError: the geometry is out of range.
@@ -235,8 +236,8 @@ class Arena(_Mapping):
             ) from error
         arena = cls(fd, mapped, geometry, epoch)
         if prefault:
-            told = _Told(arena.slots, geometry.slots_at, populated)
-            arena._prefaulter = Prefaulter(fd, mapped, huge_pages, populated=told)
+            progress = _PopulatedSlots(arena.slots, geometry.slots_at, populated)
+            arena._prefaulter = Prefaulter(fd, mapped, huge_pages, populated=progress)
         return arena
 
     @property
@@ -247,7 +248,7 @@ class Arena(_Mapping):
         return self._fd
 
     def touch(self, slot: int) -> None:
-        """Say that this slot is about to be used. If its memory is not there yet, it is made."""
+        """Allocate the memory of a slot that is about to be used, if `prefault` has not yet."""
         if self._prefaulter is not None:
             start = self._slots_at + slot * self.slot_bytes
             self._prefaulter.touch(start, start + self.slot_bytes)
@@ -343,8 +344,8 @@ class Arena(_Mapping):
             os.close(fd)
 
 
-class _Told:
-    """Passes on which slots are populated, as whole slots.
+class _PopulatedSlots:
+    """Turns the prefaulter's progress in bytes into whole slots.
 
     Args:
         slots: of the arena.
@@ -364,10 +365,11 @@ class _Told:
         self._first = 0
 
     def __call__(self, end: int) -> None:
-        """All bytes of the file before `end` are there."""
+        """All bytes of the file before `end` are allocated."""
+        first = self._first
         slots = min(len(self._slots), max(0, end - self._slots_at) // self._slots.shape[1])
-        if slots > self._first:
-            first, self._first = self._first, slots
+        if slots > first:
+            self._first = slots
             self._populated(self._slots[first:slots])
 
 
@@ -388,8 +390,8 @@ class ArenaView(_Mapping):
             epoch: that of the arena that was asked for.
             n_slots: the announced number of slots.
             slot_bytes: the announced bytes of each slot.
-            prefault: once slots are first read, map in the background what the owner has allocated.
-                An arena of which nothing is read takes no page tables.
+            prefault: map the memory that the owner has allocated, in the background, from the first
+                read on. An arena that is never read takes no page tables.
 
         Raises:
             PeerRefusedError: this is no memfd, or not sealed against change of size and writing.
@@ -436,14 +438,16 @@ class ArenaView(_Mapping):
         return super().slots
 
     def _take_fd(self) -> int:
-        """The descriptor of the memfd, for whoever closes it; -1 from then on. Threads may take it
-        at the same time."""
+        """The descriptor of the memfd, which the caller closes; -1 if it was taken before.
+
+        Any thread may call this.
+        """
         with _barrier_lock:
             fd, self._unread_fd = self._unread_fd, -1
         return fd
 
     def close(self) -> None:
-        """As `_Mapping.close`; the arena is not mapped any further."""
+        """As `_Mapping.close`, and stop prefaulting."""
         if (fd := self._take_fd()) >= 0:
             os.close(fd)
         if self._prefaulter is not None:
@@ -451,7 +455,7 @@ class ArenaView(_Mapping):
         super().close()
 
     def abandon(self) -> None:
-        """As `close`, in a process that was forked; takes no lock, which may be held for ever."""
+        """As `close`, in a forked child. Takes no lock: a thread of the parent may have held it."""
         fd, self._unread_fd = self._unread_fd, -1
         if fd >= 0:
             os.close(fd)
@@ -461,7 +465,7 @@ class ArenaView(_Mapping):
 
 
 def _whole_pages(fd: int, size: int) -> int:
-    """A file of reserved huge pages is larger than its content, as it has whole pages only."""
+    """`size` rounded up to pages of the file: reserved huge pages are large."""
     page = os.fstat(fd).st_blksize
     return -(-size // page) * page
 

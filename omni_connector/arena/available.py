@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory this machine, and the cgroups of this process, have left for an arena.
+"""How much memory is left for an arena: of the machine, and of this process's cgroups.
 
-An arena is a memfd, which the size of /dev/shm does not bound. The machine's memory bounds it, and
-the limits of all cgroups of this process, to which each page is charged when it is first touched.
+The size of /dev/shm does not bound an arena, which is a memfd. The machine's memory does, and so
+does each cgroup of this process: a page is charged to them when it is first touched.
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ def available_bytes(root: Path = Path("/"), *, claimed: int = 0, in_cgroup: int 
 
     Args:
         root: the folder with /proc and /sys.
-        claimed: bytes of the machine's memory that others will take.
-        in_cgroup: those of them that are charged to the cgroups of this process.
+        claimed: bytes of the machine's memory that others have claimed.
+        in_cgroup: the part of `claimed` that is charged to the cgroups of this process.
     """
     available = memory_limit_bytes()
     for line in _lines(root / "proc/meminfo"):
@@ -34,8 +34,10 @@ def available_bytes(root: Path = Path("/"), *, claimed: int = 0, in_cgroup: int 
 
 
 def memory_cgroup(root: Path = Path("/")) -> int:
-    """A number of the innermost cgroup that limits this process's memory, the same in every
-    namespace; 0 where none does."""
+    """The inode of the innermost cgroup that limits this process's memory; 0 if none does.
+
+    Unlike its path the inode is the same in every namespace.
+    """
     for folder, _ in _left_in_cgroups(root):
         try:
             return folder.stat().st_ino
@@ -55,7 +57,7 @@ def _left_in_cgroups(root: Path) -> Iterator[tuple[Path, int]]:
             mount, names = mount / "memory", _V1
         else:
             continue
-        # In a container the path may be that of the host, where only the mount itself is visible.
+        # In a container this may be the host's path, of which only the mount itself is visible.
         within = Path(own.strip().lstrip("/"))
         for folder in [mount / within, *(mount / parent for parent in within.parents)]:
             yield from ((folder, left) for left in _left_in(folder, *names))

@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which slot of an arena holds the block of a key, for the peers of the arena's owner to look up.
+"""The index of an arena: peers look up which slot holds the block of a key.
 
-An index is a memfd of its own, written by its owner alone and mapped read-only by peers, sealed as
-an arena is. It finds a block by a *tag*, 64 bits of a hash of its key. Who reads the slot compares
-the whole key with the one in the slot's header.
+An index is a memfd of its own, sealed like an arena, written by its owner alone and mapped
+read-only by peers. It finds a block by its *tag*, a 64-bit hash of its key. The reader of the slot
+then compares the whole key with the slot's header.
 
-The file is [header | fingerprints | cells | checks | generations], each part starting on a page. A
-block may be in any of the eight cells of one bucket, which its tag chooses. The fingerprints of a
-bucket, 7 bits of each tag, lie in one word, so that a look-up compares eight of them at once. A
-cell holds the number of a slot, at whose place lie the slot's generation and its check, which is
-the tag combined with the generation. There are as many buckets as slots, so that hardly a block in
-a million finds its bucket full. Such a block is not indexed.
+The file is a hash table. Each part starts on a page:
 
-There is no lock in the file. A reader may see any mixture of older and newer words, and believes
-none but a check and a generation that yield the tag it looks for, which were written together.
+    header
+    fingerprints   a word for each bucket: 8 bytes, one a cell; 0 for an empty cell
+    cells          a uint32 for each cell: the slot
+    checks         a word for each slot: tag ^ generation * odd constant
+    generations    a word for each slot
+
+A block's tag chooses its bucket, and the block may be in any of the bucket's eight cells. The
+fingerprint of a cell has 7 bits of the tag, and one word has all fingerprints of a bucket, so a
+look-up compares eight at once. There are as many buckets as slots, so hardly one block in a million
+finds its bucket full; such a block is not indexed.
+
+There is no lock in the file. A reader may see any mixture of older and newer words. It trusts a
+slot only if check and generation yield the tag that it looks for, which proves that the two were
+written together.
 """
 
 import contextlib
@@ -46,18 +53,19 @@ _DIGEST: Final = struct.Struct("=Q")
 _HEADER_BYTES: Final = _HEADER.size + _DIGEST.size
 
 _CELLS: Final = 8
-"""Cells of a bucket: the bytes of a word."""
+"""Cells of a bucket: as many as a word has bytes."""
 
 _ONES_INT: Final = 0x0101010101010101
 _HIGHS_INT: Final = 0x8080808080808080
 _ONES: Final = np.uint64(_ONES_INT)
 _HIGHS: Final = np.uint64(_HIGHS_INT)
-# Times the lowest bit of byte k, it has k in the highest byte.
+# Multiplied by the lowest bit of byte k, this has k in its highest byte.
 _NUMBERS: Final = np.uint64(0x0001020304050607)
 _ODD: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 _BATCH: Final = 64
-"""Blocks that numpy looks for at once, at first."""
+"""Blocks of numpy's first look-up. The next ones grow fourfold as long as all blocks are found. So
+a prompt that nobody has costs little."""
 
 _HALF: Final = np.uint64(32)
 _ONE: Final = np.uint64(1)
@@ -72,10 +80,10 @@ def _sections(num_slots: int) -> list[int]:
 
 
 def index_bytes(num_slots: int) -> int:
-    """Bytes of the index of an arena of so many slots; memory that was never used is not taken.
+    """Size of the index of an arena of `num_slots`; the kernel allocates pages that are written.
 
     Raises:
-        ValueError: there are no such arenas.
+        ValueError: no arena has so many slots.
     """
     if not 1 <= num_slots <= MAX_SLOTS:
         raise ValueError(f"an index has from 1 to {MAX_SLOTS} slots, not {num_slots}")
@@ -91,10 +99,10 @@ def tags_of(key_prefix: bytes, group: int, hashes: Sequence[bytes]) -> Tags:
     """The tags of blocks (blocks,), none of them 0.
 
     Args:
-        key_prefix: what the keys of all these blocks have in common.
+        key_prefix: common prefix of the keys of these blocks.
         group: their cache group.
-        hashes: vLLM's block hashes. They are long and random; of short ones, or if they have
-            different lengths, the tags take longer and are others.
+        hashes: vLLM's block hashes. If all have the same length of 8 bytes or more, their first 8
+            bytes are taken as random; else each is hashed, which is slower and gives other tags.
     """
     seed = xxhash.xxh3_64_intdigest(b"%d/%b" % (group, key_prefix))
     lengths = set(map(len, hashes))
@@ -111,7 +119,7 @@ def tags_of(key_prefix: bytes, group: int, hashes: Sequence[bytes]) -> Tags:
 
 
 class _Table:
-    """A mapped index, which the owner and a reader have in common."""
+    """A mapped index: what the owner's and a reader's side have in common."""
 
     def __init__(self, mapped: mmap.mmap, num_slots: int, epoch: bytes) -> None:
         self.num_slots: Final = num_slots
@@ -133,17 +141,17 @@ class _Table:
         return self._map is None
 
     def find(self, tags: Tags) -> tuple[Ints, Ints]:
-        """The slots and generations of blocks, both (blocks,); -1 and -1 where none is found.
+        """The slots and generations of blocks, both (blocks,); -1 and -1 for a block not found.
 
-        Whatever the file holds, slots are those of the arena, and nothing is raised for it.
+        Whatever the file holds, each slot is one of the arena, and no error is raised for it.
 
         Raises:
             TransportError: the index is closed.
         """
         self._require_open()
         buckets = self._buckets(tags)
-        # A byte that is 0 is that of a cell with this fingerprint. Of those that follow one, some
-        # may be taken for such a byte.
+        # XOR leaves a zero byte for each cell with this fingerprint. The usual trick to find zero
+        # bytes may also report a byte above one; the check below refuses it.
         bytes_ = self._fingerprints.take(buckets, mode="clip") ^ _fingerprints(tags) * _ONES
         matches = (bytes_ - _ONES) & ~bytes_ & _HIGHS
         slots, generations = np.full((2, len(tags)), -1, np.int64)
@@ -164,7 +172,7 @@ class _Table:
         return slots, generations
 
     def may_hold(self, tag: int) -> bool:
-        """Whether one block is worth looking for: hardly one in a hundred that is not there is.
+        """Whether the index may have one block. About one in a hundred missing blocks passes.
 
         Raises:
             TransportError: the index is closed.
@@ -179,7 +187,7 @@ class _Table:
         mapped, self._map = self._map, None
         if mapped is not None:
             del self._fingerprints, self._cells, self._checks, self._generations
-            with contextlib.suppress(BufferError):  # another thread still looks something up
+            with contextlib.suppress(BufferError):  # another thread is looking something up
                 mapped.close()
 
     def __enter__(self) -> Self:
@@ -197,7 +205,7 @@ class _Table:
 
 
 def _fingerprints(tags: Tags) -> Tags:
-    """A byte of each tag that is not 0, as the byte of an empty cell is."""
+    """The fingerprint of each tag: a byte that is never 0, because 0 marks an empty cell."""
     return tags & np.uint64(0x7F) | np.uint64(0x80)
 
 
@@ -252,11 +260,11 @@ class BlockIndex(_Table):
         return self._fd
 
     def add(self, tags: Tags, slots: Ints, generations: Ints) -> None:
-        """Let blocks be found; those whose bucket is full are not.
+        """List blocks. A block whose bucket is full is left out.
 
         Args:
-            tags: of the blocks (blocks,); one of another slot may be among them.
-            slots: different ones (blocks,). What they held before is not found any more.
+            tags: of the blocks (blocks,); another slot may be listed with the same tag.
+            slots: different ones (blocks,). Their former blocks are removed from the index.
             generations: of these slots (blocks,), not negative.
 
         Raises:
@@ -267,7 +275,7 @@ class BlockIndex(_Table):
         buckets = self._buckets(tags)
         order = np.argsort(buckets, kind="stable")
         buckets, tags, slots = buckets[order], tags[order], slots[order]
-        # A block takes the n-th empty cell of its bucket if n others before it take one there.
+        # Several blocks may go to one bucket: the first takes its first empty cell, and so on.
         numbers = np.arange(len(order))
         starts = np.searchsorted(buckets, buckets)
         empty = self._fingerprint_bytes.reshape(-1, _CELLS)[buckets] == 0
@@ -281,7 +289,7 @@ class BlockIndex(_Table):
         self._cell_of[slots] = cells
 
     def remove(self, slots: Ints) -> None:
-        """Let what these slots hold be found no more, if it was.
+        """Remove slots from the index; slots that are not listed are ignored.
 
         Raises:
             IndexError: there is no such slot.
@@ -299,7 +307,7 @@ class BlockIndex(_Table):
         self._cell_of[slots] = -1
 
     def clear(self) -> None:
-        """Let nothing be found any more. This looks at every slot.
+        """Remove all slots. This looks at every slot of the arena.
 
         Raises:
             TransportError: the index is closed.
@@ -359,7 +367,7 @@ def find_prefix(
     """Find the leading blocks of a prompt, up to the first that none of these indexes has.
 
     Returns:
-        Of each of these blocks the number of the index that has it, the slot and the generation.
+        (positions in `indexes`, slots, generations), each (blocks found,).
 
     Raises:
         TransportError: an index is closed.
@@ -377,7 +385,7 @@ def find_prefix(
 
 
 def _probe(indexes: Sequence[_Table], tags: Tags, places: NDArray[np.int64]) -> int:
-    """What a native probe does."""
+    """The same as a native probe, by numpy."""
     begin, size = 0, _BATCH
     order = list(range(len(indexes)))
     while begin < len(tags):
@@ -394,7 +402,7 @@ def _probe(indexes: Sequence[_Table], tags: Tags, places: NDArray[np.int64]) -> 
             break
         places[0, begin : begin + run] = number
         places[1:, begin : begin + run] = slots[:run], generations[:run]
-        # What has these blocks is likely to have those that follow.
+        # The index that has these blocks is likely to have the next ones, too.
         order.remove(number)
         order.insert(0, number)
         begin, size = begin + run, 4 * size if run == len(batch) else _BATCH

@@ -12,28 +12,29 @@ from numpy.typing import NDArray
 
 from omni_connector.errors import TransportError
 
-# Buffers of this size and more lie on pages of their own; numpy makes the smaller ones.
 LARGE_BYTES: Final = 2 << 20
+"""Bytes from which on a buffer has pages of its own (a huge page); numpy allocates smaller ones."""
 
 ALIGNMENT: Final = 64
+"""Alignment of `aligned` arrays, in bytes: a cache line."""
 
 _MADV_FREE: Final = 8
 
 
 class Buffers:
-    """Buffers of bytes, each in use until the last array of it is gone.
+    """Buffers of bytes. A buffer is in use until the last array on it is collected.
 
-    A fresh page costs more than the copy into it. So the largest buffer that came back is kept for
-    the next object of about its size. Meanwhile the kernel may take its memory (MADV_FREE).
+    A fresh page costs more than the copy into it. So the largest returned buffer is kept for the
+    next object of about its size. Meanwhile the kernel may reclaim its memory (MADV_FREE).
     """
 
     def __init__(self) -> None:
-        # At most one. A deque needs no lock: buffers come back from finalizers, at any moment.
+        # One buffer at most. Finalizers return buffers at any moment; a deque needs no lock.
         self._spare: collections.deque[mmap.mmap] = collections.deque(maxlen=1)
         self._closed = False
 
     def take(self, nbytes: int) -> NDArray[np.uint8]:
-        """A buffer of so many bytes, of any content.
+        """A buffer of `nbytes`, with any content.
 
         Raises:
             TransportError: there is no memory.
@@ -69,9 +70,9 @@ class Buffers:
         return pages
 
     def _give_back(self, pages: mmap.mmap) -> None:
-        # Runs on whatever thread lets go of the last array: it must neither wait nor fail.
+        # A finalizer, on the thread that drops the last array: it must neither wait nor fail.
         kept = 0
-        with contextlib.suppress(IndexError):  # a thread may take it at any moment
+        with contextlib.suppress(IndexError):  # there is none, or a thread has just taken it
             kept = len(self._spare[0])
         if not self._closed and len(pages) >= kept:
             _advise(pages, _MADV_FREE)
@@ -79,7 +80,7 @@ class Buffers:
 
 
 def aligned(nbytes: int) -> NDArray[np.uint8]:
-    """A new array of bytes, of any content, whose address is a multiple of `ALIGNMENT`."""
+    """A new uint8 array, with any content, whose address is a multiple of `ALIGNMENT`."""
     room: NDArray[np.uint8] = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -int(room.ctypes.data) % ALIGNMENT  # numpy aligns to 16 bytes only
     return room[start : start + nbytes]

@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of an arena: superblock, slot headers and slots, whether mapped or fetched."""
+"""The format of an arena's bytes, mapped or fetched.
+
+superblock           one page
+slot headers         64 bytes each:
+                     generation u64 | state + key length << 32, u64 | key 32 bytes |
+                     length u64 | checksum u64
+slots                `slot_bytes` each, from a page on
+"""
 
 import enum
 import struct
@@ -34,7 +41,7 @@ SUPERBLOCK_BYTES: Final = _SUPERBLOCK.size + _DIGEST.size
 
 
 class SlotState(enum.IntEnum):
-    """Whether a slot holds nothing, bytes that are being written, or bytes that may be read."""
+    """The state of a slot; only a published one may be read."""
 
     FREE = 0
     WRITING = 1
@@ -48,7 +55,7 @@ class SlotHeader(msgspec.Struct, frozen=True, gc=False):
     """The owner's description of one slot.
 
     Attributes:
-        generation: a u64 that the owner changes whenever it uses the slot again.
+        generation: a u64 that the owner changes with each use of the slot.
         state: only a `PUBLISHED` slot may be read.
         key: up to 32 bytes that name the content.
         length: bytes of content, from the start of the slot.
@@ -174,15 +181,15 @@ class ArenaGeometry:
 
 
 def state_of(status: int) -> int:
-    """The state in the second word of a header, which also has the length of the key."""
+    """The state in a header's second word; the upper half is the length of the key."""
     return status & ((1 << KEY_LENGTH_SHIFT) - 1)
 
 
 def header_keys(key_prefix: bytes, group: int, keys: Sequence[bytes | None]) -> list[bytes]:
-    """The keys that slot headers have: `MAX_KEY_BYTES` bytes at most; b"" for None.
+    """The keys for slot headers, `MAX_KEY_BYTES` bytes at most; b"" for None.
 
     Args:
-        key_prefix: what the keys of all blocks of an engine have in common.
+        key_prefix: common prefix of all block keys of an engine.
         group: the cache group of the blocks.
         keys: of the blocks.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Huge pages for arenas: what the kernel would give, and what it gave.
+"""Huge pages for arenas: what the kernel offers, and what a mapping got.
 
-A memfd gets them in two ways. Where /sys/kernel/mm/transparent_hugepage/shmem_enabled allows it,
-the kernel uses them for memory whose owner advises so (`auto`). Or they come from the pool that
-an administrator has reserved (`hugetlb`).
+A memfd gets them in two ways. With `auto` the owner advises them, and the kernel uses them if
+/sys/kernel/mm/transparent_hugepage/shmem_enabled allows it. With `hugetlb` they come from the pool
+that an administrator has reserved.
 """
 
 from pathlib import Path
@@ -21,8 +21,8 @@ class Pool(NamedTuple):
     """The kernel's pool of reserved huge pages, of the default size.
 
     Attributes:
-        page_bytes: of one page; 0 where the kernel has no such pages.
-        total, free: pages; `free` are neither used nor promised to anybody.
+        page_bytes: of one page; 0 if the kernel has no such pages.
+        total, free: numbers of pages; `free` ones are neither used nor promised.
     """
 
     page_bytes: int
@@ -30,7 +30,7 @@ class Pool(NamedTuple):
     free: int
 
     def advice(self, nbytes: int) -> str:
-        """What to do so that an arena of so many bytes fits."""
+        """What to do so that an arena of `nbytes` fits."""
         if not self.page_bytes:
             return "this kernel has no reserved huge pages; set huge_pages to auto"
         wanted = -(-nbytes // self.page_bytes)
@@ -64,7 +64,7 @@ def pool(root: Path = Path("/")) -> Pool:
 
 
 def transparent(root: Path = Path("/")) -> str:
-    """What the kernel's setting for shared memory is, such as `advise`; `absent` without one."""
+    """The kernel's setting for shared memory, such as `advise`; `absent` if there is none."""
     try:
         words = (root / SHMEM_ENABLED).read_text().split()
     except OSError:  # a kernel without transparent huge pages, or a container that hides it
@@ -73,14 +73,14 @@ def transparent(root: Path = Path("/")) -> str:
 
 
 def expected(setting: HugePages, root: Path = Path("/")) -> bool:
-    """Whether an arena with this setting gets huge pages, if there are any."""
+    """Whether an arena with this setting may get huge pages."""
     if setting == "auto":
         return transparent(root) not in (*_REFUSING, "absent")
     return setting == "hugetlb"
 
 
 def explain(setting: HugePages, root: Path = Path("/")) -> str:
-    """One line on which pages an arena with this setting gets, and why."""
+    """One line that says which pages an arena with this setting gets, and why."""
     if setting == "off":
         return "ordinary pages (huge_pages is off)"
     if setting == "hugetlb":
@@ -97,7 +97,7 @@ def explain(setting: HugePages, root: Path = Path("/")) -> str:
 
 
 def mapped_huge(address: int) -> int:
-    """Bytes of the mapping that starts here which lie in transparent huge pages, 0 if unknown."""
+    """Bytes in transparent huge pages of the mapping at this address; 0 if unknown."""
     start = f"{address:x}-"
     inside = False
     try:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The look-up of a prompt's leading blocks in the indexes of many engines, in one call.
+"""Looks up a prompt's leading blocks in the indexes of many engines, in one call of machine code.
 
-numpy takes about ten microseconds for each index it asks, however few blocks it asks for, and a
-hundred for a thousand blocks. The loop in kernels/probe.c asks one index after the other for each
-block, beginning with that which had the block before. It keeps the GIL: the scheduler waits for the
-answer. Where it cannot be compiled, `native_probe` is None.
+numpy takes about 10 us for each index, however few blocks it looks up, and 100 us for a thousand
+blocks. The loop in kernels/probe.c looks up each block first in the index that had the block
+before, then in the others. It keeps the GIL, because the scheduler waits for the answer. Where it
+cannot be compiled, `native_probe` returns None.
 """
 
 import ctypes
@@ -21,14 +21,14 @@ from omni_connector.runtime.machine_code import CodeDeniedError, compiled, kerne
 logger = logging.getLogger("vllm.omni_connector.native")
 
 NativeProbe = Callable[[bytes, int, NDArray[np.uint64], NDArray[np.int64]], int]
-"""Given indexes (`struct index` of each), their number, tags (blocks,) and an array (3, blocks), it
-returns how many leading blocks they have, and writes for each its index, slot and generation. The
-caller answers for the memory until the call has ended."""
+"""Takes the indexes (`struct index` of each, joined), their number, tags (blocks,), and an array
+(3, blocks) that it fills with each block's index, slot and generation. Returns the number of
+leading blocks that were found. The caller keeps all of that memory valid during the call."""
 
 
 @functools.cache
 def native_probe() -> NativeProbe | None:
-    """The loop, compiled at the first call; None where it cannot be had."""
+    """The loop, compiled at the first call; None if that fails."""
     try:
         if sys.byteorder != "little":
             raise OSError("the lowest byte of a word is not its first")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cores that threads beside vLLM's compute threads may run on, and the memory near to them."""
+"""The cores for threads beside vLLM's compute threads, by memory node."""
 
 import contextlib
 import multiprocessing
@@ -14,8 +14,8 @@ _NODES: Final = Path("/sys/devices/system/node")
 def process_cores() -> frozenset[int]:
     """The cores that this process may use, whatever its threads are pinned to.
 
-    vLLM starts a worker with OpenMP's variables set, so that importing torch pins its main thread,
-    and with it each thread that is made later. The process that started it is not pinned.
+    vLLM starts a worker with OpenMP's variables set. So importing torch pins the main thread, and
+    threads made later inherit that. The parent process is not pinned: its cores count, too.
     """
     cores = frozenset(os.sched_getaffinity(0))
     parent = multiprocessing.parent_process()
@@ -30,15 +30,15 @@ def process_cores() -> frozenset[int]:
 def near_cores(
     cores: frozenset[int], pinned: frozenset[int], nodes: Path = _NODES
 ) -> frozenset[int]:
-    """Those of some cores that share a memory node with others.
+    """The part of `cores` that lies on the memory nodes of `pinned`.
 
     Args:
-        cores: what a thread may run on.
-        pinned: cores on whose nodes the memory lies that it works on.
-        nodes: the folder in which the kernel tells of the nodes.
+        cores: cores that a thread may run on.
+        pinned: cores near to the memory that the thread works on.
+        nodes: the kernel's folder of memory nodes.
 
     Returns:
-        All of `cores` where the host has one node, does not tell, or has none of them near.
+        All of `cores` if the host has one node, hides its nodes, or has none of `cores` there.
     """
     near: set[int] = set()
     try:
@@ -58,7 +58,8 @@ def copy_cores() -> frozenset[int]:
 
 @contextlib.contextmanager
 def threads_on(cores: frozenset[int]) -> Iterator[None]:
-    """Have the threads that the body starts run on these cores: they inherit the caller's."""
+    """Pin the calling thread to these cores during the body, so that threads started there inherit
+    them."""
     before = os.sched_getaffinity(0)
     _run_on(cores)
     try:

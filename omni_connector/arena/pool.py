@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for the transfers of a library.
+"""Registered memory for transfers by a library such as Mooncake.
 
-Memory is used again after a transfer that ended well. A failed transfer may still write to its
-memory, which is then quarantined.
+Memory is reused after a successful transfer. After a failed one it is quarantined, because the
+transfer may still write to it.
 """
 
 import contextlib
@@ -18,11 +18,15 @@ from numpy.typing import NDArray
 
 from omni_connector.errors import TransportError
 
-# Mooncake ends a TCP session after 30 s without progress (MC_TCP_PROGRESS_TIMEOUT_SEC).
 QUARANTINE_S: Final = 300.0
+"""Seconds for which a failed transfer may still write to its memory. Ten times Mooncake's limit: it
+ends a TCP session after 30 s without progress (MC_TCP_PROGRESS_TIMEOUT_SEC)."""
+
 MAX_PEER_BYTES: Final = 512 << 20
+"""Quarantined bytes from which on a peer is backed off."""
+
 MAX_BYTES: Final = 2 << 30
-"""When more is quarantined in all, no peer with quarantined memory is asked."""
+"""Quarantined bytes of all peers from which on each peer with quarantined memory is backed off."""
 
 Memory = NDArray[np.uint8]
 
@@ -38,9 +42,9 @@ class Pool:
     """Memory for transfers. All methods may be called from any thread.
 
     Args:
-        register: called with new memory, before anybody gets it.
-        unregister: called with memory that the pool lets go of.
-        spare_bytes: how much memory is kept for the next transfers.
+        register: called with new memory before `take` returns it.
+        unregister: called with memory that leaves the pool.
+        spare_bytes: most bytes kept for the next transfers.
         clock: seconds, monotonic.
     """
 
@@ -58,14 +62,14 @@ class Pool:
         self._lock = threading.Lock()
         self._spare: dict[int, list[Memory]] = {}
         self._spare_bytes = 0
-        # Filled by finalizers, which run in the middle of anything: they must take no lock.
+        # Filled by finalizers, which may run while this thread holds the lock: they take none.
         self._returned: deque[Memory] = deque()
         self._kept: deque[_Kept] = deque()
         self._kept_of: dict[str, int] = {}
 
     @property
     def quarantined_bytes(self) -> int:
-        """How many bytes failed transfers may still write to."""
+        """Bytes that failed transfers may still write to."""
         with self._lock:
             return sum(self._kept_of.values())
 
@@ -86,7 +90,7 @@ class Pool:
         return memory
 
     def give_back(self, memory: Memory) -> None:
-        """Let the next `take` of this size have this memory, to which no transfer writes."""
+        """Keep memory for the next `take` of this size. No transfer may write to it any more."""
         with self._lock:
             if self._spare_bytes + memory.nbytes <= self._spare_limit:
                 self._spare_bytes += memory.nbytes
@@ -95,30 +99,30 @@ class Pool:
         self._unregister(memory)
 
     def give_back_later(self, memory: Memory) -> None:
-        """As `give_back`, with the next `tidy`; takes no lock, so that a finalizer may call it."""
+        """As `give_back`, at the next `tidy`. Takes no lock, so that a finalizer may call it."""
         if self._spare_limit:
             self._returned.append(memory)
 
     def quarantine(self, peer: str, memory: Memory, nbytes: int) -> None:
-        """Give memory to nobody for `QUARANTINE_S`, then unregister it.
+        """Keep memory unused for `QUARANTINE_S` seconds, then unregister it.
 
         Args:
-            peer: with whom a transfer failed.
-            memory: what the transfer had.
-            nbytes: how much of it the transfer may still write to.
+            peer: of the failed transfer.
+            memory: of the failed transfer.
+            nbytes: bytes of it that the transfer may still write to.
         """
         with self._lock:
             self._kept.append(_Kept(self._clock() + QUARANTINE_S, peer, nbytes, memory))
             self._kept_of[peer] = self._kept_of.get(peer, 0) + nbytes
 
     def backed_off(self) -> list[str]:
-        """The peers that are not to be used now, as too much of their memory is quarantined."""
+        """The peers to leave alone for now, because too much of their memory is quarantined."""
         with self._lock:
             bound = MAX_PEER_BYTES if sum(self._kept_of.values()) < MAX_BYTES else 1
             return sorted(peer for peer, nbytes in self._kept_of.items() if nbytes >= bound)
 
     def tidy(self) -> None:
-        """Take what was given back later, and let go of memory whose quarantine is over."""
+        """Take back what `give_back_later` left, and unregister memory whose quarantine is over."""
         with contextlib.suppress(IndexError):
             while True:
                 self.give_back(self._returned.popleft())
@@ -134,10 +138,11 @@ class Pool:
             self._unregister(memory)
 
     def keep_spare(self, nbytes: int) -> None:
-        """Keep so many bytes for the next transfers from now on; what was kept so far goes."""
+        """Set the bytes kept for the next transfers; memory kept so far is unregistered."""
         with self._lock:
             spare, self._spare = self._spare, {}
-            self._spare_bytes, self._spare_limit = 0, nbytes
+            self._spare_bytes = 0
+            self._spare_limit = nbytes
             self._returned.clear()
         for memories in spare.values():
             for memory in memories:

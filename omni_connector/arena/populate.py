@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that allocates an arena's memory, at idle priority; `prefault` starts it.
 
-It is a process and no thread. An idle thread that is preempted while it holds the interpreter's
-lock, or the lock of the process's memory map, stalls all other threads of an engine for seconds. A
-process of its own holds neither.
+It is a process and not a thread. A thread at idle priority may be preempted while it holds the GIL
+or the lock of the process's memory map, and would then stall all threads of the engine for seconds.
+A process of its own holds neither.
 
-It runs as a script, without site-packages, so that it starts fast and needs little memory. For
-each byte that it reads it allocates the next window of the file, and answers with a byte. It ends
-with its input, or with the process that started it.
+It runs as a script, without site-packages, so that it starts fast and needs little memory. For each
+byte that it reads from standard input it allocates the next window of the file, and writes a byte
+to standard output. It ends at the end of its input, or with the process that started it.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ import sys
 import time
 
 MADV_POPULATE_READ = 22
-_STEP = 2 << 20
+_STEP = 2 << 20  # bytes of a system call; a copy that begins waits for one at most
 _PAGE = 4096
-_PAUSE_S = 0.001
-_ALIVE_S = 1.0
+_PAUSE_S = 0.001  # between two looks at whether a copy still runs
+_ALIVE_S = 1.0  # between two looks at whether the parent is alive
 
 
 def main(
@@ -37,7 +37,7 @@ def main(
         window: bytes that are allocated for each byte of input; a multiple of a huge page.
         advice: for `madvise`, of each window; -1 for none.
         idle: whether to run at idle priority.
-        cores: this process may run on them.
+        cores: cores to run on.
     """
     with contextlib.suppress(OSError):  # the cpuset may have shrunk
         os.sched_setaffinity(0, cores)
@@ -48,7 +48,7 @@ def main(
         if not _asked(parent):
             return
         length = min(window, size - at)
-        # The seals forbid another writable mapping. Reading allocates the pages as well.
+        # The seals forbid another writable mapping. A read populates pages as well.
         with mmap.mmap(fd, length, prot=mmap.PROT_READ, offset=at) as mapped:
             if advice >= 0:
                 with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -63,7 +63,8 @@ def main(
 
 
 def _asked(parent: int) -> bool:
-    # The input has no end while a process that the parent has forked holds it open.
+    # A forked child of the parent may hold the input open after the parent's end. So the end of
+    # the input is not enough: the parent is looked at, too.
     while not select.select([0], [], [], _ALIVE_S)[0]:
         if os.getppid() != parent:
             return False
@@ -75,7 +76,7 @@ def _lower_priority() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     except OSError:  # some sandboxes refuse it
         os.nice(19)
-    # If memory runs out nevertheless, this process is the one to be killed.
+    # If memory runs out, the kernel kills this process first, and no engine.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 

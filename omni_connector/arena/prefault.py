@@ -2,10 +2,10 @@
 """Prefault: has the kernel allocate and map an arena's memory before it is needed.
 
 The first touch of a page costs many times a copy into it. So a process at idle priority
-(`populate`) allocates the memory of the whole arena, from its start, as low slots are used first.
-What it has allocated, threads of the engines then map, the owner's and each reader's: this takes
-a tenth of the time. Both pause while a copy runs. A slot that
-is used before its turn is populated by a system call, before the copy.
+(`populate`) allocates the arena's memory, from the start on, because low slots are used first. A
+thread of the owner, and one of each reader, then maps the allocated part, which takes a tenth of
+the time. All pause while a copy runs. A slot that is used before its turn is populated by a system
+call before the copy.
 """
 
 import contextlib
@@ -40,32 +40,38 @@ MADV_POPULATE_WRITE: Final = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-# Bytes that are asked for, and mapped in this process, at once.
 _WINDOW: Final = 64 << 20
-_STEP: Final = 2 << 20
+"""Bytes that the process allocates at one request. The memory left is checked before each."""
 
-# Smaller arenas are not worth a process.
+_STEP: Final = 2 << 20
+"""Bytes mapped by one system call, a huge page. A copy that begins waits for one step at most."""
+
 _LARGE = 64 << 20
+"""Bytes of an arena from which on a process pays off; the thread alone populates smaller ones."""
 
 _CLOSE_S: Final = 5.0
-_PAUSE_S: Final = 0.002
+"""Longest wait, in seconds, for a thread to end at `stop`."""
 
-# For how long a reader waits for the next memory of its peer, at first and at most, and how often.
+_PAUSE_S: Final = 0.002
+"""Seconds between two looks at whether a copy still runs."""
+
+# A reader waits for its peer to allocate more: seconds of the first wait, which is doubled each
+# time, and of the longest; and the number of waits without progress after which it ends.
 _FIRST_WAIT_S: Final = 0.05
 _LONGEST_WAIT_S: Final = 5.0
 _WAITS: Final = 16
 
-# A test that waits for the process lets it run at ordinary priority.
 _IDLE = True
+"""Whether the process runs at idle priority. Tests that wait for it set this to False."""
 
 _CORES: Final = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else frozenset({0})
-"""Those of the process, before vLLM pins its threads."""
+"""The cores of this process, read before vLLM pins its threads."""
 
 
 def overcommit_is_strict() -> bool:
     """Whether the kernel may refuse a page at its first touch, which kills with SIGBUS.
 
-    In this mode an arena must allocate all its memory when it is made.
+    With strict overcommit an arena must allocate all its memory when it is made.
     """
     try:
         return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
@@ -74,12 +80,15 @@ def overcommit_is_strict() -> bool:
 
 
 def spared_bytes() -> int:
-    """Bytes of available memory that populating in the background leaves to others."""
+    """Bytes of available memory that background populating leaves to others.
+
+    1/20 of the memory limit, 4 GiB at most.
+    """
     return min(memory_limit_bytes() // 20, 4 << 30)
 
 
 class _Steps:
-    """Maps a mapping's pages in this process, each step once.
+    """Populates the page tables of a mapping, in steps of `_STEP` bytes, each once.
 
     Args:
         mapped: the mapping, from the start of the file.
@@ -97,7 +106,11 @@ class _Steps:
         return len(self._pages)
 
     def map(self, start: int, end: int, pause: Callable[[], bool] | None = None) -> bool:
-        """Map these bytes, unless they are mapped; before each step, `pause` may end it.
+        """Map the bytes that are not mapped yet.
+
+        Args:
+            start, end: the bytes.
+            pause: called before each step; may wait, and ends the mapping by returning False.
 
         Returns:
             Whether all are mapped.
@@ -110,7 +123,7 @@ class _Steps:
             self._done[step] = True
             at = step * _STEP
             address = self._pages.ctypes.data + at
-            # Without memory, or before Linux 5.14, the pages come when they are touched.
+            # An error (no memory, or Linux before 5.14) is ignored: the first touch maps the page.
             _madvise(address, min(_STEP, self.size - at), self._advice)
         return True
 
@@ -121,17 +134,15 @@ class _Steps:
 
 
 class Prefaulter:
-    """Has the memory of an arena allocated and mapped, from its start, in the background.
-
-    A small arena's by its thread alone.
+    """Allocates and maps the memory of an arena in the background, from its start.
 
     Args:
-        fd: the memfd, of which this keeps a duplicate.
-        mapped: its owner's mapping, from the start of the file.
+        fd: the memfd; duplicated.
+        mapped: the owner's mapping, from the start of the file.
         huge_pages: the configured setting.
-        available: bytes of memory that are left; below `spared_bytes` this ends.
-        populated: called on the thread each time that more of it is there, with the bytes from the
-            start that are. What it raises ends this.
+        available: returns the bytes of memory left; below `spared_bytes` prefaulting ends.
+        populated: called on the thread after each window, with the end of the allocated bytes. An
+            error that it raises ends prefaulting.
     """
 
     def __init__(
@@ -157,7 +168,7 @@ class Prefaulter:
         self._thread.start()
 
     def touch(self, start: int, end: int) -> None:
-        """Map these bytes now, which are about to be written. Cheap where they are."""
+        """Map bytes that are about to be written, now. Cheap if they are mapped already."""
         steps = self._steps
         if steps is not None and not self._whole:
             steps.map(start, end)
@@ -169,7 +180,7 @@ class Prefaulter:
             if self._process is not None:
                 self._process.kill()
         self._thread.join(_CLOSE_S)
-        self._steps = None  # or these would keep the mapping alive
+        self._steps = None  # it would keep the mapping alive
         self._populated = lambda end: None
 
     def _run(self) -> None:
@@ -215,7 +226,7 @@ class Prefaulter:
         assert process.stdout is not None
         spared = spared_bytes()
         for start in range(0, steps.size, _WINDOW):
-            # Reserved huge pages are there in any case.
+            # Reserved huge pages are no part of the available memory.
             left = math.inf if self._huge_pages == "hugetlb" else self._available()
             if left - _WINDOW < spared:
                 logger.warning(
@@ -249,11 +260,11 @@ class Prefaulter:
 class ReaderPrefaulter:
     """Maps a peer's arena in the background, as far as its owner has allocated it.
 
-    Where the owner has not, this would allocate memory in its place, so it waits, and after a
-    while without anything new it ends.
+    Mapping more would allocate memory in the owner's place. So this waits for the owner, and ends
+    after `_WAITS` waits without progress.
 
     Args:
-        fd: the peer's memfd, of which this keeps a duplicate.
+        fd: the peer's memfd; duplicated.
         mapped: the reader's mapping, from the start of the file.
 
     Raises:
@@ -271,7 +282,7 @@ class ReaderPrefaulter:
             self._thread.start()
         except BaseException:
             os.close(self._fd)
-            del self._steps  # the thread keeps this, and it would keep the mapping
+            del self._steps  # the thread object keeps `self` alive, and this the mapping
             raise
 
     def stop(self) -> None:
@@ -280,14 +291,14 @@ class ReaderPrefaulter:
         self._thread.join(_CLOSE_S)
 
     def abandon(self) -> None:
-        """Do what the thread does at its end, in a process that was forked without it."""
+        """Close the descriptor in a forked child, which has no thread that would do so."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def _run(self) -> None:
         steps = self._steps
-        del self._steps  # or this would keep the mapping alive
+        del self._steps  # it would keep the mapping alive after the thread
         start, waits = 0, 0
         try:
             while start < steps.size and waits < _WAITS:
@@ -305,7 +316,7 @@ class ReaderPrefaulter:
             self.abandon()
 
     def _allocated(self, start: int, size: int) -> int:
-        """The end of the memory that is there from `start` on, in whole steps."""
+        """The end of the memory allocated from `start` on, in whole steps."""
         try:
             end = os.lseek(self._fd, start, os.SEEK_HOLE)
         except OSError:  # reserved huge pages: all are there
@@ -314,7 +325,7 @@ class ReaderPrefaulter:
 
 
 def advice_of(setting: HugePages) -> int:
-    """The advice on huge pages for `madvise`; -1 for none."""
+    """The setting's advice for `madvise`; -1 for none."""
     if setting == "auto":
         return mmap.MADV_HUGEPAGE
     return mmap.MADV_NOHUGEPAGE if setting == "off" else -1
@@ -328,7 +339,7 @@ def advise(mapped: mmap.mmap, setting: HugePages) -> None:
 
 
 def got(setting: HugePages, address: int) -> str:
-    """One line on which pages the mapping that starts here has."""
+    """One line that says which pages the mapping at this address has."""
     if setting == "hugetlb":
         return "all of it in reserved huge pages"
     if not expected(setting):
@@ -356,7 +367,7 @@ def prefault(fd: int, pages: NDArray[np.uint8], start: int, length: int) -> None
 
 
 def _madvise(address: int, length: int, advice: int) -> int:
-    """The code of the error, or 0. Releases the GIL, as `mmap.madvise` does not."""
+    """The error's code, or 0. Unlike `mmap.madvise` this releases the GIL."""
     while _libc.madvise(address, length, advice) != 0:
         code = ctypes.get_errno()
         if code not in (errno.EINTR, errno.EAGAIN):
@@ -366,7 +377,7 @@ def _madvise(address: int, length: int, advice: int) -> int:
 
 @contextlib.contextmanager
 def _shown_copies() -> Iterator[int]:
-    """A file of a page whose first byte tells another process whether a copy runs here."""
+    """Yields a file of one page whose first byte is not 0 while a copy runs in this process."""
     fd = os.memfd_create("omni-connector-copies", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, mmap.PAGESIZE)

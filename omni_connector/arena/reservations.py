@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the arenas of this host will take of its memory, told by each to whoever sizes another.
+"""Claims of arenas on the host's memory, visible to every process that sizes another arena.
 
-An arena is populated in the background, and what is not populated yet counts as available to the
-kernel: engines that start together would each take a part of the same memory. So a rank that makes
-an arena binds an abstract Unix socket whose *name* says how large the arena is and how much of it
-is populated. `/proc/net/unix` lists the names, those of other users too; the kernel removes a name
-with the process that has bound it; and binding is atomic, so a name is also the lock under which
-one rank after the other looks and tells. Nobody can connect to these sockets.
+An arena is populated in the background, and the kernel counts memory not populated yet as
+available. Engines that start together would each size their arenas by the same memory. So a rank
+with an arena binds an abstract Unix socket, to which nobody can connect. Its *name* is the claim:
+it says how large the arena is, and how much of it is populated.
 
-Any user of the host can bind such names, and so make the arenas of others smaller, as who takes the
-memory itself can. A network namespace has names of its own: engines in containers with networks of
-their own do not see each other.
+- `/proc/net/unix` lists all names, of all users.
+- The kernel removes a name with the process that has bound it.
+- Binding is atomic. So another name is the lock under which ranks look and claim in turn.
+
+Any user of the host can bind such names and so make the arenas of others smaller; taking the memory
+itself has the same effect. A network namespace has names of its own: engines in containers with
+networks of their own do not see each other.
 """
 
 import contextlib
@@ -32,6 +34,7 @@ from omni_connector.arena.available import available_bytes, memory_cgroup
 logger = logging.getLogger("vllm.omni_connector.worker")
 
 LOCK_TIMEOUT_S: Final = 5.0
+"""Longest wait, in seconds, for the sizing lock. A rank holds it for milliseconds."""
 
 _PREFIX: Final = "omni-connector-arena/1/"
 _LOCK: Final = "omni-connector-sizing/1"
@@ -40,26 +43,27 @@ _NAME: Final = re.compile(
     + r"([0-9a-f]{16})/([0-9a-f]{16})/([0-9a-f]{1,16})/([0-9a-f]{1,12})/([0-9a-f]{1,12})"
 )
 _MOST: Final = 4096
-"""Names that are read at most; a host has fewer arenas."""
+"""Most names read. A host has fewer arenas."""
 
 _CLAIMED_PART: Final = 16
-"""Others may claim all but 1/16 of the memory: nobody checks what other users say."""
+"""1/16 of the memory counts as unclaimed whatever others claim, because nobody verifies claims."""
 
 _UNIT: Final = 1 << 20
-"""Names count whole MiB."""
+"""Bytes of the unit in which names count: MiB."""
 
 _POLL_S: Final = 0.01
+"""Seconds between two attempts to take the sizing lock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one arena takes.
+    """The claim of one arena.
 
     Attributes:
-        arena: of it; a number that was drawn.
-        deployment: whose ranks divide their memory among themselves.
-        cgroup: of its process, whose memory is limited; 0 where none is.
-        size, populated: bytes of the arena, and those of them that are allocated.
+        arena: a random id.
+        deployment: the deployment that it belongs to, whose ranks share memory among themselves.
+        cgroup: the memory-limiting cgroup of its process; 0 for none.
+        size, populated: bytes of the arena, and how many of them are allocated.
     """
 
     arena: str
@@ -70,25 +74,28 @@ class Claim:
 
     @property
     def left(self) -> int:
-        """Bytes that it will take, and that nobody has taken yet."""
+        """Bytes claimed but not allocated yet."""
         return max(0, self.size - self.populated)
 
     @property
     def address(self) -> str:
-        """The abstract address that says so."""
+        """The abstract address whose name is this claim."""
         size, populated = self.size // _UNIT, self.populated // _UNIT
         numbers = f"{self.cgroup:x}/{size:x}/{populated:x}"
         return f"\0{_PREFIX}{self.arena}/{self.deployment}/{numbers}"
 
 
 def deployment_id(engine_id: str) -> str:
-    """What the ranks of a deployment have in common: vLLM numbers its data-parallel engines."""
+    """The id that all ranks of a deployment have.
+
+    vLLM appends a number to the engine ids of data-parallel engines, which is left out here.
+    """
     whole = re.sub(r"_dp\d+$", "", engine_id)
     return hashlib.sha256(f"{os.geteuid()}/{whole}".encode()).hexdigest()[:16]
 
 
 def claims(root: Path = Path("/")) -> list[Claim]:
-    """Those of all arenas of this host, as far as its network namespaces show them."""
+    """The claims of all arenas of this host that this network namespace shows."""
     found: dict[str, Claim] = {}
     try:
         with open(root / "proc/net/unix", encoding="utf-8", errors="replace") as lines:
@@ -99,7 +106,7 @@ def claims(root: Path = Path("/")) -> list[Claim]:
                 arena, deployment = match[1], match[2]
                 cgroup, size, populated = (int(match[n], 16) for n in (3, 4, 5))
                 claim = Claim(arena, deployment, cgroup, size * _UNIT, populated * _UNIT)
-                # While it tells of its progress, an arena has two names.
+                # An arena that reports progress has two names for a moment.
                 before = found.get(arena)
                 if before is None or before.populated < claim.populated:
                     found[arena] = claim
@@ -111,13 +118,13 @@ def claims(root: Path = Path("/")) -> list[Claim]:
 
 
 def unclaimed_bytes(deployment: str = "") -> int:
-    """Bytes of memory of which the arenas of a deployment take a part: what is available, without
-    what the arenas of others will take of it."""
+    """Bytes of memory that no other deployment's arena claims; the base for sizing an arena."""
     others = []
     left = 0
     for claim in claims():
         if claim.deployment == deployment:
-            # Ranks that were sized before this one populate their parts of the same memory.
+            # Ranks of this deployment share one base. What those sized earlier have populated is
+            # no longer available to the kernel, but belongs to the base.
             left += claim.populated
         else:
             others.append(claim)
@@ -130,10 +137,10 @@ def unclaimed_bytes(deployment: str = "") -> int:
 
 @contextlib.contextmanager
 def sizing_lock(timeout: float = LOCK_TIMEOUT_S) -> Iterator[bool]:
-    """Let one process of the host after the other look at what is left, and claim a part of it.
+    """Holds the host's lock while a process looks at the unclaimed memory and claims a part.
 
-    Yields whether this process has the lock. Whoever holds it for `timeout` seconds is stopped, or
-    no engine at all: the others go on, and may take more than there is.
+    Yields whether the lock was taken. A holder that keeps it for `timeout` seconds hangs, or is no
+    engine. Then the others go on without it, and may claim too much.
     """
     deadline = time.monotonic() + timeout
     held: socket.socket | None = None
@@ -153,7 +160,7 @@ def sizing_lock(timeout: float = LOCK_TIMEOUT_S) -> Iterator[bool]:
 
 
 class Reservation:
-    """The claim of one arena, as long as it is open.
+    """Keeps the claim of one arena visible until it is closed.
 
     Args:
         deployment: see `Claim`.
@@ -168,13 +175,13 @@ class Reservation:
         self._tell(self._claim)
 
     def populated(self, nbytes: int) -> None:
-        """So many bytes more are allocated; may be called on any thread."""
+        """`nbytes` more are allocated. Any thread may call this."""
         with self._lock:
             populated = min(self._claim.size, self._claim.populated + nbytes)
             self._tell(replace(self._claim, populated=populated))
 
     def close(self) -> None:
-        """Let go of it. Idempotent."""
+        """Withdraw the claim. Idempotent."""
         with self._lock:
             self._closed = True
             if self._socket is not None:
@@ -189,9 +196,9 @@ class Reservation:
         if before is not None and claim.address == told:
             return
         try:
-            # The new name first: at no time is nothing claimed.
+            # The new name before the old one goes, so that the claim never disappears.
             self._socket = _bound(claim.address)
-        except OSError as error:  # no more descriptors; the name before stays
+        except OSError as error:  # no more descriptors; the old name stays
             logger.debug("An arena's size is not told to other engines: %s", error)
             return
         if before is not None:
@@ -199,10 +206,10 @@ class Reservation:
 
 
 def _bound(address: str) -> socket.socket:
-    """A socket that has this abstract address, and to which nobody can connect.
+    """A socket bound to this abstract address, without listening.
 
     Raises:
-        OSError: another has it, or there are no descriptors.
+        OSError: the address is taken, or there are no descriptors.
     """
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

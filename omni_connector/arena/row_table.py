@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hash table of rows of bytes, in one call of machine code for the rows of a whole prompt.
+"""A hash table of rows of bytes; one call of machine code looks up the rows of a whole prompt.
 
-Of a million rows, a dict takes 190 bytes each and 1.9 ms for 512 new ones, and stops for 90 ms to
-grow; this table takes 56 bytes and 0.3 ms. (numpy takes some ten calls for each step of a probe.)
-Its entries are numbered, and its size is fixed. Those of one bucket form a list, and their rows are
-compared as a whole: no hash decides what is found.
+With a million rows a dict takes 190 bytes a row, 1.9 ms to add 512 new ones, and pauses of 90 ms to
+grow. This table takes 56 bytes a row and 0.3 ms. (numpy would need some ten calls for each step of
+a probe.) The size is fixed, and the entries are numbered from 0. The entries of a bucket form a
+list. Rows are compared byte by byte, so two rows with equal hashes are never confused.
 
 kernels/row_table.c has the code. Where it cannot be compiled, a dict does the work.
 """
@@ -28,16 +28,16 @@ logger = logging.getLogger("vllm.omni_connector.native")
 ROW_BYTES: Final = 36
 
 _MAX_KEY: Final = ROW_BYTES - 4
-"""Of a longer key, a cryptographic hash of so many bytes stands for it."""
+"""Bytes of the longest key that a row holds. A longer one is replaced by a hash of this length."""
 
 _Call = Callable[[bytes, bytes, int, int], None]
 
 
 class DictTable:
-    """Which entry has a row of bytes. An entry has one row at a time, and is found while it lives.
+    """Maps rows of bytes to entries, by a dict. An entry has one row at a time.
 
     Args:
-        alive: whether each entry lives, which the caller may change; (entries,) bool.
+        alive: (entries,) bool, whether an entry is found; the caller may clear it.
     """
 
     def __init__(self, alive: NDArray[np.bool_]) -> None:
@@ -56,12 +56,12 @@ class DictTable:
         return found
 
     def name(self, rows: bytes, numbers: NDArray[np.int64]) -> None:
-        """Give rows to entries, which live from now on; except where a living entry has the row, or
-        where the last byte of a row is 0.
+        """Give each entry its row, and set it alive. Skips a row that a living entry has already,
+        and a row whose last byte is 0.
 
         Args:
             rows: as for `find`.
-            numbers: of as many entries.
+            numbers: the entries, as many as rows.
 
         Raises:
             IndexError: there is no such entry.
@@ -80,7 +80,7 @@ class DictTable:
 
 
 class NativeTable(DictTable):
-    """The same in machine code, in a third of the memory."""
+    """The same in machine code, with a third of the memory."""
 
     def __init__(self, alive: NDArray[np.bool_], find: _Call, name: _Call) -> None:
         self._alive = alive
@@ -106,9 +106,14 @@ class NativeTable(DictTable):
 
 
 def rows_of(group: int, keys: Sequence[bytes | None]) -> bytes:
-    """The rows that blocks of a cache group have: each its key, the group, and the key's length.
+    """The rows of blocks of a cache group, one after the other.
 
-    The last byte of the row is 0 if there is no key, and only then.
+    The row of key "ab" in group 1:
+
+        61 62 00 ... 00 | 01 00 00 | 02
+        key, 32 bytes   | group    | length of the key
+
+    The last byte is 0 if the block has no key, and only then.
     """
     named = [key or b"" for key in keys]
     lengths = set(map(len, named))
@@ -127,14 +132,14 @@ def rows_of(group: int, keys: Sequence[bytes | None]) -> bytes:
 
 
 def row_table(alive: NDArray[np.bool_]) -> DictTable:
-    """An empty table of as many entries; its arguments are those of `DictTable`."""
+    """An empty table, native if possible; the argument is that of `DictTable`."""
     calls = native_calls()
     return DictTable(alive) if calls is None else NativeTable(alive, *calls)
 
 
 @functools.cache
 def native_calls() -> tuple[_Call, _Call] | None:
-    """`find` and `name`, compiled at the first call; None where they cannot be had."""
+    """`find` and `name` of the native table, compiled at the first call; None if that fails."""
     try:
         if sys.byteorder != "little":
             raise OSError("the lowest byte of a word is not its first")
@@ -145,7 +150,7 @@ def native_calls() -> tuple[_Call, _Call] | None:
         logger.warning("slots are looked up in a dict: there is no native table (%s)", error)
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    # They keep the GIL, as what they change is read without another lock.
+    # They keep the GIL (PYFUNCTYPE): other threads read the arrays without a lock.
     prototype = ctypes.PYFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, number, pointer)
     find, name = (prototype(engine.get_function_address(each)) for each in ("find", "name"))
     find.engine = name.engine = engine  # type: ignore[attr-defined]  # the code is gone with it
@@ -156,7 +161,7 @@ def native_calls() -> tuple[_Call, _Call] | None:
 
 
 def _agrees(find: _Call, name: _Call) -> bool:
-    """Whether these find what a dict finds, while entries get other rows, and die."""
+    """Whether the native table finds the same as a dict, while entries get other rows and die."""
     draw = np.random.default_rng(0)
     size = 64
     lives = np.zeros(size, bool), np.zeros(size, bool)
@@ -177,6 +182,6 @@ def _split(rows: bytes) -> list[bytes]:
 
 
 def _require(numbers: NDArray[np.int64], count: int) -> None:
-    # In machine code, an entry that does not exist is another's memory.
+    # Machine code checks no bounds.
     if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < count:
         raise IndexError(f"entries from {numbers.min()} to {numbers.max()}, of {count}")

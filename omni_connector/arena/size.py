@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many slots the arena of one rank has, and what is said of it."""
+"""How many slots the arena of one rank has, and why."""
 
 import logging
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ ORDINARY_PART: Final = 10
 """All arenas of a deployment on one host together take 1/10 of the available memory."""
 
 LARGEST_PART: Final = 4
-"""They take up to 1/4 of it where a single prompt needs more."""
+"""If the longest prompt needs more, they take up to 1/4 of it."""
 
 USEFUL_CACHES: Final = 2
-"""An arena holds at most as many blocks as 2 KV caches: while the KV of one waits for its decode
-engines, that of the next is computed."""
+"""An arena has at most as many slots as 2 KV caches have blocks: the KV of one cache waits for
+decode engines while the next is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,13 @@ class ArenaSizing:
     """What the size of one rank's arena depends on, beside the size of a slot.
 
     Attributes:
-        given: bytes that the configuration sets; None takes what the memory of the host allows.
+        given: configured bytes; None sizes the arena by the host's memory.
         cache_blocks: blocks of the rank's KV cache.
         max_tokens: tokens of the longest prompt.
         sharers: arenas of this deployment on this host.
-        reserved: bytes of memory that are taken but perhaps not in use yet.
-        huge_pages: which pages the arena has, as the configuration says.
-        deployment: names the deployment among all on the host; see `reservations`.
+        reserved: bytes that the engine's KV caches on this host will take, perhaps not touched yet.
+        huge_pages: the configured setting.
+        deployment: identifies the deployment on the host; see `reservations`.
     """
 
     given: int | None
@@ -112,7 +112,8 @@ class ArenaSizing:
             size = ArenaSize(self.given // slot_bytes, "arena_gib")
         else:
             unclaimed = unclaimed_bytes(self.deployment)
-            # The engine's own cache may be in memory already, at least in part.
+            # Pages of the KV cache that are in use already are subtracted twice here. So at least
+            # half of the unclaimed memory counts as available.
             size = arena_size(
                 available=max(unclaimed - self.reserved, unclaimed // 2),
                 slot_bytes=slot_bytes,
@@ -135,7 +136,7 @@ class ArenaSizing:
         slot_bytes: int,
         groups: tuple[GroupShape, ...],
     ) -> None:
-        """Log the size of a rank's arena, and whether the longest prompts have room in it."""
+        """Log the size of a rank's arena, and warn if the longest prompts do not fit."""
         logger.info(
             "Arena of rank %d: %.2f GiB, %d slots of %.1f MiB (%s)",
             rank,

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which slot holds the block of a key, and which slots hold other blocks than before.
+"""The owner's index: which slot holds the block of a key, and which slots have changed.
 
-A prompt may have tens of thousands of blocks, and to look up each would take longer than a step of
-the engine may. But a key names all blocks before its own too, as vLLM's hashes do: two prompts with
-the same key at one place have the same keys at all places before. So the index keeps the slots of
-recent prompts in arrays, and takes what a new prompt has in common with one of them as a whole. And
-as a prefix is not evicted before what continues it, a look-up ends at the first missing block.
+A prompt may have tens of thousands of blocks; a look-up of each would take longer than a step may.
+Two properties of keys make it fast:
+
+- A key covers all blocks before its own, as vLLM's hashes do. Two prompts with the same key at one
+  place have the same keys at all places before. So the index keeps the slots of recent prompts
+  (runs) in arrays, and a new prompt takes its common beginning with one of them as a whole.
+- The end of a prefix is evicted before its beginning. So a look-up ends at the first missing block.
 """
 
 from bisect import bisect_left
@@ -26,9 +28,10 @@ SlotKey = bytes
 Ints = NDArray[np.int64]
 
 _BATCH: Final = 256
-"""Blocks that are looked up at once. No run is kept of shorter prompts."""
+"""Blocks looked up in one call. Shorter prompts need one call, so no run of them is kept."""
 
 _RUNS: Final = 16
+"""Recent prompts whose slots are kept. Each look-up compares its first key with all of theirs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +42,7 @@ class _Run:
     generations: Ints
 
     def common(self, keys: Sequence[SlotKey | None]) -> int:
-        """How many keys at its beginning are also those at the beginning of `keys`."""
+        """Length of the common beginning of this run's keys and `keys`."""
         ours = self.keys
         return bisect_left(
             range(min(len(ours), len(keys))),
@@ -49,14 +52,14 @@ class _Run:
 
 
 class SlotIndex:
-    """Finds slots by group and key. The caller holds the directory's lock.
+    """Finds slots by group and key. The caller holds the lock of the pool.
 
     Args:
-        generation: of each slot, int64; the directory's own array.
+        generation: (slots,) int64; the pool's own array.
 
     Attributes:
-        keyed: whether a slot is found by its key; (slots,) bool. With each new generation of a slot
-            the caller makes it false.
+        keyed: (slots,) bool, whether a slot is found by its key. The caller clears it whenever a
+            slot gets a new generation.
     """
 
     def __init__(self, generation: Ints) -> None:
@@ -66,11 +69,11 @@ class SlotIndex:
         self._runs: deque[_Run] = deque(maxlen=_RUNS)
 
     def find(self, group: int, keys: Sequence[SlotKey | None], first: int) -> Ints:
-        """The slot of each of these blocks, -1 where there is none, or none was looked for.
+        """The slot of each block; -1 for a missing block and, in a prompt, all blocks after one.
 
         Args:
-            keys: of consecutive blocks of the group. One may be None, if no key follows it.
-            first: logical index of the first of them.
+            keys: of consecutive blocks of the group. The last one may be None.
+            first: logical index of the first block. If it is not 0, each block is looked up.
         """
         found = np.full(len(keys), -1, np.int64)
         if not keys or keys[0] is None:
@@ -85,7 +88,7 @@ class SlotIndex:
         return found
 
     def _of_run(self, group: int, keys: Sequence[SlotKey | None], found: Ints) -> int:
-        """Find the blocks that a recent prompt has in common; returns how many they are."""
+        """Fill in the slots of the common beginning with a recent prompt; returns its length."""
         alike = [each for each in self._runs if (each.group, each.keys[0]) == (group, keys[0])]
         if not alike:
             return 0
@@ -99,9 +102,9 @@ class SlotIndex:
     def remember(
         self, group: int, keys: Sequence[SlotKey | None], first: int, slots: Ints, generations: Ints
     ) -> None:
-        """Keep the slots of a prompt for others that begin like it; they may be named later.
+        """Keep the slots of a prompt as a run. They are found by it once `name` has named them.
 
-        The arguments are as for `find`, and the caller does not change them any more.
+        The arguments are as for `find`, and must not be changed afterwards.
         """
         if first or len(keys) < _BATCH or keys[0] is None:
             return
@@ -113,7 +116,7 @@ class SlotIndex:
         self._runs.append(_Run(group, keys, slots, generations))
 
     def name(self, group: int, keys: Sequence[SlotKey | None], slots: Ints) -> None:
-        """Let these slots be found by their keys, except where a key is None or finds another slot.
+        """Enter slots under their keys, except if a key is None or has another slot already.
 
         Args:
             keys, slots: of blocks of the group, in any order; slots in their present generations.
@@ -127,10 +130,10 @@ class SlotIndex:
 
 
 class SlotChanges:
-    """In which slots peers find other blocks than when one asked last. The caller holds the lock of
-    the pool.
+    """Records which slots were listed for peers, or unlisted, since the last `take`.
 
-    Only the latest state of a slot is kept, so whoever asks seldom learns less, but nothing wrong.
+    Only the latest state of a slot is kept: a block listed and unlisted in between does not show.
+    The caller holds the lock of the pool.
 
     Args:
         num_slots: of the arena.
@@ -138,36 +141,41 @@ class SlotChanges:
 
     def __init__(self, num_slots: int) -> None:
         self._names: list[tuple[int, SlotKey] | None] = [None] * num_slots
-        self._shown: dict[int, bool] = {}  # of the slots that have changed
+        self._shown: dict[int, bool] = {}  # by slot that has changed, whether it is listed now
         self._hidden: set[tuple[int, SlotKey] | None] = set()
         self._cleared = False
 
     def name(self, group: int, keys: Sequence[SlotKey | None], slots: Ints) -> None:
-        """These slots will hold these blocks."""
+        """Set the blocks that these slots will hold."""
         for slot, key in zip(slots.tolist(), keys, strict=True):
             self._names[slot] = None if key is None else (group, key)
 
     def show(self, slots: Ints, shown: bool) -> None:
-        """Peers find these slots from now on, or find them no more."""
-        numbers = slots.tolist()
-        self._shown.update(dict.fromkeys(numbers, shown))
+        """These slots are listed now, or unlisted."""
+        slot_ids = slots.tolist()
+        self._shown.update(dict.fromkeys(slot_ids, shown))
         if not shown:
-            self._hidden.update(self._names[slot] for slot in numbers)
+            self._hidden.update(self._names[slot] for slot in slot_ids)
 
     def clear(self) -> None:
-        """Peers find nothing any more."""
+        """All slots were unlisted."""
         self._shown.clear()
         self._cleared = True
 
     def lost(self, group: int, key: SlotKey) -> bool:
-        """Whether peers may have found this block no more at some time since one asked last."""
+        """Whether this block may have been unlisted since the last `take`, if only for a while."""
         return self._cleared or (group, key) in self._hidden
 
     def take(self) -> tuple[bool, dict[int, tuple[int, SlotKey] | None]]:
-        """Whether nothing was found any more at some time since the last call; and, since that time
-        or the last call, the slots that have changed, with group and key of the block that peers
-        find in each now, or None."""
-        cleared, self._cleared = self._cleared, False
+        """The changes since the last call.
+
+        Returns:
+            (whether all slots were unlisted since, the slots that have changed after that). A slot
+            has the group and key of the block that it is listed with now, or None.
+        """
+        cleared = self._cleared
+        changed = self._shown
+        self._cleared = False
+        self._shown = {}
         self._hidden.clear()
-        changed, self._shown = self._shown, {}
         return cleared, {s: self._names[s] if shown else None for s, shown in changed.items()}

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Allocates the slots of an arena: which are free, held, being filled, or cached.
 
-A slot is *free*, *taken* for a block that will be copied, *busy* while a worker copies into it, or
-*ready*. Users hold slots in any state. Those whose prompts begin alike hold the same slots, and
-each block is copied once. A ready slot that has a key and that nobody holds is *cached*: while
-there is room it is kept, and later prompts that begin like it use it. A *pinned* slot that nobody
-holds is cached, too, but no other block gets it before its pin ends.
+A slot is in one of four states:
 
-Slots that `keep` gives, and privileged ones (pinned, or favoured by the order of eviction), belong
-to a tenant; slots of hand-offs do not.
+    free --take--> taken --fill--> busy --filled--> ready
+                                   busy --unfilled--> taken (or free, if nobody holds it)
 
-A prompt may have tens of thousands of blocks, so arrays hold what is known of the slots.
+A taken slot waits for its copy, a busy one is being filled, a ready one has content. Users hold
+slots in any state but free. Prompts that begin alike hold the same slots, so each block is copied
+once. A ready slot that has a key and no user is *cached*: it keeps its block until the slot is
+needed, and later prompts with the same beginning use it. A *pinned* slot without a user is cached,
+too, but is not evicted before its pin ends.
+
+A slot belongs to a tenant if `keep` allocated it, or if it is privileged (pinned, or favoured in
+the eviction order). Slots of hand-offs belong to nobody.
+
+A prompt may have tens of thousands of blocks, so the state of slots is kept in arrays.
 """
 
 import math
@@ -32,24 +37,24 @@ from omni_connector.runtime.turns import MakeLock
 
 Bools = NDArray[np.bool_]
 
-# Pins end at multiples of so many seconds, the next one after their time. So the pinned slots are
-# searched for ended pins at most four times a second, however many pins there are.
 _PIN_TICK_S: Final = 0.25
+"""The end of a pin is rounded up to a multiple of this, in seconds. That bounds the searches for
+ended pins, each of which looks at every slot, to four a second."""
 
 NONE: Final[Ints] = np.empty(0, np.int64)
 """No slots."""
 
 
 class SlotListing:
-    """Keeps the index of an arena. The caller holds the lock of the pool.
+    """Lists ready slots in the arena's index for peers. The caller holds the lock of the pool.
 
     Args:
         index: of the arena; closed by its owner.
         key_prefix: as for `header_keys`.
 
     Attributes:
-        key_prefix: what blocks that are named from now on have; may be changed.
-        changes: is told of all changes; None where nobody asks for them.
+        key_prefix: prefix of the keys of blocks that are named from now on; may be changed.
+        changes: records what is listed and unlisted, for KV events; None where none are published.
     """
 
     def __init__(
@@ -61,9 +66,10 @@ class SlotListing:
         self._tags: Tags = np.zeros(index.num_slots, np.uint64)
 
     def name(self, group: int, keys: Sequence[SlotKey | None], slots: Ints) -> None:
-        """These slots will hold these blocks; those without a key are never listed."""
+        """Set the blocks that these slots will hold; a slot without a key is never listed."""
         if len(slots):
-            # A tag depends on whether the hashes that come with it have one length.
+            # `tags_of` takes all hashes of a group in one call: their tags depend on whether all
+            # have the same length.
             named = np.array([key is not None for key in keys])
             hashes = [key for key in keys if key is not None]
             self._tags[slots[named]] = tags_of(self.key_prefix, group, hashes)
@@ -71,34 +77,35 @@ class SlotListing:
                 self.changes.name(group, keys, slots)
 
     def show(self, slots: Ints, generations: Ints) -> None:
-        """Peers find these slots from now on."""
+        """List these slots: peers find them from now on."""
         if len(slots):
             self._index.add(self._tags[slots], slots, generations)
             if self.changes is not None:
                 self.changes.show(slots, True)
 
     def hide(self, slots: Ints) -> None:
-        """Peers find these slots no more."""
+        """Remove these slots from the index."""
         self._index.remove(slots)
         if self.changes is not None:
             self.changes.show(slots, False)
 
     def clear(self) -> None:
-        """Peers find nothing any more."""
+        """Remove all slots from the index."""
         self._index.clear()
         if self.changes is not None:
             self.changes.clear()
 
 
 class Kept(NamedTuple):
-    """What `SlotPool.keep` did for blocks that had no slot.
+    """Result of `SlotPool.keep`.
 
     Attributes:
-        chosen: which of the keys got one.
-        slots: these slots.
-        over_quota: how many got none because of their tenant's quota.
-        dropped: how many got none for lack of room.
-        beyond: those of these that were more than were to be taken, as far as there would be room.
+        chosen: positions of the keys that got a slot.
+        slots: the slots they got.
+        over_quota: number of blocks that got none because their tenant's quota is used up.
+        dropped: number of blocks that got none because no slot was available, or beyond `most`.
+        beyond: positions of keys beyond `most` for which slots are available now. They are counted
+            as dropped, too.
     """
 
     chosen: Ints
@@ -109,22 +116,21 @@ class Kept(NamedTuple):
 
 
 class SlotPool:
-    """The slots of one arena. Whoever calls anything of it holds its lock, and nobody holds that
-    during I/O.
+    """The slots of one arena. Callers hold `lock` during each call, and never during I/O.
 
     Args:
         num_slots: of the arena.
         lock: makes the lock.
 
     Attributes:
-        lock: the pool's.
-        listing: lists for peers the slots that have keys; None where no peer looks for any.
-        generation: of each slot; it grows with each use. (slots,) int64.
+        lock: guards the pool.
+        listing: lists ready slots for peers; None where no peer looks anything up.
+        generation: (slots,) int64; grows with each use of a slot.
         releases: changes when a slot becomes free or cached.
-        num_cached: slots that are cached, pinned ones included.
+        num_cached: cached slots, pinned ones included.
         num_privileged: slots that are favoured or pinned, in any state.
-        quota: slots that may belong to one tenant; None bounds nobody.
-        on_lost: is told the slots of copies that have failed, where somebody holds one of them.
+        quota: most slots of one tenant; None sets no quota.
+        on_lost: called with the slots of a failed copy if a user holds one of them.
     """
 
     def __init__(self, num_slots: int, lock: MakeLock = threading.Lock) -> None:
@@ -134,34 +140,34 @@ class SlotPool:
         self.releases = 0
         self.num_cached = 0
         self.quota: int | None = None
-        self.on_lost: Callable[[Ints], None] = lambda numbers: None
+        self.on_lost: Callable[[Ints], None] = lambda slot_ids: None
         self._users = np.zeros(num_slots, np.int32)
         self._busy = np.zeros(num_slots, bool)
         self._ready = np.zeros(num_slots, bool)
         self._index = SlotIndex(self.generation)
         self._keyed = self._index.keyed
-        # A stack of the free slots, of which there are `_num_free`. Those that came free last are
-        # taken first: they are warm, and whatever the arena's size, no array is searched.
+        # A stack of the free slots, the first `_num_free` entries. The slot freed last is taken
+        # first: its memory is warm. And no array is searched, whatever the arena's size.
         self._free = np.arange(num_slots - 1, -1, -1, np.int32)
         self._num_free = num_slots
         self._order = EvictionOrder(num_slots)
         self._pinned_until = np.zeros(num_slots)
-        self._next_end = float("inf")  # no pin ends before
-        # Which slots are favoured or pinned; how many are, in all and of each tenant.
+        self._next_end = float("inf")  # the earliest end of a pin
+        # Which slots are favoured or pinned, and their numbers: in all and by tenant.
         self._privileged = np.zeros(num_slots, bool)
         self.num_privileged = 0
         self._privileged_of: Counter[int] = Counter()
-        # To whom each slot belongs, 0 for nobody; and how many belong to each.
+        # The tenant of each slot, 0 for nobody; and the number of slots by tenant.
         self._tenant: Ints = np.zeros(num_slots, np.int64)
         self._kept_of: Counter[int] = Counter()
 
     def counts(self) -> tuple[int, int, int]:
-        """(free slots, cached slots, pinned ones of these)."""
+        """Numbers of (free, cached, cached and pinned) slots."""
         return self._num_free, self.num_cached, self._order.num_pinned
 
     @property
     def num_pinned(self) -> int:
-        """Cached slots that are pinned."""
+        """Number of cached slots that are pinned."""
         return self._order.num_pinned
 
     @property
@@ -171,15 +177,15 @@ class SlotPool:
     def take(
         self, keys: Sequence[Sequence[SlotKey | None]], first_blocks: Sequence[int]
     ) -> tuple[list[Ints], list[Ints]] | None:
-        """Hold a slot for each block of a prompt: the one that has its key, else a new one.
+        """Hold a slot for each block of a prompt: the slot that has its key, else a new one.
 
         Args:
-            keys: for each cache group the key of each block; None for a block that has none. The
-                caller does not change them any more.
-            first_blocks: for each cache group the logical index of the first of these blocks.
+            keys: by cache group, the key of each block; None for a block without. Kept by the pool:
+                not to be changed afterwards.
+            first_blocks: by cache group, the logical index of the first block.
 
         Returns:
-            The slots of each group, and their generations; None when there is no room now.
+            Slots and generations, both by group; None if too few slots are available.
         """
         parts = (self._index.find(g, group, first_blocks[g]) for g, group in enumerate(keys))
         found: Ints = np.concatenate([NONE, *parts])
@@ -205,46 +211,47 @@ class SlotPool:
 
     def _new(self, count: int) -> Ints:
         left = max(0, self._num_free - count)
-        numbers: Ints = self._free[left : self._num_free][::-1].astype(np.int64)
+        slot_ids: Ints = self._free[left : self._num_free][::-1].astype(np.int64)
         self._num_free = left
-        if len(numbers) < count:
-            evicted = self._order.evict(count - len(numbers))
+        if len(slot_ids) < count:
+            evicted = self._order.evict(count - len(slot_ids))
             self.num_cached -= len(evicted)
             self._count_privileged(evicted)
             self._disown(evicted)
-            numbers = np.concatenate([numbers, evicted])
+            slot_ids = np.concatenate([slot_ids, evicted])
         if self.listing is not None:
-            self.listing.hide(numbers)
-        self.generation[numbers] += 1
-        self._ready[numbers] = self._keyed[numbers] = False
-        self._users[numbers] = 1
-        return numbers
+            self.listing.hide(slot_ids)
+        self.generation[slot_ids] += 1
+        self._ready[slot_ids] = self._keyed[slot_ids] = False
+        self._users[slot_ids] = 1
+        return slot_ids
 
-    def touch(self, numbers: Ints, generations: Ints) -> None:
-        """Peers have used these slots while they had these generations.
+    def touch(self, slot_ids: Ints, generations: Ints) -> None:
+        """Count hits of peers, which read these slots in these generations.
 
-        Slots that have another generation by now, or that are no slots of this arena, are ignored.
-        Of cached slots, those that come first are evicted first. A slot may come more than once.
+        Slots of another generation by now, and slots outside the arena, are ignored. The cached
+        slots move to the end of the eviction order, in the order given. A slot may be named twice.
         """
-        known = (numbers >= 0) & (numbers < len(self.generation))
-        numbers, generations = numbers[known], generations[known]
-        numbers = numbers[self._ready[numbers] & (self.generation[numbers] == generations)]
-        self._order.used_again(numbers)
-        latest = numbers[self._order.here(numbers)][::-1]
+        known = (slot_ids >= 0) & (slot_ids < len(self.generation))
+        slot_ids, generations = slot_ids[known], generations[known]
+        slot_ids = slot_ids[self._ready[slot_ids] & (self.generation[slot_ids] == generations)]
+        self._order.used_again(slot_ids)
+        latest = slot_ids[self._order.here(slot_ids)][::-1]
         _, first = np.unique(latest, return_index=True)
         cached = latest[np.sort(first)][::-1]
         self._order.remove(cached)
         self._order.add(cached)
 
-    def requeue(self, numbers: Ints, generations: Ints) -> None:
-        """Whoever has filled these different slots, in these generations, used them until now.
+    def requeue(self, slot_ids: Ints, generations: Ints) -> None:
+        """Move slots to the end of the eviction order, without counting a hit.
 
-        Those that are cached are evicted as after `touch`, but they were not used again.
+        For the request that filled them, at its end. Each slot is named once; slots of another
+        generation by now are ignored.
         """
-        self._order.requeue(numbers[self.generation[numbers] == generations])
+        self._order.requeue(slot_ids[self.generation[slot_ids] == generations])
 
     def find(self, group: int, keys: Sequence[SlotKey]) -> Ints:
-        """The slots that have, or will have, these blocks of a group; none for those without."""
+        """The slots that hold or will hold these blocks of a group; blocks without are left out."""
         found = self._index.find(group, keys, 1)
         return found[found >= 0]
 
@@ -256,14 +263,15 @@ class SlotPool:
         tenant: Ints | int = 0,
         prompts: Ints | None = None,
     ) -> Kept:
-        """Hold a slot, to be filled, for each block that has none, as far as there is room.
+        """Hold a new slot for each block that has none, as long as slots are available.
 
-        Beyond the quota of a tenant, slots of its own make room, those whose turn it is.
+        A tenant at its quota gets a slot only by evicting one of its own.
 
         Args:
-            keys: of blocks of the group, in any order, each different.
-            most: slots that may be taken.
-            tenant: to whom the slots will belong, 0 for nobody; without a quota, to whom each will.
+            keys: of different blocks of the group, in any order.
+            most: most slots to take.
+            tenant: who will own the slots, 0 for nobody. If there is no quota, this may be an array
+                with the tenant of each key.
             prompts: as for `EvictionOrder.fill`.
         """
         lacking = np.flatnonzero(self._index.find(group, keys, 1) < 0)
@@ -284,17 +292,18 @@ class SlotPool:
     def admits(
         self, group: int, keys: Sequence[SlotKey], admission: Admission, prompts: Ints | None = None
     ) -> Bools:
-        """Which blocks of a group are worth a slot; see `EvictionOrder.admits`."""
+        """Which blocks of a group shall get a slot; see `EvictionOrder.admits`."""
         if admission != "second_hit" and len(keys) <= self._num_free:
             return np.ones(len(keys), bool)
         return self._order.admits(_content_hashes(group, keys), admission, prompts)
 
     def _room(self, tenant: int, count: int) -> int:
-        """How many of so many more slots may belong to a tenant, after its own have made room."""
+        """How many of `count` more slots a tenant may own. Evicts slots of its own if need be."""
         if not tenant or self.quota is None:
             return count
         if (over := self._kept_of[tenant] + count - self.quota) > 0:
-            over = max(over, self.quota // 64)  # all slots are looked at for that
+            # At least 1/64 of the quota at once, because each call looks at all slots.
+            over = max(over, self.quota // 64)
             gone = self._order.evict_of(np.flatnonzero(self._tenant == tenant), over)
             self.num_cached -= len(gone)
             self._keyed[gone] = False
@@ -303,161 +312,167 @@ class SlotPool:
             self._settle(gone)
         return max(0, min(count, self.quota - self._kept_of[tenant]))
 
-    def _own(self, numbers: Ints, tenants: Ints | int) -> None:
-        """These slots, which belong to nobody, belong to tenants now; to nobody where 0 is one."""
-        self._tenant[numbers] = tenants
-        self._count_owned(self._kept_of, numbers, 1)
+    def _own(self, slot_ids: Ints, tenants: Ints | int) -> None:
+        """Give slots without an owner to tenants; tenant 0 leaves them without."""
+        self._tenant[slot_ids] = tenants
+        self._count_owned(self._kept_of, slot_ids, 1)
 
-    def _disown(self, numbers: Ints) -> None:
-        self._count_owned(self._kept_of, numbers, -1)
-        self._tenant[numbers] = 0
+    def _disown(self, slot_ids: Ints) -> None:
+        self._count_owned(self._kept_of, slot_ids, -1)
+        self._tenant[slot_ids] = 0
 
-    def _count_owned(self, counter: Counter[int], numbers: Ints, each: int) -> None:
-        owners = self._tenant[numbers]
+    def _count_owned(self, counter: Counter[int], slot_ids: Ints, each: int) -> None:
+        owners = self._tenant[slot_ids]
         tenants, counts = np.unique(owners[owners != 0], return_counts=True)
         for tenant, count in zip(tenants.tolist(), counts.tolist(), strict=True):
             counter[tenant] += each * count
             if not counter[tenant]:
                 del counter[tenant]
 
-    def _count_privileged(self, numbers: Ints) -> None:
-        """Count anew what was done to these different slots; before they get another owner."""
-        before, now = self._privileged[numbers], self._order.privileged(numbers)
-        for changed, each in ((numbers[now & ~before], 1), (numbers[before & ~now], -1)):
+    def _count_privileged(self, slot_ids: Ints) -> None:
+        """Update the counts of privileged slots after a change of these (each named once).
+
+        Called before the slots change owner, because the counts are by tenant.
+        """
+        before, now = self._privileged[slot_ids], self._order.privileged(slot_ids)
+        for changed, each in ((slot_ids[now & ~before], 1), (slot_ids[before & ~now], -1)):
             if len(changed):
                 self.num_privileged += each * len(changed)
                 self._count_owned(self._privileged_of, changed, each)
-        self._privileged[numbers] = now
+        self._privileged[slot_ids] = now
 
     def privileged_of(self, tenant: int) -> int:
-        """How many slots of a tenant are favoured or pinned."""
+        """Number of a tenant's slots that are favoured or pinned."""
         return self._privileged_of[tenant]
 
-    def privileged(self, numbers: Ints) -> Bools:
+    def privileged(self, slot_ids: Ints) -> Bools:
         """Which of these slots are favoured or pinned."""
-        return self._privileged[numbers]
+        return self._privileged[slot_ids]
 
     def privilege(
-        self, numbers: Ints, tenant: int, *, favour: bool, pin_until: float | None
+        self, slot_ids: Ints, tenant: int, *, favour: bool, pin_until: float | None
     ) -> int:
-        """Favour or pin slots that were found, in the order of their prompt, for a tenant.
+        """Favour or pin slots that `find` has found, for a tenant.
 
-        A favoured slot is evicted later than others, until it holds another block. A pin ends with
-        `end_pins`, and with its block: when the slots are forgotten, or a copy has failed. A pin
-        that ends later stays as it is.
+        A favoured slot is evicted later than others, until it gets another block. A pin ends when
+        `end_pins` finds its time over, and when its block goes: with `forget`, or with a failed
+        copy. A pin that ends later than `pin_until` keeps its end.
 
         Args:
-            pin_until: when their pin ends; None pins none.
+            slot_ids: in the order of their prompt.
+            pin_until: when the pin ends, by the caller's clock; None pins nothing.
 
         Returns:
-            How many the quota of the tenant allows.
+            Number of slots that were favoured or pinned; the tenant's quota bounds it.
         """
-        owned = self._tenant[numbers] != 0
-        kept = numbers[owned]
-        if len(kept):  # before others of the tenant make room
+        owned = self._tenant[slot_ids] != 0
+        kept = slot_ids[owned]
+        if len(kept):  # first, as `_room` may evict slots of this tenant
             self._privilege(kept, favour, pin_until)
-        more = numbers[~owned]
+        more = slot_ids[~owned]
         if len(more):
             more = more[: self._room(tenant, len(more))]
             self._own(more, tenant)
             self._privilege(more, favour, pin_until)
         return len(kept) + len(more)
 
-    def _privilege(self, numbers: Ints, favour: bool, pin_until: float | None) -> None:
+    def _privilege(self, slot_ids: Ints, favour: bool, pin_until: float | None) -> None:
         if favour:
-            self._order.favour(numbers[::-1])
+            self._order.favour(slot_ids[::-1])
         if pin_until is not None:
             end = math.ceil(pin_until / _PIN_TICK_S) * _PIN_TICK_S
-            former = self._pinned_until[numbers] * self.pinned(numbers)
-            self._pinned_until[numbers] = np.maximum(former, end)
+            former = self._pinned_until[slot_ids] * self.pinned(slot_ids)
+            self._pinned_until[slot_ids] = np.maximum(former, end)
             self._next_end = min(self._next_end, end)
-            self._order.pin(numbers[::-1], pinned=True)
-        self._count_privileged(numbers)
+            self._order.pin(slot_ids[::-1], pinned=True)
+        self._count_privileged(slot_ids)
 
-    def pinned(self, numbers: Ints) -> Bools:
+    def pinned(self, slot_ids: Ints) -> Bools:
         """Which of these slots are pinned."""
-        return self._order.pinned[numbers]
+        return self._order.pinned[slot_ids]
 
     def end_pins(self, now: float) -> None:
-        """End the pins whose time has come."""
+        """End the pins whose time is over."""
         if now < self._next_end:
             return
-        numbers = np.flatnonzero(self._order.pinned)
-        ends = self._pinned_until[numbers]
-        due = numbers[ends <= now]
+        slot_ids = np.flatnonzero(self._order.pinned)
+        ends = self._pinned_until[slot_ids]
+        due = slot_ids[ends <= now]
         self._next_end = float(ends[ends > now].min(initial=np.inf))
         if len(due):
-            # Most prompts have got their slots in ascending order.
+            # In descending order, so that the end of a prompt is evicted before its beginning:
+            # most prompts got their slots in ascending order.
             self._order.pin(due[::-1], pinned=False)
             self._count_privileged(due)
             self.releases += 1
 
-    def hold(self, numbers: Ints) -> None:
-        """Hold slots that another user holds already."""
-        self._users[numbers] += 1
+    def hold(self, slot_ids: Ints) -> None:
+        """Add a user to slots that are held already."""
+        self._users[slot_ids] += 1
 
-    def let_go(self, numbers: Ints) -> None:
-        """End one user's hold. Slots that nobody else holds are cached or free, and those that come
-        first are evicted first."""
-        self._users[numbers] -= 1
-        self._settle(numbers[self._users[numbers] == 0])
+    def let_go(self, slot_ids: Ints) -> None:
+        """Remove one user. Slots without a user become cached or free; of those cached, the ones
+        named first are evicted first."""
+        self._users[slot_ids] -= 1
+        self._settle(slot_ids[self._users[slot_ids] == 0])
 
     def header_keys(self, group: int, keys: Sequence[SlotKey | None]) -> list[bytes]:
-        """What the headers of slots with these keys say; nothing where nobody looks them up."""
+        """The keys for the slots' headers; empty ones where no peer looks anything up."""
         if self.listing is None:
             return [b""] * len(keys)
         return header_keys(self.listing.key_prefix, group, keys)
 
-    def any_held(self, numbers: Ints) -> bool:
+    def any_held(self, slot_ids: Ints) -> bool:
         """Whether somebody holds one of these slots."""
-        return bool(self._users[numbers].any())
+        return bool(self._users[slot_ids].any())
 
     def evicted_lately(self, group: int, key: SlotKey) -> bool:
-        """Whether this block is remembered as evicted, among the last of as many as there are
-        slots."""
+        """Whether this block was among the last `num_slots` evicted ones, as far as remembered."""
         return bool(self._order.evicted_lately(_content_hashes(group, [key]))[0])
 
-    def lacks(self, numbers: Ints) -> Bools:
-        """Which of these slots have no content, and get none from a copy under way."""
-        lacks: Bools = ~(self._busy[numbers] | self._ready[numbers])
+    def lacks(self, slot_ids: Ints) -> Bools:
+        """Which of these slots have no content, and no copy under way that would give them some."""
+        lacks: Bools = ~(self._busy[slot_ids] | self._ready[slot_ids])
         return lacks
 
     def fill(
         self,
         group: int,
         keys: Sequence[SlotKey | None],
-        numbers: Ints,
+        slot_ids: Ints,
         prompts: Ints | None = None,
     ) -> None:
-        """Copies into these slots begin; from now on they are found by their keys."""
-        self._busy[numbers] = True
-        self._index.name(group, keys, numbers)
+        """Copies into these slots begin; `find` finds them by their keys from now on."""
+        self._busy[slot_ids] = True
+        self._index.name(group, keys, slot_ids)
         if self.listing is not None:
-            self.listing.name(group, keys, numbers)
-        self._order.fill(numbers, _content_hashes(group, keys), prompts)
+            self.listing.name(group, keys, slot_ids)
+        self._order.fill(slot_ids, _content_hashes(group, keys), prompts)
 
-    def filled(self, numbers: Ints) -> None:
+    def filled(self, slot_ids: Ints) -> None:
         """Every rank has committed these slots."""
-        self._busy[numbers] = False
-        self._ready[numbers] = True
+        self._busy[slot_ids] = False
+        self._ready[slot_ids] = True
         if self.listing is not None:
-            shown = numbers[self._keyed[numbers]]
+            shown = slot_ids[self._keyed[slot_ids]]
             self.listing.show(shown, self.generation[shown])
-        self._settle(numbers[self._users[numbers] == 0])
+        self._settle(slot_ids[self._users[slot_ids] == 0])
 
-    def unfilled(self, numbers: Ints) -> None:
-        """Copies were cancelled or have failed."""
-        self._busy[numbers] = self._keyed[numbers] = False
-        # A rank may have committed the slot nevertheless; the next copy must be another one.
-        self.generation[numbers] += 1
-        unheld = numbers[self._users[numbers] == 0]
+    def unfilled(self, slot_ids: Ints) -> None:
+        """Copies into these slots were cancelled or have failed."""
+        self._busy[slot_ids] = self._keyed[slot_ids] = False
+        # A rank may have committed the slot nevertheless. The next copy gets a new generation, so
+        # that nobody takes the one for the other.
+        self.generation[slot_ids] += 1
+        unheld = slot_ids[self._users[slot_ids] == 0]
         self._settle(unheld)
-        if len(unheld) < len(numbers):
-            self.on_lost(numbers)
+        if len(unheld) < len(slot_ids):
+            self.on_lost(slot_ids)
 
     def _settle(self, unheld: Ints) -> None:
         """Cache or free slots that nobody holds."""
-        # A copy under way may be cancelled now, so no other user may find its slot, pinned or not.
+        # Without a user a copy under way may be cancelled. So nobody may find its slot any more,
+        # pinned or not.
         lost = unheld[~self._ready[unheld]]
         self._keyed[lost] = False
         self._order.unused(lost)
@@ -477,7 +492,7 @@ class SlotPool:
         self.releases += 1
 
     def forget(self) -> None:
-        """Free the cached slots, and let no slot be found by its key."""
+        """Free the cached slots and forget all keys."""
         self._index.clear()
         if self.listing is not None:
             self.listing.clear()

@@ -21,16 +21,16 @@ import numpy as np
 
 from omni_connector.stores.file_folder import BlockFolder
 
-# A sweep begins beyond `_HIGH` of the size, and ends at `_LOW`. Between the two, each of a few
-# writers may fill a quarter of what is left before it looks again.
+# A sweep begins beyond `_HIGH` of the size, and ends at `_LOW`. A writer asks for the next sweep
+# once it has filled 1 / `_SHARE` of the room left, because a few others may write meanwhile.
 _HIGH: Final = 0.95
 _LOW: Final = 0.9
 _SHARE: Final = 4
 
-_EVERY_S: Final = 300.0
-_OTHER_SWEEPS_S: Final = 10.0
-_REST_S: Final = 1.0
-_LEFT_OVER_S: Final = 3600.0
+_EVERY_S: Final = 300.0  # between two sweeps, at least; and how long a total found is believed
+_OTHER_SWEEPS_S: Final = 10.0  # until the next attempt while another process sweeps
+_REST_S: Final = 1.0  # shortest rest after a sweep
+_LEFT_OVER_S: Final = 3600.0  # age from which a temporary file belongs to a killed writer
 
 # Without a given size: this part of what the file system would have free without the store.
 _PART: Final = 10

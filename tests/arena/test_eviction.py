@@ -184,7 +184,7 @@ def test_batches_do_not_pile_up_while_nothing_is_evicted() -> None:
         order.remove(part)
         order.add(part)
     batches = [batch for queue in order._batches for batch in queue.values()]
-    assert sum(len(batch.numbers) for batch in batches) <= 2 * 900
+    assert sum(len(batch.slot_ids) for batch in batches) <= 2 * 900
     assert sum(batch.alive for batch in batches) == 900
     assert sorted(order.evict(900).tolist()) == numbers.tolist()
 
@@ -193,7 +193,7 @@ def test_a_million_slots_take_less_than_a_hundred_bytes_each() -> None:
     order = EvictionOrder(1 << 20)
     order.add(np.arange(1 << 20))
     arrays = [each for each in vars(order).values() if isinstance(each, np.ndarray)]
-    arrays += [batch.numbers for queue in order._batches for batch in queue.values()]
+    arrays += [batch.slot_ids for queue in order._batches for batch in queue.values()]
     assert sum(array.nbytes for array in arrays) <= 100 << 20
 
 

@@ -11,8 +11,8 @@ HINTS: Final = (
         "slots whose pins are past their time stay pinned",
         (
             "omni_connector.arena.slot_pool",
-            "        due = numbers[ends <= now]\n",
-            "        due = numbers[:0]\n",
+            "        due = slot_ids[ends <= now]\n",
+            "        due = slot_ids[:0]\n",
         ),
     ),
     mutant(
@@ -20,7 +20,7 @@ HINTS: Final = (
         "pinned slots are in the order of eviction as others are",
         (
             "omni_connector.arena.eviction",
-            "        kinds[self.pinned[numbers]] = _PINNED\n",
+            "        kinds[self.pinned[slot_ids]] = _PINNED\n",
             "",
         ),
     ),
@@ -29,8 +29,8 @@ HINTS: Final = (
         "the pinned slots of a tenant make room for what it keeps later",
         (
             "omni_connector.arena.eviction",
-            "        here = numbers[self.here(numbers) & ~self.pinned[numbers]]\n",
-            "        here = numbers[self.here(numbers)]\n",
+            "        here = slot_ids[self.here(slot_ids) & ~self.pinned[slot_ids]]\n",
+            "        here = slot_ids[self.here(slot_ids)]\n",
         ),
     ),
     mutant(
@@ -65,8 +65,8 @@ HINTS: Final = (
         "a pin that is asked for last counts, even if it ends sooner",
         (
             "omni_connector.arena.slot_pool",
-            "            self._pinned_until[numbers] = np.maximum(former, end)\n",
-            "            self._pinned_until[numbers] = end\n",
+            "            self._pinned_until[slot_ids] = np.maximum(former, end)\n",
+            "            self._pinned_until[slot_ids] = end\n",
         ),
     ),
     mutant(
@@ -74,8 +74,8 @@ HINTS: Final = (
         "requests may have any number of blocks stay longer than those of others",
         (
             "omni_connector.arena.eviction",
-            "self._favoured[numbers] | self.pinned[numbers]\n",
-            "self.pinned[numbers]\n",
+            "self._favoured[slot_ids] | self.pinned[slot_ids]\n",
+            "self.pinned[slot_ids]\n",
         ),
     ),
     mutant(
@@ -137,7 +137,7 @@ HINTS: Final = (
         "a slot that becomes free stays pinned, with whatever it holds next",
         (
             "omni_connector.arena.eviction",
-            " = self.pinned[numbers] = False\n",
+            " = self.pinned[slot_ids] = False\n",
             " = False\n",
         ),
     ),
@@ -155,8 +155,8 @@ HINTS: Final = (
         "what is to be evicted later is never evicted",
         (
             "omni_connector.arena.eviction",
-            "        kinds = np.where(self._favoured[numbers], 2, self._again[numbers])\n",
-            "        kinds = np.where(self._favoured[numbers], _PINNED, self._again[numbers])\n",
+            "        kinds = np.where(self._favoured[slot_ids], 2, self._again[slot_ids])\n",
+            "        kinds = np.where(self._favoured[slot_ids], _PINNED, self._again[slot_ids])\n",
         ),
     ),
     mutant(

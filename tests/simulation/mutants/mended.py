@@ -199,8 +199,8 @@ MENDED: Final = (
         "two hand-offs both copy into the slot that they share",
         (
             "omni_connector.arena.slot_pool",
-            "= ~(self._busy[numbers] | self._ready[numbers])",
-            "= ~self._ready[numbers]",
+            "= ~(self._busy[slot_ids] | self._ready[slot_ids])",
+            "= ~self._ready[slot_ids]",
         ),
     ),
     mutant(

@@ -27,8 +27,8 @@ OWN: Final = (
         "what a slot held before is taken for what it holds",
         (
             "omni_connector.arena.slot_pool",
-            "        self.generation[numbers] += 1\n        self._ready[numbers] =",
-            "        self._ready[numbers] =",
+            "        self.generation[slot_ids] += 1\n        self._ready[slot_ids] =",
+            "        self._ready[slot_ids] =",
         ),
     ),
     mutant(
@@ -326,8 +326,8 @@ OWN: Final = (
         "a slot that holds another block by now is found by its former key",
         (
             "omni_connector.arena.slot_pool",
-            "        self._ready[numbers] = self._keyed[numbers] = False\n        self._users",
-            "        self._ready[numbers] = False\n        self._users",
+            "        self._ready[slot_ids] = self._keyed[slot_ids] = False\n        self._users",
+            "        self._ready[slot_ids] = False\n        self._users",
         ),
     ),
     mutant(

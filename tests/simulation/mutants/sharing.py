@@ -94,7 +94,7 @@ SHARING: Final = (
         "a slot that is about to be filled anew is found by the block that it held",
         (
             "omni_connector.arena.slot_pool",
-            "            self.listing.hide(numbers)\n",
+            "            self.listing.hide(slot_ids)\n",
             "            pass\n",
         ),
     ),
@@ -103,9 +103,9 @@ SHARING: Final = (
         "a slot is found from the moment that its copy is decided",
         (
             "omni_connector.arena.slot_pool",
-            "            self.listing.name(group, keys, numbers)\n",
-            "            self.listing.name(group, keys, numbers)\n"
-            "            self.listing.show(numbers, self.generation[numbers])\n",
+            "            self.listing.name(group, keys, slot_ids)\n",
+            "            self.listing.name(group, keys, slot_ids)\n"
+            "            self.listing.show(slot_ids, self.generation[slot_ids])\n",
         ),
     ),
     mutant(
@@ -185,8 +185,8 @@ SHARING: Final = (
         "an engine is told that slots were read which it does not have",
         (
             "omni_connector.arena.slot_pool",
-            "        known = (numbers >= 0) & (numbers < len(self.generation))\n",
-            "        known = numbers >= 0\n",
+            "        known = (slot_ids >= 0) & (slot_ids < len(self.generation))\n",
+            "        known = slot_ids >= 0\n",
         ),
     ),
     mutant(
