@@ -94,6 +94,7 @@ class Promises:
         self._went_on: set[str] = set()  # requests that a reset has come in between
         self._asked: set[int] = set()  # tags of all blocks that were to be pinned since the reset
         self._pinned: set[int] = set()  # tags of those that are
+        self._privileged: set[int] = set()  # slots that had a privilege after the step before
         self._pins: dict[bytes, _Pin] = {}  # by what is in the header of the slot
         self._handed: dict[int, int] = {}  # slots that hand-offs took, and in which generation
         self._seen: Mapping[int, bytes] = {}
@@ -135,6 +136,7 @@ class Promises:
             self._pins_stay(set(names.values()), now)
             self._bounds_hold(half, inspection.privileged(half), names)
             self._copies_hold_few(half)
+            self._privileged = set(inspection.privileged(half))
 
     def _notice_reset(self, half: Any) -> None:
         beginnings = inspection.key_beginnings(half)
@@ -201,7 +203,8 @@ class Promises:
                 pin = self._pins.setdefault(name, _Pin(tag))
                 pin.until = max(pin.until, now + wish.pin_s)
         shape = self._engine.shape
-        privileged = len(inspection.privileged(half))
+        # The control thread may have ended pins since these were refused.
+        privileged = len(self._privileged | set(inspection.privileged(half)))
         room = shape.pin_part * inspection.num_slots(half) - privileged
         if refused and shape.tenant_quota == 1 and room >= 1:
             raise Violation(
