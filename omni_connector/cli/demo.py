@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`omni-connector demo`: KV cache is handed from one vLLM engine to another, measured and checked.
+"""`omni-connector demo`: one vLLM engine hands KV cache to another, measured and checked.
 
-Each prompt is answered three times. First through the router: the prefill engine computes the
-prompt, and the decode engine loads its KV. Then by the decode engine alone, which now has the KV in
-its cache. Last by the decode engine without any KV, as the reference: no KV of this answer came
-through the connector. The reference is computed along the same numeric path (see
-`omni_connector.testing.reference`), so that the tokens must be the same, and the log-probabilities
-equal but for rounding. The engines use float32, whose rounding is equally small on every CPU. The
-hand-off is the first that the decode engine sees of a prompt, so that nothing in its cache can
-stand in for the bytes that should arrive.
+Each prompt is answered three times.
+
+1. Through the router: the prefill engine computes the prompt, and the decode engine loads its KV.
+   The decode engine has not seen the prompt before, so its own cache cannot replace missing bytes.
+2. By the decode engine alone, which now has the KV in its cache.
+3. By the decode engine without any KV. This answer is the reference, as none of its KV came through
+   the connector.
+
+The reference is computed along the same numeric path (see `omni_connector.testing.reference`).
+Therefore its tokens must be the same, and its log-probabilities equal except for rounding. The
+engines use float32, whose rounding is equally small on every CPU.
 """
 
 import contextlib
@@ -49,10 +52,20 @@ _ARGUMENTS: Final = (
     *("--dtype", "float32", "--max-model-len", "4096"),
 )
 _NEW_TOKENS: Final = 16
+"""Tokens of each answer."""
+
 _WARM_UP: Final = 300
+"""Tokens of the prompt that warms up."""
+
 _VOCABULARY: Final = range(3, 512)
+"""Token ids of the prompts."""
+
 _STATS_S: Final = 5.0
-_WRITTEN_S: Final = 1.2  # in which an engine writes the spans that it has
+"""Longest wait for an engine's statistics after an answer, in seconds."""
+
+_WRITTEN_S: Final = 1.2
+"""Seconds until an engine has written its spans; it writes every 0.5 s."""
+
 _TTFT: Final = "vllm:time_to_first_token_seconds"
 _BYTES: Final = "vllm:omni_connector_bytes_loaded_total"
 _TOKENS: Final = "vllm:omni_connector_tokens_loaded_total"
@@ -70,9 +83,10 @@ class Result:
     Attributes:
         prompt_tokens: length of the prompt.
         tokens_moved: prompt tokens whose KV the decode engine counts as loaded.
-        bytes_moved: bytes that it counts as loaded.
-        handoff_s: seconds from asking the prefill engine until the KV was in place.
-        ttft_s: seconds to the first token at the decode engine: handed off, local, recomputed.
+        bytes_moved: bytes that the decode engine counts as loaded.
+        handoff_s: seconds from the lease request to the prefill engine until the KV was loaded.
+        ttft_s: seconds to the first token at the decode engine: with the KV handed off, with the
+            KV in its cache, and without KV.
         same_tokens: whether the answer after the hand-off equals the reference: the same tokens,
             or equally likely ones, with the same log-probabilities.
     """
@@ -85,9 +99,9 @@ class Result:
     same_tokens: bool
 
     def problems(self) -> list[str]:
-        """Sentences that say what is wrong; empty if nothing is."""
+        """Return one sentence for each thing that is wrong."""
         found = []
-        # The last prompt token is computed by the decode engine: it needs its logits.
+        # The decode engine computes the last prompt token, as it needs that token's logits.
         if self.tokens_moved < self.prompt_tokens - 1 or self.bytes_moved <= 0:
             found.append(
                 f"{self.prompt_tokens} tokens: KV of {self.tokens_moved} tokens "
@@ -117,7 +131,7 @@ class Metrics:
             return cls(client.get("/metrics").decode())
 
     def since(self, before: "Metrics", name: str) -> float:
-        """By how much a sample has grown; 0 if there is no such sample."""
+        """Return by how much a sample has grown; 0 if there is no such sample."""
         return self._samples.get(name, 0.0) - before._samples.get(name, 0.0)
 
 
@@ -125,7 +139,7 @@ def measure(deployment: Deployment, prompt: Sequence[int], salt: str) -> Result:
     """Answer a prompt by hand-off, from local KV and by recomputation, and compare.
 
     Args:
-        deployment: running, idle, and never asked this prompt before.
+        deployment: running and idle; it must not have seen this prompt before.
         prompt: token ids.
         salt: keeps the prefix caches of the reference and of the other answers apart.
 
@@ -163,7 +177,7 @@ def measure(deployment: Deployment, prompt: Sequence[int], salt: str) -> Result:
 def _trace_client(
     deployment: Deployment, folder: Path, lengths: Sequence[int], draw: random.Random
 ) -> None:
-    """Send a new prompt of each length through the router, and trace what a client sees of it."""
+    """Send a new prompt of each length through the router, and trace a client's view of it."""
     trace = FileTrace(str(folder), "user", "client")
     with contextlib.closing(trace), Client(deployment.router.port) as client:
         for length in lengths:
@@ -178,8 +192,8 @@ def _trace_client(
 
 
 def _settled(engine: Engine, before: Metrics, *, tokens_loaded: int = 0) -> Metrics:
-    # Statistics follow the answer a step or two later. If a hand-off moved nothing they never
-    # come: then the deadline ends the wait, and `Result.problems` says what is missing.
+    # An engine publishes statistics one or two steps after the answer. If a hand-off moved nothing,
+    # they never change. Then the deadline ends the wait, and `Result.problems` reports it.
     deadline = time.monotonic() + _STATS_S
     while True:
         now = Metrics.of(engine)
@@ -192,7 +206,7 @@ def _settled(engine: Engine, before: Metrics, *, tokens_loaded: int = 0) -> Metr
 
 
 def median(results: Sequence[Result]) -> Result:
-    """One row for several prompts of one length: medians of times, the worst of what is checked."""
+    """Merge results of prompts of one length: the medians of times, the worst of the checks."""
     middle = statistics.median
     handed, local, recomputed = zip(*(result.ttft_s for result in results), strict=True)
     return Result(
@@ -238,7 +252,7 @@ def _make_model(cache: Path) -> Path:
 
 
 def _load_reference() -> None:
-    # It imports vLLM, which takes some seconds and writes remarks to the terminal.
+    # The import loads vLLM, which takes some seconds and logs warnings to the terminal.
     logger = logging.getLogger("vllm")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -257,7 +271,7 @@ def demo(
     kv_transfer_config: Mapping[str, Any] = KV_TRANSFER_CONFIG,
     trace: Path | None = None,
 ) -> int:
-    """Run the demo, print its table, and return the exit status: 0 only if all of it is right.
+    """Run the demo, print its table, and return the exit status: 0 only if every check passed.
 
     Args:
         lengths: lengths of the prompts, in tokens.
@@ -265,7 +279,7 @@ def demo(
         cache: folder in which the generated model is kept.
         logs: folder for logs; None for a temporary one, which is kept only if the demo fails.
         kv_transfer_config: the configuration of both engines.
-        trace: file that takes a Chrome trace of what happened; None for no trace.
+        trace: file to which a Chrome trace is written; None for no trace.
 
     Raises:
         ConfigError: a folder cannot be made.
@@ -278,7 +292,7 @@ def demo(
     folder = logs or Path(tempfile.mkdtemp(prefix="omni-connector-demo-"))
     _make_folder("--logs", folder)
     keep = True
-    # Of its own: of an earlier demo with the same logs, the spans are not this one's.
+    # A new folder: an earlier demo with the same `logs` has left spans of its own.
     spans = None if trace is None else Path(tempfile.mkdtemp(prefix="spans-", dir=folder))
     try:
         results = _measure_all(console, lengths, rounds, cache, folder, kv_transfer_config, spans)
@@ -328,12 +342,12 @@ def _write_trace(console: Console, spans: Path, file: Path) -> bool:
 
 
 def _first_errors(logs: Path) -> list[tuple[str, str]]:
-    # The first error of a log is the cause; the later ones are its consequences.
+    # The first error of a log is the cause; later ones follow from it.
     found = []
     for log in sorted(logs.glob("*.log")):
         for line in log.read_text(errors="replace").splitlines():
             error = _RAISED.search(line)
-            # vLLM warns of errors that have not happened, such as too few descriptors.
+            # vLLM's warnings name exceptions that nothing has raised.
             if error is not None and "WARNING" not in line:
                 found.append((log.stem, error[0]))
                 break
@@ -366,7 +380,7 @@ def _measure_all(
         with running(prefill, decode, logs, meanwhile=_load_reference) as deployment:
             progress.update(todo, advance=1, description="warming up")
             draw = random.Random(0)
-            # What each side does only once, such as connecting, must not be measured.
+            # The first hand-off also connects the engines, which must not be measured.
             measure(deployment, draw.choices(_VOCABULARY, k=_WARM_UP), "warm-up")
             progress.advance(todo)
             results = []

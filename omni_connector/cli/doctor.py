@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`omni-connector doctor` checks that this environment has what the connector needs.
 
-Each check returns what it found, or raises an error whose message says what to do. A check that
-fails does not stop the others, but that nothing else is made of settings that cannot be read.
+Each check returns what it found, or raises an error whose message says what to do. All checks run,
+whether others fail or not, with one exception: if the settings cannot be read, the checks that need
+settings are left out.
 """
 
 import contextlib
@@ -47,9 +48,12 @@ from omni_connector.transports.mooncake.library import (
 
 _GIB: Final = 1 << 30
 _IMPORT_S: Final = 180.0
-_STORE_S: Final = 10.0
+"""Longest wait for the import of vLLM, in seconds."""
 
-# This runs in a process of its own: a broken vLLM can end the process that imports it.
+_STORE_S: Final = 10.0
+"""Longest wait for one call of the file store, in seconds."""
+
+# It runs in a process of its own, because a broken vLLM can crash the process that imports it.
 _LOOK_FOR_PLUGIN: Final = """
 from vllm.plugins import load_general_plugins
 load_general_plugins()
@@ -88,7 +92,7 @@ def _plugin() -> str:
     script = _LOOK_FOR_PLUGIN.format(name=CONNECTOR_NAME)
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-c", script],  # not what lies in the working directory
+            [sys.executable, "-P", "-c", script],  # -P: import nothing from the working directory
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -124,7 +128,7 @@ def _try_address(listen: str) -> None:
     family = socket.AF_INET6 if ":" in bound.host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((bound.host, 0))  # the port itself may be that of an engine that runs
+            probe.bind((bound.host, 0))  # port 0: a running engine may have the configured one
     except OSError as error:
         raise CheckFailedError(
             f"listen: {bound.host} is no address of this host ({error.strerror})"
@@ -223,13 +227,17 @@ def _mooncake(config: OmniConfig) -> str:
         remarks.append(_engine_addresses(config, used["host"]))
     if isinstance(config.store, StoreSettings):
         remarks.append(_store_addresses(config.store))
-    if not remarks:  # nothing here needs it: whether it can be loaded is worth knowing all the same
+    if not remarks:  # no setting needs Mooncake; check all the same whether it can be loaded
         engine_module()
     return "; ".join(["installed, with the system libraries that it needs", *remarks])
 
 
 def _engine_addresses(config: OmniConfig, host: str | None) -> str:
-    """What an engine's Mooncake connects to, from what the settings say of its own address."""
+    """Say whether an engine's Mooncake connects to IPv4 or to IPv6, by the address in the settings.
+
+    Raises:
+        CheckFailedError: the peers' addresses are of the other family.
+    """
     peers = Peers(config.peers)
     if host is None and peers.family is None:
         return "the address of the first peer decides whether it connects to IPv4 or to IPv6"
@@ -269,7 +277,7 @@ def _store(config: OmniConfig) -> str:
         free = folder.free_bytes()
     finally:
         for each in missing:
-            with contextlib.suppress(OSError):  # an engine uses it by now
+            with contextlib.suppress(OSError):  # an engine has begun to use it
                 os.rmdir(each)
     size = settings.size_bytes()
     limit = "a tenth of what is free" if size is None else f"{size / _GIB:.1f} GiB"
@@ -280,7 +288,7 @@ def _try_store(settings: FileStoreSettings, key: str) -> None:
     """Store a block, load it and remove it.
 
     Raises:
-        CheckFailedError: it does not come back.
+        CheckFailedError: the block was not stored, or the bytes loaded differ.
         ConfigError: the folder cannot be used.
     """
     store = FileBlockStore(settings, sweeps=False)
@@ -305,7 +313,7 @@ CHECKS: Final[tuple[tuple[str, Callable[[], str]], ...]] = (
     ("vllm-router", _router),
     ("shared memory", _shared_memory),
 )
-"""Of the environment."""
+"""Name and function of each check of the environment."""
 
 CHECKS_OF_SETTINGS: Final[tuple[tuple[str, Callable[[OmniConfig], str]], ...]] = (
     ("settings", _settings),
@@ -316,13 +324,14 @@ CHECKS_OF_SETTINGS: Final[tuple[tuple[str, Callable[[OmniConfig], str]], ...]] =
     ("Mooncake", _mooncake),
     ("transports", _transports),
 )
+"""Name and function of each check of the settings."""
 
 
 def examine(given: Any = None) -> list[Finding]:
-    """Make all the checks.
+    """Run all checks.
 
     Args:
-        given: `kv_connector_extra_config`; the environment is read besides.
+        given: `kv_connector_extra_config`. The environment variables are read too.
     """
     findings = [_find(what, check) for what, check in CHECKS]
     try:
@@ -332,7 +341,7 @@ def examine(given: Any = None) -> list[Finding]:
     told: set[str] = set()
     for what, check in CHECKS_OF_SETTINGS:
         found = _find(what, partial(check, config))
-        if found.ok or found.text not in told:  # what two checks come upon is told once
+        if found.ok or found.text not in told:  # report an error of two checks once
             findings.append(found)
             told.add(found.text)
     return findings
@@ -346,11 +355,13 @@ def _find(what: str, check: Callable[[], str]) -> Finding:
 
 
 def extra_config(text: str) -> Any:
-    """The settings of our connector in the value of vLLM's `--kv-transfer-config`, or the text
-    itself where it is these settings.
+    """Return our connector's settings from JSON.
+
+    Args:
+        text: the value of vLLM's `--kv-transfer-config`, or only its `kv_connector_extra_config`.
 
     Raises:
-        ConfigError: it is no JSON object, or of another connector.
+        ConfigError: the text is no JSON object, or configures another connector.
     """
     try:
         given = msgspec.json.decode(text, type=dict[str, Any])
@@ -373,10 +384,10 @@ class _Transfer(msgspec.Struct):
 
 
 def doctor(config: str | None = None) -> int:
-    """Print what the checks found; return 0 if all is in order, else 1.
+    """Print the findings; return 0 if all checks passed, else 1.
 
     Args:
-        config: what `--kv-transfer-config` is given, or its `kv_connector_extra_config`.
+        config: see `extra_config`; None for no settings but the environment's.
 
     Raises:
         ConfigError: as `extra_config`.
@@ -387,7 +398,7 @@ def doctor(config: str | None = None) -> int:
 
 
 def _show(findings: list[Finding]) -> None:
-    if find_spec("rich") is None:  # vLLM brings it, and its absence is one thing to report
+    if find_spec("rich") is None:  # vLLM installs it; the doctor must work without vLLM
         for finding in findings:
             print(f"{'ok' if finding.ok else 'WRONG':5}  {finding.what}: {finding.text}")
         return

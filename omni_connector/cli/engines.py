@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A prefill engine, a decode engine and the router in front of them, on loopback.
 
-Everything that is started here is stopped here, unless this process is killed by SIGKILL.
+Every process that is started here is stopped here, unless this process is killed by SIGKILL.
 """
 
 import contextlib
@@ -23,8 +23,13 @@ from omni_connector.testing.engines import Client, Engine, EngineError
 from omni_connector.testing.ports import free_port
 
 _START_S = 240.0
+"""Longest wait for an engine's start, in seconds."""
+
 _STOP_S = 20.0
+"""Longest wait for an engine's end after each of two signals, in seconds."""
+
 _TERMINATED = 128 + signal.SIGTERM
+"""Exit status after SIGTERM, as shells report it."""
 
 
 @dataclass(slots=True)
@@ -47,7 +52,7 @@ class Router:
         ]
 
     def routes(self) -> list[str]:
-        """The part of the command line that says which engine gets which requests."""
+        """The options that tell the router which engine prefills and which decodes."""
         return [
             *("--vllm-pd-disaggregation", "--kv-connector", "nixl"),
             *("--prefill", f"http://127.0.0.1:{self.prefill_port}"),
@@ -97,7 +102,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """The running processes: `router` answers users' requests, the engines tell their metrics."""
+    """The running processes. `router` answers users' requests; the engines publish metrics."""
 
     prefill: Engine
     decode: Engine
@@ -117,11 +122,15 @@ def make_engines(
     arguments: Sequence[str] = (),
     trace: Path | None = None,
 ) -> tuple[Engine, Engine]:
-    """Make a prefill and a decode engine, not started, each with a CPU core or part of a GPU.
+    """Make a prefill and a decode engine without starting them, each with a CPU core or part of a
+    GPU.
 
     Args:
-        model, logs, kv_transfer_config, arguments: of both engines.
-        trace: folder in which each has a folder for its spans; None where they write none.
+        model: folder of the model.
+        logs: folder of the logs.
+        kv_transfer_config: the configuration of both engines.
+        arguments: further arguments of `vllm serve` for both engines.
+        trace: folder in which each engine makes a folder for its spans; None for no spans.
     """
     installed = installed_vllm()
     on_cpu = installed is not None and (
@@ -159,14 +168,13 @@ def running(
 ) -> Iterator[Deployment]:
     """Start both engines and the router, and stop them at the end of the context.
 
-    SIGTERM ends the program as Ctrl-C does: by an exception, after which everything is stopped.
+    SIGTERM ends the program as Ctrl-C does: by an exception, which stops all processes.
 
     Args:
-        prefill: not started.
-        decode: not started.
+        prefill, decode: engines that are not started.
         logs: folder for the router's log.
-        meanwhile: called while the engines start, which takes them some 20 seconds.
-        router_class: a `Router` whose `routes` are others.
+        meanwhile: called while the engines start, which takes about 20 seconds.
+        router_class: a subclass of `Router` with `routes` of its own.
 
     Raises:
         EngineError: one of them did not start.
@@ -191,8 +199,8 @@ def running(
 def _stop(prefill: Engine, decode: Engine, router: Router) -> None:
     router.stop()
     engines = (prefill, decode)
-    # An engine that is still starting ends on SIGINT, but hangs on SIGTERM; an engine that was
-    # started in a shell's background may ignore SIGINT.
+    # An engine that is still starting ends on SIGINT, but hangs on SIGTERM. An engine that was
+    # started in the background of a shell may ignore SIGINT. So each gets both signals.
     for number in (signal.SIGINT, signal.SIGTERM):
         deadline = time.monotonic() + _STOP_S
         for engine in engines:
@@ -213,7 +221,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
 @contextlib.contextmanager
 def _handled(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers, and only it is interrupted
+        yield  # only the main thread may set handlers, and only it gets signals
         return
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
@@ -229,6 +237,6 @@ def terminable() -> contextlib.AbstractContextManager[None]:
 
 
 def _uninterrupted() -> contextlib.AbstractContextManager[None]:
-    # A second Ctrl-C must not leave an engine behind; stopping ends by its own deadlines.
+    # A second Ctrl-C must not leave an engine running. Stopping has deadlines of its own.
     ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     return _handled(dict.fromkeys(ignored, signal.SIG_IGN))

@@ -23,21 +23,23 @@ from omni_connector.net.status import plain
 from omni_connector.prefix.explain import KIND, Tokenizer
 
 FORMAT: Final = 1
-"""Of the JSON document; it grows when a field goes or changes its meaning."""
+"""Version of the JSON document. It grows when a field is removed or changes its meaning."""
 
 MAX_TOKENS: Final = 1 << 20
+"""Longest prompt, in tokens."""
 
 _MAX_ENGINES: Final = 256
+"""Most engines that are asked; it bounds the open connections."""
 
 
 @dataclass(frozen=True)
 class Asking:
-    """What is asked.
+    """A prompt to explain.
 
     Attributes:
-        text: of the prompt; None where its tokens are given.
-        tokens: of the prompt; None where its text is given.
-        salt: cache salt of the request; None has none.
+        text: the prompt's text; None if `tokens` is given.
+        tokens: the prompt's token ids; None if `text` is given.
+        salt: cache salt of the request; None for a request without one.
         trusts_code: whether a tokenizer may run code of its own.
     """
 
@@ -56,10 +58,10 @@ class Asking:
         *,
         trusts_code: bool = False,
     ) -> Self:
-        """From the command line; `-` reads what it stands for from standard input.
+        """Make one from the command line. A prompt or tokens of `-` are read from standard input.
 
         Raises:
-            ConfigError: not exactly one of the three is given, or makes no sense.
+            ConfigError: not exactly one of prompt, file and tokens is given, or it cannot be read.
         """
         if sum(each is not None for each in (prompt, file, tokens)) != 1:
             raise ConfigError("give either a PROMPT, or --file, or --tokens")
@@ -76,14 +78,15 @@ class Asking:
         """The tokens of the prompt.
 
         Raises:
-            ConfigError: there are none, or too many, or the tokenizer cannot be loaded.
+            ConfigError: there is no token, or more than `MAX_TOKENS`, or the tokenizer cannot be
+                loaded.
         """
         if self.tokens is not None:
             ids = self.tokens
         else:
             try:
                 ids = list(_tokenizer(tokenizer, self.trusts_code)(self.text).input_ids)
-            except Exception as error:  # a tokenizer raises anything
+            except Exception as error:  # a tokenizer may raise any error
                 raise ConfigError(
                     f"the tokenizer {plain(tokenizer.name)} cannot be used: "
                     f"{plain(str(error))[:300]}; give the prompt as --tokens"
@@ -114,7 +117,8 @@ def _token_ids(text: str) -> list[int]:
 
 @cache
 def _tokenizer(which: Tokenizer, trusts_code: bool) -> Callable[..., Any]:
-    # What an engine says is not trusted: not to run code, and not to mean a folder that is here.
+    # The engine's answer is not trusted: it must not make this process run code, nor load files
+    # from the working directory.
     if which.trust_remote_code and not trusts_code:
         raise ConfigError("it runs code of its own, which takes --trust-remote-code")
     if not os.path.isabs(which.name) and os.path.exists(which.name):
@@ -134,8 +138,8 @@ def ask(asking: Asking, namespace: str, engine: str) -> Answer:
     """Ask the engines of a namespace whose ids begin with `engine`.
 
     Raises:
-        ConfigError: the runtime folder is unsafe, or the prompt has no tokens that can be asked
-            for.
+        ConfigError: the runtime folder is unsafe; or no engine could be asked, as `Asking.ids`
+            raised for each.
     """
     folder = existing_folder(namespace)
     asked, remarks = ([], []) if folder is None else _engines(folder)
@@ -188,10 +192,10 @@ def explain(asking: Asking, namespace: str | None, engine: str, *, as_json: bool
     """Print where the KV of a prompt is; return the exit status.
 
     Args:
-        asking: what is asked.
-        namespace: of the engines; None takes that of the environment.
-        engine: what the ids of the engines begin with.
-        as_json: a JSON document instead of tables.
+        asking: the prompt.
+        namespace: namespace of the engines; None for the environment's.
+        engine: prefix of the ids of the engines to ask.
+        as_json: print a JSON document instead of tables.
 
     Raises:
         ConfigError: as `ask`; or rich is missing.

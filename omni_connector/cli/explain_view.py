@@ -20,6 +20,8 @@ from omni_connector.cli.explained import (
 )
 
 _RUNS: Final = 12
+"""Most runs of blocks that are shown for one group; a table with more cannot be read."""
+
 _PLACES: Final = {
     OWN: ("own KV cache", "green"),
     ARENA: ("own arena", "cyan"),
@@ -36,12 +38,12 @@ _CAUSES: Final = {
 
 
 def show(answer: Answer) -> None:
-    """Print everything."""
+    """Print the table and the remarks."""
     Console().print(screen(answer))
 
 
 def screen(answer: Answer) -> RenderableType:
-    """One row for each engine, and below what one should know."""
+    """Return a table with one row for each engine, and the remarks below it."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_lines=True)
     table.add_column("engine\nmodel", overflow="fold")
     table.add_column("tokens: where their KV is", overflow="fold")

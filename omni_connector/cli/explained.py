@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the KV of a prompt is for one engine, which is asked at its socket.
+"""Where one engine would find the KV of a prompt. The engine is asked over its socket.
 
-The engine says of each block where it would find it (`omni_connector.prefix.explain`). What a
-request would load follows from that as in the engine.
+The engine answers where it would find each block (`omni_connector.prefix.explain`). From that, the
+tokens that a request would load are derived as the engine derives them.
 """
 
 import secrets
@@ -42,12 +42,20 @@ from omni_connector.prefix.lookups import Held
 from omni_connector.prefix.prompts import reach
 
 _ANSWER_S: Final = 5.0
-_IN_ALL_S: Final = 60.0  # for all answers of one engine
-_FIRST_POLL_S: Final = 0.001  # a store that is near takes no longer
+"""Longest wait for one answer of an engine, in seconds."""
+
+_IN_ALL_S: Final = 60.0
+"""Longest time for all answers of one engine about one prompt, in seconds."""
+
+_FIRST_POLL_S: Final = 0.001
+"""Seconds before a store's answer is asked for again; a store on this host has it by then."""
+
 _POLL_S: Final = 0.01
+"""Longest pause between two questions for a store's answer, in seconds."""
 
 OWN, ARENA, HOST, STORE, MISSING = "own", "arena", "host", "store", "missing"
-"""Where a block is: the engine's own KV cache, its arena, another engine's, the store; nowhere."""
+"""Places of a block: the engine's own KV cache, the engine's arena, another engine's arena, the
+store, and none of these."""
 
 _Answer = TypeVar("_Answer", bound=msgspec.Struct)
 
@@ -57,10 +65,12 @@ class Run:
     """Consecutive blocks of one group that are in the same place.
 
     Attributes:
-        first_block, blocks: which of the prompt's full blocks.
-        first_token, end_token: the tokens of these.
-        source: see `OWN`.
-        engine: whose arena it is; "" where it is none.
+        first_block: index of the first block in the prompt.
+        blocks: number of blocks.
+        first_token: index of the first token.
+        end_token: index after the last token.
+        source: the place; see `OWN`.
+        engine: the engine whose arena it is, for `HOST`; else "".
     """
 
     first_block: int
@@ -73,13 +83,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Miss:
-    """The first block that a request would have to compute, before the last token of its prompt.
+    """The first block that a request would have to compute although a cache might have had it.
 
     Attributes:
-        block, first_token: where it is.
-        tokens: from there on that a cache might have had.
-        cause: as the metric `tokens_missed_total` has it.
-        evicted_from: other engines whose arenas had it until lately.
+        block: index of the block in the prompt.
+        first_token: index of its first token.
+        tokens: tokens from there on that a cache might have had.
+        cause: one of the causes of the metric `tokens_missed_total`.
+        evicted_from: other engines whose arenas evicted the block lately.
     """
 
     block: int
@@ -91,19 +102,19 @@ class Miss:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What one engine has of a prompt.
+    """Where one engine would find the KV of a prompt.
 
     Attributes:
-        engine_id: of the engine.
-        model: what it runs.
-        tokens: of the prompt.
-        computed: of them, those that it would have to compute.
-        sources: those that it would not, by where their KV would come from.
+        engine_id: id of the engine.
+        model: the model that it runs.
+        tokens: number of tokens of the prompt.
+        computed: number of tokens that the engine would compute.
+        sources: number of tokens that it would load, by place.
         groups: kind, block size and runs of each cache group.
-        missing: why not more; None where only the end of the prompt is computed.
+        missing: the first miss; None if only the end of the prompt is computed.
         shares_with: engines whose arenas it reads.
-        apart: why it does not read those of the others.
-        remarks: what else one should know.
+        apart: by engine whose arena it does not read, the reason.
+        remarks: sentences for the user.
     """
 
     engine_id: str
@@ -120,13 +131,14 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Answer:
-    """What `omni-connector explain` has found out.
+    """The result of `omni-connector explain`.
 
     Attributes:
-        namespace, folder: in which it has looked.
-        time: seconds of Unix time.
-        engines: one explanation each.
-        remarks: engines that could not be asked, and why.
+        namespace: namespace of the engines.
+        folder: its runtime folder.
+        time: Unix time, in seconds.
+        engines: one explanation for each engine.
+        remarks: the engines that could not be asked, and why.
     """
 
     namespace: str
@@ -143,7 +155,7 @@ class AskedEngine:
         path: its socket.
 
     Raises:
-        OmniError: it does not answer, or is not understood.
+        OmniError: the engine does not answer, or its answer is malformed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -157,12 +169,12 @@ class AskedEngine:
         self.name: Final = plain(self.engine.engine_id)
 
     def begin(self, tokens: int) -> None:
-        """From now on it is asked about a prompt of so many tokens, and has all of its time."""
+        """Begin to ask about a prompt of that many tokens; `_IN_ALL_S` starts now."""
         self._tokens = tokens
         self._until = time.monotonic() + _IN_ALL_S
 
     def close(self) -> None:
-        """Ask no more. Idempotent."""
+        """Close the connection. Idempotent."""
         self._connection.close()
 
     def _ask(self, question: msgspec.Struct, kind: type[_Answer]) -> _Answer:
@@ -172,7 +184,11 @@ class AskedEngine:
         return answer
 
     def _ask_part(self, question: msgspec.Struct, kind: type[_Answer]) -> _Answer:
-        """About a part of a prompt, which may have too many of them."""
+        """Ask about a part of a prompt.
+
+        Raises:
+            OmniError: as the connection; or the time for the whole prompt is over.
+        """
         if time.monotonic() >= self._until:
             raise TransportError(
                 f"the prompt is too long to be explained within {_IN_ALL_S:g} s: it has "
@@ -181,7 +197,7 @@ class AskedEngine:
         return self._ask(question, kind)
 
     def hashes(self, tokens: Sequence[int], salt: str | None) -> list[bytes]:
-        """Of all the full blocks."""
+        """Return the block hashes of all full blocks."""
         size = self.engine.hash_block_size
         step = max(1, TOKENS_AT_ONCE // size) * size
         found: list[bytes] = []
@@ -195,8 +211,14 @@ class AskedEngine:
         return found
 
     def places(self, group: int, hashes: list[bytes]) -> tuple[list[bool], list[str | None]]:
-        """Whether the engine's own KV cache has each block, and the socket of the engine in whose
-        arena it finds it; "" is its own one. No block counts after one that no prefix goes beyond.
+        """Return where the engine would find each block.
+
+        In a group that keeps all tokens, a prefix ends at the first block that is missing: all
+        blocks after it count as missing too.
+
+        Returns:
+            Whether the engine's own KV cache has each block; and the socket of the engine whose
+            arena has it, "" for its own arena, None for no arena.
         """
         cached: list[bool] = []
         owners: list[str | None] = []
@@ -216,10 +238,12 @@ class AskedEngine:
         return self.engine.groups[group].attention_type == "all"
 
     def stored(self, group: int, hashes: list[bytes], there: list[bool]) -> list[bool] | None:
-        """Which blocks the store holds, as far as it matters; None if it does not answer.
+        """Return which blocks the store holds; None if it does not answer in time.
+
+        In a group that keeps all tokens, the answers end with the first block that is missing.
 
         Args:
-            there: which of them need not be asked for.
+            there: for each block, whether an arena has it, so that the store need not.
         """
         found: list[bool] = []
         for part in _parts(hashes):
@@ -236,7 +260,8 @@ class AskedEngine:
         return _padded(found, len(hashes), False)
 
     def _held(self, question: AskStored) -> Sequence[bool] | None:
-        deadline, wait = time.monotonic() + STORE_S + _ANSWER_S, _FIRST_POLL_S
+        deadline = time.monotonic() + STORE_S + _ANSWER_S
+        wait = _FIRST_POLL_S
         while time.monotonic() < deadline:
             answer = self._ask_part(question, Stored)
             if answer.late:
@@ -250,7 +275,14 @@ class AskedEngine:
         return None
 
     def cause(self, block: int, key: bytes, beginning: Sequence[int], first: bytes) -> str:
-        """Why it has not got this block, of a prompt that begins so."""
+        """Return the cause for which the engine misses a block.
+
+        Args:
+            block: index of the block in the prompt.
+            key: hash of the block.
+            beginning: tokens of the prompt's first block.
+            first: hash of the prompt's first block.
+        """
         return plain(self._ask(AskCause(block, key, list(beginning), first), Cause).cause)
 
 
@@ -272,27 +304,31 @@ def _padded(items: list[_Item], count: int, value: _Item) -> list[_Item]:
 def explained(
     asked: AskedEngine, others: Sequence[AskedEngine], tokens: Sequence[int], salt: str | None
 ) -> Explanation:
-    """Where the KV of a prompt is for one engine.
+    """Ask one engine where it would find the KV of a prompt.
 
     Args:
-        others: those of the namespace.
-        tokens: of the prompt, at least one.
-        salt: its cache salt.
+        asked: the engine.
+        others: the other engines of the namespace.
+        tokens: token ids of the prompt, at least one.
+        salt: cache salt of the request.
 
     Raises:
-        OmniError: the engine does not answer, or makes no sense.
+        OmniError: the engine does not answer, or its answers are malformed.
     """
     asked.begin(len(tokens))
-    engine, remarks = asked.engine, []
-    shapes, unit = engine.groups, lcm(*(shape.block_size for shape in engine.groups))
-    last = (len(tokens) - 1) // unit * unit  # the last token is computed, for its logits
+    engine = asked.engine
+    remarks: list[str] = []
+    shapes = engine.groups
+    unit = lcm(*(shape.block_size for shape in shapes))
+    last = (len(tokens) - 1) // unit * unit  # vLLM always computes the last token, for its logits
     hashes = asked.hashes(tokens, salt)
     of_groups = [hashes[step - 1 :: step] for step in (_step(engine, each) for each in shapes)]
     places = [asked.places(g, each) for g, each in enumerate(of_groups)]
     start = _reach(shapes, [cached for cached, _ in places], unit, 0, last)
     there = [[owner is not None for owner in owners] for _, owners in places]
     end = _reach(shapes, there, unit, start, last)
-    stored, late = [[False] * len(each) for each in there], False
+    stored = [[False] * len(each) for each in there]
+    late = False
     if engine.stores and end < last:
         stored, late = _stored(asked, of_groups, there, start)
         if late:
@@ -342,11 +378,20 @@ def explained(
 def _stored(
     asked: AskedEngine, hashes: list[list[bytes]], there: list[list[bool]], start: int
 ) -> tuple[list[list[bool]], bool]:
-    """Which blocks the store holds, as far as it matters from `start` on, where the arenas have
-    those that are `there`; and whether it was late."""
+    """Ask which blocks the store holds, for a prefix that would go on from token `start`.
+
+    Args:
+        hashes: block hashes, by group.
+        there: for each block of each group, whether an arena has it.
+        start: end of the prefix in vLLM's own cache, in tokens.
+
+    Returns:
+        Whether the store holds each block, by group; and whether the store answered too late.
+    """
     shapes = asked.engine.groups
     stored = [[False] * len(each) for each in hashes]
-    # No prefix goes beyond the first gap of a group that keeps all tokens, so these come first.
+    # A prefix ends at the first gap of a group that keeps all tokens. These groups are asked first,
+    # so that less is asked of the others.
     whole = [g for g, shape in enumerate(shapes) if shape.attention_type == "all"]
     end = max(len(each) * shape.block_size for each, shape in zip(hashes, shapes, strict=True))
     for g in sorted(range(len(shapes)), key=lambda g: g not in whole):
@@ -395,8 +440,8 @@ def _runs(shape: GroupShape, labels: list[tuple[str, str]]) -> list[Run]:
 def _sources(
     shapes: Sequence[GroupShape], labels: list[list[tuple[str, str]]], start: int, end: int
 ) -> dict[str, int]:
-    """How many tokens a request loads from `start` to `end`, by source, as the engine counts them:
-    one load for each engine, and one for the store."""
+    """Return how many tokens a request would load from `start` to `end`, by place. They are counted
+    as the engine counts them: one load for each engine, and one for the store."""
     if end == start:
         return {}
     read = [shape.needed(end, start) for shape in shapes]
@@ -427,11 +472,18 @@ def _missing(
     late: bool,
     remarks: list[str],
 ) -> Miss | None:
-    """What is missing after the first of `ends`, of what a cache might have up to the second."""
+    """Return the first miss; None if there is none.
+
+    Args:
+        hashes: block hashes, by group.
+        ends: end of the tokens that a request would load; end of those that a cache might have.
+        late: whether the store answered too late.
+        remarks: takes the engines that could not be asked.
+    """
     end, last = ends
     if end >= last:
         return None
-    # That of the first group that keeps all tokens; see `Misses`.
+    # As in `Misses`: the block is one of the first group that keeps all tokens.
     shapes = asked.engine.groups
     kinds = [shape.attention_type for shape in shapes]
     group = kinds.index("all") if "all" in kinds else 0
@@ -451,7 +503,7 @@ def _missing(
 
 
 def _why_apart(engine: ThisEngine, other: ThisEngine) -> str | None:
-    """Why an engine does not read the arena of another one; None if it does."""
+    """Return why an engine does not read another's arena; None if it does."""
     if not (engine.shares and other.shares):
         whose = "it does" if engine.shares else "this one does"
         return f"{whose} not use the arenas of this host"
@@ -462,7 +514,7 @@ def _why_apart(engine: ThisEngine, other: ThisEngine) -> str | None:
     weights = [each.traits.get("weights") for each in (engine, other)]
     for name, ours in engine.traits.items():
         theirs = other.traits.get(name)
-        if name == "model" and all(weights):  # they tell more than names do
+        if name == "model" and all(weights):  # digests of weights decide, not the models' names
             continue
         if ours != theirs:
             return plain(f"another {name.replace('_', ' ')}: {theirs!r}, here {ours!r}")

@@ -7,7 +7,7 @@ from omni_connector.net.keys import write_new_key
 
 
 def keygen(path: Path) -> int:
-    """Make the file, and print its public key; return 0.
+    """Write a new key file and print its public key; return 0.
 
     Raises:
         ConfigError: the file exists already, or cannot be made.

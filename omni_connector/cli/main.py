@@ -40,7 +40,7 @@ cannot be asked for."""
 
 
 def _cache_dir() -> Path | None:
-    """Where the demo keeps its model; None for a user without a home, as containers may have."""
+    """Return the folder for the demo's model; None if the user has no home, as in containers."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
@@ -49,8 +49,8 @@ def _cache_dir() -> Path | None:
     return root / "omni-connector"
 
 
-# For a longer prompt and its answer the engines of the demo are not started.
 _LONGEST = 4080
+"""Longest prompt of the demo, in tokens: its engines are started for 4096, answer included."""
 
 
 def _length(text: str) -> int:
@@ -182,10 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except (ConfigError, UnsupportedVersionError) as error:
         return _end(str(error), 2)
-    except BrokenPipeError:  # whoever reads has what it wanted
+    except BrokenPipeError:  # the reader, such as `head`, has ended
         _drop_output()
         return 0
-    except OSError as error:  # the output cannot be written, or a file not be read
+    except OSError as error:  # the output cannot be written, or a file cannot be read
         _drop_output()
         return _end(str(error), 2)
     except KeyboardInterrupt:
@@ -193,18 +193,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepare_streams() -> None:
-    """Make sure that the standard streams can be used, whatever this process was started with."""
+    """Make the standard streams usable, even if this process was started without them."""
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # it was closed; no other file, and no socket, may get its number
+        except (
+            OSError
+        ):  # it is closed; a file or socket that is opened later must not get its number
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdout is None:
         sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
     if sys.stderr is None:
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # tables may have what its encoding has not
+        if isinstance(stream, io.TextIOWrapper):  # its encoding may lack the characters of tables
             stream.reconfigure(errors="replace")
 
 
@@ -214,7 +216,7 @@ def _end(why: str, status: int) -> int:
 
 
 def _drop_output() -> None:
-    """What could not be written is not tried again as Python ends."""
+    """Send buffered output to /dev/null, so that Python does not try to write it again at exit."""
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
@@ -250,7 +252,7 @@ def _run(options: argparse.Namespace) -> int:
         return explain(asking, options.namespace, options.engine, as_json=options.json)
     if options.cache is None:
         raise ConfigError("demo: this user has no home folder: give --cache DIR")
-    require_supported_vllm()  # vLLM also brings `rich`, with which the demo prints
+    require_supported_vllm()  # vLLM also installs `rich`, which the demo needs
     from omni_connector.cli.demo import LENGTHS, demo
 
     return demo(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runtime folders of namespaces, as commands look at them: they make none."""
+"""The runtime folders of namespaces, for commands, which read them and make none."""
 
 import os
 from pathlib import Path
@@ -15,13 +15,14 @@ from omni_connector.net.runtime import (
 from omni_connector.net.status import plain, read
 
 _OTHERS: Final = 20
+"""Most namespaces that a message names."""
 
 
 def existing_folder(namespace: str) -> Path | None:
-    """The folder of this kernel's engines of a namespace; None where there is none.
+    """Return the runtime folder of a namespace on this host; None if there is none.
 
     Raises:
-        ConfigError: as `check_private`, of this folder or that of all namespaces.
+        ConfigError: this folder or a parent of it is not private (`check_private`).
     """
     folder = namespace_dir(namespace)
     for path in (folder.parent.parent, folder.parent, folder):
@@ -32,12 +33,12 @@ def existing_folder(namespace: str) -> Path | None:
 
 
 def nobody(namespace: str, who: str, when: str) -> str:
-    """What to say where no engine was found.
+    """Return the message for a namespace in which no engine was found.
 
     Args:
-        namespace: in which it was looked.
-        who: what engine was looked for.
-        when: what makes it show itself.
+        namespace: the namespace.
+        who: the kind of engine that was looked for.
+        when: the settings with which such an engine shows itself.
     """
     folder = namespace_dir(namespace)
     others = _others(folder)
@@ -50,7 +51,7 @@ def nobody(namespace: str, who: str, when: str) -> str:
 
 
 def _others(folder: Path) -> list[str]:
-    """Other namespaces in which engines show themselves."""
+    """Return other namespaces that have engines."""
     others: list[str] = []
     root = runtime_root()
     for name in sorted(os.listdir(root)) if root.is_dir() else ():

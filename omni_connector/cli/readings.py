@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engines of a namespace say of themselves at one moment, and rates between two moments.
+"""The state of a namespace's engines at one moment, and rates between two moments.
 
-It is read from their status files (`omni_connector.net.status`); no engine is asked.
+Both are read from the engines' status files (`omni_connector.net.status`); no engine is asked.
 """
 
 import time
@@ -16,10 +16,12 @@ from omni_connector.net.runtime import namespace_dir
 from omni_connector.net.status import SIGN_OF_LIFE_S, EngineStatus, Usage, plain, read
 
 SILENT_S: Final = 3 * SIGN_OF_LIFE_S
-"""A living process that has written nothing for so long is silent: it is stopped, or its control
-channel has ended."""
+"""Seconds without a written status after which a living process counts as silent: it is stopped,
+or its control channel has ended. An engine writes at least every `SIGN_OF_LIFE_S`."""
 
-_STILL_S: Final = 2.5  # an engine of which something changes has written by then
+_STILL_S: Final = 2.5
+"""Seconds after which the rates of an engine count as 0. An engine whose counts change writes them
+earlier."""
 
 _LOADED: Final = {
     "arena": "tokens_kept",
@@ -33,16 +35,19 @@ Rates = Mapping[str, float]
 
 
 def hit_rates(engines: Iterable[EngineStatus]) -> dict[str, float | None]:
-    """Which part of the prompts' tokens was not computed, by where their KV came from: the
-    engine's `own` cache in vLLM, its `arena`, other engines of the `host`, a hand-off of a `peer`,
-    the shared `store`, an `other` connector beside ours. None where there was no prompt yet."""
+    """Return the part of the prompts' tokens that was not computed, from 0 to 1, by source.
+
+    Sources are the engine's `own` cache in vLLM, its `arena`, other engines of the `host`, a
+    hand-off from a `peer`, the shared `store`, and an `other` connector beside ours. The values are
+    None before the first prompt.
+    """
     engines = list(engines)
     tokens = sum(each.prompt_tokens for each in engines)
     loaded = {
         source: sum(each.counts.get(name, 0) for each in engines)
         for source, name in _LOADED.items()
     }
-    # What is loaded is counted a little before its prompt is.
+    # An engine counts loaded tokens a little before it counts their prompt.
     own = max(0, sum(each.cached_tokens for each in engines) - sum(loaded.values()))
     return {
         name: min(1.0, part / tokens) if tokens else None
@@ -52,13 +57,14 @@ def hit_rates(engines: Iterable[EngineStatus]) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the engines of a namespace have said by some moment.
+    """The state of a namespace's engines at one moment.
 
     Attributes:
-        namespace, folder: that were read.
-        time: seconds of Unix time.
-        engines: those that live, by engine id.
-        remarks: why a file was skipped.
+        namespace: the namespace.
+        folder: its runtime folder.
+        time: Unix time, in seconds.
+        engines: the living engines, sorted by engine id.
+        remarks: the files that were skipped, and why.
     """
 
     namespace: str
@@ -69,7 +75,7 @@ class Reading:
 
     @classmethod
     def take(cls, namespace: str) -> Self:
-        """Read the files.
+        """Read the status files.
 
         Raises:
             ConfigError: the runtime folder is unsafe.
@@ -85,12 +91,12 @@ class Reading:
         return cls(namespace, folder, time.time(), engines, remarks)
 
     def state(self, engine: EngineStatus) -> str:
-        """`live`, or `silent`; see `SILENT_S`."""
-        # What was written long after now is from before the clock was set back.
+        """Return `live` or `silent`; see `SILENT_S`."""
+        # A time far in the future was written before the clock was set back.
         return "silent" if abs(self.time - engine.written) > SILENT_S else "live"
 
     def total(self) -> EngineStatus:
-        """All engines together, as if they were one."""
+        """Return the sums of all engines, as the status of one engine."""
         counts: Counter[str] = Counter()
         failures: Counter[str] = Counter()
         for each in self.engines:
@@ -118,13 +124,13 @@ class Reading:
 
 
 class History:
-    """The last two writings of each engine, and the rates between them."""
+    """The last two statuses that each engine wrote, and the rates between them."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[str, float, int], tuple[EngineStatus | None, EngineStatus]] = {}
 
     def add(self, reading: Reading) -> None:
-        """Take a reading; engines that are not in it are forgotten."""
+        """Add a reading. Engines that are not in it are forgotten."""
         last = {}
         for engine in reading.engines:
             key = engine.engine_id, engine.started, engine.pid
@@ -138,8 +144,8 @@ class History:
         self._last = last
 
     def rates(self, engine: EngineStatus, now: float) -> Rates | None:
-        """By how much each count, and `failures` in all, has grown a second lately; None where an
-        engine has written only once."""
+        """Return the growth per second of each count, and of all `failures` together, between the
+        last two statuses of an engine; None if it has written only one."""
         key = engine.engine_id, engine.started, engine.pid
         older, newer = self._last.get(key, (None, engine))
         if older is None:
@@ -153,7 +159,7 @@ class History:
         return {name: 0.0 if still else max(0, more) / seconds for name, more in grown.items()}
 
     def total(self, reading: Reading) -> Rates | None:
-        """The rates of all engines together; None where none has any."""
+        """Return the sums of all engines' rates; None if no engine has rates."""
         each = [self.rates(engine, reading.time) for engine in reading.engines]
         known = [rates for rates in each if rates is not None]
         names = {name for rates in known for name in rates}

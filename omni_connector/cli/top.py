@@ -16,11 +16,11 @@ from omni_connector.errors import ConfigError
 from omni_connector.net.status import EngineStatus
 
 FORMAT: Final = 1
-"""Of the JSON document; it grows when a field goes or changes its meaning."""
+"""Version of the JSON document. It grows when a field is removed or changes its meaning."""
 
 
 def document(reading: Reading, history: History) -> dict[str, Any]:
-    """What `--json` prints; docs/operations.md says what the fields mean."""
+    """Return the document that `--json` prints; docs/operations.md describes the fields."""
 
     def told(engine: EngineStatus, rates: Rates | None) -> dict[str, Any]:
         whole = msgspec.to_builtins(engine)
@@ -56,10 +56,10 @@ def top(namespace: str | None, *, once: bool, as_json: bool, interval: float) ->
     """Show the engines of a namespace until Ctrl-C; return the exit status.
 
     Args:
-        namespace: None takes that of the environment.
-        once: only as they are now; also where there is no terminal.
-        as_json: a JSON document a line, instead of tables.
-        interval: seconds between two looks.
+        namespace: namespace of the engines; None for the environment's.
+        once: print once and return. Tables are also printed only once without a terminal.
+        as_json: print a JSON document a line, instead of tables.
+        interval: seconds between two readings.
 
     Raises:
         ConfigError: the runtime folder is unsafe, or rich is missing.
@@ -82,14 +82,14 @@ def top(namespace: str | None, *, once: bool, as_json: bool, interval: float) ->
                 from omni_connector.cli.top_view import show
 
                 show(look, history, once, interval)
-    except KeyboardInterrupt:  # how one leaves
+    except KeyboardInterrupt:  # Ctrl-C is how a user ends it
         return 0
     return 0
 
 
 def _print_json(look: Callable[[], Reading], history: History, once: bool, interval: float) -> None:
     while True:
-        print(json.dumps(document(look(), history)), flush=True)  # in ASCII, whatever it says
+        print(json.dumps(document(look(), history)), flush=True)  # `json` escapes non-ASCII
         if once:
             return
         time.sleep(interval)

@@ -18,13 +18,19 @@ from omni_connector.cli.readings import History, Rates, Reading, hit_rates
 from omni_connector.net.status import EngineStatus, Usage
 
 _BAR: Final = 12
-_OTHER_COLUMNS: Final = 75  # characters that all but the names of engines and models take
+"""Width of the bar of slots, in characters."""
+
+_OTHER_COLUMNS: Final = 75
+"""Width of all columns but that of the names, in characters."""
+
 _LINES: Final = 16
+"""Most remarks, and most rows of each table below the engines, so that a terminal shows them."""
+
 _STATES: Final = {"live": "green", "silent": "bold red"}
 
 
 def show(look: Callable[[], Reading], history: History, once: bool, interval: float) -> None:
-    """Print the tables, again and again where there is a terminal and not `once`."""
+    """Print the tables; on a terminal print them anew each `interval` seconds, unless `once`."""
     console = Console()
     if once or not console.is_terminal:
         console.print(screen(look(), history, console.width))
@@ -36,7 +42,7 @@ def show(look: Callable[[], Reading], history: History, once: bool, interval: fl
 
 
 def screen(reading: Reading, history: History, width: int) -> RenderableType:
-    """Everything that is seen at one moment, on a terminal of so many columns."""
+    """Return all tables and remarks, for a terminal that is `width` columns wide."""
     at = time.strftime("%H:%M:%S", time.localtime(reading.time))
     parts: list[RenderableType] = [
         Text(f"omni-connector top, namespace {reading.namespace!r}, {at}", "bold")
@@ -53,11 +59,11 @@ def screen(reading: Reading, history: History, width: int) -> RenderableType:
 
 
 def bar(usage: Usage, width: int = _BAR) -> Text:
-    """The slots of an arena: held as `#`, cached as `=`, free as `.`."""
+    """Return the slots of an arena as a bar: held `#`, cached `=`, free `.`."""
     total = usage.slots_total
     if not total:
         return Text("no arena", "dim")
-    # What there is of a state is seen, however little it is.
+    # Round up: a state with one slot gets a character too.
     held = min(width, -(-width * usage.slots_in_use // total))
     cached = min(width - held, -(-width * usage.slots_cached // total))
     return Text.assemble(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long to wait between tries of what fails, or is not there yet."""
+"""Pauses between retries of a call that fails."""
 
 import math
 import time
@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 
 class Backoff:
-    """Pauses between tries, each twice as long as the one before.
+    """Pauses between tries, each twice as long as the one before, up to a limit.
 
     Args:
-        first, longest: seconds of the first pause, and of all from some time on.
+        first: seconds of the first pause.
+        longest: seconds that no pause exceeds.
         clock: seconds, monotonic.
 
     >>> backoff = Backoff(0.5, 3.0)
@@ -29,21 +30,21 @@ class Backoff:
 
     @property
     def failing(self) -> bool:
-        """Whether a try has failed, and none has worked since."""
+        """Whether the last try has failed."""
         return self._pause > 0
 
     @property
     def active(self) -> bool:
-        """Whether the pause after a try that has failed is not over."""
+        """Whether a pause is running."""
         return self._clock() < self._until
 
     def failed(self) -> float:
-        """A try has failed. Begins the next pause; returns its seconds."""
+        """Begin the next pause, as a try has failed; return its seconds."""
         self._pause = min(2 * self._pause or self._first, self._longest)
         self._until = self._clock() + self._pause
         return self._pause
 
     def worked(self) -> None:
-        """A try has worked: the next one need not wait, and the next pause is the first again."""
+        """End the pause, as a try has worked; the next pause is as long as the first again."""
         self._pause = 0.0
         self._until = -math.inf

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls into libraries without deadlines, on threads that nobody has to wait for.
+"""Calls into libraries that take no timeout, on threads that a caller can abandon.
 
-These calls are no turns (see `omni_connector.runtime.turns`), because nobody can end them.
+Such a call is no turn (see `omni_connector.runtime.turns`), because nothing can end it.
 """
 
 import os
@@ -22,14 +22,14 @@ _known: Final[weakref.WeakSet["CallThreads"]] = weakref.WeakSet()
 class CallThreads:
     """Threads for calls that may take long to return, or may never return.
 
-    A caller may stop waiting for a call, which keeps its thread until it ends. The threads are
-    daemons: a call that never ends does not keep the process alive. A process that is forked has
-    none of the calls, and starts threads of its own.
+    A caller may stop waiting for a call. The call keeps its thread until it returns. The threads
+    are daemons, so a call that never returns does not keep the process alive. A forked child has
+    none of its parent's calls, and starts threads of its own.
 
     Args:
-        name: of the threads.
-        limit: how many calls may be under way, those that nobody waits for any more included.
-        end: is called once, after `close` and after the last call has ended.
+        name: name of the threads.
+        limit: most calls that may run at a time. Abandoned calls count too.
+        end: called once, after `close` and after the last call has returned.
     """
 
     def __init__(self, name: str, limit: int, end: Callable[[], object] = lambda: None) -> None:
@@ -69,7 +69,7 @@ class CallThreads:
         return future
 
     def close(self) -> None:
-        """Start nothing more; threads end with their calls. Idempotent."""
+        """Start no more calls. Each thread ends with its call. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -83,7 +83,7 @@ class CallThreads:
     def _start(self) -> None:
         try:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
-        except RuntimeError as error:  # the system allows no more threads
+        except RuntimeError as error:  # the system has no more threads
             raise TransportError(str(error)) from error
         self._threads += 1
 
@@ -92,13 +92,13 @@ class CallThreads:
             future, call = item
             try:
                 result = call()
-            except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
+            except BaseException as error:  # noqa: BLE001 - the future raises it
                 self._rest()
                 future.set_exception(error)
             else:
                 self._rest()
                 future.set_result(result)
-            # Let go of the arguments now, not when the next call comes.
+            # Free the call's arguments now, not when the next call comes.
             del item, future, call
         with self._lock:
             self._threads -= 1

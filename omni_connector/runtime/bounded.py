@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is remembered of things that others name, as many as they like: no more than so much."""
+"""A map and a set of bounded size, for keys that peers and clients choose."""
 
 import math
 from collections import OrderedDict
@@ -10,19 +10,23 @@ Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 _MAX_NAMES: Final = 1 << 16
+"""Default bound of an `ExpiringSet`, in names."""
 
 
 class BoundedMap(OrderedDict[Key, Value]):
-    """A map of the entries that were set last. Reading one does not move it.
+    """A map that drops its oldest entry when it is full. Setting an entry makes it the newest;
+    reading one does not.
 
-    Any thread may read it, and set what nobody has set. Where several set the same keys, they take
-    turns.
+    Any thread may read it or add a key. Threads that set the same keys need a lock of their own.
 
     Args:
-        most: how many entries it keeps, at least one.
+        most: most entries that it keeps; at least 1.
 
     >>> names = BoundedMap[str, int](2)
-    >>> names["a"], names["b"], names["a"], names["c"] = 1, 2, 3, 4
+    >>> names["a"] = 1
+    >>> names["b"] = 2
+    >>> names["a"] = 3
+    >>> names["c"] = 4
     >>> dict(names)
     {'a': 3, 'c': 4}
     """
@@ -39,13 +43,12 @@ class BoundedMap(OrderedDict[Key, Value]):
 
 
 class ExpiringSet(Generic[Key]):
-    """Names that are remembered for some time. One thread adds them, any thread may ask.
+    """A set whose names expire. One thread adds names; any thread may ask for them.
 
     Args:
-        seconds: how long a name is remembered. The oldest are forgotten earlier if there are too
-            many.
+        seconds: how long a name is remembered. If there are too many, the oldest expire earlier.
         clock: seconds, monotonic.
-        most: how many there may be.
+        most: most names that it remembers.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float], most: int = _MAX_NAMES) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of one half of an engine take from the process, and where they count and trace."""
+"""`EngineContext`: what all parts of one half of an engine share."""
 
 import secrets
 import threading
@@ -17,15 +17,15 @@ from omni_connector.runtime.turns import MakeLock, StartTurns, TurnThread
 class EngineContext:
     """Clock, threads, randomness, statistics and trace of one half of an engine.
 
-    `vllm_v1.assembly` makes one for each half. A part that needs only one of these takes that one.
-    The log is none of them: a module has its own logger, below vLLM's.
+    `vllm_v1.assembly` makes one for each half. A part that needs only one of the attributes takes
+    that one. Loggers are not part of it: each module has its own, below vLLM's.
 
     Attributes:
         clock: seconds, monotonic.
         start: starts a thread that makes turns.
         lock: makes a lock that the threads of this half share.
-        randbytes: makes so many bytes that nobody can guess.
-        stats: counts; for the engine's thread.
+        randbytes: returns that number of bytes, from a cryptographic source.
+        stats: the counters. Only the engine's thread may use them.
         trace: takes spans, from any thread.
     """
 

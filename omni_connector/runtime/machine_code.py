@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machine code from the kernels: C that is shipped as LLVM IR, and compiled where it runs.
+"""Machine code from the kernels, which are C that is shipped as LLVM IR.
 
 scripts/compile_kernels.py makes the IR, which is the same for all processors. llvmlite, which vLLM
-needs for numba, compiles it for the one that it meets. Whoever uses a kernel goes on without where
-there is no llvmlite, or where the kernel of the host does not let a process run such code.
+installs for numba, compiles it at the start for the processor at hand. Every user of a kernel has a
+slower way in Python: it takes that way if llvmlite is missing, or if the host's Linux does not let
+a process run code that the process has written.
 """
 
 import ctypes
@@ -20,37 +21,37 @@ logger = logging.getLogger("vllm.omni_connector.native")
 
 
 class CodeDeniedError(OSError):
-    """The kernel does not let this process run code that it has written."""
+    """Linux does not let this process run code that it has written."""
 
 
 @functools.cache
 def code_is_denied() -> bool:
-    """Whether the kernel does not let this process run code that it has written; says so once.
+    """Whether Linux does not let this process run code that it has written. Logs a denial once.
 
-    Hardened kernels, SELinux and seccomp filters deny it. LLVM does not look at the answer, and the
-    process would end with SIGSEGV at the first call. So this asks as LLVM does: for memory that was
-    written to become executable.
+    Hardened kernels, SELinux and seccomp filters deny it. LLVM ignores the error of `mprotect`, so
+    that the first call would end the process with SIGSEGV. Therefore this makes the same request as
+    LLVM beforehand: it makes memory executable that was written.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     with mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
         page[0] = 1
-        # The address is that of a buffer, which must be gone before the page can be unmapped.
+        # The buffer is freed at the end of this line; a page that has one cannot be unmapped.
         address = ctypes.addressof(ctypes.c_char.from_buffer(page))
         wanted = mmap.PROT_READ | mmap.PROT_EXEC
         denied = bool(libc.mprotect(address, mmap.PAGESIZE, wanted))
         code = ctypes.get_errno() or errno.EACCES
     if denied:
         logger.warning(
-            "This process may not run code that it compiles (mprotect: %s), so numpy and Python "
-            "copy KV blocks and look them up, more slowly",
+            "This process may not run code that it compiles (mprotect: %s). Numpy and Python copy "
+            "and look up KV blocks instead, which is slower",
             os.strerror(code),
         )
     return denied
 
 
 def kernel(module: str, name: str) -> str:
-    """The IR of a kernel, from the folder `kernels` beside a module.
+    """Return the IR of a kernel, from the folder `kernels` beside a module.
 
     >>> kernel("omni_connector.copy.native", "copy").splitlines()[1]
     '; scripts/compile_kernels.py has made this file.'
@@ -60,11 +61,12 @@ def kernel(module: str, name: str) -> str:
 
 
 def compiled(code: str) -> Any:
-    """Machine code of LLVM's, which is there as long as what this returns.
+    """Compile IR; return LLVM's engine, which has the functions' addresses. The machine code is
+    freed with the engine.
 
     Raises:
-        CodeDeniedError: the kernel lets nobody run it.
-        Exception: whatever keeps llvmlite from compiling it; or there is none.
+        CodeDeniedError: Linux does not let this process run it.
+        Exception: llvmlite is missing (`ImportError`), or cannot compile the IR.
     """
     if code_is_denied():
         raise CodeDeniedError("compiled code may not run here")

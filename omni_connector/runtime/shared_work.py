@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that several threads share, as copies of memory are."""
+"""Work on a list of items that several threads share, such as copies of memory."""
 
 import collections
 import contextlib
@@ -13,28 +13,34 @@ from typing import Any, Final, Generic, TypeVar
 from omni_connector.runtime.turns import WOKEN, Turns, TurnThread
 
 LEND_S: Final = 0.01
-"""An engine that has nothing to compute helps with copies for so many seconds, and then looks
-whether it has."""
+"""Longest that an idle engine's thread helps with copies, in seconds, before it looks for requests
+again."""
 
-# Who lends itself and is not called for so many seconds goes.
 _NO_CALL_S: Final = 0.002
+"""Longest wait of the lending thread for the next call, in seconds."""
 
-# A thread is late that works so many seconds longer on its last item than who lends itself worked.
 _LATE_S: Final = 0.001
+"""A thread is late if it is still at its last item this many seconds after the lending thread found
+no item left. Where the lending thread worked longer than this on the call, that time counts."""
 
-# Where a thread was late, all stay out of the way of whoever was in theirs for so many seconds:
-# vLLM's processes spin for a second after their last message.
 _CROWDED_S: Final = 1.0
+"""How long copies keep to the lending thread's cores after a thread was late, in seconds: vLLM's
+processes spin for one second after their last message, and a spinning one may be what kept the
+thread off its core."""
 
 _MAX_THREADS: Final = 4
+"""Most threads of one `share_out`."""
+
 _BYTES_PER_THREAD: Final = 16 << 20
+"""Fewest bytes for each thread of `share_out`."""
+
 _THREAD_NAME: Final = "omni-connector-copy"
 
 _Item = TypeVar("_Item")
 
 
 class _Call(Generic[_Item]):
-    """Work on several items that any number of threads take part in; each takes the next item."""
+    """Work on several items. Any number of threads take part; each takes the next item."""
 
     def __init__(self, work: Callable[[_Item], None], items: Iterable[_Item]) -> None:
         self._work = work
@@ -42,12 +48,12 @@ class _Call(Generic[_Item]):
         self._left = iter(list(items))
         self.errors: list[BaseException] = []
         self.helping = 0
-        # When who still works on it is late: once there was nothing left for who lends itself.
+        # When threads that still work on it are late; set once the lending thread finds no item.
         self.late_at = math.inf
 
     def take_part(self) -> BaseException | None:
-        """Work until no item is left, or until one of the threads has failed; returns what was
-        raised here, which the caller's thread raises."""
+        """Work until no item is left or a thread has failed. Return the error of this thread, if
+        any; the caller's thread raises it."""
         try:
             for item in self._left:
                 self._work(item)
@@ -57,27 +63,27 @@ class _Call(Generic[_Item]):
         return None
 
     def fail(self, error: BaseException) -> None:
-        """Leave out the items that are not begun."""
+        """Note an error, and drop the items that no thread has begun."""
         self.errors.append(error)
         collections.deque(self._left, maxlen=0)
 
 
 def share_out(work: Callable[[_Item], None], items: Iterable[_Item], nbytes: int) -> None:
-    """Call `work` with each item, on several threads where that is worth it.
+    """Call `work` with each item, on several threads if there are enough bytes.
 
     Args:
         work: should spend its time without the GIL.
-        items: what it is called with.
+        items: its arguments, one for each call.
         nbytes: bytes that are copied in all.
 
     Raises:
-        The first error that `work` raises. Items that are not begun by then are left out.
+        The first error that `work` raises. Items that no thread has begun by then are dropped.
     """
     threads = min(_MAX_THREADS, nbytes // _BYTES_PER_THREAD)
     if threads > 1:
         threads = min(threads, len(os.sched_getaffinity(0)))
     call = _Call(work, items)
-    # These threads make no turns, as they live within this one call, which waits for their end.
+    # These threads make no turns: this call waits for their end.
     others = [
         threading.Thread(target=call.take_part, name=_THREAD_NAME, daemon=True)
         for _ in range(threads - 1)
@@ -86,40 +92,43 @@ def share_out(work: Callable[[_Item], None], items: Iterable[_Item], nbytes: int
         for thread in others:
             thread.start()
     call.take_part()
-    # Even if something is raised here, no thread may go on: its memory could be used again.
+    # No thread may outlive this call, even if a signal handler raises here: the caller may reuse
+    # the memory that the thread copies.
     while working := [each for each in others if each.is_alive()]:
         try:
             for thread in working:
                 thread.join()
-        except BaseException as error:  # noqa: BLE001 - raised below, as what a signal handler raises
+        except BaseException as error:  # noqa: BLE001 - raised below
             call.fail(error)
     if call.errors:
         raise call.errors[0]
 
 
 class Helpers:
-    """Threads that wait for work to take part in, as `share_out` has it, for calls that are too
-    short to start threads. They start with the first call. Any thread may call.
+    """Threads that wait for calls to help with. They are for calls too short to start threads, as
+    `share_out` does. They start with the first call. Any thread may call `share`.
 
     Args:
         cores: CPU cores that the helpers may run on; None for those of the creating thread.
 
     Attributes:
-        threads: that work on one call at the most: its caller, one that lends itself, and helpers.
-            To be set before the first call.
+        threads: most threads that work on one call: its caller, a lending thread (see `lend`), and
+            the helpers. Set it before the first call.
     """
 
     def __init__(self, cores: frozenset[int] | None = None) -> None:
         self.threads = 1
         self._cores = cores
-        # The thread that lends itself.
+        # The native id of the lending thread.
         self._lender: int | None = None
-        # Threads that have worked here, with their ids, and those that do now: on a call that
-        # others take part in, or on one alone (None).
+        # The native ids of the threads that have worked here.
         self._threads: dict[threading.Thread, int] = {}
+        # By native id, the call that a thread works on now; None for a call without helpers.
         self._working: dict[int, _Call[Any] | None] = {}
-        # While a thread lends itself: the cores of those who work with others, and of the others.
-        self._cores_with_others = self._cores_alone = cores
+        # While a thread lends itself: the cores for threads at a call with helpers, and for all
+        # others.
+        self._cores_with_others = cores
+        self._cores_alone = cores
         self._crowded_until = -math.inf
         self._changed = threading.Condition()
         self._helpers: list[Turns] = []
@@ -128,10 +137,10 @@ class Helpers:
         self._closed = False
 
     def share(self, work: Callable[[_Item], None], items: Sequence[_Item]) -> None:
-        """Call `work` with each item; returns once no thread works on any of them.
+        """Call `work` with each item; return once no thread works on any of them.
 
         Raises:
-            The first error that `work` raises. Items that are not begun by then are left out.
+            The first error that `work` raises. Items that no thread has begun by then are dropped.
         """
         call = _Call(work, items)
         if self.threads > 1:
@@ -162,21 +171,22 @@ class Helpers:
                         self._changed.wait()
                     self._leave()
                 return
-            except BaseException as error:  # noqa: BLE001 - raised when no helper works any more
+            except BaseException as error:  # noqa: BLE001 - `share` raises it, once no helper works
                 call.fail(error)
 
     def lend(self, needed: Callable[[], bool], seconds: float = LEND_S) -> None:
-        """Have the calling thread take part in the calls of others, as long as they come. One
-        thread may lend itself at a time.
+        """Have the calling thread, the *lending thread*, help with calls of other threads as long
+        as they come. One thread may lend itself at a time.
 
-        Those who call leave it the cores to which it is pinned: the kernel would take a few
-        milliseconds to see that they are in its way, as long as a call lasts. But where it has
-        nothing to take part in, and cores are few, they use its own. So does who is late: on some
-        kernels an engine that spins on a core keeps all others off it (docs/troubleshooting.md).
+        Threads at a call with helpers leave the cores to which the lending thread is pinned: Linux
+        would need a few milliseconds to move them away, which is as long as a call lasts. For
+        `_CROWDED_S` after a thread was late they use only these cores: on some kernels an engine
+        that spins on a core keeps all other threads off that core (docs/troubleshooting.md). If
+        cores are few, threads at a call without helpers use the lending thread's cores.
 
         Args:
             needed: whether calls may still come. Whoever changes that calls `tell_lender`.
-            seconds: after which it begins nothing new.
+            seconds: how long it begins new work.
 
         Raises:
             BaseException: what a signal handler raises here.
@@ -184,7 +194,8 @@ class Helpers:
         if not needed():
             return
         start = time.monotonic()
-        end, until = start + seconds, start + _NO_CALL_S
+        end = start + seconds
+        until = start + _NO_CALL_S
         own = frozenset(os.sched_getaffinity(0))
         try:
             with self._changed:
@@ -223,13 +234,14 @@ class Helpers:
                 self._lender = None
 
     def tell_lender(self) -> None:
-        """Have the thread that lends itself look whether it is still needed."""
+        """Have the lending thread ask again whether it is needed."""
         if self._lender is not None:
             with self._changed:
                 self._changed.notify_all()
 
     def close(self, timeout: float) -> None:
-        """End the threads, within so many seconds. Later calls are worked on by their callers."""
+        """End the helpers; wait for them for at most `timeout` seconds. Later calls run on their
+        callers' threads alone."""
         with self._changed:
             self._closed = True
             helpers, self._helpers = self._helpers, []
@@ -260,7 +272,7 @@ class Helpers:
             self._finish(call)
         return 0.0
 
-    # All of these are called with the lock held.
+    # The methods below are called with the lock held.
 
     def _place_all(self, lender: frozenset[int] | None) -> None:
         self._cores_with_others = self._cores_alone = self._cores
@@ -277,7 +289,7 @@ class Helpers:
     def _place(self, thread: int) -> None:
         cores = self._cores_with_others if self._working.get(thread) else self._cores_alone
         if cores is not None and thread != self._lender:
-            with contextlib.suppress(OSError):  # the cpuset has shrunk: it runs where it may
+            with contextlib.suppress(OSError):  # the cpuset has shrunk: its cores stay as they are
                 os.sched_setaffinity(thread, cores)
 
     def _enter(self, call: _Call[Any] | None) -> None:

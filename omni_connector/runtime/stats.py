@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rooms count with this. `vllm_v1.metrics` passes the counts on to vLLM."""
+"""The interface by which all rooms count, and the names of all metrics. `vllm_v1.metrics` passes
+the counts on to vLLM."""
 
 from typing import Final, Protocol
 
@@ -11,21 +12,21 @@ from omni_connector.errors import (
 )
 
 FAILURE: Final = "failure:"
-"""What the names of counted failures begin with, before their kind."""
+"""Prefix of the counters of failures; the kind of failure follows."""
 
 MISSED: Final = "missed:"
-"""What the names of counted tokens that were missed begin with, before their cause."""
+"""Prefix of the counters of missed tokens; the cause follows."""
 
 PEER: Final = "peer:"
-"""What the names of counted arenas of peers begin with, before transport and reason."""
+"""Prefix of the counters of peers' arenas; transport and reason follow."""
 
 UNREACHABLE: Final = "peer_unreachable"
-"""The kind of failure of a peer that does not answer, or whose bytes do not come in time."""
+"""Kind of failure: a peer does not answer, or its bytes do not come in time."""
 
 LEASE_EXPIRED: Final = "lease_expired"
-"""The kind of failure of a hand-off whose lease ended before its KV was loaded."""
+"""Kind of failure: the lease of a hand-off ended before its KV was loaded."""
 
-# What each name stands for, as vLLM's metrics say it.
+# The descriptions are the help texts of vLLM's metrics.
 COUNTERS: Final = {
     "bytes_saved": "Bytes copied from KV blocks to slots.",
     "bytes_saved_early": "Bytes of them copied while the forward pass computed other layers.",
@@ -75,7 +76,7 @@ _KINDS: Final[dict[type[Exception], str]] = {
 
 
 class Stats(Protocol):
-    """Counts since the last report."""
+    """Takes counts, failures, misses and durations until the next report to vLLM."""
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add to a counter."""
@@ -101,9 +102,9 @@ class _NoStats:
 
 
 NO_STATS: Final[Stats] = _NoStats()
-"""The statistics of what nobody reports."""
+"""Statistics that drop every count."""
 
 
 def failure_kind(error: Exception, other: str) -> str:
-    """What failures of this error are counted as; `other` where it is none that peers cause."""
+    """Return the kind of failure that an error counts as; `other` if peers do not cause it."""
     return next((kind for cls, kind in _KINDS.items() if isinstance(error, cls)), other)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of hand-offs goes: spans, as each half of an engine writes them to a file of its
-own, and as one Chrome trace.
+"""Spans of time that requests and jobs spend in each half of an engine, as a Chrome trace.
 
-A line of such a file is an event of a Chrome trace, in microseconds of CLOCK_MONOTONIC, which all
-processes of a host share. Spans tell request ids, numbers and names, and nothing of a prompt.
+Each half writes its spans to a file of its own. A line of the file is one event of a Chrome trace.
+Times are microseconds of CLOCK_MONOTONIC, which all processes of a host share. Spans hold request
+ids, numbers and names, and nothing of a prompt.
 
     python -m omni_connector.runtime.trace FOLDER > trace.json
 
@@ -29,10 +29,13 @@ from omni_connector.runtime.turns import StartTurns, Turns, TurnThread
 logger = logging.getLogger("vllm.omni_connector.runtime.trace")
 
 MAX_SPANS: Final = 1 << 16
-"""Spans that wait to be written; what comes while there are as many is left out."""
+"""Most spans that wait to be written. While there are as many, new ones are dropped."""
 
 _WRITE_S: Final = 0.5
+"""Seconds between two writes. A process that is killed loses the spans of at most this time."""
+
 _CLOSE_S: Final = 2.0
+"""Longest wait of `close` for the last write, in seconds; the disk may be slow."""
 
 Value = str | int | None
 
@@ -43,9 +46,12 @@ class Span(msgspec.Struct, omit_defaults=True, kw_only=True):
     """An event of a Chrome trace.
 
     Attributes:
-        ph: its kind: `X` lasts from `ts` for `dur`, `M` gives a process the name in `args`.
-        cat: the half that it happened in.
-        id: of what it belongs to, a request or a job, where those overlap; "" where they do not.
+        ph: its kind. `X` is a span that starts at `ts` and lasts `dur`; `M` gives a process the
+            name in `args`.
+        cat: the half of the engine.
+        pid, tid: ids of process and thread.
+        ts, dur: microseconds.
+        id: the request or job of a span that may overlap others of its thread; else "".
         thread: the name of the thread `tid`.
     """
 
@@ -62,60 +68,60 @@ class Span(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class Trace:
-    """Takes the spans of one half of an engine and does nothing with them; `FileTrace` writes them.
+    """Drops the spans of one half of an engine; `FileTrace` writes them.
 
-    The engine's thread calls `begin`, `begin_each` and `end`; any thread may call the others. No
-    method waits for a disk, or raises.
+    Only the engine's thread calls `begin`, `begin_each` and `end`; any thread may call the other
+    methods. No method waits for a disk, except `close`, and none raises.
 
     Attributes:
-        is_recording: whether somebody wants the spans. What would cost time to make only for them
-            need not be made otherwise.
+        is_recording: whether spans are written. Callers skip what only a span needs if not.
     """
 
     is_recording: bool = False
 
     def span(self, name: str, began: int, id: str = "", **args: Value) -> None:
-        """Something has ended.
+        """Record a span that ends now.
 
         Args:
-            name: what it was.
-            began: what `now` said then.
+            name: name of the span.
+            began: its start, as `now` returned it (ns).
             id: see `Span`.
-            args: what else is known of it. The job that this thread works on is added.
+            args: shown with the span; None values are dropped. The job that this thread works on
+                is added.
         """
 
     def works_on(self, job_id: int | None) -> None:
-        """The calling thread works on this job from now on; None: on no job."""
+        """Note that the calling thread works on this job from now on; None: on no job."""
 
     def begin(self, request_id: str, phase: str, *, after: str | None = None) -> None:
-        """A request is in this phase from now on, and its former one has ended.
+        """End a request's phase, if it has one, and begin the next.
 
         Args:
-            after: the phase that it must be in; nothing happens where it is in another.
+            after: the phase that the request must be in; if it is in another, nothing happens.
         """
 
     def begin_each(self, request_ids: Iterable[str], phase: str, *, after: str) -> None:
         """The same for each of these requests."""
 
     def end(self, request_id: str) -> str | None:
-        """A request has left the phase that it was in, which is returned."""
+        """End a request's phase; return its name, or None if the request had none."""
         return None
 
     def close(self) -> None:
-        """Write what is left, and end the thread. Idempotent."""
+        """Write the spans that wait, and end the thread. Idempotent."""
 
 
 NO_TRACE: Final = Trace()
-"""The trace of an engine that traces nothing."""
+"""A trace that drops every span."""
 
 
 class FileTrace(Trace):
     """Writes the spans to a file.
 
     Args:
-        folder: of the files; it is made.
-        engine_id, half: whose spans these are.
-        start: starts the thread that writes, with the first span.
+        folder: folder of the file; it is made if missing.
+        engine_id, half: whose spans these are; both are part of the file's name.
+        start: starts the thread that writes. It starts with the first span.
 
     Raises:
         ConfigError: the folder cannot be made.
@@ -140,7 +146,9 @@ class FileTrace(Trace):
         self._file: int | None = None
         self._spans: deque[Span] = deque()
         self._left_out = 0
-        self._off = self._closing = False
+        self._off = False
+        self._closing = False
+        # By request: its phase, and when that began (ns).
         self._phases: dict[str, tuple[str, int]] = {}
         self._of_thread = threading.local()
 
@@ -153,11 +161,20 @@ class FileTrace(Trace):
             return
         job = getattr(self._of_thread, "job_id", None)
         known = {key: each for key, each in {"job": job, **args}.items() if each is not None}
-        tid, pid = threading.get_native_id(), os.getpid()
-        at, lasted = began / 1000, (ended - began) / 1000
-        span = Span(name=name, ph="X", cat=self._half, pid=pid, tid=tid, ts=at, dur=lasted, id=id)
-        span.args, span.thread = known, threading.current_thread().name
-        self._spans.append(span)
+        self._spans.append(
+            Span(
+                name=name,
+                ph="X",
+                cat=self._half,
+                pid=os.getpid(),
+                tid=threading.get_native_id(),
+                ts=began / 1000,
+                dur=(ended - began) / 1000,
+                id=id,
+                thread=threading.current_thread().name,
+                args=known,
+            )
+        )
         if self._thread is None:
             self._start_writing()
 
@@ -214,7 +231,7 @@ class FileTrace(Trace):
     def _write(self) -> None:
         lines: list[Span] = []
         if self._file is None:
-            # A pipe without a reader is refused at once, instead of being waited for.
+            # O_NONBLOCK: opening a pipe without a reader fails at once instead of blocking.
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._file = os.open(self._path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
             found = os.fstat(self._file)
@@ -230,7 +247,7 @@ class FileTrace(Trace):
     def _line(self, span: Span) -> bytes:
         try:
             return msgspec.json.encode(span) + b"\n"
-        except UnicodeError:  # half a surrogate pair in an id that a client has chosen
+        except UnicodeError:  # a client's request id holds half a surrogate pair
             self._left_out += 1
             return b""
 
@@ -240,18 +257,18 @@ def _name(kind: str, name: Value, **where: int) -> dict[str, Any]:
 
 
 def spans(folder: Path) -> Iterator[tuple[Path, Span]]:
-    """The events in the files of a folder, those in its folders included, and where each stands."""
+    """Yield each event in the files of a folder and its subfolders, with the file's path."""
     for path in sorted(folder.rglob("*.jsonl")):
         for line in path.read_bytes().splitlines():
             try:
                 yield path, msgspec.json.decode(line, type=Span)
-            except (msgspec.DecodeError, UnicodeError):  # its process was killed as it wrote
+            except (msgspec.DecodeError, UnicodeError):  # the process was killed while writing
                 continue
 
 
 def merge(folder: Path) -> bytes:
-    """All events in a folder as one Chrome trace, in JSON. The files of a folder within it are
-    named after that one."""
+    """Return all events in a folder as one Chrome trace, in JSON. Processes whose files lie in a
+    subfolder are named after that subfolder."""
     events: list[dict[str, Any]] = []
     threads: dict[tuple[int, int], str] = {}
     for path, span in spans(folder):
@@ -263,7 +280,7 @@ def merge(folder: Path) -> bytes:
         threads[span.pid, span.tid] = span.thread
         place = {"cat": span.cat, "pid": span.pid, "tid": span.tid, "ts": span.ts}
         event = {"name": span.name, "ph": "X", **place, "dur": span.dur, "args": span.args}
-        if span.id:  # on the line of its thread it could not overlap with others
+        if span.id:  # `X` events of one thread must not overlap; `b` and `e` may
             del event["dur"]
             event |= {"ph": "b", "id2": {"local": span.id}}
             events += [event, {**event, "ph": "e", "ts": span.ts + span.dur, "args": {}}]
@@ -275,7 +292,7 @@ def merge(folder: Path) -> bytes:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the trace of the folder that is named; return the exit status."""
+    """Print the Chrome trace of a folder; return the exit status."""
     try:
         if len(arguments) != 1 or not Path(arguments[0]).is_dir():
             raise OSError("usage: python -m omni_connector.runtime.trace FOLDER > trace.json")

@@ -2,12 +2,12 @@
 """Threads that do their work in turns.
 
 Work beside an engine's thread is written as a turn: a function that does one piece of work and
-returns when the next turn is due. `TurnThread` calls it on a thread of its own; the simulation
-calls the turns of all threads in an order that it draws. A call that nobody can end is no turn: see
-`omni_connector.runtime.blocking_calls`.
+returns the seconds until the next turn. `TurnThread` calls it on a thread of its own. The
+simulation calls the turns of all threads in an order that it draws. A call that may never return is
+no turn: see `omni_connector.runtime.blocking_calls`.
 
-To end a thread, its owner sets what makes the next turn return None, wakes the thread, and joins it
-with a timeout. In a process that was forked the thread is not alive, and joining it does not wait.
+To end a thread, its owner sets a flag that makes the next turn return None, wakes the thread, and
+joins it with a timeout. In a forked child the thread is not alive, and joining it does not block.
 """
 
 import contextlib
@@ -21,29 +21,30 @@ from typing import Final, Protocol, Self
 logger = logging.getLogger("vllm.omni_connector.threads")
 
 Turn = Callable[[], float | None]
-"""Does one piece of work. Returns the seconds until the next turn; `WOKEN` to wait until it is
-woken; None to end the thread."""
+"""Does one piece of work. Returns the seconds until the next turn, `WOKEN` to wait for `wake`, or
+None to end the thread."""
 
 WOKEN: Final = math.inf
 
 WATCH_S: Final = 1.0
-"""Seconds between two looks of a `Watch`."""
+"""Seconds between two looks of a `Watch`: a peer's death is noticed within this time."""
 
 _WATCH_CLOSE_S: Final = 1.0
-
+"""Longest wait of `Watch.close` for a look that runs, in seconds."""
 
 MakeLock = Callable[[], contextlib.AbstractContextManager[object]]
-"""Makes a lock that threads of an engine share; `threading.Lock`, or that of the simulation."""
+"""Makes a lock that threads of an engine share: `threading.Lock`, or the simulation's."""
 
 
 class Sleep(Protocol):
     """How a thread waits between turns."""
 
     def wait(self, seconds: float) -> None:
-        """Return after so many seconds, or once `wake` has been called since the last wait."""
+        """Block for so many seconds, or until `wake` is called. Return at once if it was called
+        since the last wait."""
 
     def wake(self) -> None:
-        """End the current wait, or else the next one. May be called on any thread."""
+        """End the current wait; if there is none, the next one. Any thread may call it."""
 
 
 class Turns(Protocol):
@@ -64,10 +65,10 @@ class StartTurns(Protocol):
 
     Args:
         name: the thread's name.
-        turn: is called until it returns None. If it raises, that is logged and ends the thread.
+        turn: called until it returns None. If it raises, the error is logged and the thread ends.
         sleep: waits between turns; None for a plain wait that `wake` ends.
         cores: CPU cores that the thread may run on; None for those of the creating thread.
-        end: is called last on the thread, also when a turn has raised.
+        end: called last on the thread, also after a turn has raised.
     """
 
     def __call__(
@@ -111,8 +112,8 @@ class TurnThread:
 
     def _run(self) -> None:
         if self._cores is not None:
-            # vLLM pins its compute threads; a thread that inherited the pin would compete with
-            # them. If the cpuset has shrunk since, the inherited cores are still right.
+            # vLLM pins its compute threads. A thread that inherited the pin would compete with
+            # them. If the cpuset has shrunk meanwhile, the thread keeps the cores it inherited.
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, self._cores)
         try:
@@ -138,9 +139,10 @@ class _Bell:
 
 
 class Copies:
-    """Counts the copies that run in this process: what works in the background waits for them.
+    """Counts the copies that run in this process. Background work, such as prefault, pauses while
+    one runs.
 
-    Enter it around a copy. All methods may be called from any thread.
+    It is a context manager around a copy. Any thread may call any method.
     """
 
     def __init__(self) -> None:
@@ -163,7 +165,7 @@ class Copies:
             flag[0] = self._count > 0
 
     def hide(self, flag: memoryview) -> None:
-        """Write to this memory no more."""
+        """Stop writing to this memory."""
         with self._lock:
             self._flags = [each for each in self._flags if each is not flag]
 
@@ -182,17 +184,18 @@ class Copies:
 
 
 COPIES: Final = Copies()
-"""Those of this process."""
+"""The copies of this process."""
 
 os.register_at_fork(after_in_child=COPIES._begin)
 
 
 class Watch:
-    """Looks after what peers leave behind, on a thread of its own, while there is anything.
+    """Frees what peers that are gone held, on a thread of its own. The thread lives only while
+    there is something to look after.
 
     Args:
-        look: called every `period` seconds; must not block. It returns False when there is nothing
-            left to look after, which ends the thread.
+        look: called every `period` seconds; must not block. It returns False if nothing is left to
+            look after, which ends the thread.
         period: seconds.
         start: starts the thread.
     """
@@ -213,7 +216,7 @@ class Watch:
         self._closed = False
 
     def start(self) -> None:
-        """Start looking, if that has ended or not begun. Cheap."""
+        """Start the thread unless it runs. Cheap."""
         with self._lock:
             self._wanted = True
             if self._thread is None and not self._closed:
@@ -221,7 +224,7 @@ class Watch:
                 self._thread = self._start("omni-watch", self._turn)
 
     def close(self) -> None:
-        """End the thread. Idempotent; waits a second at most."""
+        """End the thread; block for at most one second. Idempotent."""
         with self._lock:
             self._closed = True
             thread = self._thread
@@ -239,8 +242,8 @@ class Watch:
             self._wanted = False
         try:
             more = self._look()
-        except Exception:  # the next look may do better
-            logger.exception("Looking after what peers left behind failed")
+        except Exception:  # the next look may succeed
+            logger.exception("Freeing what peers left behind failed; it is tried again")
             more = True
         with self._lock:
             if not more and not self._wanted:
