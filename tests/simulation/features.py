@@ -6,7 +6,7 @@ draws are its own, so that seeds without a feature are as they were.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -217,14 +217,24 @@ def _beside(plan: Plan, draw: random.Random) -> Plan:
     fails = draw.choice((0.1, 0.5)) if draw.random() < 0.5 else 0.0
     if fails:
         trouble["other_fails"] = fails
-    if fails and any(each.shares for each in engines):
-        trouble["other_later"] = 1.0
-    elif fails and "other_later" not in trouble:
+    if fails and "other_later" not in trouble:
         # Where a load fails within the step, vLLM leaves wrong blocks in its own prefix cache:
         # those that other requests have filled behind the failed ones, and those of a request that
-        # is aborted in that step.
-        engines = tuple(replace(each, caching=False) for each in engines)
+        # is aborted in that step. So they come one by one and stay, or nothing is cached.
+        if any(each.shares for each in engines):
+            engines = tuple(replace(each, seqs=1) for each in engines)
+            plan = replace(plan, events=_numbered(_without_aborts(plan.events)))
+        else:
+            engines = tuple(replace(each, caching=False) for each in engines)
     return _unhinted(replace(plan, engines=engines, trouble=trouble))
+
+
+def _without_aborts(events: Sequence[Event]) -> list[Event]:
+    staying = [each for each in events if each.what != "abort"]
+    return [
+        replace(each, how={**each.how, "leaves": False}) if each.how.get("leaves") else each
+        for each in staying
+    ]
 
 
 FEATURES: Final[tuple[Callable[[Plan, random.Random], Plan], ...]] = (
