@@ -82,7 +82,6 @@ class FailingConnector(NoOpConnector):
     ) -> None:
         if num_external_tokens > 0:
             self._wanted.add(blocks.get_block_ids()[0][0])
-            request.kv_transfer_params = None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         wanted, self._wanted = self._wanted, set()

@@ -141,6 +141,29 @@ def test_what_others_find_of_a_load_that_fails_in_the_same_step_is_not_kept(engi
     assert_clean(first, second)
 
 
+def test_a_block_that_another_connector_fails_to_load_instead_of_ours_is_not_kept(engine):
+    """Of a prompt that was prefilled elsewhere it has the first block, and vLLM asks it first."""
+    extra = {"share": True, "admission": "all"}
+    prefill = engine("kv_producer")
+    decode = engine("kv_both", extra=extra, connector="MultiConnector", before=[FAILING])
+    other = engine("kv_both", extra=extra)
+    wait(lambda: meets(decode))
+    asked = prompt(3 * BLOCK + 1)
+    params = prefill.generate(asked, params=HANDOFF).params
+    request_id = decode.submit(asked, max_tokens=6, params=params)
+    while not decode.scheduler.running:
+        decode.runner.bad_blocks.add(1)
+        decode.step()
+    _, worker = inspection.halves_beside(decode.scheduler.connector, [decode.worker])
+    wait(lambda: inspection.copies_ended(worker))
+    decode.settle()
+    expected = engine().generate(asked, 6).tokens
+    assert decode.answers[request_id].tokens == expected
+    assert other.generate(asked, 6).tokens == expected
+    assert other.count("tokens_from_host")
+    assert_clean(prefill, decode)
+
+
 def test_a_worker_that_does_not_introduce_itself_is_named(engine, monkeypatch):
     monkeypatch.setattr(introductions, "ANSWER_S", 0.2)
     connect = rank_socket.connect

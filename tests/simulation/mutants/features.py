@@ -34,15 +34,6 @@ FEATURES: Final = (
         ),
     ),
     mutant(
-        "defect: another connector's loads are kept",
-        "blocks that another connector was to load instead of a peer's are kept, whether it did",
-        (
-            "omni_connector.prefix.shared_prefix",
-            "            prompt.had = num_computed\n",
-            "            pass\n",
-        ),
-    ),
-    mutant(
         "what another connector loads is kept at once",
         "blocks are kept before vLLM has heard whether another connector has loaded them",
         (
