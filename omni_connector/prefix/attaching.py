@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's ranks attach the arenas of its neighbours ahead of the first hit there.
+"""An engine's ranks attach the arenas of its neighbours before the first hit there.
 
-The scheduler half meets the neighbours and decides about hits; the workers, other processes with
-tensor parallelism, attach and read the arenas. So the scheduler half asks each worker for arenas at
-the socket of its rank. The answer comes at once, and says whether the arena is attached already.
-That works while the engine makes no step, too.
+The scheduler half meets the neighbours and finds hits. The workers attach and read the arenas; with
+tensor parallelism they are other processes. So the scheduler half asks each worker to attach an
+arena, at the socket of its rank. The worker answers at once whether the arena is attached already.
+None of it needs a step, so it works in an idle engine, too.
 """
 
 import logging
@@ -28,14 +28,15 @@ from omni_connector.transports import Endpoint
 logger = logging.getLogger("vllm.omni_connector.sharing")
 
 Arenas = tuple[tuple[Endpoint, ...], ...]
-"""The arenas of an engine, one a rank, each in all ways that it can be read."""
+"""The arenas of an engine: for each rank an endpoint for each transport that can read its arena."""
 
 AttachAhead = Callable[[tuple[Endpoint, ...]], bool]
-"""Has a rank attach an arena; returns at once whether it is attached. Any thread may call it."""
+"""Starts to attach an arena; returns at once whether it is attached. Any thread may call it."""
 
-# Longest wait for the answers of one rank, in seconds: its thread may be slow while it computes.
+# Longest wait for the answers of one rank, in seconds. A rank that computes answers slowly, as its
+# threads share the interpreter.
 _ANSWER_S: Final = 1.0
-# After so many seconds without an answer, an operator is told.
+# Seconds without an answer after which a warning is logged.
 _SILENT_S: Final = 30.0
 
 
@@ -59,7 +60,7 @@ ANSWERS: Final = Decoder(Attached | Refusal)
 
 
 def attached_ahead(attach: AttachAhead) -> RankAnswers:
-    """What answers `RankSockets`: it has this rank attach arenas."""
+    """A worker's answers to `RankSockets`: it attaches arenas to this rank."""
 
     def answer(question: AskAttached) -> Attached:
         try:
@@ -72,18 +73,18 @@ def attached_ahead(attach: AttachAhead) -> RankAnswers:
 
 
 class Ranks(Protocol):
-    """The ranks of an engine, as its scheduler half asks them for arenas of its neighbours."""
+    """The ranks of an engine, which its scheduler half asks to attach arenas of neighbours."""
 
     def attached(self, engines: Sequence[Arenas]) -> list[bool]:
-        """Have every rank attach its arena of each of these engines. May wait for a rank.
+        """Have rank n attach the arena of rank n of each of these engines. May wait for a rank.
 
         Returns:
-            For each engine whether every rank has its arena attached, as far as is known: of a rank
-            that does not answer now, what it said last.
+            For each engine whether every rank has attached its arena. For a rank that does not
+            answer now, its last answer counts.
         """
 
     def close(self) -> None:
-        """Ask nobody any more. Idempotent."""
+        """Disconnect from the ranks. Idempotent."""
 
 
 class RankSockets:

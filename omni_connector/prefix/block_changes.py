@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks are new in the own arena and in the store, and which are gone: for KV events.
+"""Blocks that have come to the own arena or to the store, or have gone from there: for KV events.
 
-What an arena has is known at any time. What a store has is known when it was asked: a block counts
-as stored there from the look-up that finds it until one that does not.
+The arena's blocks are known at any time. Those of the store are known from look-ups: a block counts
+as stored from the look-up that finds it until one that does not.
 """
 
 from collections import Counter, OrderedDict
@@ -17,20 +17,21 @@ from omni_connector.stores.shared_blocks import BlockName
 Content = TypeVar("Content")
 
 _MAX_TOKENS: Final = 1 << 19
-"""Of so many tokens it is known, until the copies of their blocks end, what they are."""
+"""Tokens of filled blocks whose contents are kept until their copies end, which bounds memory."""
 
 _MAX_STORED: Final = 1 << 16
-"""So many blocks count as stored, those that were found last."""
+"""Blocks that count as stored at most, which bounds memory. Of more, the ones found longest ago are
+reported as gone."""
 
 
 class BlockChange(NamedTuple, Generic[Content]):
-    """A block is there from now on, or is there no more.
+    """A block has come, or has gone.
 
     Attributes:
-        in_store: whether it is about the store, or else about the own arena.
+        in_store: True for the store, False for the own arena.
         group: of the block, among the transferred ones.
         block_hash: vLLM's.
-        content: of a block that is there; None where it is gone.
+        content: of a block that has come; None for one that has gone.
     """
 
     in_store: bool
@@ -40,16 +41,16 @@ class BlockChange(NamedTuple, Generic[Content]):
 
 
 class BlockChanges(Generic[Content]):
-    """Keeps what was told of arena and store. The engine's thread calls this.
+    """Collects the changes of arena and store. The engine's thread calls this.
 
-    A block whose content is not known is not told of, nor is its end.
+    A block whose content is not known is not reported, neither when it comes nor when it goes.
 
     Args:
-        pool: of the own arena; None where there is none. It is told of if it has a listing that
-            notes changes, so not where an arena is for hand-offs alone.
+        pool: of the own arena; None without an arena. Its changes are reported if its listing notes
+            them, so not where the arena is for hand-offs alone.
         block_sizes: tokens of a block of each group.
-        describe: makes the contents of blocks of a request, from their group and their indices,
-            which ascend.
+        describe: makes the contents of blocks of a request, from their group and their ascending
+            indices.
     """
 
     def __init__(
@@ -61,12 +62,13 @@ class BlockChanges(Generic[Content]):
         self._pool = pool
         self._describe = describe
         most = max(1, _MAX_TOKENS // min(block_sizes))
-        # Of blocks that have filled: a number that grows, vLLM's hash, and the content.
+        # Blocks that have filled and are not in the arena yet: a number by which they are sorted,
+        # vLLM's hash, and the content.
         self._filled: BoundedMap[BlockName, tuple[int, bytes, Content]] = BoundedMap(most)
         self._number = 0
         self._in_slot: dict[int, BlockName] = {}
         self._slots_of: Counter[BlockName] = Counter()
-        # Hashes of the blocks that were told of.
+        # Blocks that were reported, in the arena and in the store, with vLLM's hash.
         self._kept: dict[BlockName, bytes] = {}
         self._stored: OrderedDict[BlockName, bytes] = OrderedDict()
         self._untold: list[BlockChange[Content]] = []
@@ -88,7 +90,7 @@ class BlockChanges(Generic[Content]):
             self._filled[group, key] = self._number, block_hash, content
 
     def _lost(self, name: BlockName) -> bool:
-        """Whether the arena has lost a block since `take`, which still counts it as kept."""
+        """Whether the arena has evicted a block that `take` has reported as kept."""
         if self._pool is None or self._pool.listing is None:
             return False
         with self._pool.lock:
@@ -98,7 +100,7 @@ class BlockChanges(Generic[Content]):
     def looked_up(
         self, request: Any, group: int, keys: Sequence[bytes], held: Iterable[bool]
     ) -> None:
-        """The store has said which of a prompt's blocks it holds, from the first on."""
+        """A look-up has answered which blocks of a prompt the store holds, from the first on."""
         new: list[int] = []
         for index, (key, there) in enumerate(zip(keys, held, strict=False)):
             name = (group, key)
@@ -123,7 +125,7 @@ class BlockChanges(Generic[Content]):
             self._untold.append(BlockChange(True, name[0], block_hash, None))
 
     def void(self) -> None:
-        """Nothing that was told of is of use any more."""
+        """Report all blocks as gone, because the weights have changed."""
         for name in sorted(self._stored, key=itemgetter(0)):
             self._lose(name)
         self._untold += self._all_gone()
@@ -134,12 +136,13 @@ class BlockChanges(Generic[Content]):
         return sorted(gone, key=attrgetter("group"))
 
     def take(self) -> list[BlockChange[Content]]:
-        """What has changed since the last call, in an order in which it is true.
+        """The changes since the last call, in an order that a consumer can apply one by one.
 
-        Of blocks that are new in the arena, those of one prompt come in its order; those that are
-        gone come by group.
+        In the arena, those that have gone come first, sorted by group; then those that have come,
+        with the blocks of a prompt in its order.
         """
-        told, self._untold = self._untold, []
+        told = self._untold
+        self._untold = []
         listing = None if self._pool is None else self._pool.listing
         if self._pool is not None and listing is not None and listing.changes is not None:
             with self._pool.lock:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine answers when `omni-connector explain` asks where the KV of a prompt is.
+"""An engine's answers to `omni-connector explain`, which asks where the KV of a prompt is.
 
-Who asks sends the token ids of a prompt, in parts. The engine hashes them as it hashes its own
-prompts, and says of each block whether its own KV cache, an arena or the store has it, and why it
-has not. All of it reads only: nothing counts as used, and no statistics change.
+The command sends the token ids of a prompt, in parts. The engine hashes them as it hashes its own
+prompts. It answers for each block whether its own KV cache, an arena or the store has it, and for a
+block that nobody has, why. An answer only reads: no block counts as used, no statistics change.
 
-The questions are small, so that each takes well below a millisecond of the interpreter, which the
-engine's thread waits for. They are answered on a thread of their own. What that reads is made to be
-read on any thread: indexes of blocks, the pool under its lock, and single entries of dicts.
+A thread of its own answers. Each question is small and takes well below a millisecond, because the
+engine's thread waits for the interpreter's lock meanwhile. It reads only what any thread may read:
+block indexes, the pool under its lock, and single entries of dicts.
 """
 
 import hashlib
@@ -32,18 +32,20 @@ from omni_connector.prefix.lookups import Lookup, StoreLookups
 from omni_connector.prefix.misses import Misses
 
 KIND: Final = "e-"
-"""What the names of the sockets begin with at which engines are asked."""
+"""Names of the sockets at which engines answer begin with this."""
 
 TOKENS_AT_ONCE: Final = 1024
-"""Of a prompt, hashed in one answer; more where one block has more."""
+"""Most tokens that one question has hashed; a whole block where a block has more."""
 
 BLOCKS_AT_ONCE: Final = 768
-"""As many as fit into a message, however long their hashes are."""
+"""Most blocks in one question. A message has room for as many of the longest hashes."""
 
 STORE_S: Final = 2.0
-"""Seconds after which a store has not answered."""
+"""Longest wait for the store's answer, in seconds."""
 
+# Most tokens in a message, and in a hashed block: as many as a message has room for.
 _MAX_TOKENS: Final = 12_000
+# Most look-ups in the store that wait for their answers; of more, the oldest is given up.
 _MAX_TICKETS: Final = 16
 
 _Text = Annotated[str, Meta(max_length=1024)]
@@ -70,7 +72,7 @@ class AskHashes(msgspec.Struct, frozen=True, tag="ask-hashes"):
 
     Attributes:
         after: hash of the block before these tokens; None at the beginning of a prompt.
-        tokens: of whole blocks of `hash_block_size`; what remains is not hashed.
+        tokens: of whole blocks of `hash_block_size`; tokens after the last whole block are ignored.
         salt: the request's `cache_salt`.
     """
 
@@ -92,10 +94,12 @@ class AskPlaces(msgspec.Struct, frozen=True, tag="ask-places"):
 
 
 class AskStored(msgspec.Struct, frozen=True, tag="ask-stored"):
-    """Asks which blocks the store holds; answered at once with `Stored`, and to be asked again.
+    """Asks which blocks the store holds; answered at once with `Stored`.
+
+    While the answer has no result, ask again with the same ticket.
 
     Attributes:
-        ticket: the same as long as the question is.
+        ticket: names the question; drawn by the asker.
         group, hashes: as in `AskPlaces`.
     """
 
@@ -105,7 +109,7 @@ class AskStored(msgspec.Struct, frozen=True, tag="ask-stored"):
 
 
 class AskCause(msgspec.Struct, frozen=True, tag="ask-cause"):
-    """Asks why a block is nowhere; answered with `Cause`.
+    """Asks why neither a cache nor an arena nor the store has a block; answered with `Cause`.
 
     Attributes:
         block: its index in the prompt.
@@ -121,7 +125,7 @@ class AskCause(msgspec.Struct, frozen=True, tag="ask-cause"):
 
 
 class Tokenizer(msgspec.Struct, frozen=True):
-    """Of an engine: name or absolute path, and how it is loaded."""
+    """An engine's tokenizer: its name or absolute path, and how to load it."""
 
     name: _Text
     revision: _Text | None = None
@@ -129,16 +133,16 @@ class Tokenizer(msgspec.Struct, frozen=True):
 
 
 class ThisEngine(msgspec.Struct, frozen=True, kw_only=True, tag="this-engine"):
-    """What an engine is.
+    """Describes an engine.
 
     Attributes:
-        engine_id: by which others know it.
+        engine_id: its configured or drawn id.
         tokenizer: of its model.
         hash_block_size: tokens of a block that is hashed; divides the block size of every group.
-        groups: what it keeps, without the order of bytes in their pages.
-        traits: all in which engines must be equal that read each other's slots, by name.
-        socket: the name of the one at which it gives its index.
-        neighbours: such names of the engines that it shares with now.
+        groups: the cache groups that it keeps, without the order of bytes in their pages.
+        traits: by name, the properties that must be equal before engines read each other's slots.
+        socket: name of the socket at which it gives its index.
+        neighbours: names of these sockets, of the engines that it shares with now.
         shares: whether it uses the arenas of this host.
         stores: whether it uses a store.
         alone: whether its prefix cache was reset, so that it shares with nobody.
@@ -161,7 +165,7 @@ class ThisEngine(msgspec.Struct, frozen=True, kw_only=True, tag="this-engine"):
 
 
 class Hashes(msgspec.Struct, frozen=True, tag="hashes"):
-    """Of the blocks of `AskHashes`."""
+    """The hashes of the blocks of `AskHashes`, in order."""
 
     hashes: Annotated[tuple[_Hash, ...], Meta(max_length=_MAX_TOKENS)]
 
@@ -171,8 +175,8 @@ class Places(msgspec.Struct, frozen=True, tag="places"):
 
     Attributes:
         cached: whether the engine's own KV cache has each block.
-        owners: position in `engines` of the one whose arena has each block; -1 for nobody. Of a
-            group that keeps all tokens, none is looked for after the first that is missing.
+        owners: for each block the position in `engines` of the engine whose arena has it; -1 if
+            none has. In a group that keeps all tokens, blocks after the first missing one have -1.
         engines: names as in `ThisEngine.neighbours`; "" is the engine itself.
     """
 
@@ -190,10 +194,10 @@ class Places(msgspec.Struct, frozen=True, tag="places"):
 
 
 class Stored(msgspec.Struct, frozen=True, tag="stored"):
-    """Which of the blocks of `AskStored` the store holds; None as long as it has not answered.
+    """Which of the blocks of `AskStored` the store holds; None while it has not answered.
 
     Attributes:
-        late: whether there will be no answer.
+        late: whether the time for an answer is over.
     """
 
     held: _Flags | None
@@ -201,7 +205,7 @@ class Stored(msgspec.Struct, frozen=True, tag="stored"):
 
 
 class Cause(msgspec.Struct, frozen=True, tag="cause"):
-    """Why a block is nowhere, as `Misses` counts it."""
+    """Why nobody has a block: one of the causes that `Misses` counts."""
 
     cause: _Text
 
@@ -212,7 +216,7 @@ ANSWERS: Final = msgspec.msgpack.Decoder(ThisEngine | Hashes | Places | Stored |
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainedEngine:
-    """What an engine answers from.
+    """The engine for which `Explainer` answers.
 
     Attributes:
         folder: the runtime folder.
@@ -220,8 +224,10 @@ class ExplainedEngine:
         model: vLLM's configuration of its model.
         hash_block_size: tokens of a block that is hashed.
         group_ids: index of each transferred group among vLLM's groups.
-        hash_tokens: vLLM's hashes of blocks, by their tokens, cache salt and the hash before them.
-        cached: vLLM's look-up of a block by its hash and groups; None where it has none.
+        hash_tokens: returns vLLM's hashes of blocks, given their tokens, the cache salt and the
+            hash of the block before them.
+        cached: looks a block up in vLLM's own prefix cache, by its hash and groups; returns None if
+            it is not there.
     """
 
     folder: Path
@@ -239,12 +245,12 @@ class Explainer:
     """Answers at a socket in the runtime folder, on a thread of its own.
 
     Args:
-        engine: whose prompts are explained.
+        engine: the engine to explain.
         host: the arenas that it uses; None for none.
         lookups: asks its store; None for none.
-        misses: knows why it misses a block.
-        prefix: says what the keys of its blocks begin with now.
-        alone: says whether it shares with nobody, after a reset.
+        misses: returns the causes of misses.
+        prefix: returns the prefix of its keys.
+        alone: returns whether it shares with nobody, after a reset.
         clock: seconds, monotonic.
 
     Raises:
@@ -284,10 +290,10 @@ class Explainer:
         self._listener.close()
 
     def answer(self, question: msgspec.Struct) -> tuple[msgspec.Struct, None]:
-        """The answer to one of `QUESTIONS`, which takes no longer than the thread may be away.
+        """Answer one of `QUESTIONS`, in well below a millisecond.
 
         Raises:
-            ProtocolError: it asks for what there is not.
+            ProtocolError: there is no such group or store, or the question has too many tokens.
         """
         return self._answer(question), None
 
@@ -374,17 +380,17 @@ class Explainer:
         self._tickets[question.ticket] = lookup
         if len(self._tickets) > _MAX_TICKETS:
             _, given_up = self._tickets.popitem(last=False)
-            given_up.deadline = self._clock()  # the store need not be asked any more
+            given_up.deadline = self._clock()  # so that the store is not asked any more
         return Stored(None)
 
 
 def _encodable(text: str) -> str:
-    """A text that a message can have: paths may contain bytes that are not UTF-8."""
+    """The text as UTF-8 can encode it, 1024 characters at most. A path may have other bytes."""
     return text.encode("utf-8", "replace").decode()[:1024]
 
 
 def _traits(engine: ExplainedEngine) -> dict[str, str]:
-    """See `ThisEngine.traits`: those of `readers_id`."""
+    """See `ThisEngine.traits`. They are the traits of `readers_id`."""
     traits = {name: _encodable(str(value)) for name, value in engine.compatibility.values().items()}
     pages = hashlib.blake2b(msgspec.msgpack.encode(engine.compatibility.groups), digest_size=8)
     return {**traits, "KV cache groups": pages.hexdigest(), "hashes": engine.hash_id[:1024]}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request asks of the prefix cache: `omni: {...}` in its `kv_transfer_params`, or `omni_...`
-in its `vllm_xargs`, which routers pass on as they are.
+"""Hints of requests to the prefix cache: `omni: {...}` in their `kv_transfer_params`, or `omni_...`
+in their `vllm_xargs`. Routers forward both unchanged.
 
-A hint that cannot be followed is counted, and fails no request. Hints move no block between
-tenants, as the cache salt is a part of what names a block.
+A hint that cannot be followed is counted, and the request goes on without it. No hint gives a
+tenant the blocks of another, because a block's key includes the cache salt.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,31 +20,32 @@ from omni_connector.config import HintName
 from omni_connector.runtime.context import EngineContext
 
 KEY: Final = "omni"
-"""Where hints stand in `kv_transfer_params`."""
+"""The key of the hints in `kv_transfer_params`."""
 
 XARGS_PREFIX: Final = "omni_"
-"""What the names of hints begin with in vLLM's `extra_args`, where `vllm_xargs` arrive."""
+"""Names of hints begin with this in vLLM's `extra_args`, where `vllm_xargs` arrive."""
 
 MAX_PIN_S: Final = 86400.0
-"""No block is pinned for longer."""
+"""Longest pin that a request may ask for, in seconds: a day."""
 
 ANY_SALT: Final = "*"
-"""Stands for all cache salts, each a tenant of its own."""
+"""In the setting `tenants`: each cache salt is a tenant of its own."""
 
-# Of more hints than these, none is read.
+# Most hints that a request may have. If it has more, none is read.
 _MAX_HINTS: Final = 16
 
+# Values of `Hints.cache`, the strongest last.
 _ORDER: Final = ("no", "normal", "high")
 
 
 class Hints(msgspec.Struct, frozen=True):
-    """What a request asks.
+    """The hints of a request.
 
     Attributes:
-        cache: `no`: its blocks are neither kept in the arena nor stored; `high`: what is kept of
-            them is evicted later than others.
+        cache: `no`: its blocks are neither kept in the arena nor stored; `high`: those in the arena
+            are evicted later than others.
         pin_s: seconds for which its blocks are not evicted from this engine's arena.
-        prefetch: the request is there only to bring its blocks into this engine's arena.
+        prefetch: whether the request is sent only to bring its blocks into this engine's arena.
     """
 
     cache: Literal["no", "normal", "high"] = "normal"
@@ -53,16 +54,16 @@ class Hints(msgspec.Struct, frozen=True):
 
     @property
     def keeps_here(self) -> bool:
-        """Whether this engine keeps blocks, too, that a neighbour has."""
+        """Whether this engine keeps even blocks that a neighbour has already."""
         return self.prefetch or self.pin_s > 0
 
     @property
     def asks_arena(self) -> bool:
-        """Whether it takes an arena to follow them."""
+        """Whether the hints need an arena."""
         return self.keeps_here or self.cache == "high"
 
     def allowed(self, names: Collection[HintName]) -> "tuple[Hints, int]":
-        """What of these the operator lets requests ask, and how many he does not."""
+        """The hints that the operator allows, and the number of hints that were refused."""
         cache = self.cache if self.cache == "normal" or self.cache in names else "normal"
         pin_s = self.pin_s if "pin_s" in names else 0.0
         prefetch = self.prefetch and "prefetch" in names
@@ -70,7 +71,7 @@ class Hints(msgspec.Struct, frozen=True):
         return Hints(cache, pin_s, prefetch), refused
 
     def joined(self, other: "Hints") -> "Hints":
-        """What two requests ask for a block that both have."""
+        """The hints for a block of two requests: the stronger of each."""
         return Hints(
             max(self.cache, other.cache, key=_ORDER.index),
             max(self.pin_s, other.pin_s),
@@ -83,11 +84,16 @@ NO_HINTS: Final = Hints()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A block that has filled: its group, hash and number, its tenant, and what is asked for it.
+    """A block that has filled, and may be kept in the arena.
 
     Attributes:
+        group: position among the transferred groups.
+        block_hash: its key in arenas; see `SharedPrompt.keys`.
+        block_id: vLLM's.
         prompt: a small number for the request that has filled it.
-        cached_as: the hash by which vLLM finds it as long as it holds this.
+        tenant: see `tenant_of`.
+        hints: of the requests that have filled it.
+        cached_as: vLLM's hash. While vLLM finds the block by it, the block's content is unchanged.
     """
 
     group: int
@@ -102,12 +108,15 @@ class Candidate:
 def read_hints(
     params: Mapping[Any, Any], extra_args: Mapping[Any, Any] | None = None
 ) -> tuple[Hints, int]:
-    """The hints of a request, and how many more it has that are unknown, wrong, or contradict.
+    """The hints of a request, and the number of its hints that are unknown, wrong or contradict.
 
     Args:
-        params: `kv_transfer_params`, from outside. What they say wins.
-        extra_args: of the sampling parameters, from outside. vLLM makes numbers of `vllm_xargs`'
-            booleans, and users may write numbers as texts.
+        params: `kv_transfer_params`, from outside. Their hints win over those of `extra_args`.
+        extra_args: of the sampling parameters, from outside. vLLM turns booleans of `vllm_xargs`
+            into numbers, and users may write numbers as texts, so both are converted.
+
+    >>> read_hints({"omni": {"pin_s": 60}}, {"omni_prefetch": 1, "omni_cache": "maybe"})
+    (Hints(cache='normal', pin_s=60.0, prefetch=True), 1)
     """
     named = {
         name.removeprefix(XARGS_PREFIX): value
@@ -124,7 +133,7 @@ def read_hints(
 
 
 def _fitting(given: object, *, strict: bool) -> tuple[dict[str, Any], int]:
-    """Those hints that are known, with values of their types; how many others there are."""
+    """The valid hints, with values of their types, and the number of the others."""
     if not isinstance(given, Mapping) or len(given) > _MAX_HINTS:
         return {}, 1
     known: dict[str, Any] = {}
@@ -138,12 +147,12 @@ def _fitting(given: object, *, strict: bool) -> tuple[dict[str, Any], int]:
 
 
 def tenant_of(cache_salt: str | None, tenants: Collection[str] = (ANY_SALT,)) -> int:
-    """What the slots of a tenant are marked with, never 0.
+    """The number with which the slots of a tenant are marked, never 0.
 
     Args:
-        cache_salt: of a request, which its client may have chosen.
+        cache_salt: of a request; its client may have chosen it.
         tenants: salts that are tenants of their own; with `ANY_SALT` among them, each salt is one.
-            All other requests together are one tenant, those without a salt among them.
+            All other requests, and those without a salt, are one tenant together.
     """
     if cache_salt is None or not (ANY_SALT in tenants or cache_salt in tenants):
         salt = b""
@@ -154,7 +163,7 @@ def tenant_of(cache_salt: str | None, tenants: Collection[str] = (ANY_SALT,)) ->
 
 @dataclass(frozen=True)
 class HintRules:
-    """What the operator lets requests ask, and who their tenants are.
+    """The operator's settings for hints and tenants.
 
     Attributes:
         allowed: the hints that are followed.
@@ -172,16 +181,15 @@ class HintRules:
 class HintPolicy:
     """Follows the hints of requests in this engine's arena, as far as the operator allows.
 
-    A slot is *privileged* if it is pinned or if `cache: high` favours it. Both are bounded
-    together, because clients choose their hints: whoever asks for everything gets no more than the
-    part that the operator gives to hints.
+    A slot is *privileged* if it is pinned or if `cache: high` favours it. Clients choose their
+    hints, so the number of privileged slots is bounded, in all and for each tenant.
 
     Args:
         pool: the slots.
-        context: the clock of `SlotPool.end_pins`; statistics, which count what is refused.
-        pin_part: part of the slots that may be privileged.
-        tenant_quota: part of all slots, and of those that may be privileged, that one tenant may
-            have.
+        context: the clock of `SlotPool.end_pins`; statistics, which count refused hints.
+        pin_part: part of all slots that may be privileged.
+        tenant_quota: part of all slots that one tenant may have; also the part of the privileged
+            slots.
     """
 
     def __init__(
@@ -200,9 +208,10 @@ class HintPolicy:
         self._stats = context.stats
 
     def grant(self, hints: Hints, tenant: int, group: int, keys: Sequence[SlotKey]) -> None:
-        """Follow the hints for those of these blocks of a group that the arena has, or will have.
+        """Follow the hints for blocks of a group that are in the arena, or are being copied there.
 
-        The first are pinned first, because the later ones are of no use without them.
+        If there is no room for all, the first blocks get it: later ones cannot be used without
+        them.
         """
         if hints.cache != "high" and not hints.pin_s:
             return

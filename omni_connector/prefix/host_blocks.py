@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks in the arenas of this host: which engine has them, what is loaded, and what is kept.
+"""Blocks in the arenas of this host: finds them, loads them, and keeps new ones.
 
-A look-up reads the own index and those of the neighbours, in the call that asks. Nothing is leased:
-a block may go before it is read, which its generation and its key then tell the reader.
+A look-up reads the own index and those of the neighbours, in the call that asks. Blocks are not
+leased. A reader notices by generation and key that a block was evicted before it was read.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,12 +28,14 @@ from omni_connector.prefix.neighbours import Neighbour, Neighbours
 from omni_connector.runtime.stats import Stats
 
 NOBODY: Final = -1
+"""Owner of a block that no engine has."""
 
-# Saves under way may take at most one in so many slots, so that hand-offs have room.
+# Saves under way take at most 1/2 of the slots, so that hand-offs have room.
 _BUSY_PART: Final = 2
 
 MAX_IN_ORDER: Final = 4096
-"""So many blocks of a group, the first of a request, are put into their order when it is over."""
+"""Blocks of a group whose order of eviction is set when a request ends, at most: the first of the
+request. It bounds the time that this takes in a step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +43,8 @@ class FoundBlocks:
     """Where the blocks of one group of a prompt are, from the first on.
 
     Attributes:
-        owners: position of the engine that has each block, in `Found.engines`; `NOBODY`.
+        owners: for each block the position in `Found.engines` of the engine that has it, or
+            `NOBODY`.
         slots, generations: of each block. All int64 (blocks,); nothing is known of later blocks.
     """
 
@@ -61,7 +64,7 @@ class Found:
     """What the engines of this host have of a prompt.
 
     Attributes:
-        engines: those that were asked.
+        engines: the engines whose indexes were searched; this engine is the first.
         groups: one entry for each group.
     """
 
@@ -73,10 +76,16 @@ class Found:
 class Wanted:
     """Consecutive blocks of one group that a request has, to be filled.
 
+    Later tokens may read only the last of them, as in a group with a window; the others are zeroed:
+
+        logical index   4      5      6      7
+        block_ids       21     22     23     24       first = 4
+                        zeroed zeroed loaded loaded   read = range(6, 8), begin = 2
+
     Attributes:
-        first: logical index of the first of them.
-        block_ids: `(n,)`.
-        read: indices of those that later tokens read; those before are zeroed.
+        first: logical index of the first block.
+        block_ids: `(n,)`; null blocks are not filled.
+        read: logical indices of the blocks that later tokens read.
         hashes: of the blocks in `read`.
     """
 
@@ -87,17 +96,18 @@ class Wanted:
 
     @property
     def begin(self) -> int:
-        """How many come before those that are read."""
+        """Number of blocks before those that are read."""
         return self.read.start - self.first
 
     @property
     def copied(self) -> NDArray[np.bool_]:
-        """Which of those that are read are to be filled."""
+        """For each block in `read` whether it is to be filled."""
         copied: NDArray[np.bool_] = self.block_ids[self.begin :] != NULL_BLOCK_ID
         return copied
 
     def only(self, part: NDArray[np.bool_]) -> "Wanted":
-        """The same with null blocks for all but these, so that they are not copied."""
+        """A copy in which the blocks outside of `part` are null blocks, so that they are not
+        filled."""
         return replace(self, block_ids=np.where(part, self.block_ids, NULL_BLOCK_ID))
 
 
@@ -106,14 +116,14 @@ class HostBlocks:
 
     Args:
         pool: the slots of this engine's arenas, with a listing.
-        index: the own one.
-        arenas: the own ones.
+        index: this engine's own.
+        arenas: this engine's own.
         neighbours: the other engines; closed with this.
-        groups: what this engine keeps.
-        key_prefix: what the keys of this engine's blocks have in common.
-        load_timeout: seconds for the bytes.
+        groups: the cache groups that this engine keeps.
+        key_prefix: prefix of the keys of this engine's blocks.
+        load_timeout: seconds that a load may take.
         hint_policy: follows hints in the own arena.
-        admission: which new blocks are kept.
+        admission: which new blocks get a slot in a full arena.
         stats: counts blocks that are not kept.
 
     Attributes:
@@ -147,8 +157,8 @@ class HostBlocks:
         self._max_busy = max(1, len(pool.generation) // _BUSY_PART)
         self._block_sizes = [shape.block_size for shape in groups]
         self.keeping: dict[int, KeepSpec] = {}
-        # Of requests that are over: the jobs that may keep blocks of theirs, and the tags of all of
-        # these, those of the last tokens first.
+        # Finished requests: the jobs that may still save their blocks, and the tags of the blocks,
+        # the last tokens first.
         self._over: list[tuple[set[int], Tags]] = []
 
     def find(self, hashes: Sequence[list[bytes]]) -> Found:
@@ -186,18 +196,18 @@ class HostBlocks:
     def loads(
         self, request_id: str, found: Found, wanted: Sequence[Wanted]
     ) -> tuple[list[tuple[HostLoadSpec, bool]], list[Wanted]]:
-        """The jobs that fill the blocks which engines of this host have, one for each engine.
+        """Make the jobs that load blocks from the arenas of this host, one for each engine.
 
         Returns:
-            The jobs, each with whether this engine itself has the blocks; and what is left, with
-            null blocks for those that the jobs fill.
+            The jobs, each with whether it reads this engine's own arena; and the blocks that no
+            engine has, which are `wanted` with null blocks for those that the jobs fill.
         """
         owners = [
             _padded(of.owners, each, NOBODY) for each, of in zip(wanted, found.groups, strict=True)
         ]
         loading = np.unique(np.concatenate([NONE, *owners]))
         loading = loading[loading >= 0].tolist()
-        # Whoever fills any block zeroes those that nobody reads.
+        # The first job zeroes the blocks before those that are read.
         filler = loading[0] if loading else NOBODY
         whose = [
             np.concatenate([np.full(each.begin, filler), of])
@@ -243,11 +253,11 @@ class HostBlocks:
         )
 
     def avoid(self, load: HostLoadSpec) -> None:
-        """The engine that a load was to read does not answer."""
+        """Leave the engine of this load out of look-ups for a while, as it does not answer."""
         self._neighbours.avoid(load.arenas)
 
     def _hit(self, engine: Neighbour, slots: Ints, generations: Ints) -> None:
-        # The beginning of a prompt goes last.
+        # Backwards, so that the beginning of a prompt is evicted last.
         slots, generations = slots[::-1], generations[::-1]
         if engine.own:
             touch(self._pool, slots, generations)
@@ -255,24 +265,26 @@ class HostBlocks:
             self._neighbours.hit(engine, slots, generations)
 
     def room(self, most: int) -> int:
-        """How many blocks can be saved now, of so many that may be."""
+        """Number of blocks that can be saved now, `most` at most."""
         busy = sum(len(spec.slots) for spec in self.keeping.values())
         return max(0, min(most, self._max_busy - busy))
 
     def keep(
-        self, filled: Sequence[Candidate], most: int, later: int
+        self, filled: Sequence[Candidate], most: int, max_waiting: int
     ) -> tuple[KeepSpec | None, int, list[Candidate]]:
-        """The job that saves blocks which no arena of this host has. Who starts it enters it into
-        `keeping`, and `kept` ends it.
+        """Take slots for blocks that no arena of this host has, and make the job that saves them.
+
+        The caller starts the job and enters it into `keeping`; `kept` ends it.
 
         Args:
-            filled: full blocks, each hash of a group once. Those that vLLM has lost are null.
-            most: how many may be saved.
-            later: how many more may wait for the end of copies, of those that are asked for.
+            filled: full blocks, each hash of a group once. A block that vLLM has evicted meanwhile
+                is a null block.
+            most: blocks that may be saved now.
+            max_waiting: blocks that may wait for a slot. Only blocks that hints ask for wait.
 
         Returns:
-            The job, None where none has to be saved; how many are not, for lack of room; and those
-            that wait, whose hints have yet to be followed.
+            The job, None if no block is to be saved; the number of blocks that are dropped for lack
+            of room; and the blocks that wait. Their hints are followed when they are passed again.
         """
         groups: list[tuple[int, list[int]]] = [(0, []) for _ in self._whole]
         slots: list[Ints] = []
@@ -293,7 +305,7 @@ class HostBlocks:
                 if given.over_quota:
                     self._stats.count("blocks_over_quota", given.over_quota)
                 asked = [c for i in given.beyond.tolist() if (c := theirs[i]).hints.keeps_here]
-                asked = asked[: max(0, later - len(waiting))]
+                asked = asked[: max(0, max_waiting - len(waiting))]
                 waiting += asked
                 dropped += given.dropped - len(asked)
                 most -= len(given.slots)
@@ -305,27 +317,28 @@ class HostBlocks:
                 self._hint_policy.grant(hints, tenant, g, _hashes(run))
             groups[g] = 0, [each.block_id for each in kept]
             keys += header_keys(self._key_prefix, g, _hashes(kept))
-        numbers = np.concatenate([NONE, *slots])
-        if not numbers.size:
+        slot_ids = np.concatenate([NONE, *slots])
+        if not slot_ids.size:
             return None, dropped, waiting
         with self._pool.lock:
-            generations = self._pool.generation[numbers]
+            generations = self._pool.generation[slot_ids]
         blocks = BlockSpans.of(groups)
-        spec = KeepSpec(blocks=blocks, slots=numbers, generations=generations, keys=keys)
+        spec = KeepSpec(blocks=blocks, slots=slot_ids, generations=generations, keys=keys)
         return spec, dropped, waiting
 
     def _by_quota(self, candidates: list[Candidate]) -> list[list[Candidate]]:
-        """In parts that are kept as a whole: one for each tenant where tenants have quotas."""
+        """Split the blocks by tenant if tenants have quotas, as each quota is checked by itself."""
         if self._pool.quota is None:
             return [candidates] if candidates else []
         return [list(run) for _, run in groupby(candidates, key=attrgetter("tenant"))]
 
     def lacks(self, group: int, hashes: list[bytes], *, here: Bools | bool) -> Bools:
-        """Which of these blocks no engine's index has. Those that one has count as used, so that
-        they do not go for what continues them.
+        """Which of these blocks no engine has. The others count as used, so that they are not
+        evicted to make room for the blocks that follow them.
 
         Args:
-            here: which must be in the own index.
+            here: which blocks must be in the own arena: they are lacking if only a neighbour has
+                them.
         """
         tags = tags_of(self._key_prefix, group, hashes)
         lacks = np.ones(len(tags), bool)
@@ -342,8 +355,8 @@ class HostBlocks:
         return lacks
 
     def _lacking(self, group: int, filled: list[Candidate]) -> list[Candidate]:
-        """Those of these blocks that no engine has and that are worth a slot, by tenant; some must
-        be in the own arena."""
+        """The blocks to save, sorted by tenant: no engine has them (or hints ask for them in the
+        own arena), and the admission policy admits them."""
         if not filled:
             return []
         filled = sorted(filled, key=attrgetter("tenant"))
@@ -353,7 +366,7 @@ class HostBlocks:
         return [each for each, lacking in zip(filled, lacks.tolist(), strict=True) if lacking]
 
     def _admits(self, group: int, new: list[Candidate]) -> Bools:
-        """Which of these blocks, which no engine has, are worth a slot, or are asked for."""
+        """Which of these blocks the admission policy admits, or hints ask for."""
         admitted = np.array([each.hints.asks_arena for each in new], bool)
         others = [each for each in new if not each.hints.asks_arena]
         with self._pool.lock:
@@ -365,7 +378,7 @@ class HostBlocks:
         return admitted
 
     def kept(self, job_id: int, failure: str | None) -> None:
-        """A job has ended, in whatever way."""
+        """A job of `keeping` has ended; `failure` is None if every rank has saved the blocks."""
         spec = self.keeping.pop(job_id)
         with self._pool.lock:
             if failure is None:
@@ -376,8 +389,10 @@ class HostBlocks:
         self._put_in_order()
 
     def finished(self, hashes: Sequence[list[bytes]]) -> None:
-        """A request is over whose blocks were kept job by job and group by group. So they
-        would be evicted, too; once the jobs have ended, the beginning goes last.
+        """A request has ended: have its blocks evicted from the last to the first.
+
+        Until now they are in the order of their jobs and groups. The order is set when the jobs
+        have ended.
 
         Args:
             hashes: of its first blocks, `MAX_IN_ORDER` at most, one list for each group.
@@ -407,15 +422,15 @@ class HostBlocks:
             return self._pool.evicted_lately(group, key)
 
     def rename(self, key_prefix: bytes) -> None:
-        """From now on the engine's blocks have keys of this prefix; those of now are not found."""
+        """Give new blocks keys of this prefix. The blocks of now are not found any more."""
         self._key_prefix = key_prefix
         with self._pool.lock:
-            self._pool.forget()  # where nothing is handed off, nobody else does
+            self._pool.forget()  # without hand-offs nothing else calls it
             assert self._pool.listing is not None
             self._pool.listing.key_prefix = key_prefix
 
     def close(self) -> None:
-        """Be no neighbour any more, and let go of the index. Idempotent."""
+        """Stop sharing, and close the index. Idempotent."""
         self._neighbours.close()
         self._own.index.close()
 
@@ -425,13 +440,13 @@ def _hashes(candidates: Iterable[Candidate]) -> list[bytes]:
 
 
 def _padded(found: Ints, wanted: Wanted, value: int) -> Ints:
-    """What was found of the blocks that are read; `value` where nothing is known."""
+    """`found` for the blocks that are read; `value` for blocks of which nothing is known."""
     part = found[wanted.read.start : wanted.read.stop]
     missing: Ints = np.full(len(wanted.read) - len(part), value, np.int64)
     return np.concatenate([part, missing])
 
 
 def touch(pool: SlotPool, slots: Ints, generations: Ints) -> None:
-    """Slots of a pool are read, in these generations. Any thread may call this."""
+    """Count slots of a pool as used, if they have these generations. Any thread may call this."""
     with pool.lock:
         pool.touch(slots, generations)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the keys of an engine's blocks begin with."""
+"""The prefix that the keys of an engine's blocks have in common."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,8 @@ class KeyPrefix:
     """The prefix of an engine's keys. Engines that share have the same.
 
     Args:
-        shared: that of all engines with the same weights and settings.
-        randbytes: makes so many bytes that nobody can guess.
+        shared: the prefix of all engines with the same weights and settings.
+        randbytes: returns so many bytes that nobody can guess.
 
     Attributes:
         current: the prefix now.
@@ -21,9 +21,9 @@ class KeyPrefix:
 
     @property
     def is_own(self) -> bool:
-        """Whether no other engine has it, so that nobody stores anything under it."""
+        """Whether no other engine has the prefix, so that nothing is shared."""
         return self.current != self._shared
 
     def renew(self) -> None:
-        """From now on have one that no other engine has."""
+        """Replace the prefix by one that no other engine has."""
         self.current = f"{self._shared}/{self._randbytes(8).hex()}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads of prompts' blocks from the arenas of this host and from the store.
 
-One prompt may be loaded from several of them, by one job each. If a job fails, the others are
-revoked, and nothing more is loaded for the prompt.
+One prompt may be loaded from several arenas and the store, with one job for each. If a job fails,
+the others are revoked, and nothing more is loaded for the prompt.
 """
 
 from collections.abc import Sequence
@@ -30,11 +30,11 @@ class PrefixLoads:
 
     Args:
         host: the arenas of this host; None loads nothing from there.
-        lookups: is told of entries of the store that are wrong; None where there is no store.
+        lookups: is told of corrupt entries of the store; None where there is no store.
         ledger: the copy jobs.
         groups: what this engine keeps.
         prefix: of the store's keys.
-        timeout: seconds for the bytes.
+        timeout: seconds that a load from the store may take.
         stats: where to count.
     """
 
@@ -60,10 +60,17 @@ class PrefixLoads:
         self._failed: list[EngineRequest] = []
 
     def start(self, prompt: SharedPrompt, tables: BlockTables, start: int, end: int) -> None:
-        """Load the tokens from `start` to `end` of a prompt, from where they were found.
+        """Load the tokens from `start` to `end` of a prompt, from the arenas and the store.
+
+        Blocks that an arena has are loaded from there, all others from the store:
+
+            block           0      1      2      3
+            an arena has    yes    no     yes    no
+            host load       10     null   12     null
+            store load      null   11     null   13
 
         Args:
-            tables: the blocks of its request.
+            tables: the block tables of its request.
         """
         request_id = prompt.request.request_id
         wanted: list[Wanted] = []
@@ -126,20 +133,21 @@ class PrefixLoads:
 
     def take_queued(self) -> dict[int, TransferSpec]:
         """The jobs that were started since the last call."""
-        queued, self._queued = self._queued, {}
+        queued = self._queued
+        self._queued = {}
         return queued
 
     def revoke(self, prompt: SharedPrompt) -> None:
-        """What is being loaded for a prompt is not wanted any more."""
+        """Revoke the loads of a prompt."""
         self._ledger.revoke(prompt.jobs)
 
     def _load_failed(
         self, prompt: SharedPrompt, failure: str, names: list[BlockName] | None
     ) -> None:
-        """A part of what a request waits for has not come: the other parts are not wanted either.
+        """One load of a prompt has failed: revoke the others.
 
         Args:
-            names: of the part, where it was to come from the store.
+            names: blocks of the load, if it was from the store.
         """
         self.revoke(prompt)
         if prompt.failure is not None:
@@ -150,12 +158,12 @@ class PrefixLoads:
         if failure != CANCELLED:
             self._stats.fail(failure)
         if names is not None:
-            prompt.lookup = None  # its answer was wrong, so what is computed now is stored again
+            prompt.lookup = None  # its answer was wrong, so that computed blocks are stored again
             if failure == CORRUPT and self._lookups is not None:
                 self._lookups.distrust(names)
 
     def _loaded(self, prompt: SharedPrompt) -> None:
-        """All parts have ended. What has failed is not tried again: see
+        """All loads of a prompt have ended. A failed one is not retried: see
         `SharedPrefix.load_nothing`."""
         if prompt.void:
             prompt.void, prompt.lookup = False, None
@@ -166,5 +174,6 @@ class PrefixLoads:
 
     def take_failed(self) -> list[Any]:
         """vLLM's requests whose loads have failed since the last call."""
-        failed, self._failed = self._failed, []
+        failed = self._failed
+        self._failed = []
         return failed

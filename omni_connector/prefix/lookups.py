@@ -19,13 +19,18 @@ from omni_connector.stores.shared_blocks import BlockName, FailuresOf, block_key
 logger = logging.getLogger("vllm.omni_connector.lookups")
 
 CLOSE_S: Final = 5.0
+"""Longest wait for the thread to end, in seconds."""
 
 _MAX_KEYS: Final = 2048
-"""The most keys that the store is asked for at once."""
+"""Keys in one call to the store at most. A longer prompt takes several calls, and the look-up stops
+at the first missing block."""
 
-# The store has this part of a lookup's time: what it has answered by then is used.
+# Part of the remaining time that a call to the store may take, so that an answer which comes last
+# of all can still be used before the deadline.
 _ANSWER_PART: Final = 0.8
 
+# Seconds for which a block with a corrupt entry counts as missing, so that it is stored anew and
+# not loaded again and again.
 _DISTRUST_S: Final = 600.0
 
 
@@ -35,8 +40,14 @@ class Held:
 
     Attributes:
         blocks: whether each block is held, from the first on; nothing is known of later ones.
-        runs: for each block, how many blocks that end with it are held without a gap.
+        runs: for each block, how many held blocks end with it without a gap.
         misses: indices of the blocks that are not held, in order.
+
+    >>> held = Held.of([True, True, False, True])
+    >>> held.runs, held.misses
+    ([1, 2, 0, 1], [2])
+    >>> held.has(range(0, 2)), held.has(range(1, 4)), held.reach(0)
+    (True, False, 2)
     """
 
     blocks: list[bool]
@@ -45,7 +56,7 @@ class Held:
 
     @classmethod
     def of(cls, blocks: list[bool]) -> "Held":
-        """Derive the rest from which blocks are held."""
+        """Compute `runs` and `misses`."""
         runs = accumulate(blocks, lambda run, held: run + 1 if held else 0, initial=0)
         return cls(blocks, list(runs)[1:], [i for i, held in enumerate(blocks) if not held])
 
@@ -62,12 +73,12 @@ class Held:
 
 @dataclass(slots=True, eq=False)
 class Lookup:
-    """A question about one prompt.
+    """A look-up of one prompt.
 
     Attributes:
         prefix: of the keys.
         hashes: block hashes, one list for each group.
-        deadline: when nobody waits for the answer any more, in seconds of the clock.
+        deadline: until when its request waits for the answer, in seconds of the clock.
         held: the answer, one entry for each group; None until it has come.
     """
 
@@ -82,9 +93,9 @@ class StoreLookups:
 
     Args:
         store: the store that is asked; closed with this.
-        groups: what this engine keeps.
-        ranks: of this engine. A block counts as held when the store holds it for all of them.
-        context: clock, statistics, and how the thread starts.
+        groups: the cache groups that this engine keeps.
+        ranks: of this engine. A block counts as held when the store holds it for all ranks.
+        context: clock, statistics and threads.
     """
 
     def __init__(
@@ -114,15 +125,15 @@ class StoreLookups:
         self._thread.wake()
 
     def distrust(self, names: Iterable[BlockName]) -> None:
-        """Count these blocks as missing for ten minutes, because an entry of theirs is wrong."""
+        """Count these blocks as missing for `_DISTRUST_S` seconds, because an entry is corrupt."""
         self._distrusted.add(names)
 
     def count_failures(self) -> None:
-        """Count what failed in the store since the last call."""
+        """Count the store's failures since the last call."""
         self._failures.count_into(self._stats)
 
     def close(self) -> None:
-        """Stop the thread, within `CLOSE_S` seconds, and let go of the store. Idempotent."""
+        """Stop the thread, within `CLOSE_S` seconds, and close the store. Idempotent."""
         self._closing = True
         self._thread.wake()
         self._thread.join(CLOSE_S)
@@ -139,12 +150,12 @@ class StoreLookups:
             held = self._answer(lookup)
             if self._clock() < lookup.deadline:
                 lookup.held = held
-        except Exception:  # the request goes on at its deadline, and this thread with the next
+        except Exception:  # the request goes on at its deadline; the next look-up may succeed
             logger.exception("A lookup in the shared store failed; please report it")
         return 0.0
 
     def _answer(self, lookup: Lookup) -> list[Held] | None:
-        """What the store has said in time that it holds; None where it has said nothing."""
+        """The blocks that the store says it holds; None if it has not answered in time."""
         late = False
         found: list[list[bool]] = [[] for _ in lookup.hashes]
         total = max(map(len, lookup.hashes))
@@ -165,8 +176,9 @@ class StoreLookups:
                 ranks = list(islice(answers, len(self._owning_ranks[name[0]])))
                 found[name[0]].append(all(ranks) and name not in self._distrusted)
             if any(w and not all(found[g][first:]) for g, w in enumerate(self._whole)):
-                break  # no prefix goes beyond it
-        # A client of a store that did not answer in time says that it holds nothing.
+                break  # blocks after a missing one are of no use
+        # The store's client answers a timeout by saying that no block is held. So a late answer in
+        # which no block is held is no answer.
         if late and not any(map(any, found)):
             return None
         return [Held.of(blocks) for blocks in found]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why tokens of a prompt are computed that a cache might have had."""
+"""Counts the tokens of prompts that no cache had, by cause."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -10,19 +10,20 @@ from omni_connector.prefix.prompts import SharedPrompt
 from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.runtime.stats import Stats
 
+# Prompts whose first block is remembered, the latest; it bounds memory.
 _MAX_BEGINNINGS: Final = 1 << 14
 
 
 class Misses:
     """Counts the tokens of prompts that vLLM's own cache has, and those that nobody has, by cause.
 
-    What is missed has the cause of the first block that is missing, as blocks after it are of no
-    use. The last token of a prompt, and what is no full block, are not missed.
+    All missed tokens of a prompt have the cause of the first missing block, because blocks after a
+    gap cannot be used. The last token of a prompt and an incomplete last block are no misses.
 
     Args:
-        groups: what this engine keeps.
-        unit: prefixes end at multiples of so many tokens.
-        evicted: whether a block of a group was evicted lately from the own arena, by its key.
+        groups: the cache groups that this engine keeps.
+        unit: tokens; prefixes end at multiples of it.
+        evicted: says whether a block, by its group and key, was evicted lately from the own arena.
         stats: where to count.
     """
 
@@ -39,20 +40,23 @@ class Misses:
         self._unit = unit
         self._evicted = evicted
         self._stats = stats
-        # Of first blocks of prompts: the key under which their tokens were last seen.
+        # For the tokens of a prompt's first block (their hash): its last key. The key differs from
+        # the next one if the prompt comes with another salt or adapter.
         self._beginnings: BoundedMap[int, bytes] = BoundedMap(_MAX_BEGINNINGS)
-        self._lock = threading.Lock()  # of these, which `explained` reads
+        self._lock = threading.Lock()  # of `_beginnings`, which `explained` reads on another thread
 
     def admitted(self, prompt: SharedPrompt, start: int, end: int, known: int = 0) -> None:
-        """vLLM's own cache has what comes before `start` of a prompt, and we load it up to `end`.
+        """vLLM has admitted a prompt: its own cache has the tokens before `start`, and we load
+        those from `start` to `end`.
 
         Args:
-            known: where vLLM begins to compute, if a connector beside this one loads more.
+            known: token at which vLLM begins to compute, if a connector beside this one loads more.
         """
         if prompt.request.skip_reading_prefix_cache:
             return
         if prompt.reached is not None:
-            # It was admitted before. Only a load that has failed makes a difference.
+            # It was admitted before, and was counted then. Only the tokens of a failed load are
+            # new.
             if prompt.failure is not None and end < prompt.reached:
                 self._stats.miss("failed", prompt.reached - end)
                 prompt.reached = 0
@@ -72,7 +76,7 @@ class Misses:
             self._stats.miss(cause, last - end)
 
     def _begins(self, prompt: SharedPrompt) -> bool:
-        """Remember the first block; whether its tokens were last seen under another key."""
+        """Remember the first block; returns whether its tokens had another key before."""
         tokens = hash(tuple(prompt.request.all_token_ids[: self._block_size]))
         key = prompt.keys(prompt.hashes[self._group][:1])[0]
         with self._lock:
@@ -81,7 +85,7 @@ class Misses:
         return seen_as != key
 
     def _cause(self, prompt: SharedPrompt, block: int, seen_as_other: bool) -> str:
-        """Why this block of a prompt, and what comes after it, is missing."""
+        """Why this block of a prompt, the first missing one, is missing."""
         if not prompt.loads:
             return "failed"
         if prompt.late:
@@ -95,13 +99,13 @@ class Misses:
         return "other_salt" if block == 0 and seen_as_other else "never_seen"
 
     def explained(self, *, block: int, key: bytes, beginning: Sequence[int], first: bytes) -> str:
-        """The cause of a miss of a prompt that no request has. Any thread may call this.
+        """The cause if a prompt missed this block. Changes nothing; any thread may call this.
 
         Args:
-            block: index of the block that is missing.
-            key: of this block.
+            block: index of the missing block.
+            key: of the missing block.
             beginning: tokens of the prompt's first block.
-            first: key of that block.
+            first: key of the prompt's first block.
         """
         with self._lock:
             seen_as = self._beginnings.get(hash(tuple(beginning)), first)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of this host that share prefixes: whose indexes this engine reads, and who reads its.
+"""The engines of this host that share prefixes. They read each other's indexes.
 
-Each engine has a socket in the runtime folder, where it gives its index to whoever asks, and says
-whose it is. Nobody is told who comes: a thread looks into the folder about once a second. So no
-process is special, and an engine that dies is gone when its connection ends.
+Each engine has a socket in the runtime folder, and sends its index to every peer that asks there.
+There is no registry: each engine lists the folder about once a second. An engine that dies is
+removed when its connection ends.
 
-An engine that does not answer, as one that was stopped, delays nobody: all newcomers are asked at
-once, and a neighbour counts only once every rank of this engine has its arenas attached.
+An engine that does not answer (one that was stopped, say) delays no other: all new ones are asked
+at once. A neighbour is used only when every rank of this engine has attached its arenas.
 """
 
 import logging
@@ -38,24 +38,32 @@ from omni_connector.transports import Endpoint
 logger = logging.getLogger("vllm.omni_connector.sharing")
 
 LOOK_S: Final = 1.0
-"""Seconds between two looks into the runtime folder."""
+"""Seconds between two listings of the runtime folder."""
 
+# Names of index sockets in the runtime folder begin with this.
 _KIND: Final = "i-"
-# Longest wait for the answers of newcomers, in seconds; and for room in the queue of one of them.
+# Longest wait for the answers of all new engines, in seconds.
 _ANSWER_S: Final = 1.0
+# Longest wait to connect to one engine, in seconds, and to read an answer that has begun. It waits
+# only where that engine's queue of connections is full.
 _CONNECT_S: Final = 0.05
-# For so many seconds after an engine was met, ranks are asked so often for its arenas.
+# In the first `_FRESH_S` seconds after a neighbour was met, ranks are asked every `_SOON_S` seconds
+# whether they have attached its arenas. After that they are asked once in `LOOK_S`.
 _FRESH_S: Final = 1.0
 _SOON_S: Final = 0.01
-# Longest time in which nobody looks whether this engine ends.
+# Longest wait for answers, in seconds, before the thread checks whether it has to close.
 _WAIT_S: Final = 0.1
+# Longest wait for the thread to end, in seconds.
 _CLOSE_S: Final = 2.0
-# An engine that could not be met is tried again after so many seconds.
+# Seconds until an engine that could not be met is asked again.
 _AGAIN_S: Final = 5.0
-# One from which a load does not get its bytes is left out of look-ups for so many seconds.
+# Seconds for which look-ups leave out an engine from which a load did not get its bytes.
 _AVOID_S: Final = 30.0
+# Slots in one `Hits` message, which then has 16 KiB.
 _MAX_HITS: Final = 1024
+# `Hits` messages to one neighbour at a time. Of more hits, the oldest are left out.
 _MAX_MESSAGES: Final = 16
+# Neighbours that an engine has at most. It bounds descriptors and the cost of a look-up.
 _MAX_NEIGHBOURS: Final = 256
 
 
@@ -72,7 +80,7 @@ class GiveIndex(msgspec.Struct, frozen=True, tag="give-index"):
     """The memfd beside this message is the index of an engine.
 
     Attributes:
-        readers: digest of what engines must agree in to read each other's slots.
+        readers: digest of the traits that must be equal before engines read each other's slots.
         epoch: of the index.
         num_slots: of each arena.
         arenas: see `Arenas`.
@@ -91,7 +99,7 @@ class Hits(msgspec.Struct, frozen=True, tag="hits"):
     """Tells an engine which of its slots were read. It has no answer.
 
     Attributes:
-        slots, generations: bytes of as many int64.
+        slots, generations: int64 as bytes, equally many of both.
     """
 
     slots: Annotated[bytes, Meta(max_length=8 * _MAX_HITS)]
@@ -111,8 +119,8 @@ class Neighbour:
     """An engine whose slots can be read.
 
     Attributes:
-        index: finds its blocks.
-        arenas: hold them.
+        index: finds the slots of its blocks.
+        arenas: one a rank, with these slots.
         own: whether it is this engine itself.
         name: of its socket in the runtime folder.
     """
@@ -127,30 +135,31 @@ class Neighbours(Protocol):
     """The other engines of the host that share. The engine's thread calls this, and never waits."""
 
     def present(self) -> Sequence[Neighbour]:
-        """Those that are there now, and whose arenas every rank of this engine has attached."""
+        """The neighbours now. Every rank of this engine has attached their arenas."""
 
     def hit(self, neighbour: Neighbour, slots: Ints, generations: Ints) -> None:
-        """Its slots are read, in these generations; it is told soon."""
+        """This engine reads slots of a neighbour, in these generations. A message tells it soon."""
 
     def avoid(self, arenas: Arenas) -> None:
-        """The engine with these arenas does not answer: it is not present for a while, or until it
-        has come anew."""
+        """Leave out the engine with these arenas for a while, as it does not answer. If it is
+        restarted, it is used at once."""
 
     def close(self) -> None:
-        """Be no neighbour any more. Idempotent."""
+        """Stop sharing. Idempotent."""
 
 
 @dataclass(frozen=True)
 class LocalEngine:
-    """What one engine tells its neighbours of itself, and hears from them.
+    """This engine, as `HostNeighbours` introduces it to the others.
 
     Attributes:
         folder: the runtime folder.
         name: of its socket, unique on this host; it need not be secret.
-        readers: digest of what engines must agree in to read each other's slots, 16 bytes.
-        index: its own; closed by its owner, after the neighbours.
-        arenas: its own.
-        ranks: its own, which attach the arenas of neighbours; closed with the neighbours.
+        readers: digest of the traits that must be equal before engines read each other's slots, 16
+            bytes.
+        index: the own index; closed by its owner, after the neighbours.
+        arenas: the own arenas.
+        ranks: attach the arenas of neighbours; closed with the neighbours.
         on_hits: called with slots and generations that a neighbour has read, on another thread;
             must not block.
     """
@@ -173,11 +182,11 @@ class _Met:
 
 
 class HostNeighbours:
-    """The neighbours of a real engine.
+    """Finds the neighbours of an engine, on a thread of its own.
 
     Args:
         local_engine: this engine.
-        context: clock, and how the thread starts that looks for them.
+        context: clock and threads.
 
     Raises:
         TransportError: another process has this engine's socket.
@@ -229,7 +238,8 @@ class HostNeighbours:
             self._present = tuple(each for each in self._present if each not in self._avoided)
 
     def look(self) -> None:
-        """Find who has come and who has gone, and tell the others of hits. May wait for a peer."""
+        """Meet new engines, remove those that have ended, and send the hits. May wait for a
+        peer."""
         with self._looks:
             here = set(self._sockets())
             for name, met in list(self._met.items()):
@@ -242,7 +252,8 @@ class HostNeighbours:
             self._tell()
 
     def _follow(self) -> None:
-        """See what the ranks have attached, and who is present by that."""
+        """Ask the ranks which arenas they have attached, and update the neighbours that are
+        used."""
         mets = list(self._met.values())
         attached = self._local_engine.ranks.attached([met.neighbour.arenas for met in mets])
         now = self._clock()
@@ -257,7 +268,7 @@ class HostNeighbours:
             )
 
     def _attaches(self) -> bool:
-        """Whether engines that were met lately are about to be attached."""
+        """Whether arenas of an engine that was met lately are not attached yet."""
         now = self._clock()
         return any(
             not met.attached and now < met.since + _FRESH_S for met in list(self._met.values())
@@ -301,7 +312,7 @@ class HostNeighbours:
         return [name for name in names if name.startswith(_KIND) and name != self._own.name]
 
     def _meet(self, names: Sequence[str]) -> None:
-        """Ask newcomers for their indexes, all at once, and take the answers as they come."""
+        """Ask new engines for their indexes, all at once, and take the answers as they come."""
         deadline = time.monotonic() + _ANSWER_S
         asked: dict[int, tuple[str, Connection]] = {}
         poll = select.poll()
@@ -322,15 +333,15 @@ class HostNeighbours:
                 logger.debug("%s is not met: it does not answer", name)
 
     def _asked(self, name: str) -> Connection | None:
-        """A connection to a newcomer whose index was asked for; None where nobody takes the
-        question now, or it was asked lately."""
+        """Ask a new engine for its index; returns the connection. None if it does not accept one
+        now, or was asked less than `_AGAIN_S` seconds ago."""
         now = self._clock()
         if now < self._not_before.get(name, now):
             return None
         self._not_before[name] = now + _AGAIN_S
         try:
             connection = Connection(self._local_engine.folder / name, time.monotonic() + _CONNECT_S)
-        except (OmniError, OSError) as error:  # of descriptors there may be no more
+        except (OmniError, OSError) as error:  # OSError: this process has no descriptor left
             logger.debug("%s is not met: %s", name, error)
             return None
         if connection.tell(AskIndex()):
@@ -345,7 +356,8 @@ class HostNeighbours:
             neighbour = opened(reply, descriptor, self._local_engine, name)
         except (OmniError, OSError) as error:
             connection.close()
-            # Engines of other models are no fault, and are met again and again.
+            # An engine of another model is no fault. It is asked every few seconds, so each reason
+            # is logged once.
             if self._why_not.get(name) != str(error):
                 self._why_not[name] = str(error)
                 level = logging.DEBUG if isinstance(error, PeerUnreachableError) else logging.INFO
@@ -359,24 +371,28 @@ class HostNeighbours:
         logger.info("Sharing prefixes with the engine at %s", name)
 
     def _leave(self, name: str) -> None:
-        # The engine's thread may be looking something up: the mapping goes with its last user.
+        # The index stays mapped, as the engine's thread may be reading it. Its last reference
+        # unmaps it.
         self._met.pop(name).connection.close()
 
     def _tell(self) -> None:
         with self._lock:
-            hits, self._hits = self._hits, defaultdict(list)
+            hits = self._hits
+            self._hits = defaultdict(list)
         for met in self._met.values():
-            if told := hits.get(met.neighbour):
-                self._tell_one(met, *(np.concatenate(each) for each in zip(*told, strict=True)))
+            if pairs := hits.get(met.neighbour):
+                slots, generations = zip(*pairs, strict=True)
+                self._tell_one(met, np.concatenate(slots), np.concatenate(generations))
 
     def _tell_one(self, met: _Met, slots: Ints, generations: Ints) -> None:
-        # Of each slot its latest use; the latest of all come last, as they are to stay longest.
+        # Each slot once, at its latest use, and the latest of all last: the neighbour evicts in
+        # this order. Slots 5, 7, 5, 9 become 7, 5, 9.
         _, last = np.unique(slots[::-1], return_index=True)
         order = np.sort(len(slots) - 1 - last)[-_MAX_MESSAGES * _MAX_HITS :]
         for at in range(0, len(order), _MAX_HITS):
             part = order[at : at + _MAX_HITS]
             note = Hits(slots[part].tobytes(), generations[part].tobytes())
-            if not met.connection.tell(note):  # its socket is full: the next look tells the rest
+            if not met.connection.tell(note):  # its socket is full: the next look sends the rest
                 rest = order[at:]
                 with self._lock:
                     self._hits[met.neighbour].insert(0, (slots[rest], generations[rest]))
@@ -393,10 +409,10 @@ class HostNeighbours:
 
 
 def opened(reply: GiveIndex, descriptor: int, ours: LocalEngine, name: str = "") -> Neighbour:
-    """The engine that has sent this, and its index, whose descriptor is closed here.
+    """The engine that has sent `reply`, with its index mapped. Closes `descriptor`.
 
     Raises:
-        PeerRefusedError: its slots cannot be read here.
+        PeerRefusedError: this engine cannot read its slots.
         OmniError: as `BlockIndexView.open`.
     """
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the shared prefix cache knows of one prompt: what is held of it, and where."""
+"""The state of one prompt in the shared prefix cache: its hashes, and the blocks found."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,8 @@ class SharedGroups:
     Attributes:
         shapes: of each.
         ids: index of each among vLLM's groups.
-        hash_block_size: tokens of one of a request's hashes; divides every group's block size.
+        hash_block_size: tokens that one of vLLM's block hashes covers; divides every group's block
+            size.
     """
 
     shapes: tuple[GroupShape, ...]
@@ -30,13 +31,13 @@ class SharedGroups:
 
     @property
     def block_sizes(self) -> list[tuple[int, int]]:
-        """Tokens, and hashes, of a block of each."""
+        """For each group the tokens and the hashes of a block."""
         sizes = [shape.block_size for shape in self.shapes]
         return [(size, size // self.hash_block_size) for size in sizes]
 
     @property
     def unit(self) -> int:
-        """Prefixes end at multiples of so many tokens."""
+        """Tokens; prefixes end at multiples of it, as a block ends there in every group."""
         return math.lcm(*(shape.block_size for shape in self.shapes))
 
 
@@ -45,35 +46,43 @@ class SharedPrompt:
     """A prompt of a request that shares its prefix."""
 
     request: EngineRequest
-    loads: bool
-    hashed_tokens: int | None  # where its hashes end to be those of its tokens; None: nowhere
+    loads: bool  # whether its blocks may be loaded; else vLLM computes all of it
+    hashed_tokens: int | None  # its hashes are right for so many tokens; None: for all
     adapter: str  # digest of the LoRA adapter's content; "" without one
     block_sizes: list[tuple[int, int]]  # of each group: tokens, and hashes, of a block
-    sent: list[int]  # for each group, the blocks already considered for arena and store
+    sent: list[int]  # for each group, the leading blocks already considered for arena and store
     tenant: int
     hints: Hints
-    fills_at: int = 0  # no block fills before so many tokens are computed
-    keeps: int = 0  # jobs that keep its blocks in the arena, as far as is known
-    due: int = 0  # the step in which `PrefixSaves` looks whether one has filled
+    fills_at: int = 0  # the next block fills when so many tokens are computed
+    keeps: int = 0  # jobs that save its blocks to the arena; an estimate
+    due: int = 0  # the step in which `PrefixSaves` checks whether a block has filled
     hashes: list[list[bytes]] = field(default_factory=list)
     found: Found | None = None
     lookup: Lookup | None = None
-    waits: bool = False  # for the store's answer, as the arenas have not all of it
-    looked_at: float = 0.0  # when `found` was looked for
-    local: int | None = None  # tokens that vLLM has itself; None until it asks
-    had: int | None = None  # with those that we load for it; None once it was scheduled
-    offered: int = 0  # tokens beyond them that can be loaded
-    missed: bool = False
+    waits: bool = False  # for the store's answer, as the arenas lack some of it
+    looked_at: float = 0.0  # when the arenas were searched; seconds of the clock
+    local: int | None = None  # tokens in vLLM's own cache; None until vLLM asks
+    had: int | None = None  # `local` and the tokens that we load; None once it was scheduled
+    offered: int = 0  # tokens after `local` that can be loaded
+    missed: bool = False  # the store was asked, and nothing can be loaded
     late: bool = False  # the store has not answered in time
-    reached: int | None = None  # tokens that vLLM or a load had when it was admitted first
+    reached: int | None = None  # tokens cached or loaded when it was first admitted
     sources: dict[str, int] = field(default_factory=dict)  # tokens that are loaded, by counter
-    admitted: bool = False  # vLLM has scheduled it since the lookup
-    jobs: set[int] = field(default_factory=set)
-    failure: str | None = None  # the first of its jobs'
-    void: bool = False  # what is being loaded for it belongs to other weights
+    admitted: bool = False  # vLLM has scheduled it since the look-up
+    jobs: set[int] = field(default_factory=set)  # its loads under way
+    failure: str | None = None  # of the first of its loads that failed
+    void: bool = False  # its loads under way are of KV of other weights
 
     def full_hashes(self, group: int, first: int, end: int | None) -> list[bytes]:
-        """Hashes of these full blocks of a group, as far as they are known."""
+        """Hashes of the full blocks of a group from `first` to `end`, or to the last known.
+
+        A block of a group has several of vLLM's hashes if it is larger than the hashed block. The
+        last one names it, as each hash includes those before. With 2 hashes a block:
+
+            hashes   h0 h1 | h2 h3 | h4
+            block      0   |   1   | not full
+            result      h1 |    h3
+        """
         block_size, step = self.block_sizes[group]
         if self.hashed_tokens is not None:
             known = self.hashed_tokens // block_size
@@ -84,14 +93,15 @@ class SharedPrompt:
         ]
 
     def keys(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """What names these blocks in arenas: vLLM's hashes name an adapter, not its content."""
+        """The keys of these blocks in arenas. vLLM's hashes have the name of an adapter; the keys
+        have its content, too."""
         if not self.adapter:
             return list(hashes)
         whose = self.adapter.encode()[: blake2b.MAX_KEY_SIZE]
         return [blake2b(each, digest_size=len(each), key=whose).digest() for each in hashes]
 
     def held(self) -> list[Held]:
-        """What is held of it, in arenas of this host or in the store, one entry a group."""
+        """The blocks that an arena of this host or the store holds, one entry a group."""
         stored = self.lookup.held if self.lookup is not None else None
         if self.found is None:
             return stored or [Held.of([]) for _ in self.hashes]
@@ -104,7 +114,7 @@ class SharedPrompt:
         ]
 
     def key_prefix(self, engines: str) -> str:
-        """What its blocks' keys in a store begin with, where those of the engine begin so."""
+        """The prefix of its blocks' keys in a store: the engine's, and the adapter's digest."""
         return f"{engines}/{self.adapter}" if self.adapter else engines
 
     def reach(self, groups: Sequence[GroupShape], unit: int, start: int, end: int) -> int:
@@ -113,12 +123,15 @@ class SharedPrompt:
 
 
 def reach(groups: Sequence[tuple[GroupShape, Held]], unit: int, start: int, end: int) -> int:
-    """The token at which the longest prefix ends that can be completed from `start` on.
+    """The end of the longest prefix, in tokens, whose part after `start` can be loaded.
+
+    Every block that the tokens after the prefix read has to be held. `start` if none can be loaded.
 
     Args:
-        groups: each with what is held of it.
-        unit: prefixes end at multiples of so many tokens.
-        end: the token that it ends at or before.
+        groups: each with the blocks that are held.
+        unit: tokens; prefixes end at multiples of it.
+        start: tokens that vLLM has itself.
+        end: the most tokens that the prefix may have.
     """
     for shape, held in groups:
         if shape.attention_type == "all":

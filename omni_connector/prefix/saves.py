@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of the blocks that a step fills are copied to the arena of this engine, and to the store.
+"""Saves of the blocks that a step fills, to the own arena and to the store.
 
-Copies under way hold their blocks (see `CopyLedger`), at most a part of all that the engine has.
-Blocks beyond that are not copied, or wait where a request asks for them in the arena. Nothing holds
-those that wait: they are copied if vLLM still finds them by their hashes when their turn comes.
+Copies under way hold their blocks (see `CopyLedger`), at most a quarter of the engine's blocks.
+Further blocks are dropped. If a hint asks for them in the arena, they wait. A waiting block is not
+held: it is copied later if vLLM still finds it by its hash.
 """
 
 from collections import deque
@@ -27,28 +27,31 @@ from omni_connector.runtime.bounded import ExpiringSet
 from omni_connector.runtime.context import EngineContext
 from omni_connector.stores.shared_blocks import BlockName
 
-# Copies under way hold at most one in so many KV blocks.
+# Copies under way hold at most 1/4 of the KV blocks, so that requests have room.
 _HELD_PART: Final = 4
 
-# Of the blocks that wait, so many at most are looked at in a step, which that must not delay.
+# Waiting blocks that a step considers at most, so that they do not delay the step.
 _AT_ONCE: Final = 256
 
-# A block that was sent to the store is not sent again for so many seconds.
+# Seconds for which a block that was sent to the store is not sent again. After that, look-ups tell
+# whether the store has it.
 _RECENT_S: Final = 30.0
 
-# A copy that began more seconds ago than this waits for the store.
+# Seconds in which a copy is expected to end, so that vLLM rather waits for its blocks than preempts
+# a request. One that takes longer waits for the store.
 _COPY_S: Final = 0.1
 
-# Of more blocks at once, those that some arena has are told first: of a long prompt that vLLM's own
-# cache had, most are.
+# If a prompt has more new blocks than this, the indexes are asked before a `Candidate` is made of
+# each. Most blocks of a long prompt that vLLM's own cache had are in an arena already.
 _MANY: Final = 64
 
-# So many steps after another connector was to load blocks within a step, vLLM has heard whether it
-# did, and else computes them anew. Until then, requests find those blocks in vLLM's own cache.
+# Steps after which vLLM knows whether a load by another connector has succeeded; if it has not,
+# vLLM recomputes the blocks. Until then other requests find the blocks in vLLM's own cache, so
+# saves of prompts that vLLM admits meanwhile are delayed.
 _LOADED: Final = 3
 
-# What answers fill is looked at once in so many steps, as a copy of a few blocks costs the
-# scheduler hardly more than that of one. Of an answer that ends before, its last block is not kept.
+# Blocks of answers are looked for once in so many steps: to copy a few blocks costs the scheduler
+# hardly more than to copy one. The last block of an answer that ends before is not kept.
 _TOGETHER: Final = 4
 
 
@@ -56,20 +59,21 @@ class PrefixSaves:
     """Starts the copies of blocks that have filled.
 
     Args:
-        tokens_a_step: by so many at most an answer grows in a step.
+        tokens_a_step: tokens by which an answer grows in a step at most.
         prefix: of the store's keys.
         host: the arenas of this host; None keeps nothing there.
         stores: whether there is a store.
         ledger: the copy jobs.
-        groups: what this engine keeps.
+        groups: the cache groups that this engine keeps.
         num_blocks: KV blocks of this engine.
-        hash_of: says by which hash vLLM's own prefix cache finds a block in one of vLLM's groups;
-            None where it does not.
+        hash_of: returns the hash by which vLLM's own prefix cache finds a block, given one of
+            vLLM's groups and the block's id; None where it does not find it.
         context: clock and statistics.
-        changes: is told which blocks the arena may have; None where nobody asks.
+        changes: collects changes for KV events; None where nobody asks for events.
 
     Attributes:
-        waiting: blocks for later steps, even of no tokens, and prompts that are over behind theirs.
+        waiting: blocks to copy in later steps, which may be steps without tokens. A finished prompt
+            stands behind its last waiting block.
     """
 
     def __init__(
@@ -88,10 +92,12 @@ class PrefixSaves:
     ) -> None:
         self._tokens_a_step = tokens_a_step
         self._step = 0
-        self._doubtful_until = 0  # the step
-        # The prompts to look at, by the number of the step. Most steps fill no block of an answer.
+        # Step up to which a load by another connector may turn out to have failed; see `_LOADED`.
+        self._doubtful_until = 0
+        # The prompts to look at, by step number: most steps fill no block of an answer.
         self._due: dict[int, dict[SharedPrompt, None]] = {}
-        # Other blocks may be gone, or hold another state, a few steps after they have filled.
+        # Whether all blocks are still there a few steps after they have filled. Else a block may
+        # have left its window, or hold a later state.
         lasting = all(
             shape.attention_type == "all"
             or (shape.attention_type == "window" and shape.window > _TOGETHER * tokens_a_step)
@@ -112,7 +118,8 @@ class PrefixSaves:
         self._changes = changes
         self.num_held = 0
         self.waiting: deque[Candidate | SharedPrompt] = deque()
-        self._places = cycle(range(1024))  # so that prompts differ whose blocks wait
+        # Values of `Candidate.prompt`, so that waiting blocks of different prompts differ.
+        self._prompt_numbers = cycle(range(1024))
         self._sent = ExpiringSet[BlockName](_RECENT_S, context.clock)
 
     def build(
@@ -125,7 +132,7 @@ class PrefixSaves:
 
         Args:
             scheduled: tokens that this step computes, by request.
-            blocks_of: says which blocks a request has.
+            blocks_of: returns the blocks of a request.
         """
         filled: dict[tuple[int, bytes], Candidate] = {}
         self._step += 1
@@ -142,9 +149,9 @@ class PrefixSaves:
                         continue
                 end = request.num_computed_tokens + tokens
                 if end >= prompt.fills_at:
-                    self._save(meta, next(self._places), prompt, end, blocks_of, filled)
+                    self._save(meta, next(self._prompt_numbers), prompt, end, blocks_of, filled)
                 lacks = prompt.fills_at - max(end, request.num_tokens)
-                if lacks > 0:  # it writes an answer
+                if lacks > 0:  # only tokens of its answer will fill the next block
                     steps = -(-lacks // self._tokens_a_step)
                     if not prompt.hints.asks_arena:
                         steps += -(self._step + steps) % self._together
@@ -154,20 +161,20 @@ class PrefixSaves:
         if self.waiting:
             self._keep_waiting(meta, self._host)
         new = list(filled.values())
-        if self.waiting:  # whoever may wait does so, too
+        if self.waiting:  # new blocks that may wait queue up behind
             self._keep(meta, self._host, [each for each in new if each.hints.keeps_here], 0)
             new = [each for each in new if not each.hints.keeps_here]
         self._keep(meta, self._host, new, self._max_held - self.num_held)
 
     def look_at(self, prompt: SharedPrompt, steps: int = 1) -> None:
-        """Look in so many steps whether blocks of a prompt that vLLM schedules have filled."""
+        """Check in so many steps whether blocks of a prompt have filled."""
         self._forget(prompt)
         if prompt.hints.cache != "no":
             prompt.due = self._step + steps
             self._due.setdefault(prompt.due, {})[prompt] = None
 
     def finish(self, prompt: SharedPrompt) -> None:
-        """The prompt's request is over."""
+        """The prompt's request has ended."""
         self._forget(prompt)
         if self.waiting and prompt.hints.keeps_here:
             self.waiting.append(prompt)
@@ -175,7 +182,7 @@ class PrefixSaves:
             self._put_in_order(prompt)
 
     def _put_in_order(self, prompt: SharedPrompt) -> None:
-        # One job of one group leaves its slots in order.
+        # A single job of a single group leaves its slots in the right order.
         if self._host is not None and prompt.keeps * len(self._groups) > 1:
             ends = [min(sent, MAX_IN_ORDER) for sent in prompt.sent]
             hashes = [prompt.full_hashes(g, 0, end) for g, end in enumerate(ends)]
@@ -188,7 +195,7 @@ class PrefixSaves:
                 del self._due[prompt.due]
 
     def _keep_waiting(self, meta: CopyWork, host: HostBlocks) -> None:
-        """Copy blocks whose turn it is, as many as there is room for."""
+        """Copy waiting blocks, as many as there is room for."""
         room = min(_AT_ONCE, host.room(self._max_held - self.num_held))
         turn: dict[tuple[int, bytes], Candidate] = {}
         over: list[SharedPrompt] = []
@@ -210,8 +217,9 @@ class PrefixSaves:
     def _keep(self, meta: CopyWork, host: HostBlocks, filled: list[Candidate], most: int) -> None:
         if not filled:
             return
-        later = self._num_blocks - len(self.waiting)  # if more wait, many of them have gone
-        spec, dropped, waiting = host.keep(filled, most, later)
+        # More waiting blocks than vLLM has blocks cannot all be in vLLM's cache.
+        max_waiting = self._num_blocks - len(self.waiting)
+        spec, dropped, waiting = host.keep(filled, most, max_waiting)
         self.waiting += waiting
         if dropped:
             self._stats.count("blocks_dropped", dropped)
@@ -233,7 +241,7 @@ class PrefixSaves:
     def _save(
         self,
         meta: CopyWork,
-        place: int,
+        prompt_number: int,
         prompt: SharedPrompt,
         computed: int,
         blocks_of: Callable[[str], RequestBlocks],
@@ -263,7 +271,9 @@ class PrefixSaves:
                     for i in lacking:
                         key, block_id = keys[i], part[i]
                         if block_id != NULL_BLOCK_ID:
-                            one = Candidate(g, key, block_id, place, tenant, hints, filled[i])
+                            one = Candidate(
+                                g, key, block_id, prompt_number, tenant, hints, filled[i]
+                            )
                             if (other := kept.get((g, key))) is not None:
                                 joined = hints.joined(other.hints)
                                 one = replace(one, prompt=other.prompt, hints=joined)
@@ -278,7 +288,7 @@ class PrefixSaves:
             groups.append((first, block_ids))
             hashes += filled
         if hashes and self._host is not None:
-            prompt.keeps += 1 + hints.keeps_here  # some may have to wait
+            prompt.keeps += 1 + hints.keeps_here  # waiting blocks make a second job
         pairs = zip(prompt.sent, self._groups, strict=True)
         prompt.fills_at = min((sent + 1) * shape.block_size for sent, shape in pairs)
         if not number:
@@ -304,7 +314,7 @@ class PrefixSaves:
         filled: list[int],
         most: int,
     ) -> tuple[list[int], int]:
-        """Blocks with null blocks for those that are not to be stored; how many are."""
+        """The block ids to store, with null blocks for those that are not; and their number."""
         lookup = prompt.lookup
         held = lookup.held[group].blocks if lookup is not None and lookup.held else []
         block_ids = []
@@ -323,11 +333,11 @@ class PrefixSaves:
         return block_ids, stored
 
     def void(self, *, stores: bool) -> None:
-        """What is being kept belongs to other weights, and what was stored may have to be again.
+        """The weights may have changed: revoke the saves to the arena, and store blocks anew.
 
         Args:
-            stores: whether other engines may have the same prefix. If not, nothing is stored: it
-                would only take the place of blocks that somebody can use.
+            stores: whether other engines may have the same key prefix. If not, nothing is stored
+                from now on, as no engine could use it and it would displace blocks of others.
         """
         self._stores = self._stores and stores
         if self._host is not None:

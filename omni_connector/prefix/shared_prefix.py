@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler half of the shared prefix cache: what is held of a prompt, in arenas and store.
+"""The scheduler half of the shared prefix cache.
 
-Blocks are looked up in the arenas of this host first, and then in the store beyond it. One prompt
+It looks a prompt's blocks up in the arenas of this host first, and then in the store. One prompt
 may be loaded from several of them.
 
-All of it is best effort. A lookup may be late, a block may be gone when it is fetched, or there may
-be no room for a copy: then tokens are computed here, and nothing else follows. So a failed load is
-never reported to vLLM, because its policy could end the request for it. The request is sent back to
-its queue before vLLM hears that the load is over.
+All of it is best effort: vLLM computes the tokens if a look-up is late, if a block is evicted
+before it is fetched, or if there is no room for a copy. A failed load is not reported to vLLM,
+because its policy could end the request. The request goes back to vLLM's queue before vLLM learns
+that the load has ended.
 
 Blocks are copied when they have filled, and held until the copy has ended (see `CopyLedger`).
 """
@@ -32,27 +32,30 @@ from omni_connector.runtime.context import EngineContext
 
 logger = logging.getLogger("vllm.omni_connector.shared_prefix")
 
-# Blocks that were found so many seconds ago, while their request waited for room, may have gone.
+# Seconds for which a look-up in the arenas is used again, if vLLM asks again because it had no room
+# for the request. Later, found blocks may be evicted.
 _FRESH_S: Final = 1.0
 
+# More blocks than any prompt has: with so many of them sent, none is saved any more.
 _NEVER: Final = 1 << 62
 
 
 class SharedPrefix:
-    """Finds, loads and keeps the full blocks of prompts where other engines find them too.
+    """Finds, loads and keeps full blocks of prompts that other engines use, too.
 
     Args:
         host: the arenas of this host, closed with this; None uses none.
         lookups: asks the store, closed with this; None uses none.
         loads: starts the copies of blocks that were found.
         saves: starts the copies of blocks that have filled.
-        groups: what this engine keeps.
+        groups: the cache groups that this engine keeps.
         prefix: of this engine's keys.
         hint_rules: which hints of requests are followed.
-        weights_fixed: a reset changes no weights, so that what is stored stays true.
-        lookup_timeout: seconds a request waits for the store's answer.
+        weights_fixed: whether the operator has declared that a reset changes no weights, so that
+            stored blocks stay valid.
+        lookup_timeout: seconds that a request waits for the store's answer.
         context: clock and statistics.
-        changes: is told which blocks arena and store may have; None where nobody asks.
+        changes: collects changes for KV events; None where nobody asks for events.
     """
 
     def __init__(
@@ -88,12 +91,12 @@ class SharedPrefix:
         self._prompts: dict[str, SharedPrompt] = {}
         evicted = host.evicted if host is not None else (lambda group, key: False)
         self._misses = Misses(self._groups, self._unit, evicted, context.stats)
-        # Prompts of this step for which we load nothing, and what vLLM's own cache has of them.
+        # Prompts of this step for which we load nothing, with the tokens in vLLM's own cache.
         self._not_loaded: list[tuple[SharedPrompt, int]] = []
         self._explainer: Explainer | None = None
 
     def explain(self, engine: ExplainedEngine) -> None:
-        """From now on `omni-connector explain` is answered, until this is closed."""
+        """Answer `omni-connector explain` from now on, until this is closed."""
         try:
             self._explainer = Explainer(
                 engine,
@@ -108,7 +111,7 @@ class SharedPrefix:
             logger.warning("`omni-connector explain` does not know this engine: %s", error)
 
     def hint(self, request_id: str, asked: Hints) -> Hints:
-        """What a request asks, before it is added; returns what of that is followed."""
+        """Note the hints of a request before it is added; returns those that are followed."""
         hints, refused = asked.allowed(self._hint_rules.allowed)
         if refused:
             self._stats.count("hints_refused", refused)
@@ -119,15 +122,16 @@ class SharedPrefix:
         return hints
 
     def add(self, request: EngineRequest, *, stops_early: bool = False, adapter: str = "") -> None:
-        """A request has arrived: ask what is held of its prompt.
+        """A request has arrived: look its prompt up.
 
         Args:
-            stops_early: its prompt was shortened, but not its hashes.
-            adapter: digest of what its LoRA adapter contains.
+            stops_early: whether its prompt was shortened, but its hashes were not.
+            adapter: digest of its LoRA adapter's content; "" without one.
         """
         prompt = SharedPrompt(
             request=request,
-            # For prompt log-probabilities, for one, every token has to be computed.
+            # vLLM sets this where it has to compute every token: for log-probabilities of the
+            # prompt, say.
             loads=not request.skip_reading_prefix_cache,
             hashed_tokens=request.num_prompt_tokens if stops_early else None,
             adapter=adapter,
@@ -149,7 +153,8 @@ class SharedPrefix:
             self._lookups.ask(prompt.lookup)
 
     def matched_tokens(self, request: EngineRequest, num_computed: int) -> int | None:
-        """Tokens that can be loaded beyond `num_computed`; None while the store is asked."""
+        """Tokens that can be loaded after the first `num_computed`; None while the store is
+        asked."""
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             return 0
@@ -163,7 +168,7 @@ class SharedPrefix:
             if now < prompt.looked_at + _FRESH_S:
                 return prompt.offered
             prompt.found = None
-        # The last token is computed here, for its logits.
+        # vLLM computes the last token in any case, for its logits.
         last = (request.num_tokens - 1) // self._unit * self._unit
         asked = prompt.lookup
         if asked is not None and asked.held is not None:
@@ -186,19 +191,19 @@ class SharedPrefix:
         return prompt.offered
 
     def not_asked(self, request_id: str, num_computed: int | None) -> None:
-        """Nothing is looked up for a request, as its tokens beyond these can be loaded from a peer.
+        """Skip the look-up of a request, because its hand-off has the tokens after `num_computed`.
 
-        If another connector beside this one loads them instead, they are not kept before vLLM has
-        heard whether that worked.
+        Another connector beside this one may load these tokens instead. Then their blocks are saved
+        only after vLLM has learned whether that load succeeded.
 
         Args:
-            num_computed: None once it is known that the peer's are loaded.
+            num_computed: None if the hand-off is what vLLM loads.
         """
         if prompt := self._prompts.get(request_id):
             prompt.had = num_computed
 
     def offers(self, request_id: str) -> bool:
-        """Whether tokens that vLLM now allocates blocks for are to be loaded by us."""
+        """Whether vLLM allocates blocks for tokens that we offered to load."""
         prompt = self._prompts.get(request_id)
         return prompt is not None and prompt.offered > 0
 
@@ -211,7 +216,7 @@ class SharedPrefix:
         """vLLM has allocated blocks for `num_external` tokens of ours, or for none.
 
         Args:
-            tables: says which blocks the request has.
+            tables: returns the request's block tables.
         """
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
@@ -237,7 +242,8 @@ class SharedPrefix:
     def build(self, meta: CopyWork) -> None:
         """Add this step's loads to `meta`; `saves` adds the rest."""
         for prompt, local in self._not_loaded:
-            # vLLM tells what a connector beside this one loads only once all is scheduled.
+            # Only now, after scheduling, `num_computed_tokens` includes the tokens that a connector
+            # beside this one loads.
             self._misses.admitted(prompt, local, local, prompt.request.num_computed_tokens)
         self._not_loaded.clear()
         meta.loads |= self.loads.take_queued()
@@ -255,15 +261,15 @@ class SharedPrefix:
                 self._changes.looked_up(prompt.request, g, prompt.hashes[g], held.blocks)
 
     def sources(self, request_id: str) -> Mapping[str, int]:
-        """Tokens that are being loaded for a request, by the counter of where they come from."""
+        """Tokens that are being loaded for a request, by the counter of their source."""
         prompt = self._prompts.get(request_id)
         return prompt.sources if prompt is not None else {}
 
     def load_nothing(self, request_id: str) -> None:
-        """A load of this request has failed: all of it is computed here.
+        """A load of this request has failed: load nothing more for it.
 
-        vLLM goes on to count the blocks that the request still wanted among those that loads will
-        need. So several such requests with a second load would wait for each other for ever.
+        vLLM goes on reserving the blocks that the failed load was to fill. With a second load, a
+        few such requests would wait for each other's reserved blocks for ever.
         """
         prompt = self._prompts.get(request_id)
         if prompt is not None:
@@ -272,9 +278,9 @@ class SharedPrefix:
     def void(self) -> None:
         """vLLM's prefix cache was reset: use nothing that was looked up or loaded before.
 
-        The model may have other weights from now on. So nothing is shared with what is stored, nor
-        with other engines, because nobody knows whether they have the same weights. If the operator
-        has declared that the weights stay, sharing goes on.
+        The model may have other weights from now on, and it is not known which engines and which
+        stored blocks have the same. So this engine takes a key prefix of its own, and shares with
+        nobody. If the operator has declared that the weights stay, sharing goes on.
         """
         if not self._weights_fixed:
             self._prefix.renew()
@@ -284,8 +290,8 @@ class SharedPrefix:
             self._changes.void()
         self.saves.void(stores=self._weights_fixed)
         for prompt in self._prompts.values():
-            # What vLLM computes anew is stored anew. A request that goes on with blocks from before
-            # the reset stores nothing.
+            # A request that vLLM computes anew saves its blocks anew. One that goes on with blocks
+            # from before the reset saves nothing.
             goes_on = prompt.request.num_computed_tokens and not prompt.jobs
             prompt.sent = [_NEVER if goes_on else 0] * len(self._groups)
             prompt.found, prompt.fills_at, prompt.keeps = None, 0, 0
@@ -298,12 +304,12 @@ class SharedPrefix:
                 self.loads.revoke(prompt)
 
     def count_failures(self) -> None:
-        """Count what failed in the store since the last call."""
+        """Count the store's failures since the last call."""
         if self._lookups is not None:
             self._lookups.count_failures()
 
     def close(self) -> None:
-        """Stop asking the store, and let go of the arenas' indexes. Idempotent."""
+        """Stop asking the store, and close the indexes. Idempotent."""
         if self._explainer is not None:
             self._explainer.close()
         if self._lookups is not None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's copies between its KV blocks and the shared store.
 
-A save is copied on the thread of all saves, into rows of memory that the store can send, and the
-engine may have its blocks back; the rows are sent on a thread of their own. A load asks the store
-and copies on another. So a store that is slow holds up neither the engine nor a hand-off.
+Saves and loads of the store have three threads, so that a slow store blocks neither the engine nor
+a hand-off. The thread of all saves copies blocks to a staging buffer; then the engine may use the
+blocks again. A second thread sends the staging buffers. A third one asks the store for blocks and
+copies them to the KV cache.
 """
 
 import logging
@@ -37,26 +38,28 @@ from omni_connector.stores.shared_blocks import (
 
 logger = logging.getLogger("vllm.omni_connector.store")
 
-# What goes to the store, or comes from it, in one call; and how many such buffers wait to be sent.
+# Size of a staging buffer: one call to the store moves so many bytes, and so many rows, at most. A
+# row holds one block.
 _STAGING_BYTES: Final = 8 << 20
 _MAX_ROWS: Final = 256
+# Staging buffers for saves, which bounds the bytes that wait to be sent.
 _STAGING_BUFFERS: Final = 8
 
+# Longest calls to the store, in seconds. Only a load makes a request wait, so it has less.
 _PUT_S: Final = 5.0
 _GET_S: Final = 2.0
 _DISCARD_S: Final = 0.5
-# A copy that finds no staging buffer for so long is given up: the store is slower than the engine
-# computes.
+# Longest wait of a save for a staging buffer, in seconds. Then its blocks are dropped, as the store
+# is slower than the engine computes.
 _STAGING_WAIT_S: Final = 1.0
 
-
-# Events that are no failures.
+# Events that are counters. All others are failures.
 _COUNTERS: Final = frozenset({"blocks_stored", "blocks_dropped"})
 
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    """Entries that are ready to be sent, in the rows of one staging buffer."""
+    """A staging buffer whose rows are ready to be sent."""
 
     staging: int
     keys: list[str]
@@ -70,10 +73,10 @@ class StoreJobs:
     Args:
         store: closed with this.
         copier, layout: of this rank's KV caches.
-        groups: what this engine keeps.
+        groups: the cache groups that this engine keeps.
         rank: of this worker.
         affinity: cores that its threads may run on.
-        context: clock, statistics, and how its threads start.
+        context: clock, statistics and threads.
         on_end: called on a thread when a load has ended.
     """
 
@@ -107,13 +110,13 @@ class StoreJobs:
             self._staging.put(staging)
         self._staged: deque[_Staged] = deque()
         self._closing = False
-        # From the threads; statistics are for the engine's.
+        # The threads append events; the engine's thread counts them, as statistics are its own.
         self._events: deque[tuple[str, int]] = deque()
         self.loads = CopyThread("omni-store-load", affinity, context.start, on_end, context.clock)
         self._sender = context.start("omni-store-put", self._send)
 
     def count_events(self) -> None:
-        """Count what the threads have told of since the last call. The engine's thread calls it."""
+        """Count the events of the threads since the last call. Called on the engine's thread."""
         while self._events:
             name, amount = self._events.popleft()
             if name in _COUNTERS:
@@ -123,7 +126,7 @@ class StoreJobs:
         self._failures.count_into(self._stats)
 
     def close(self) -> None:
-        """Stop the threads, then let go of the store. No save may be under way. Idempotent."""
+        """Stop the threads, then close the store. No save may be under way. Idempotent."""
         self.loads.close()
         self._closing = True
         self._sender.wake()
@@ -131,7 +134,8 @@ class StoreJobs:
         self._store.close()
 
     def save_work(self, job_id: int, job: StoreSaveSpec, fence: object) -> Work:
-        """The body of a save; see `Work`. It fails at nothing: what is not stored is counted."""
+        """The body of a save; see `Work`. It never fails: blocks that are not stored are
+        counted."""
         outcome = Outcome(job_id)
         waiting = deque(
             _Batch(job, group, places)
@@ -156,7 +160,7 @@ class StoreJobs:
                     self._pack(staging, waiting[0], fence, cancelled)
                     waiting.popleft()
                     yield True
-            except Exception:  # whatever it is, the engine goes on without
+            except Exception:  # the engine does not need the save
                 logger.exception("Copying KV blocks for the shared store failed")
                 self._events.append(("store_save_failed", 1))
             if waiting:
@@ -206,7 +210,7 @@ class StoreJobs:
         return 0.0
 
     def load_work(self, job_id: int, job: StoreLoadSpec, fence: object) -> Work:
-        """The body of a load; see `Work`. Blocks that it could not fill are zero when it ends."""
+        """The body of a load; see `Work`. It zeroes the blocks that it could not fill."""
         deadline = self._clock() + job.timeout
         read = np.array([bool(each) for each in job.hashes], bool)
         batches = list(job.blocks.batches(self._limits))
@@ -227,11 +231,11 @@ class StoreJobs:
                         break
                     left = deadline - self._clock()
                     if left <= 0:
-                        raise _LateError(f"not all was there within {job.timeout:g} s")
+                        raise _LateError(f"some blocks did not come within {job.timeout:g} s")
                     yield from self._unpack(waiting[0], min(left, _GET_S), fence)
                     outcome.blocks += len(waiting.popleft().places)
                     yield True
-            except Exception as error:  # whatever it is, the request must not wait for ever
+            except Exception as error:  # any, so that the request does not wait for ever
                 outcome.failure = _failure_kind(error)
                 logger.warning(
                     "Request %s computes its prompt here: its prefix in the shared store was not "
@@ -272,7 +276,7 @@ class StoreJobs:
         try:
             for batch in batches:
                 self._zero(batch, fence)
-        except Exception:  # the request is reported as failed in any case, and must be
+        except Exception:  # the load still has to be reported as failed
             logger.exception("Blocks of a failed load could not be zeroed")
 
     def _zero(self, batch: "_Batch", fence: object) -> None:
@@ -281,7 +285,11 @@ class StoreJobs:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Blocks of one group that are copied at once: their places among those of the job."""
+    """Blocks of one group that are copied in one call.
+
+    Attributes:
+        places: positions in the job's `block_ids` and `hashes`.
+    """
 
     job: StoreSaveSpec
     group: int
@@ -292,18 +300,18 @@ class _Batch:
         return self.job.blocks.block_ids[self.places]
 
     def beside(self, rows: NDArray[np.uint8], fence: object) -> BlockCopy:
-        """Their copy to or from as many rows."""
+        """The copy of the blocks to or from `rows`, one row a block."""
         row_ids = np.arange(len(rows), dtype=np.int64)
         return BlockCopy(self.group, self.block_ids, rows, row_ids, checksum=True, fence=fence)
 
     def keys(self, rank: int) -> list[str]:
-        """Their keys, for the shard of a rank."""
+        """The keys of the blocks in the store, for the shard of a rank."""
         hashes = [self.job.hashes[place] for place in self.places.tolist()]
         return [block_key(self.job.prefix, self.group, rank, each) for each in hashes]
 
 
 class _GoneError(OmniError):
-    """Blocks that were found are not there any more, or did not come in time."""
+    """The store has not returned blocks that it held: they were evicted, or were late."""
 
 
 class _LateError(OmniError):

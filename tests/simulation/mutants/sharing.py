@@ -16,7 +16,7 @@ SHARING: Final = (
         ),
         (
             "omni_connector.prefix.host_blocks",
-            "            self._pool.forget()  # where nothing is handed off, nobody else does\n",
+            "            self._pool.forget()  # without hand-offs nothing else calls it\n",
             "",
         ),
     ),
