@@ -25,7 +25,7 @@ MAX_JOBS: Final = 4096
 _Jobs = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 62)], ...], Meta(max_length=MAX_JOBS)]
 
 
-class _Ask(Struct, frozen=True, tag="ask_ended"):
+class _Ask(Struct, frozen=True, tag="ask-ended"):
     job_ids: _Jobs
     protocol: int = PROTOCOL
 

@@ -18,7 +18,7 @@ from omni_connector.net.rank_socket import RankAnswers
 ANSWER_S: Final = 10.0
 
 
-class _Ask(Struct, frozen=True, tag="ask_introduction"):
+class _Ask(Struct, frozen=True, tag="ask-introduction"):
     protocol: int = PROTOCOL
 
     def __post_init__(self) -> None:
