@@ -372,6 +372,13 @@ def mapped(arena: "Arena | BlockIndex") -> mmap.mmap:
     return arena._map
 
 
+def job_bodies(half: "OmniWorker") -> dict[type, Any]:
+    """Return the thread and the body of a worker's jobs, by the type of their specs; a test may put
+    others in their place."""
+    assert half._caches is not None
+    return half._caches.bodies
+
+
 def loads_under_way(half: "OmniWorker") -> int:
     """Return of how many requests a rank loads KV."""
     return sum(bool(spec.request_id) for spec in half._under_way.values())

@@ -20,7 +20,7 @@ class ShareProbe(KVProbe):
 
     def host_delivers(self, what: str) -> None:
         """From now on: `all`, or `nothing` though it says so, which is the negative control."""
-        bodies = inspection.worker_half(get_kv_transfer_group())._bodies
+        bodies = inspection.job_bodies(inspection.worker_half(get_kv_transfer_group()))
         if not hasattr(self, "_host_load"):
             self._host_load = bodies[HostLoadSpec]
         thread, body = self._host_load
