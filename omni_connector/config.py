@@ -35,9 +35,9 @@ _GIB = 1 << 30
 _SHOWN_CHARS = 200
 
 Admission = Literal["auto", "all", "second_hit"]
-"""Which new blocks an arena keeps: `all`; at `second_hit`, those that were there or were passed
-over not long ago; `auto`, all of them until the arena is full, and then as long as at least one
-in 32 of them is used again, else at the second hit."""
+"""Which new blocks an arena keeps. `all`: every one. `second_hit`: a block that was there or was
+passed over not long ago. `auto`: every one until the arena is full, and then as long as at least
+one in 32 is used again; else at the second hit."""
 
 HintName = Literal["no", "prefetch", "high", "pin_s"]
 """A hint of a request: `no` and `high` are values of `cache`."""
@@ -162,7 +162,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         arena_gib: size of this engine's arenas in GiB, of all its ranks on this host together; None
             takes what `omni_connector.arena.size` says.
         huge_pages: which pages the arena has: `auto` takes the huge ones that the kernel gives to
-            shared memory, `hugetlb` those that an administrator has reserved, `off` none. With
+            shared memory, `hugetlb` the ones that an administrator has reserved, `off` none. With
             `hugetlb` the arena's size must be set.
         namespace: engines that share a namespace (and a user) can find each other.
         model_id: what peers compare to know whether both run the same weights; None takes the

@@ -13,7 +13,7 @@
     ├── IntegrityError
     │   ├── StaleSlotError                 the slot was reused since it was leased
     │   │   └── SlotPendingError           the slot is not committed yet, but may still be
-    │   └── ChecksumError                  the bytes are not those that were committed
+    │   └── ChecksumError                  the bytes differ from the committed ones
     └── ProtocolError                      a malformed, oversized or unexpected message
         └── IncompatiblePeerError          the two sides differ in a named field
 

@@ -57,7 +57,7 @@ def _left_in_cgroups(root: Path) -> Iterator[tuple[Path, int]]:
             mount, names = mount / "memory", _V1
         else:
             continue
-        # In a container this may be the host's path, of which only the mount itself is visible.
+        # In a container this may be the host's path; then only the mount itself is visible.
         within = Path(own.strip().lstrip("/"))
         for folder in [mount / within, *(mount / parent for parent in within.parents)]:
             yield from ((folder, left) for left in _left_in(folder, *names))

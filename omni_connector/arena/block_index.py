@@ -83,7 +83,7 @@ def index_bytes(num_slots: int) -> int:
     """Size of the index of an arena of `num_slots`; the kernel allocates pages that are written.
 
     Raises:
-        ValueError: no arena has so many slots.
+        ValueError: no arena has this number of slots.
     """
     if not 1 <= num_slots <= MAX_SLOTS:
         raise ValueError(f"an index has from 1 to {MAX_SLOTS} slots, not {num_slots}")

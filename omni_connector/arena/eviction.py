@@ -207,7 +207,7 @@ class EvictionOrder:
         self._again[slot_ids] = self._favoured[slot_ids] = self.pinned[slot_ids] = False
 
     def add(self, slot_ids: Ints) -> None:
-        """Put slots at the end of the order. Of one kind, those named first are evicted first."""
+        """Put slots at the end of the order. Slots of one kind are evicted in the order given."""
         kinds = np.where(self._favoured[slot_ids], 2, self._again[slot_ids])
         kinds[self.pinned[slot_ids]] = _PINNED
         for kind in range(_KINDS):

@@ -231,8 +231,8 @@ class Prefaulter:
             if left - _WINDOW < spared:
                 logger.warning(
                     "Stopped allocating the arena's memory in advance at %.2f of %.2f GiB: %.2f "
-                    "GiB are available, of which %.2f are left to others. What is left comes as it "
-                    "is used",
+                    "GiB are available, and %.2f stay reserved for others. The rest is allocated "
+                    "when it is first used",
                     start / 2**30,
                     steps.size / 2**30,
                     left / 2**30,

@@ -123,7 +123,7 @@ def unclaimed_bytes(deployment: str = "") -> int:
     left = 0
     for claim in claims():
         if claim.deployment == deployment:
-            # Ranks of this deployment share one base. What those sized earlier have populated is
+            # Ranks of this deployment share one base. What earlier ranks have populated is
             # no longer available to the kernel, but belongs to the base.
             left += claim.populated
         else:

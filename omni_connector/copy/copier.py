@@ -26,7 +26,7 @@ class BlockCopy:
         slot_ids: int64 `(n,)`; the slot of each of the blocks.
         checksum: whether to compute the checksums.
         states: of `BlockCopier.begin` `(n, ...)`, if these are not all bytes of the slots: the copy
-            goes on with their checksums, and returns those of slots that it brings to their end.
+            goes on with their checksums, and returns the checksums of slots that it completes.
         fence: what `BlockCopier.fence` returned; the copy waits for it.
     """
 

@@ -44,7 +44,7 @@ def ended_copies(ended: Callable[[Collection[int]], Collection[int]]) -> RankAns
     """What answers `RankCopies`.
 
     Args:
-        ended: returns those of these copy jobs that have ended. Called on another thread; must not
+        ended: of these copy jobs, returns the ended ones. Called on another thread; must not
             block.
     """
 

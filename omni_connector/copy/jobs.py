@@ -128,14 +128,14 @@ class Saver:
             finally:
                 if not complete and not self._arena.closed:
                     # Readers that wait for these slots learn that they will not come with this
-                    # generation. Who still reads a closed arena sees its owner go.
+                    # generation. A reader of a closed arena sees that its owner has gone.
                     self._begin_write(slots, [each + 1 for each in generations])
             return outcome
 
         return work
 
     def void_work(self, slots: list[int], generations: list[int]) -> Work:
-        """Has readers of these slots learn that they do not hold any more what they did."""
+        """Tells readers of these slots, by their generations, that the bytes have changed."""
 
         def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
             self._begin_write(slots, generations)

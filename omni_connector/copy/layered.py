@@ -173,7 +173,7 @@ class LayeredSave:
     def follow(self, cancelled: Callable[[], bool]) -> Generator[bool | float, None, int]:
         """Copy layers that are computed until the forward pass has ended; see `Work`.
 
-        A layer is copied after those that lie before it in the slot.
+        A layer is copied after the layers that lie before it in the slot.
 
         Returns:
             The bytes copied.

@@ -156,7 +156,7 @@ class CopyLedger:
         return job_id
 
     def blocks_of(self, job_ids: Iterable[int]) -> set[int]:
-        """The blocks of those of these jobs that have not ended."""
+        """The blocks of these jobs, without the jobs that have ended."""
         jobs = (self._jobs.get(each) for each in job_ids)
         return {block_id for job in jobs if job is not None for block_id in job.block_ids}
 
@@ -194,7 +194,7 @@ class CopyLedger:
         """Wait `SETTLE_S` seconds at most until all jobs have ended.
 
         Args:
-            look: tells of those that have ended since; None if there is nothing to wait for.
+            look: reports jobs that have ended since; None if there is nothing to wait for.
         """
         deadline = self._clock() + SETTLE_S
         while self._jobs and self._clock() < deadline and (ended := look()) is not None:
@@ -219,8 +219,8 @@ class CopyLedger:
         jobs end later, with the reports of the workers.
 
         Args:
-            ended: returns those of these jobs that have ended on every rank; None if that cannot be
-                learned.
+            ended: of these jobs, returns the ones that have ended on every rank; None if that
+                cannot be learned.
         """
         deadline = self._clock() + SETTLE_S
         while waiting := [job_id for job_id, job in self._jobs.items() if job.block_ids]:

@@ -145,7 +145,7 @@ class _Sources:
     """The arenas that one load reads, and their slots.
 
     Attributes:
-        arenas: those that were asked for.
+        arenas: the arenas that the load has asked for.
         deadline: until when the load waits; by the clock.
     """
 
@@ -153,19 +153,19 @@ class _Sources:
         self._rank = rank
         self._spec = spec
         self.deadline = deadline
-        # What is not leased can be computed as well: it waits for no peer.
+        # Blocks without a lease can be computed as well: their load waits for no peer.
         self.arenas = rank.arenas.open(waits=spec.keys is None)
         self._remotes: dict[tuple[Endpoint, ...], RemoteArena] = {}
 
     def seconds_left(self) -> float:
-        """For how long the load may wait. What is there is loaded after the deadline too."""
+        """Seconds for which the load may wait. What need not wait is loaded after the deadline too."""
         left = self.deadline - self._rank.clock()
         if left <= 0:
             raise PeerUnreachableError("the bytes were not there in time")
         return left
 
     def attached(self) -> bool:
-        """Whether all arenas are there; begins to attach those that are not."""
+        """Whether all arenas are attached; begins to attach the missing ones."""
         wanted = self._rank.plans.arenas(self._spec)
         for endpoints in wanted:
             if endpoints not in self._remotes:
@@ -175,8 +175,8 @@ class _Sources:
         return len(self._remotes) == len(wanted)
 
     def mapped(self, step: LoadStep) -> list[MappedSlots] | float:
-        """What a step reads, of each rank that it reads, in place; else the seconds after which to
-        look again."""
+        """The slots of a step in place, by the ranks that have them; else the seconds after which
+        to look again."""
         sources = self._of(step)
         slots, generations, length = step.slots, step.generations, step.plan.length
         try:
@@ -189,7 +189,7 @@ class _Sources:
             return PENDING_S
 
     def fetched(self, step: LoadStep) -> list[FetchedSlots]:
-        """The same, fetched; on another thread."""
+        """The slots of a step, fetched. Runs on another thread."""
         slots, generations, length = step.slots, step.generations, step.plan.length
         fetched: list[FetchedSlots] = []
         try:
@@ -222,7 +222,7 @@ class _Load:
         self._spec = spec
         self._fence = fence
         self._outcome = Outcome(job_id)
-        self._steps: deque[LoadStep] = deque()  # those that are left
+        self._steps: deque[LoadStep] = deque()  # not done yet
         self._lease_ends = math.inf if spec.lease is None else rank.clock() + spec.lease
         self._give_up_at = math.inf
         self._sources = _Sources(rank, spec, self._lease_ends)

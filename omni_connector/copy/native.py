@@ -197,4 +197,4 @@ def _check(copy: NativeCopy) -> None:
             if not np.array_equal(target, source) or (
                 checksum and checksums(states).tolist() != hashes
             ):
-                raise RuntimeError("its results are not those of numpy and xxhash")
+                raise RuntimeError("its results differ from those of numpy and xxhash")

@@ -40,7 +40,7 @@ class StoreSaveSpec(TransferSpec):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StoreLoadSpec(StoreSaveSpec):
-    """Fill blocks from the shared store; those whose hash is empty are zeroed.
+    """Fill blocks from the shared store. A block with an empty hash is zeroed.
 
     Attributes:
         timeout: seconds from its arrival until the job is given up.

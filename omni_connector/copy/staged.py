@@ -181,7 +181,7 @@ class _Call:
     """One save or load: what its batches have in common.
 
     Attributes:
-        slots: those of the copy, as a tensor; None where the device may not use them itself.
+        slots: the slots of the copy, as a tensor; None where the device may not use them itself.
         sums: the checksums `(n,)`.
     """
 

@@ -100,7 +100,7 @@ def files_of(folder: Path, *, all_formats: bool = False, code: bool = False) -> 
     below = sorted(
         each
         for part in sorted(folder.iterdir())
-        # Not those that vLLM ignores by default, nor those of tools.
+        # vLLM ignores the folder `original` by default; hidden folders are of tools.
         if part.is_dir() and part.name != "original" and not part.name.startswith(".")
         for each in part.iterdir()
         if each.suffix == SAFETENSORS and each.is_file()
@@ -157,7 +157,7 @@ def process_began() -> float:
 
 
 def places(size: int, number: int) -> list[tuple[int, int]]:
-    """Offsets and lengths of so many pieces across `size` bytes; all of them if they are few."""
+    """Offsets and lengths of `number` pieces across `size` bytes; all bytes if they are few."""
     if size <= number * _PIECE:
         return [(0, size)] if size else []
     return [(i * (size - _PIECE) // (number - 1), _PIECE) for i in range(number)]

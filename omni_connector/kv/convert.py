@@ -277,7 +277,7 @@ def _size(page: tuple[_Dim, ...]) -> int:
 
 
 def _parse(order: str) -> tuple[_Dim, ...] | None:
-    """The dimensions that an order names, without those of size 1; None if it is none."""
+    """The dimensions that an order names, without dimensions of size 1; None if it is no order."""
     if not order:
         return ()
     if not _ORDER.fullmatch(order):

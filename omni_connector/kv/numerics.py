@@ -22,7 +22,7 @@ def digest(what: object) -> str:
 
 
 def numerics_of(vllm_config: Any) -> str | UnsetType:
-    """What an engine's settings make of the KV, as a `CompatibilityKey` has it.
+    """The settings of an engine that change its KV, as a `CompatibilityKey` has them.
 
     Args:
         vllm_config: vLLM's `VllmConfig`.

@@ -49,7 +49,7 @@ class Segment:
 def packed(
     dims: Sequence[tuple[int, int]], row_bytes: int
 ) -> tuple[tuple[tuple[int, int], ...], int]:
-    """The same rows in as few dimensions, and as long, as will do: (dims, row_bytes).
+    """The same rows with as few dimensions as possible: (dims, row_bytes).
 
     Args:
         dims: (count, distance in bytes) of the rows, slowest first.

@@ -40,8 +40,8 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kind: the family, such as `full_attention`.
         block_size: tokens of a block.
-        attention_type: which blocks matter to the next token: `all`; those of a sliding `window`;
-            those of a `chunk` of local attention; or the `last` one, which holds a recurrent state.
+        attention_type: which blocks the next token reads: `all`; the ones of a sliding `window`;
+            the ones of a `chunk` of local attention; or the `last`, which holds a recurrent state.
         window: tokens of the window or chunk; 0 where there is none.
         layers: digest of the layers' names.
         replicated: whether every rank holds the same bytes, as with a latent cache, which has no
@@ -81,7 +81,7 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     def needed(self, num_tokens: int, start: int = 0) -> range:
         """The blocks of the tokens from `start` to `num_tokens` that the next token still reads.
 
-        They are those that vLLM's managers keep (`get_num_skipped_tokens`).
+        vLLM's managers keep the same blocks (`get_num_skipped_tokens`).
         """
         end = -(-num_tokens // self.block_size)
         first = 0

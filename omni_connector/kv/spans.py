@@ -30,7 +30,7 @@ class BlockSpans:
 
     @classmethod
     def of(cls, groups: Sequence[tuple[int, Sequence[int] | NDArray[np.int64]]]) -> Self:
-        """Spans of so many groups: the index of the first block, and the block ids, of each."""
+        """Spans of groups, each given by the index of its first block and its block ids."""
         ids = [np.asarray(block_ids, np.int64) for _, block_ids in groups]
         return cls(
             np.concatenate([np.empty(0, np.int64), *ids]),
@@ -102,7 +102,7 @@ class TransferSpec:
 
 
 def check_ids(ids: NDArray[np.int64], limit: int, what: str, *, written: bool) -> None:
-    """Refuse ids that are not below `limit`, or of which one is written twice.
+    """Refuse ids that are not below `limit`, or an id that is written twice.
 
     Raises:
         IndexError: there is no such block or slot.
@@ -119,7 +119,7 @@ def check_ids(ids: NDArray[np.int64], limit: int, what: str, *, written: bool) -
 
 
 def shares(tokens: int, parts: Sequence[BlockSpans]) -> list[int]:
-    """How many of the tokens that are loaded come with each of the parts."""
+    """Divide the loaded tokens among the parts that bring them."""
     if len(parts) < 2:
         return [tokens] * len(parts)
     # By the blocks of the group that loads most: one that keeps a window loads few.

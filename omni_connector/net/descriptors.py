@@ -21,7 +21,7 @@ def reason(error: Exception) -> str:
 
 
 def require_spare(count: int, purpose: str) -> None:
-    """Make sure that so many more descriptors can be opened now.
+    """Make sure that `count` more descriptors can be opened now.
 
     Args:
         count: how many.

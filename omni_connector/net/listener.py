@@ -168,7 +168,7 @@ class TcpListener:
         return [frame.bytes for frame in frames]
 
     def attend(self, ready: dict[Any, int]) -> None:
-        """Admit or refuse new connections; keep out those above the limit, end endless messages.
+        """Admit or refuse new connections, keep out the ones above the limit, end endless messages.
 
         To be called about twice a second, whether or not anything is ready.
         """

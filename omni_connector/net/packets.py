@@ -41,7 +41,7 @@ def receive(connection: socket.socket, *, with_fd: bool) -> tuple[bytes, list[in
         ProtocolError: it is longer than `MAX_MESSAGE_BYTES`.
         OSError: there is none.
     """
-    # If there is no room for descriptors, the kernel drops those that nobody asked for.
+    # If there is no room for descriptors, the kernel drops descriptors that nobody asked for.
     room = socket.CMSG_SPACE(array.array("i").itemsize) if with_fd else 0
     packet, ancillary, flags, _ = connection.recvmsg(
         MAX_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC

@@ -56,7 +56,7 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _KERNEL: Final = re.compile(r"[0-9a-f]{8}")
 
 FOREIGN_SILENCE_S: Final = 7 * 86400.0
-"""A folder of another kernel in which nothing has changed for so many seconds is that of an earlier
+"""Seconds without a change after which a folder of another kernel is taken for one of an earlier
 boot, or of a host that has gone. Each sweep changes the time of its own folder."""
 
 
@@ -243,7 +243,7 @@ def appearing(path: Path, hidden: Path, taken: str) -> Iterator[None]:
     A dead socket at `path` is replaced.
 
     Raises:
-        TransportError: somebody listens at `path` already, of which `taken` is the message; or the
+        TransportError: somebody listens at `path` already (with `taken` as its message), or the
             folder cannot be locked.
         OSError: the socket cannot be renamed.
     """

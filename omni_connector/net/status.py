@@ -36,11 +36,11 @@ MAX_BYTES: Final = 1 << 20
 MAX_FILES: Final = 1024
 
 WRITE_S: Final = 0.75
-"""So many seconds at least lie between two writes: the control channel ticks twice a second, and
-every second tick may write."""
+"""Shortest time between two writes, in seconds. The control channel ticks twice a second, and every
+second tick may write."""
 
 SIGN_OF_LIFE_S: Final = 5.0
-"""An engine of which nothing changes writes after so many seconds."""
+"""Seconds after which an engine writes even if nothing has changed."""
 
 _SWEEP_S: Final = 10.0
 _NAME: Final = re.compile(r"\.?[0-9a-f]{16}\.status")
@@ -67,7 +67,7 @@ class Usage(Struct, frozen=True):
         slots_in_use: of them, held by hand-offs or being written.
         slots_cached: of them, kept for reuse, and held by nobody.
         leases: hand-offs leased to a peer, each lease counted.
-        handoffs_open: hand-offs that have not ended, those of running prefills included.
+        handoffs_open: hand-offs that have not ended, running prefills included.
     """
 
     slots_total: _Count = 0
@@ -97,7 +97,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
         started, written: seconds of Unix time.
         usage: as it is now.
         prompt_tokens: of all prompts that it has begun to compute.
-        cached_tokens: of them, those whose KV it did not compute, wherever that came from.
+        cached_tokens: the ones whose KV it did not compute, wherever that came from.
         counts: by the names of the metrics.
         failures: by kind.
         peers: arenas of peers that it reads, by `transport:reason`.
@@ -242,7 +242,12 @@ class StatusReport:
                 self._seconds[name] = Durations(known.count + len(values), known.sum + sum(values))
 
     def prompt(self, tokens: int, cached: int) -> None:
-        """A prompt of so many tokens begins to be computed; KV of `cached` of them is there."""
+        """Count a prompt that begins to be computed.
+
+        Args:
+            tokens: of the prompt.
+            cached: tokens whose KV is there already.
+        """
         with self._lock:
             self._prompt_tokens += tokens
             self._cached_tokens += min(tokens, cached)

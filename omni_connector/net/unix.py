@@ -46,7 +46,7 @@ _RETRY_S: Final = 0.01
 _NO_RESOURCES_S: Final = 0.05
 _CLOSE_S: Final = 5.0
 _CATCH_UP_CHECK_S: Final = 0.05
-# So many notes are taken from one peer before the other peers are served.
+# Most notes that are taken from one peer before the other peers are served.
 _NOTES_A_ROUND: Final = 64
 _UCRED: Final = struct.Struct("3i")
 

@@ -25,7 +25,8 @@ HANDSHAKE_MS: Final = 5000
 CONNECT_MS: Final = 5000
 
 IO_THREADS: Final = 2
-# Two for each thread, of which one ends sockets and one waits for that; and two for a socket.
+# Descriptors of a context and a socket: two for each I/O thread, two for the thread that ends
+# sockets, two for the one that waits for that, and two for the socket.
 _CONTEXT_FILES: Final = 2 * (IO_THREADS + 2) + 2
 # Bits of ZMQ_AFFINITY: strangers on TCP take no time from peers on this host.
 _UNIX_IO: Final = 1

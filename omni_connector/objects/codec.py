@@ -143,7 +143,7 @@ def encode(data: object) -> list[memoryview]:
 
 
 def checksum_of(length: int, checksums: NDArray[np.uint64]) -> int:
-    """The checksum of an object of so many bytes, from those of its slots or fragments (uint64)."""
+    """The checksum of an object of `length` bytes, from the checksums of its slots or fragments."""
     return xxhash.xxh3_64_intdigest(length.to_bytes(8, "little") + checksums.tobytes())
 
 

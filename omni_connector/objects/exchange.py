@@ -47,7 +47,8 @@ from omni_connector.transports.base import ArenaTransport, Endpoint
 logger = logging.getLogger(__name__)
 
 _READ_ATTEMPTS: Final = 8
-# Metadata may name any number of peers. Above this, those that are not being asked are forgotten.
+# Most peers that are remembered, as metadata may name any number. Above this, peers that are not
+# being asked are forgotten.
 _MAX_PEERS: Final = 256
 
 Address = TypeVar("Address", bound=Hashable)

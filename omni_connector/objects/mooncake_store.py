@@ -82,7 +82,7 @@ class MooncakeStoreConnector(OmniConnector):
         segment_gib: memory that this process lends to the store, for the objects of all clients;
             what lies in it goes with this process. 0 for none.
         buffer_mib: memory of the staging buffers that are kept for the next objects.
-        namespace: connectors find the objects of those that share it.
+        namespace: connectors of one namespace find each other's objects.
         object_timeout: seconds that a `put`, a `get` or the construction takes at most.
 
     Raises:

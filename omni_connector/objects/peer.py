@@ -284,7 +284,7 @@ def read_object(
 
     Raises:
         StaleSlotError: the object was replaced or dropped meanwhile.
-        ChecksumError: the bytes are not those that were stored.
+        ChecksumError: the bytes differ from what was stored.
         ProtocolError: the owner describes no object in such an arena.
         TransportError: the arena is closed or cannot be read, or there is no memory for the copy.
     """

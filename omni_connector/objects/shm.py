@@ -26,7 +26,7 @@ class SharedMemoryConnector(Exchange[str]):
     """Objects in shared memory. Its peers are all connectors with a socket in the runtime folder.
 
     Args:
-        namespace: connectors find the objects of those that share it.
+        namespace: connectors of one namespace find each other's objects.
         folder: the runtime folder, by default the one of the namespace.
         object_gib: size of the arena, which bounds the objects that were put and neither got nor
             cleaned up; by default a tenth of the machine's memory, 4 GiB at most. The arena has at

@@ -138,8 +138,8 @@ class BlockChanges(Generic[Content]):
     def take(self) -> list[BlockChange[Content]]:
         """The changes since the last call, in an order that a consumer can apply one by one.
 
-        In the arena, those that have gone come first, sorted by group; then those that have come,
-        with the blocks of a prompt in its order.
+        In the arena, blocks that have gone come first, sorted by group; then blocks that have come,
+        each prompt's in its order.
         """
         told = self._untold
         self._untold = []

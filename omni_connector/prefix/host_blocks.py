@@ -96,7 +96,7 @@ class Wanted:
 
     @property
     def begin(self) -> int:
-        """Number of blocks before those that are read."""
+        """Number of blocks before the first that is read."""
         return self.read.start - self.first
 
     @property
@@ -200,14 +200,14 @@ class HostBlocks:
 
         Returns:
             The jobs, each with whether it reads this engine's own arena; and the blocks that no
-            engine has, which are `wanted` with null blocks for those that the jobs fill.
+            engine has: `wanted`, with null blocks for blocks that the jobs fill.
         """
         owners = [
             _padded(of.owners, each, NOBODY) for each, of in zip(wanted, found.groups, strict=True)
         ]
         loading = np.unique(np.concatenate([NONE, *owners]))
         loading = loading[loading >= 0].tolist()
-        # The first job zeroes the blocks before those that are read.
+        # The first job zeroes the blocks before the first that is read.
         filler = loading[0] if loading else NOBODY
         whose = [
             np.concatenate([np.full(each.begin, filler), of])

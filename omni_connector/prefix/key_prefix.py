@@ -9,7 +9,7 @@ class KeyPrefix:
 
     Args:
         shared: the prefix of all engines with the same weights and settings.
-        randbytes: returns so many bytes that nobody can guess.
+        randbytes: returns a given number of bytes that nobody can guess.
 
     Attributes:
         current: the prefix now.

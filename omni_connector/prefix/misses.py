@@ -15,7 +15,7 @@ _MAX_BEGINNINGS: Final = 1 << 14
 
 
 class Misses:
-    """Counts the tokens of prompts that vLLM's own cache has, and those that nobody has, by cause.
+    """Counts tokens of prompts that vLLM's own cache has, and tokens that nobody has, by cause.
 
     All missed tokens of a prompt have the cause of the first missing block, because blocks after a
     gap cannot be used. The last token of a prompt and an incomplete last block are no misses.

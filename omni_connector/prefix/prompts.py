@@ -47,13 +47,13 @@ class SharedPrompt:
 
     request: EngineRequest
     loads: bool  # whether its blocks may be loaded; else vLLM computes all of it
-    hashed_tokens: int | None  # its hashes are right for so many tokens; None: for all
+    hashed_tokens: int | None  # tokens for which its hashes are right; None: all
     adapter: str  # digest of the LoRA adapter's content; "" without one
     block_sizes: list[tuple[int, int]]  # of each group: tokens, and hashes, of a block
     sent: list[int]  # for each group, the leading blocks already considered for arena and store
     tenant: int
     hints: Hints
-    fills_at: int = 0  # the next block fills when so many tokens are computed
+    fills_at: int = 0  # number of computed tokens at which its next block fills
     keeps: int = 0  # jobs that save its blocks to the arena; an estimate
     due: int = 0  # the step in which `PrefixSaves` checks whether a block has filled
     hashes: list[list[bytes]] = field(default_factory=list)

@@ -50,7 +50,7 @@ _MANY: Final = 64
 # saves of prompts that vLLM admits meanwhile are delayed.
 _LOADED: Final = 3
 
-# Blocks of answers are looked for once in so many steps: to copy a few blocks costs the scheduler
+# Steps from one look for blocks of answers to the next: to copy a few blocks costs the scheduler
 # hardly more than to copy one. The last block of an answer that ends before is not kept.
 _TOGETHER: Final = 4
 
@@ -167,7 +167,7 @@ class PrefixSaves:
         self._keep(meta, self._host, new, self._max_held - self.num_held)
 
     def look_at(self, prompt: SharedPrompt, steps: int = 1) -> None:
-        """Check in so many steps whether blocks of a prompt have filled."""
+        """Check after `steps` steps whether blocks of a prompt have filled."""
         self._forget(prompt)
         if prompt.hints.cache != "no":
             prompt.due = self._step + steps
@@ -314,7 +314,7 @@ class PrefixSaves:
         filled: list[int],
         most: int,
     ) -> tuple[list[int], int]:
-        """The block ids to store, with null blocks for those that are not; and their number."""
+        """The block ids, with null blocks for blocks that are not stored; and the number stored."""
         lookup = prompt.lookup
         held = lookup.held[group].blocks if lookup is not None and lookup.held else []
         block_ids = []

@@ -36,7 +36,7 @@ logger = logging.getLogger("vllm.omni_connector.shared_prefix")
 # for the request. Later, found blocks may be evicted.
 _FRESH_S: Final = 1.0
 
-# More blocks than any prompt has: with so many of them sent, none is saved any more.
+# More blocks than any prompt has: as the number of blocks sent, it ends a prompt's saves.
 _NEVER: Final = 1 << 62
 
 

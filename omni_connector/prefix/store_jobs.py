@@ -38,8 +38,8 @@ from omni_connector.stores.shared_blocks import (
 
 logger = logging.getLogger("vllm.omni_connector.store")
 
-# Size of a staging buffer: one call to the store moves so many bytes, and so many rows, at most. A
-# row holds one block.
+# Size of a staging buffer, and its most rows: what one call to the store moves at most. A row holds
+# one block.
 _STAGING_BYTES: Final = 8 << 20
 _MAX_ROWS: Final = 256
 # Staging buffers for saves, which bounds the bytes that wait to be sent.

@@ -40,8 +40,8 @@ class Sleep(Protocol):
     """How a thread waits between turns."""
 
     def wait(self, seconds: float) -> None:
-        """Block for so many seconds, or until `wake` is called. Return at once if it was called
-        since the last wait."""
+        """Block for `seconds`, or until `wake` is called. Return at once if it was called since the
+        last wait."""
 
     def wake(self) -> None:
         """End the current wait; if there is none, the next one. Any thread may call it."""

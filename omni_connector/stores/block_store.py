@@ -66,7 +66,7 @@ class BlockStore(ABC):
     def get(
         self, keys: Sequence[str], rows: Rows, lengths: Sequence[int], *, timeout: float
     ) -> list[bool]:
-        """Read entries into rows; the arguments are those of `put`.
+        """Read entries into rows. See `put` for the arguments.
 
         Returns:
             For each key whether exactly as many bytes arrived as asked for. If not, the row has any
@@ -263,5 +263,5 @@ def _kind(error: OmniError) -> str:
 
 
 def in_pages(nbytes: int) -> int:
-    """The bytes of the whole pages that so many bytes take."""
+    """`nbytes`, rounded up to whole pages."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

@@ -36,12 +36,12 @@ CLOSE_S: Final = 5.0
 
 _OPEN_S: Final = 5.0
 _STEP_S: Final = 10.0
-# A call that got not one answer in so long, or all of its time, has met a file system that hangs.
+# Seconds after which a call without any answer has met a file system that hangs.
 _HANGS_S: Final = 0.1
 _MAX_CALLS: Final = 16
-# A look-up that one thread has not ended after `_ALONE_S` seconds is of files that a server or a
-# disk must be asked for. So many more threads then ask beside it, each for `_A_THREAD` keys at
-# least. They are threads of their own, so that look-ups that hang leave others to puts and gets.
+# A look-up that one thread has not ended after `_ALONE_S` seconds waits for a server or a disk.
+# Then up to `_BESIDE` more threads ask beside it, each for `_A_THREAD` keys at least. They are
+# threads of their own, so that a hanging look-up leaves the other threads to puts and gets.
 _ALONE_S: Final = 0.002
 _BESIDE: Final = 7
 _A_THREAD: Final = 16
@@ -177,8 +177,8 @@ class Calls(Protocol):
 class FileBlockStore(BlockStore):
     """Blocks in the files of a folder that any number of processes and hosts may share.
 
-    Who puts blocks also sweeps: it removes those that were asked for longest ago, on a thread of
-    its own, once the folder is nearly as large as it may be.
+    An engine that puts blocks also sweeps: once the folder is nearly full, a thread of its own
+    removes the blocks that were asked for longest ago.
 
     Args:
         settings: where the folder is, and how large it may become.
@@ -286,7 +286,7 @@ class FileBlockStore(BlockStore):
         *,
         beside: bool = False,
     ) -> list[bool]:
-        """The answers to these questions; False for those that do not come in time.
+        """The answers to these questions; False for each that does not come in time.
 
         Args:
             beside: whether several threads may ask, where one is slow.
@@ -300,13 +300,13 @@ class FileBlockStore(BlockStore):
             return call.answers
         try:
             self._begin(call)
-        except TransportError:  # so many calls hang
+        except TransportError:  # all threads for calls hang
             self._count("busy", count)
             return call.answers
         alone = min(timeout, _ALONE_S) if beside else timeout
         ended = self._await(call, alone)
         if not ended and alone < timeout:
-            with contextlib.suppress(TransportError):  # those that were started go on
+            with contextlib.suppress(TransportError):  # threads that were started go on
                 for _ in range(min(_BESIDE, (count - call.answered) // _A_THREAD)):
                     self._begin(call, beside=True)
             ended = self._await(call, timeout - alone)
@@ -432,7 +432,7 @@ class FileBlockStore(BlockStore):
             pieces = self._pieces
             try:
                 self._step = self._calls.start(lambda: next(pieces, True) is True)
-            except TransportError:  # so many calls hang
+            except TransportError:  # all threads for calls hang
                 return _STEP_S
         began = self._clock()
         wait([self._step], _STEP_S)

@@ -66,7 +66,7 @@ class Sweeper:
         self._next = self._not_before = -math.inf
 
     def add(self, nbytes: int) -> None:
-        """Say that so many bytes were written."""
+        """Count bytes that were written."""
         with self._lock:
             self._written += nbytes
 
@@ -149,7 +149,7 @@ class Sweeper:
         used, taken = np.frombuffer(times, np.int64), np.frombuffer(sizes, np.int64)
         order = np.argsort(used, kind="stable")
         newest = used[order[np.searchsorted(np.cumsum(taken[order]), excess)]]
-        excess -= int(taken[used < newest].sum())  # what goes of those that are as old as `newest`
+        excess -= int(taken[used < newest].sum())  # bytes of files as old as `newest`
         for file in self._folder.files():
             if file is None:
                 yield

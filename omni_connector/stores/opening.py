@@ -7,7 +7,11 @@ from omni_connector.stores.file_store import FileBlockStore
 
 
 def open_block_store(settings: StoreSettings | FileStoreSettings, lends: int) -> BlockStore:
-    """A client of the store that the settings name; Mooncake's lends so many bytes to it.
+    """Open a client of the store that the settings name.
+
+    Args:
+        settings: which store.
+        lends: bytes of memory that a client of a Mooncake Store lends to the store.
 
     Raises:
         ConfigError: the folder of a store of files cannot be used.

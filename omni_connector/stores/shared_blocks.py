@@ -29,7 +29,7 @@ _TRAILER: Final = struct.Struct("<8sQ")
 _MAGIC: Final = b"omnikv-1"
 
 TRAILER_BYTES: Final = _TRAILER.size
-"""Bytes that an entry has beyond those of the slot."""
+"""Bytes of an entry behind the bytes of its slot."""
 
 CORRUPT: Final = "store_checksum_mismatch"
 """The kind of failure of a load that finds other bytes than were stored."""
@@ -41,7 +41,7 @@ def key_prefix(
     """The part of a key that says which engines can read the block.
 
     Args:
-        namespace: engines share only with those of the same one.
+        namespace: engines share only within one namespace.
         compatibility: model, weights, dtypes, quantization, ranks, the byte order of each group's
             pages, and what else changes the numbers that a model computes.
         hash_id: how blocks are hashed.
@@ -109,10 +109,10 @@ def add_trailer(row: NDArray[np.uint8], size: int, checksum: int, key: str) -> i
 
 
 def verify(row: NDArray[np.uint8], size: int, checksum: int, key: str) -> None:
-    """Compare a block that was read with its trailer. The arguments are those of `add_trailer`.
+    """Compare a block that was read with its trailer. See `add_trailer` for the arguments.
 
     Raises:
-        ChecksumError: the bytes are not those that were stored under the key.
+        ChecksumError: the bytes differ from what was stored under the key.
     """
     magic, stamp = _TRAILER.unpack(row[size : size + TRAILER_BYTES].tobytes())
     if magic != _MAGIC or stamp != _stamp(checksum, key):

@@ -64,7 +64,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def check_destination(dst: NDArray[np.uint8], n_slots: int, slot_bytes: int) -> None:
-    """Raise ValueError unless so many slots can be read into `dst`; see `RemoteArena.read_into`."""
+    """Raise ValueError unless `n_slots` slots fit into `dst`; see `RemoteArena.read_into`."""
     if dst.dtype != np.uint8 or dst.ndim != 2 or len(dst) != n_slots:
         raise ValueError(f"dst is {dst.dtype}{dst.shape}, wanted uint8 ({n_slots}, width)")
     if dst.shape[1] > slot_bytes:

@@ -130,7 +130,7 @@ class Transports:
 
     Args:
         readers: all transports.
-        exporters: those of them by which peers may read our arena.
+        exporters: the ones by which peers may read our arena.
     """
 
     def __init__(
@@ -220,9 +220,9 @@ class Transports:
 def make_transports(config: OmniConfig, offers: bool = True) -> Transports:
     """The transports that a configuration asks for.
 
-    `auto` takes all transports with a `nearness`, the nearest first. Those that reach other hosts
-    are taken only where the engine listens to other hosts or may connect to them. Mooncake does not
-    start, nor open a port, before its first use.
+    `auto` takes all transports with a `nearness`, the nearest first. Transports that reach other
+    hosts are taken only where the engine listens to other hosts or may connect to them. Mooncake
+    does not start, nor open a port, before its first use.
 
     Args:
         offers: whether this engine offers hand-offs, to other hosts where it has a `listen`.

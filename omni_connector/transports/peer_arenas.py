@@ -251,7 +251,7 @@ class OpenArenas:
         return attached.arena.result() if attached.arena.done() else None
 
     def close(self, *, failed: bool) -> None:
-        """End the load's use of its arenas; later loads attach those anew that have failed it.
+        """End the load's use of its arenas. Later loads attach an arena anew that has failed it.
         Idempotent."""
         taken, self._taken = self._taken, {}
         for attached in taken.values():

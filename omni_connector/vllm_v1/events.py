@@ -127,7 +127,7 @@ def _continues(before: BlockChange[_Block], after: BlockChange[_Block]) -> bool:
 
 
 def _extra_keys(request: "Request", size: int, indices: Sequence[int]) -> list[Any]:
-    """Of blocks of so many tokens, what their hashes are of besides their tokens."""
+    """For each block of `size` tokens, what its hash covers besides its tokens."""
     keys: list[Any] = []
     image = 0
     for i in indices:

@@ -61,7 +61,7 @@ class ArenaPlan:
     def open(
         self, slot_bytes: int, groups: tuple[GroupShape, ...], copier: BlockCopier
     ) -> RankArena:
-        """The arena of caches with these groups and slots of so many bytes.
+        """Open the arena of caches with these groups and slots of `slot_bytes`.
 
         Args:
             copier: pins the memory as it is populated; closed where this raises.

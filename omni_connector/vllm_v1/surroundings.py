@@ -41,7 +41,7 @@ class Surroundings:
         context: clock, threads and randomness. Each half adds its own statistics and trace.
         sockets: opens the sockets of the control channel.
         transports: opens the transports that a configuration asks for; told whether it offers any.
-        block_store: opens a client of the shared store that lends so many bytes of memory to it.
+        block_store: opens a client of the shared store; told the bytes of memory to lend to it.
         rank_copies: asks the ranks of an engine which of their copies have ended.
         neighbours: finds the engines of this host that share prefixes.
         answer_for_rank: answers the scheduler half that asks a rank; returns what ends that.

@@ -2,7 +2,7 @@
 """`MooncakeTransport`: peers read each other's arenas through Mooncake's Transfer Engine.
 
 The owner registers its arena with the engine. Readers fetch superblock, headers and slots by
-address, and check them as they would those of a mapping. Of Mooncake they trust only its word that
+address, and check them like the bytes of a mapping. Of Mooncake they trust only its word that
 bytes have arrived.
 """
 
