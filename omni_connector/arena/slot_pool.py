@@ -411,8 +411,8 @@ class SlotPool:
         self._users[slot_ids] += 1
 
     def let_go(self, slot_ids: Ints) -> None:
-        """Remove one user. Slots without a user become cached or free; the cached ones are evicted in
-        the order given."""
+        """Remove one user. Slots without a user become cached or free. The cached ones are evicted
+        in the order given."""
         self._users[slot_ids] -= 1
         self._settle(slot_ids[self._users[slot_ids] == 0])
 

@@ -15,8 +15,8 @@ from omni_connector.kv.canonical import SlotLayout
 class BlockCopy:
     """Blocks of one group, and the slots that they are copied to or from.
 
-    Copiers look up no ids: whoever makes a copy has seen to it that all of them exist, and that
-    none of those that are written is named twice; see `TransferSpec.check`.
+    Copiers check no ids. The maker of a copy has checked that all of them exist, and that none is
+    written twice; see `TransferSpec.check`.
 
     Args:
         group: the blocks' group.

@@ -158,7 +158,7 @@ class _Sources:
         self._remotes: dict[tuple[Endpoint, ...], RemoteArena] = {}
 
     def seconds_left(self) -> float:
-        """Seconds for which the load may wait. What need not wait is loaded after the deadline too."""
+        """Seconds for which the load may wait. It still loads what it need not wait for."""
         left = self.deadline - self._rank.clock()
         if left <= 0:
             raise PeerUnreachableError("the bytes were not there in time")

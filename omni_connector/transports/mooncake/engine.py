@@ -46,9 +46,9 @@ _ATTEMPTS: Final = 4
 _BACKOFF_S: Final = 0.005
 # A read that fails sooner was refused, or lost its connection. One that takes longer is stuck.
 _QUICK_S: Final = 1.0
-# Mooncake's blocking call keeps a core busy until the bytes are there, and the threads that send and
-# receive them need that core. Where ranges are few or large, it costs less to start a transfer for each, and
-# to look now and then.
+# Mooncake's blocking call keeps a core busy until the bytes are there, and the threads that send
+# and receive them need that core. Where ranges are few or large, it costs less to start a transfer
+# for each, and to look now and then.
 _FEW_RANGES: Final = 4
 _LARGE_BYTES: Final = 256 << 10
 _FIRST_POLL_S: Final = 0.00005
