@@ -3,14 +3,17 @@
 
 `register()` runs in the API server, the engine core and every worker, also for users of another
 connector or of none. Therefore it never raises. What is wrong is logged, and raised only when
-vLLM asks for this package's connector (see `require_supported_vllm`).
+vLLM asks for this package's connector (see `require_supported_vllm`), or has made the configuration
+of an engine that uses it (see `vllm_v1.startup`).
 
 Whether a version of vLLM is supported is decided here and not in `vllm_v1.compat`, which imports
 vLLM and so can only be imported with a version that is supported.
 """
 
+import importlib
 import logging
 import re
+import sys
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from typing import Final, NamedTuple
 
@@ -18,6 +21,9 @@ from omni_connector.errors import UnsupportedVersionError
 
 CONNECTOR_NAME: Final = "OmniKVConnector"
 CONNECTOR_MODULE: Final = "omni_connector.vllm_v1.connector"
+
+# By name, as vLLM imports the connector: all of `vllm_v1` needs what stands here.
+_STARTUP_MODULE: Final = "omni_connector.vllm_v1.startup"
 
 # (first supported, first not supported), as (major, minor).
 SUPPORTED_VLLM: Final = ((0, 30), (0, 34))
@@ -88,7 +94,8 @@ def require_supported_vllm() -> InstalledVllm:
 
 
 def register() -> None:
-    """Make `OmniKVConnector` known to vLLM by name. It may be called any number of times.
+    """Make `OmniKVConnector` known to vLLM by name, and have its settings checked before a model is
+    loaded. It may be called any number of times.
 
     The connector's class is imported only when vLLM asks for it, and with an unsupported vLLM the
     import raises `UnsupportedVersionError`. So the name is registered with such a version too: who
@@ -96,6 +103,7 @@ def register() -> None:
     """
     try:
         require_supported_vllm()
+        _check_settings_early()
     except UnsupportedVersionError as error:
         _logger.error("OmniKVConnector cannot be used: %s", error)
     try:
@@ -105,3 +113,11 @@ def register() -> None:
         return
     if CONNECTOR_NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
+
+
+def _check_settings_early() -> None:
+    # Only a process that makes configurations has this module, and has it before the plugins.
+    engine_args = getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None)
+    if engine_args is None:
+        return
+    importlib.import_module(_STARTUP_MODULE).check_engine_configs(engine_args)

@@ -323,6 +323,16 @@ def local_address(address: HostPort) -> HostPort:
     return bound
 
 
+def check_listen(address: HostPort) -> None:
+    """Listen at an address for a moment.
+
+    Raises:
+        ConfigError: as `TcpListener`.
+        OSError: there are no more descriptors.
+    """
+    _bound_socket(address, local_address(address)).close()
+
+
 def _bound_socket(address: HostPort, bound: HostPort) -> socket.socket:
     """A socket that listens at `bound`, for peers that are told `address`.
 

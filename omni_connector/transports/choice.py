@@ -231,15 +231,7 @@ def make_transports(config: OmniConfig, offers: bool = True) -> Transports:
         ConfigError, MissingDependencyError: a transport is unknown, or lacks what it needs, or a
             setting is wrong.
     """
-    if config.transport == AUTO:
-        classes = _candidates(beyond_host=bool(config.listen or config.peers))
-        given = config.transport_config
-        for name in given:
-            if name not in classes:
-                raise ConfigError(f"transport_config: {unknown('transport', name, classes)}")
-    else:
-        classes = {config.transport: transport_class(config.transport)}
-        given = {config.transport: config.transport_config}
+    classes, given = _wanted(config)
     transports = []
     for name, kind in classes.items():
         try:
@@ -255,6 +247,30 @@ def make_transports(config: OmniConfig, offers: bool = True) -> Transports:
         each for each in transports if each is transports[0] or listens or not each.beyond_host
     ]
     return Transports(transports, exporters)
+
+
+def check_transports(config: OmniConfig) -> None:
+    """Check the names and settings of transports, without making any.
+
+    Raises:
+        ConfigError: as `make_transports`.
+        MissingDependencyError: the module of a transport that is named cannot be imported.
+    """
+    classes, given = _wanted(config)
+    for name, kind in classes.items():
+        _settings(name, kind, given.get(name, {}), config)
+
+
+def _wanted(config: OmniConfig) -> tuple[dict[str, type[ArenaTransport]], dict[str, Any]]:
+    """Classes of the transports that a configuration asks for, and their settings, by name."""
+    if config.transport != AUTO:
+        classes = {config.transport: transport_class(config.transport)}
+        return classes, {config.transport: config.transport_config}
+    classes = _candidates(beyond_host=bool(config.listen or config.peers))
+    for name in config.transport_config:
+        if name not in classes:
+            raise ConfigError(f"transport_config: {unknown('transport', name, classes)}")
+    return classes, config.transport_config
 
 
 def _others(classes: Mapping[str, type[ArenaTransport]], name: str) -> list[type[ArenaTransport]]:
@@ -276,10 +292,21 @@ def _candidates(*, beyond_host: bool) -> dict[str, type[ArenaTransport]]:
     return dict(sorted(found.items(), key=lambda each: each[1].nearness or 0))
 
 
-def _make(name: str, kind: type[ArenaTransport], given: Any, config: OmniConfig) -> ArenaTransport:
+def _settings(name: str, kind: type[ArenaTransport], given: Any, config: OmniConfig) -> Any:
     where = "transport_config" if config.transport == name else f"transport_config.{name}"
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where} must be an object, not {given!r:.200}")
+    settings = read_settings(where, kind.Settings, given)
+    own = getattr(config, name, None)  # `mooncake` is also a key of the configuration
+    if isinstance(own, kind.Settings):
+        if given and own != kind.Settings():
+            raise ConfigError(f"{name} and {where} say the same; give one")
+        settings = settings if given else own
+    return settings
+
+
+def _make(name: str, kind: type[ArenaTransport], given: Any, config: OmniConfig) -> ArenaTransport:
+    settings = _settings(name, kind, given, config)
     allowed = Peers(config.peers)
     site = Site(
         namespace=config.namespace,
@@ -287,10 +314,4 @@ def _make(name: str, kind: type[ArenaTransport], given: Any, config: OmniConfig)
         allows=lambda host: is_loopback(host) or allowed.allows(host),
         peers_family=allowed.family,
     )
-    settings = read_settings(where, kind.Settings, given)
-    own = getattr(config, name, None)  # `mooncake` is also a key of the configuration
-    if isinstance(own, kind.Settings):
-        if given and own != kind.Settings():
-            raise ConfigError(f"{name} and {where} say the same; give one")
-        settings = settings if given else own
     return kind.create(settings, site)

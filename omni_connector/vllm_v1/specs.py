@@ -70,6 +70,21 @@ def require_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig
             "vLLM keeps KV of this model in the memory of the host (HiSparse), and numbers blocks "
             "there by themselves, which OmniKVConnector does not support"
         )
+    require_supported_engine(vllm_config)
+    for transferred in transferred_groups(kv_cache_config).values():
+        if replays_prefix(transferred.kv_cache_spec):
+            raise LayoutError(
+                f"vLLM computes the last window of layer {transferred.layer_names[0]} again after "
+                f"a prefix hit, which OmniKVConnector does not support"
+            )
+
+
+def require_supported_engine(vllm_config: "VllmConfig") -> None:
+    """Refuse what is known before the model is loaded.
+
+    Raises:
+        ConfigError: a parallel layout or a decoding method is not supported.
+    """
     parallel = vllm_config.parallel_config
     for name in (
         "pipeline_parallel_size",
@@ -86,12 +101,6 @@ def require_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig
             f"OmniKVConnector does not hand off; it supports "
             f"{', '.join(sorted(_DRAFTERS_WITHOUT_KV))}"
         )
-    for transferred in transferred_groups(kv_cache_config).values():
-        if replays_prefix(transferred.kv_cache_spec):
-            raise LayoutError(
-                f"vLLM computes the last window of layer {transferred.layer_names[0]} again after "
-                f"a prefix hit, which OmniKVConnector does not support"
-            )
 
 
 def transferred_groups(kv_cache_config: "KVCacheConfig") -> dict[int, "KVCacheGroupSpec"]:

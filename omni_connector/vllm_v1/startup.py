@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the configuration before vLLM loads the model.
+
+vLLM makes a connector only when the model is loaded, which takes minutes for a large one. It has no
+hook that shows a plugin the configuration before that. Every server and every `LLM` makes its
+configuration by `EngineArgs.create_engine_config`, after vLLM has loaded the plugins. So the check
+follows that call. Within the call, pydantic would put its own words behind the error's message.
+"""
+
+import functools
+import multiprocessing
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from omni_connector.config import OmniConfig
+from omni_connector.net.keys import load_key
+from omni_connector.net.listener import check_listen
+from omni_connector.net.peers import parse_listen
+from omni_connector.net.runtime import runtime_dir
+from omni_connector.plugin import CONNECTOR_NAME
+from omni_connector.transports.choice import check_transports
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.kv_transfer import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+_CHECKED: Final = "_checked_by_omni_connector"
+
+
+def check_engine_configs(engine_args: "type[EngineArgs]") -> None:
+    """Have each configuration that vLLM makes checked. Idempotent."""
+    create = engine_args.create_engine_config
+    if hasattr(create, _CHECKED):
+        return
+
+    @functools.wraps(create)
+    def create_checked(self: "EngineArgs", *arguments: Any, **named: Any) -> "VllmConfig":
+        vllm_config = create(self, *arguments, **named)
+        check_engine_config(vllm_config)
+        return vllm_config
+
+    setattr(create_checked, _CHECKED, True)
+    engine_args.create_engine_config = create_checked  # type: ignore[method-assign]
+
+
+def check_engine_config(vllm_config: "VllmConfig") -> None:
+    """Refuse an engine that this connector would refuse once its model is loaded.
+
+    An engine with another connector, or none, is left alone.
+
+    Raises:
+        ConfigError: a setting, the runtime folder, the key file, the parallel layout or the
+            decoding method; the message names it and says what to do.
+        MissingDependencyError: as `check_transports`.
+    """
+    from omni_connector.vllm_v1.specs import require_supported_engine
+
+    transfer = vllm_config.kv_transfer_config
+    extra_config = None if transfer is None else own_extra_config(transfer)
+    if transfer is None or extra_config is None:
+        return
+    config = OmniConfig.load(extra_config)
+    # Ranks have ports of their own, and the first ones may be other hosts'. A further API server
+    # starts when the engine has its port already.
+    alone = vllm_config.parallel_config.data_parallel_size == 1
+    main = multiprocessing.parent_process() is None
+    check_settings(config, binds=transfer.is_kv_producer and config.handoff and alone and main)
+    require_supported_engine(vllm_config)
+
+
+def own_extra_config(transfer: "KVTransferConfig") -> Mapping[str, Any] | None:
+    """Our `kv_connector_extra_config`; None where another connector is configured, or none.
+
+    Under `MultiConnector` it is that of our entry, which may be given as anything.
+    """
+    if transfer.kv_connector == CONNECTOR_NAME:
+        return transfer.kv_connector_extra_config
+    entries = transfer.kv_connector_extra_config.get("connectors")
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, Mapping) and entry.get("kv_connector") == CONNECTOR_NAME:
+            found: Mapping[str, Any] = entry.get("kv_connector_extra_config") or {}
+            return found
+    return None
+
+
+def check_settings(config: OmniConfig, *, binds: bool) -> None:
+    """Check settings against this host.
+
+    Args:
+        config: settings of an engine.
+        binds: whether to try the port of `listen`, which nobody may have.
+
+    Raises:
+        ConfigError: the runtime folder, the key file, the address of `listen` or a transport cannot
+            be used.
+        MissingDependencyError: as `check_transports`.
+    """
+    runtime_dir(config.namespace)
+    if config.key_file is not None:
+        load_key(config.key_file)
+    if config.listen is not None and binds:
+        check_listen(parse_listen(config.listen))
+    check_transports(config)

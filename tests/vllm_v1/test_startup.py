@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a configuration is said before vLLM loads the model."""
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+
+from vllm.config import KVTransferConfig, VllmConfig  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+
+from omni_connector import plugin  # noqa: E402
+from omni_connector.errors import ConfigError  # noqa: E402
+from omni_connector.vllm_v1 import startup  # noqa: E402
+
+Make = Callable[..., VllmConfig]
+
+
+@pytest.fixture
+def make(model: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes the configuration of an engine as a server or an `LLM` does; no model is loaded."""
+    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
+    plugin.register()
+
+    def made(connector: str = plugin.CONNECTOR_NAME, role: Any = "kv_both", **extra: Any) -> Any:
+        transfer = KVTransferConfig(
+            kv_connector=connector, kv_role=role, kv_connector_extra_config=extra
+        )
+        arguments = EngineArgs(model=str(model), skip_tokenizer_init=True, enforce_eager=True)
+        arguments.kv_transfer_config = transfer
+        return arguments.create_engine_config()
+
+    return made
+
+
+@pytest.fixture
+def taken() -> Any:
+    """A port that somebody has."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        yield held.getsockname()[1]
+
+
+def test_what_is_right_is_let_through(make: Make, runtime: Path) -> None:
+    made = make(arena_gib=0.01, listen="127.0.0.1:0")
+    assert made.kv_transfer_config is not None
+    assert made.kv_transfer_config.kv_connector == plugin.CONNECTOR_NAME
+
+
+def test_a_key_that_is_misspelt(make: Make) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'arena_gb'; did you mean 'arena_gib'"):
+        make(arena_gb=1)
+
+
+def test_a_key_of_one_connector_of_several(make: Make) -> None:
+    ours = {
+        "kv_connector": plugin.CONNECTOR_NAME,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"arena_gb": 1},
+    }
+    other = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    with pytest.raises(ConfigError, match=r"did you mean 'arena_gib'"):
+        make("MultiConnector", connectors=[other, ours])
+
+
+def test_the_settings_of_another_connector_are_its_own(make: Make) -> None:
+    assert make("ExampleConnector", arena_gb=1, shared_storage_path="/nowhere")
+
+
+def test_a_runtime_folder_that_is_open_to_others(make: Make, runtime: Path) -> None:
+    os.chmod(runtime, 0o755)
+    with pytest.raises(ConfigError, match=r"mode 755.*OMNI_CONNECTOR_RUNTIME_DIR="):
+        make()
+
+
+def test_a_key_file_that_is_missing(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"key_file.*omni\.key.*keygen"):
+        make(key_file=str(tmp_path / "omni.key"))
+
+
+def test_a_port_that_somebody_has(make: Make, taken: int) -> None:
+    with pytest.raises(ConfigError, match=rf"listen: cannot listen at 127\.0\.0\.1:{taken}"):
+        make(listen=f"127.0.0.1:{taken}")
+
+
+def test_an_engine_that_only_receives_opens_no_port(make: Make, taken: int) -> None:
+    assert make(role="kv_consumer", listen=f"127.0.0.1:{taken}")
+
+
+def test_a_further_process_of_an_engine_does_not_want_its_port(
+    make: Make, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = SimpleNamespace(parent_process=lambda: SimpleNamespace(pid=1))
+    monkeypatch.setattr(startup, "multiprocessing", processes)
+    assert make(listen=f"127.0.0.1:{taken}")
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        ({"transport": "smh"}, "unknown transport 'smh'; did you mean 'shm'"),
+        ({"transport": "shm", "transport_config": {"threds": 1}}, "threds"),
+        ({"transport_config": {"shn": {}}}, "did you mean 'shm'"),
+    ],
+)
+def test_a_transport_that_is_misspelt(make: Make, extra: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        make(**extra)
+
+
+def test_a_parallel_layout_that_is_refused(
+    make: Make, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make()
+    made.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(ConfigError, match="decode_context_parallel_size is 2"):
+        startup.check_engine_config(made)
+
+
+def test_loading_the_plugin_again_checks_once(make: Make) -> None:
+    once = EngineArgs.create_engine_config
+    plugin.register()
+    assert EngineArgs.create_engine_config is once
