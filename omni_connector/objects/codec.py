@@ -55,7 +55,7 @@ ITEM_BYTES: Final = {
 }
 _TORCH_ONLY: Final = frozenset(name for name in ITEM_BYTES if "bfloat" in name or "_e" in name)
 
-_BYTES, _PIECES, _TREE = range(3)
+_BYTES, _PIECES, _TREE, _TENSOR = range(4)
 _TRAILER: Final = struct.Struct("<QQB")
 _EXTENSION: Final = 1
 _INDEX: Final = struct.Struct("<I")
@@ -80,17 +80,21 @@ _Where = tuple[Any, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Bytes in several segments, which arrive as one memoryview.
+    """Bytes in several segments, which arrive as one memoryview, or as one tensor.
 
     Attributes:
         parts: contiguous buffers (bytes, numpy arrays of bytes, ...). They must not change until
             `put` returns.
+        as_tensor: whether they arrive as a torch tensor, uint8 (bytes,). Receivers that take no
+            memoryview, as vLLM-Omni's manager, take that.
     """
 
     parts: tuple[memoryview, ...]
+    as_tensor: bool
 
-    def __init__(self, parts: Iterable[Any]) -> None:
+    def __init__(self, parts: Iterable[Any], *, as_tensor: bool = False) -> None:
         object.__setattr__(self, "parts", tuple(_flat(part) for part in parts))
+        object.__setattr__(self, "as_tensor", as_tensor)
 
     @property
     def nbytes(self) -> int:
@@ -138,7 +142,7 @@ def encode(data: object) -> list[memoryview]:
     if isinstance(data, _BUFFERS):
         return [_flat(data), _trailer(_BYTES)]
     if isinstance(data, Pieces):
-        return [*data.parts, _trailer(_PIECES)]
+        return [*data.parts, _trailer(_TENSOR if data.as_tensor else _PIECES)]
     return _Encoding().parts(data)
 
 
@@ -171,9 +175,10 @@ def size_of(parts: list[memoryview]) -> int:
 def decode(content: memoryview) -> tuple[Any, int]:
     """The object that `encode` turned into these bytes, and its size.
 
-    Bytes arrive as bytes (a copy), `Pieces` as a memoryview, tuples as lists, numpy scalars as
-    Python numbers. Tensors and arrays arrive on the CPU, contiguous and in the byte order of this
-    machine; they, and the memoryview, are views of `content`, which lives as long as any of them.
+    Bytes arrive as bytes (a copy), `Pieces` as a memoryview or tensor, tuples as lists, numpy
+    scalars as Python numbers. Tensors and arrays arrive on the CPU, contiguous and in the byte
+    order of this machine; they, and the memoryview, are views of `content`, which lives as long as
+    any of them.
 
     Args:
         content: contiguous bytes; nobody else may write them. Aligned to 16 bytes or more.
@@ -193,6 +198,9 @@ def decode(content: memoryview) -> tuple[Any, int]:
         return bytes(content[:size]), size
     if kind == _PIECES:
         return content[:size], size
+    if kind == _TENSOR:
+        (tensor,) = _views(content[:size], [_Leaf(True, "uint8", (size,))], padded=False)
+        return tensor, size
     if kind != _TREE:
         raise ProtocolError(f"an object of unknown kind {kind}")
     tree_at = data_bytes + leaves_bytes
@@ -306,14 +314,14 @@ def _of_tensor(tensor: Any, torch: Any) -> tuple[_Leaf, memoryview]:
     return leaf, memoryview(plain.reshape(-1).view(torch.uint8).numpy())
 
 
-def _views(data: memoryview, leaves: list[_Leaf]) -> list[Any]:
-    """A tensor or array for each leaf."""
+def _views(data: memoryview, leaves: list[_Leaf], *, padded: bool = True) -> list[Any]:
+    """A tensor or array for each leaf; behind each is padding to `ALIGNMENT`, if any is."""
     spans = []
     at = 0
     for leaf in leaves:
         end = at + leaf.nbytes
         spans.append(slice(at, end))
-        at = end + -end % ALIGNMENT
+        at = end + (-end % ALIGNMENT if padded else 0)
     if at != data.nbytes:
         raise ValueError(f"leaves of {at} bytes in {data.nbytes} bytes")
     whole: NDArray[np.uint8] = np.frombuffer(data, np.uint8)

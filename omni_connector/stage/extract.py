@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from omni_connector.errors import LayoutError
+from omni_connector.stage import contract
 from omni_connector.stage.payload import KVCacheTransferData
 
 LayerKV = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -71,12 +72,14 @@ def extract_kv_cache(
 
     Args:
         request_id: the request.
-        block_ids: the request's blocks, in order; all layers share them.
+        block_ids: the request's blocks, in order; all layers share them. Those behind the last
+            token are ignored.
         seq_len: tokens to copy; the rest of the last block is left out.
         kv_caches: the cache of each layer; None where a layer has none.
         block_size: tokens of a block.
         cache_dtype: what the engine calls the cache's dtype.
-        custom_metadata: is added to the metadata, in place of entries of the same name.
+        custom_metadata: is added to the metadata, in place of entries of the same name. The
+            contract (`contract.CONTRACT_KEY`) is stated by this function alone, if it holds.
         layout: a `KVLayout`, or one a layer. By default the shape must tell the layout; it is an
             error if two layouts fit.
         head_dim: elements of a key, where known; else keys and values are of equal size.
@@ -87,11 +90,10 @@ def extract_kv_cache(
         ValueError: not every layer has a block of these ids; too few blocks; no layer.
         TypeError: the block ids are no integers, or come in groups.
     """
-    blocks = _block_ids(request_id, block_ids)
     if block_size < 1 or seq_len < 0:
         raise ValueError(f"request {request_id}: {seq_len} tokens in blocks of {block_size}")
-    needed = -(-seq_len // block_size)
-    if needed > len(blocks):
+    blocks = _block_ids(request_id, block_ids, -(-seq_len // block_size))
+    if len(blocks) * block_size < seq_len:
         raise ValueError(
             f"request {request_id}: {seq_len} tokens do not fit in {len(blocks)} blocks of "
             f"{block_size}"
@@ -114,8 +116,8 @@ def extract_kv_cache(
         count = min(len(plane.view) for plane in (key, value) if plane is not None)
         if blocks and max(blocks) >= count:
             raise ValueError(f"{where}: block {max(blocks)} is not one of {count}")
-        keys.append(_gather(key, blocks[:needed], seq_len))
-        values.append(None if value is None else _gather(value, blocks[:needed], seq_len))
+        keys.append(_gather(key, blocks, seq_len))
+        values.append(None if value is None else _gather(value, blocks, seq_len))
     if all(key is None for key in keys):
         raise ValueError(f"request {request_id}: no layer has a KV cache")
     metadata: dict[str, Any] = {
@@ -124,17 +126,25 @@ def extract_kv_cache(
         "dtype": str(cache_dtype),
         "seq_len": seq_len,
     }
-    return KVCacheTransferData(
+    extracted = KVCacheTransferData(
         request_id=request_id,
         layer_blocks={"key_cache": keys, "value_cache": values},
         block_ids=blocks,
-        metadata=metadata | (custom_metadata or {}),
+        metadata=metadata
+        | (custom_metadata or {})
+        | {contract.CONTRACT_KEY: contract.CONTRACT_VERSION},
     )
-
-
-def _block_ids(request_id: str, block_ids: Sequence[int]) -> list[int]:
     try:
-        blocks = [operator.index(block) for block in block_ids]
+        contract.validate(vars(extracted), request_id)
+    except ValueError:
+        # A latent has no value, for one.
+        del extracted.metadata[contract.CONTRACT_KEY]
+    return extracted
+
+
+def _block_ids(request_id: str, block_ids: Sequence[int], needed: int) -> list[int]:
+    try:
+        blocks = [operator.index(block) for block in block_ids][:needed]
     except TypeError as error:
         raise TypeError(
             f"request {request_id}: block ids must be one flat list of integers, which all the "

@@ -378,8 +378,11 @@ class ConnectorLink:
 def _pack(connector: Any, data: KVCacheTransferData) -> Any:
     if getattr(connector, "supports_raw_data", False):
         return data.to_gpu_tensor()
-    # Our own connectors join the pieces where the object is to lie.
-    return Pieces(data.to_pieces()) if isinstance(connector, OmniConnector) else data.to_bytes()
+    # Our own connectors join the pieces where the object is to lie. vLLM-Omni's manager, which may
+    # receive it, takes a tensor and no memoryview.
+    if isinstance(connector, OmniConnector):
+        return Pieces(data.to_pieces(), as_tensor=True)
+    return data.to_bytes()
 
 
 def find_sender(info: object, stage: str) -> Sender:

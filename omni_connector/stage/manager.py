@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 
 from omni_connector.errors import ConfigError, TransportError
+from omni_connector.stage import contract
 from omni_connector.stage.config import OmniKVCacheConfig, read_model_config, read_vllm_config
 from omni_connector.stage.distributed import (
     Agreement,
@@ -467,7 +468,11 @@ class OmniKVTransferManager:
                 data = self.kv_payload_merger(payloads)
             else:
                 data = merge_shards(payloads, topology, self.config.num_kv_heads)
-        return own_heads(data, topology, self.kv_payload_slicer), size
+        data = own_heads(data, topology, self.kv_payload_slicer)
+        if any(contract.states_contract(payload) for payload in payloads):
+            # Hooks may have left something out.
+            contract.validate(data, payloads[0]["request_id"], required=True)
+        return data, size
 
     def _receive_keys(self, request_id: str, stages: tuple[str, str]) -> list[ReceiveKey]:
         build_keys, topology = self.kv_recv_key_builder, self._topology

@@ -6,7 +6,8 @@
 The header is `{rid, bids, meta, nl, td}`: request id, block ids, metadata, number of key layers
 and tensor descriptors, all keys and then all values. A descriptor is `{n, i, d, s, o, b}`: name,
 layer, dtype, shape, first byte and number of bytes in the tensor bytes. The descriptor of a layer
-that is absent is `{n, x: true}`. A reader checks the whole header before it makes any tensor.
+that is absent is `{n, x: true}`. Where `i` is stated, the name may end in anything; else it ends in
+the layer. A reader checks the whole header before it makes any tensor.
 """
 
 import json
@@ -24,6 +25,7 @@ import msgspec
 import torch
 
 from omni_connector.objects.codec import ITEM_BYTES, MAX_DIMENSIONS
+from omni_connector.stage import contract
 
 MAX_HEADER_BYTES: Final = 1 << 26
 
@@ -32,7 +34,8 @@ DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 _CACHES: Final = ("key_cache", "value_cache")
 _LENGTH: Final = struct.Struct(">I")
-_NAME: Final = re.compile(r"(key_cache|value_cache)_(0|[1-9][0-9]{0,8})")
+_NAME: Final = re.compile(r"(key_cache|value_cache)_(.*)", flags=re.DOTALL)
+_NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 class _Descriptor(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
@@ -48,7 +51,7 @@ class _Descriptor(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=T
 class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rid: str
     bids: list[int]
-    meta: dict[str, Any]
+    meta: Any
     nl: int
     td: list[_Descriptor]
 
@@ -76,13 +79,29 @@ class KVCacheTransferData:
         layer_blocks: `key_cache` and `value_cache`, each a list with one tensor a layer, usually
             (tokens, heads, dim), or None where the layer has none; `value_cache` may be shorter.
         block_ids: the blocks that it lay in at the sender.
-        metadata: anything that JSON can represent.
+        metadata: anything that JSON can represent; a dict, as a rule.
     """
 
     request_id: str
     layer_blocks: dict[str, Any]
     block_ids: list[int]
-    metadata: dict[str, Any]
+    metadata: Any
+
+    @staticmethod
+    def validate_payload_contract(
+        data: object, expected_request_id: str, *, require_contract: bool = False
+    ) -> None:
+        """Refuse a payload that breaks the contract that its metadata states (see `contract`).
+
+        Args:
+            data: what `from_bytes` returns. Without a contract it is accepted as it is.
+            expected_request_id: the request that it must be of.
+            require_contract: refuse a payload without a contract.
+
+        Raises:
+            ValueError: the message says what is missing, or does not fit.
+        """
+        contract.validate(data, expected_request_id, required=require_contract)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name; the tensors are the same ones, not copies."""
@@ -90,7 +109,7 @@ class KVCacheTransferData:
             "request_id": self.request_id,
             "layer_blocks": {name: list(layers) for name, layers in self.layer_blocks.items()},
             "block_ids": list(self.block_ids),
-            "metadata": dict(self.metadata),
+            "metadata": dict(self.metadata) if isinstance(self.metadata, dict) else self.metadata,
         }
 
     def to_pieces(self) -> list[memoryview]:
@@ -235,9 +254,8 @@ class KVCacheTransferData:
 
     def _header(self) -> bytes:
         request_id: object = self.request_id
-        metadata: object = self.metadata
-        if not isinstance(request_id, str) or not isinstance(metadata, dict):
-            raise TypeError("the request id must be a string, and the metadata a dict")
+        if not isinstance(request_id, str):
+            raise TypeError("the request id must be a string")
         descriptors: list[dict[str, Any]] = []
         offset = 0
         for name, layer, tensor in self._layers():
@@ -258,7 +276,7 @@ class KVCacheTransferData:
         header = {
             "rid": request_id,
             "bids": [operator.index(block_id) for block_id in self.block_ids],
-            "meta": metadata,
+            "meta": self.metadata,
             "nl": len(self.layer_blocks.get("key_cache") or []),
             "td": descriptors,
         }
@@ -321,15 +339,10 @@ def _check(header: _Header, data_bytes: int) -> list[_Span]:
     spans: list[_Span] = []
     named: dict[str, set[int]] = {cache: set() for cache in _CACHES}
     for descriptor in header.td:
-        match = _NAME.fullmatch(descriptor.n)
-        if match is None:
-            raise ValueError(f"KV payload: {descriptor.n[:80]!r} is no name of a tensor")
-        cache, layer = match[1], int(match[2])
+        cache, layer = _place(descriptor)
         if layer in named[cache]:
-            raise ValueError(f"KV payload: {descriptor.n} is there twice")
+            raise ValueError(f"KV payload: {descriptor.n[:80]} is there twice, as layer {layer}")
         named[cache].add(layer)
-        if descriptor.i not in (None, layer):
-            raise ValueError(f"KV payload: {descriptor.n} calls itself layer {descriptor.i}")
         if not descriptor.x:
             spans.append(_span(cache, layer, descriptor, data_bytes))
         elif (descriptor.d, descriptor.s, descriptor.o, descriptor.b) != (None,) * 4:
@@ -351,6 +364,16 @@ def _check(header: _Header, data_bytes: int) -> list[_Span]:
     if end != data_bytes:
         raise ValueError(f"KV payload: {data_bytes - end} bytes follow the last tensor span")
     return spans
+
+
+def _place(descriptor: _Descriptor) -> tuple[str, int]:
+    """The cache and layer of a tensor; the layer that it states counts more than its name."""
+    match = _NAME.fullmatch(descriptor.n)
+    if match is not None and descriptor.i is not None:
+        return match[1], descriptor.i
+    if match is None or not _NUMBER.fullmatch(match[2]):
+        raise ValueError(f"KV payload: {descriptor.n[:80]!r} is no name of a tensor")
+    return match[1], int(match[2])
 
 
 def _span(cache: str, layer: int, descriptor: _Descriptor, data_bytes: int) -> _Span:

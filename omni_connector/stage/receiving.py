@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from omni_connector.stage import contract
 from omni_connector.stage.payload import KVCacheTransferData
 
 _FIELDS = ("request_id", "layer_blocks", "block_ids", "metadata")
@@ -45,12 +46,13 @@ def read_payload(received: object) -> dict[str, Any]:
 
 
 def check_tokens(payload: dict[str, Any]) -> None:
-    """Refuse a payload with fewer tokens than it states.
+    """Refuse a payload with fewer tokens than it states, or one that breaks its contract.
 
     Raises:
-        ValueError: a layer has fewer tokens than `seq_len`.
+        ValueError: a layer has fewer tokens than `seq_len`; or see `contract.validate`.
     """
-    stated = payload["metadata"].get("seq_len")
+    contract.validate(payload, payload["request_id"])
+    stated = contract.metadata_of(payload).get("seq_len")
     if not isinstance(stated, int):
         return
     for name, layers in payload["layer_blocks"].items():

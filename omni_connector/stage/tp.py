@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from omni_connector.errors import ConfigError
+from omni_connector.stage.contract import metadata_of
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ def slice_heads(data: dict[str, Any], topology: Topology, target: int, side: str
         "offset_in_shard": target % ratio * widest // ratio,
         "num_slices": widest,
     }
-    metadata = {**(data.get("metadata") or {}), "tp_head_slice": mark}
+    metadata = {**metadata_of(data), "tp_head_slice": mark}
     return {**data, "layer_blocks": blocks, "metadata": metadata}
 
 
@@ -194,7 +195,7 @@ def own_heads(
     if slicer is not None:
         sliced: dict[str, Any] = slicer(data)
         return sliced
-    mark = (data.get("metadata") or {}).get("tp_head_slice")
+    mark = metadata_of(data).get("tp_head_slice")
     if isinstance(mark, dict) and mark.get("applied"):
         ours = {"target_rank": topology.rank, "from_tp": topology.from_tp, "to_tp": topology.to_tp}
         for name, value in ours.items():
@@ -224,22 +225,23 @@ def merge_shards(
         ValueError: the shards are not those of one request, or their heads do not fit together.
     """
     first = shards[0]
+    stated = metadata_of(first)
     total = num_kv_heads
     for offset, shard in enumerate(shards):
         for name in ("request_id", "block_ids"):
             if shard[name] != first[name]:
                 raise ValueError(f"shards of different {name}: {first[name]} and {shard[name]}")
         for name in ("seq_len", "block_size", "num_layers", "dtype"):
-            if shard["metadata"].get(name) != first["metadata"].get(name):
+            if metadata_of(shard).get(name) != stated.get(name):
                 raise ValueError(f"shards differ in {name}")
-        told = shard["metadata"].get("tp_kv_heads")
+        told = metadata_of(shard).get("tp_kv_heads")
         if isinstance(told, dict):
             expected = topology.rank * topology.fan_in + offset
             if told.get("source_rank") != expected or told.get("from_tp") != topology.from_tp:
                 raise ValueError(f"a shard of {told} in the place of sender {expected}")
-            stated = told.get("total")
-            if total is None and isinstance(stated, int) and stated > 0:
-                total = stated
+            heads = told.get("total")
+            if total is None and isinstance(heads, int) and heads > 0:
+                total = heads
     keys = [_blocks(shard)["key_cache"] for shard in shards]
     values = [_blocks(shard)["value_cache"] for shard in shards]
     if len({(len(a), len(b)) for a, b in zip(keys, values, strict=True)}) != 1:
@@ -252,7 +254,7 @@ def merge_shards(
         ],
         "value_cache": [copies.join(layer, latent=False) for layer in zip(*values, strict=True)],
     }
-    metadata = {name: each for name, each in first["metadata"].items() if name != "tp_kv_heads"}
+    metadata: Any = {name: each for name, each in stated.items() if name != "tp_kv_heads"}
     return {**first, "layer_blocks": merged, "metadata": metadata}
 
 

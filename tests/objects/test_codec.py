@@ -157,6 +157,17 @@ def test_pieces_are_joined_without_a_copy_of_them() -> None:
     assert not found.readonly
 
 
+@pytest.mark.parametrize("parts", [[b"ab", b"", b"c" * 99], [b""], []])
+def test_pieces_arrive_as_a_tensor_if_that_is_wanted(parts: list[bytes], torch: Any) -> None:
+    content = memoryview(bytearray(b"".join(encode(Pieces(parts, as_tensor=True)))))
+    found, size = decode(content)
+    assert (found.dtype, found.shape, size) == (torch.uint8, (size,), sum(map(len, parts)))
+    assert found.numpy().tobytes() == b"".join(parts)
+    if size:
+        content[0] = 7
+        assert found[0] == 7  # a view
+
+
 # What cannot be sent
 
 

@@ -81,7 +81,29 @@ def test_a_request_in_one_block_after_another_and_with_blocks_to_spare() -> None
     more = Sequence(seq.key[:5], seq.value[:5], [*seq.block_ids, 6, 6], 4, 7)
     data = extract_kv_cache("r", more.block_ids, 5, [cache_of(seq, "pair")], 4, "auto")
     _check(more, data)
-    assert data.block_ids == more.block_ids
+    assert data.block_ids == more.block_ids[:2]
+
+
+@pytest.mark.parametrize("behind", [[99], [-1], [6, 6, 6]])
+def test_blocks_behind_the_last_token_are_neither_looked_at_nor_stated(behind: list[int]) -> None:
+    seq = sequence(tokens=7)
+    caches = [cache_of(seq, "pair")]
+    data = extract_kv_cache("r", [*seq.block_ids, *behind], 7, caches, 4, "auto")
+    _check(seq, data)
+    assert data.block_ids == seq.block_ids
+    # The same block is an error where tokens need it.
+    if behind[0] != 6:
+        with pytest.raises(ValueError, match=r"not one of|not exist"):
+            extract_kv_cache("r", [*seq.block_ids[:1], behind[0]], 7, caches, 4, "auto")
+
+
+def test_the_contract_is_stated_where_it_holds_and_by_nobody_else() -> None:
+    seq = sequence()
+    for custom in (None, {"_kv_payload_contract": 999}):
+        data = _extract(seq, cache_of(seq, "pair"), custom_metadata=custom)
+        assert data.metadata["_kv_payload_contract"] == 1
+        latent = _extract(seq, cache_of(seq, KVLayout.LATENT), custom_metadata=custom)
+        assert "_kv_payload_contract" not in latent.metadata
 
 
 @pytest.mark.parametrize("form", ["three dimensions", "packed"])

@@ -118,6 +118,7 @@ def test_what_is_sent_is_received() -> None:
     assert torch.equal(data["layer_blocks"]["value_cache"][0], seq.value)
     assert data["metadata"] == {
         "block_size": 4, "num_layers": 1, "dtype": "auto", "seq_len": 10, "image": [1, 2],
+        "_kv_payload_contract": 1,
     }  # fmt: skip
     assert (sender.stats.sent, sender.stats.sent_bytes) == (1, size)
     assert (receiver.stats.received, receiver.stats.received_bytes) == (1, size)
@@ -320,11 +321,30 @@ def test_a_payload_that_was_never_packed_is_checked_and_taken() -> None:
     connector.objects[KEY] = packed
     data, _ = kv.receive_kv_cache_for_request("r")
     assert data["layer_blocks"]["value_cache"] == []
-    for wrong in ({"layer_blocks": None}, {"block_ids": "ab"}, {"metadata": 7}):
+    connector.objects[KEY] = _packed(seq).to_dict() | {"metadata": 7}
+    data, _ = kv.receive_kv_cache_for_request("r")
+    assert data["metadata"] == 7
+    for wrong in ({"layer_blocks": None}, {"block_ids": "ab"}, {"metadata": {1j}}):
         connector.objects[KEY] = _packed(seq).to_dict() | wrong
         assert kv.receive_kv_cache_for_request("r") == (None, 0)
     del connector.objects[KEY]["metadata"]
     assert kv.receive_kv_cache_for_request("r") == (None, 0)
+
+
+def test_a_hook_that_loses_a_layer_or_the_contract_is_found_out() -> None:
+    seq = sequence()
+    connector = DictConnector()
+    kv = manager(connector)
+    connector.objects[KEY] = _packed(seq).to_dict()
+    connector.objects[KEY]["metadata"] |= {"_kv_payload_contract": 1}
+    kv.kv_payload_slicer = lambda payload: payload
+    assert kv.receive_kv_cache_for_request("r")[1] > 0
+    for lost in ({"metadata": {}}, {"layer_blocks": {"key_cache": [seq.key], "value_cache": []}}):
+        kv.kv_payload_slicer = lambda payload, lost=lost: payload | lost
+        assert kv.receive_kv_cache_for_request("r") == (None, 0)
+    del connector.objects[KEY]["metadata"]["_kv_payload_contract"]
+    kv.kv_payload_slicer = lambda payload: payload | {"metadata": {}}
+    assert kv.receive_kv_cache_for_request("r")[1] > 0
 
 
 BAD = {

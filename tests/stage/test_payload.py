@@ -64,6 +64,74 @@ def test_a_payload_of_another_writer_is_read() -> None:
     assert found["layer_blocks"]["value_cache"] == [None]
 
 
+@pytest.mark.parametrize("name", ["key_cache_", "key_cache_of layer 0", "key_cache_0\n"])
+def test_a_layer_that_is_stated_needs_no_number_in_the_name(name: str) -> None:
+    first, second = key(0, [1], 1, 1), key(1, [1], 0, 1) | {"n": name}
+    found = read(pack(header(second, first), b"\x07\x08"))
+    assert [each.item() for each in found["layer_blocks"]["key_cache"]] == [8, 7]
+
+
+@pytest.mark.parametrize("metadata", [None, [], ["a"], "text", 7, True])
+def test_metadata_may_be_no_mapping(metadata: object) -> None:
+    payload = KVCacheTransferData("r", {"key_cache": [torch.ones(2)]}, [1], metadata)
+    assert read(payload.to_bytes())["metadata"] == metadata
+    assert payload.to_dict()["metadata"] == metadata
+
+
+def _whole(**metadata: object) -> dict[str, object]:
+    layer = [torch.zeros(5, 2, 3) for _ in range(2)]
+    stated = {"_kv_payload_contract": 1, "num_layers": 2, "seq_len": 5, "block_size": 4}
+    return {"request_id": "r", "block_ids": [7, 3], "metadata": stated | metadata,
+            "layer_blocks": {"key_cache": layer, "value_cache": list(layer)}}  # fmt: skip
+
+
+def test_a_payload_that_keeps_its_contract_passes() -> None:
+    KVCacheTransferData.validate_payload_contract(_whole(), "r")
+    KVCacheTransferData.validate_payload_contract(_whole(), "r", require_contract=True)
+
+
+@pytest.mark.parametrize("metadata", [{}, None, []])
+def test_a_payload_without_contract_passes_unless_one_is_required(metadata: object) -> None:
+    bare = _whole() | {"metadata": metadata}
+    KVCacheTransferData.validate_payload_contract(bare, "another")
+    with pytest.raises(ValueError, match="removed"):
+        KVCacheTransferData.validate_payload_contract(bare, "r", require_contract=True)
+
+
+def _layers(**caches: object) -> dict[str, object]:
+    blocks = _whole()["layer_blocks"]
+    assert isinstance(blocks, dict)
+    return _whole() | {"layer_blocks": blocks | caches}
+
+
+@pytest.mark.parametrize(
+    ("payload", "says"),
+    [
+        ([], "list"),
+        (_whole(_kv_payload_contract=2), "Unsupported"),
+        (_whole() | {"request_id": "q"}, "request ID mismatch"),
+        (_whole(num_layers=3), "Incomplete KV payload layers"),
+        (_whole(num_layers=True), "num_layers"),
+        (_whole(seq_len="5"), "seq_len"),
+        (_whole(block_size=0), "block_size"),
+        (_whole(seq_len=9), "block table"),
+        (_whole() | {"block_ids": None}, "block table"),
+        (_whole() | {"layer_blocks": None}, "lists"),
+        (_layers(value_cache=None), "lists"),
+        (_layers(value_cache=[torch.zeros(5, 2, 3)]), "Incomplete KV payload layers"),
+        (_layers(key_cache=[torch.zeros(5, 2, 3), None]), "missing key or value"),
+        (_layers(value_cache=[torch.zeros(5, 1, 3)] * 2), "mismatched K/V shapes"),
+        (_layers(**dict.fromkeys(("key_cache", "value_cache"), [torch.zeros(4, 2, 3)] * 2)),
+         "not 5 tokens"),
+        (_layers(**dict.fromkeys(("key_cache", "value_cache"), [torch.zeros(())] * 2)),
+         "not 5 tokens"),
+    ],
+)  # fmt: skip
+def test_a_payload_that_breaks_its_contract_is_refused(payload: object, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        KVCacheTransferData.validate_payload_contract(payload, "r")
+
+
 @given(payloads())
 @settings(max_examples=150)
 def test_what_is_packed_is_read_back(payload: KVCacheTransferData) -> None:
@@ -202,7 +270,6 @@ BAD = [
     ("block ids floats", pack(header(bids=[1.5])), "malformed header"),
     ("block ids bools", pack(header(bids=[True])), "malformed header"),
     ("block ids nested", pack(header(bids=[[1]])), "malformed header"),
-    ("meta a list", pack(header(meta=[])), "malformed header"),
     ("td a dict", pack(header(td={})), "malformed header"),
     ("x a string", pack(header({"n": "key_cache_0", "x": "yes"})), "malformed header"),
     ("nl too large", pack(header(nl=1 << 40)), "nl 1099511627776"),
@@ -216,7 +283,11 @@ BAD = [
     ("name with other digits", pack(header({"n": "key_cache_٣", "x": True})), "no name"),
     ("name with newline", pack(header({"n": "key_cache_0\n", "x": True})), "no name"),
     ("name with zeros", pack(header({"n": "key_cache_00", "x": True})), "no name"),
-    ("index not the name's", pack(header(key(0, [1], 0, 1) | {"i": 1}), b"a"), "layer 1"),
+    ("index beyond the layers", pack(header(key(0, [1], 0, 1) | {"i": 1}), b"a"), "nl 1"),
+    ("index negative", pack(header(key(0, [1], 0, 1) | {"i": -1}), b"a"), "nl 1"),
+    ("index of another", pack(header(key(0, [1], 0, 1), key(1, [1], 1, 1) | {"i": 0}), b"ab"),
+     "twice"),
+    ("index without a cache", pack(header({"n": "query_cache_0", "i": 0, "x": True})), "no name"),
     ("absent and described", pack(header(key(0, [1], 0, 1) | {"x": True}), b"a"), "absent"),
     ("no span", pack(header({"n": "key_cache_0", "d": "uint8", "s": [0]})), "tensor span"),
     ("dtype unknown", pack(header(key(0, [1], 0, 1, "uint16")), b"a"), "Unsupported dtype"),
