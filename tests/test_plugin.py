@@ -111,6 +111,20 @@ def test_a_wrong_version_is_an_error_that_names_the_right_ones(
         plugin.require_supported_vllm()
 
 
+@pytest.mark.parametrize("number", ["0.34.0", "0.40.1", "1.0", "0.34.0.dev1"])
+def test_a_newer_version_is_not_refused_by_its_number(
+    number: str, install: Callable[..., None]
+) -> None:
+    install(vllm=number)
+    assert plugin.is_newer(number)
+    assert plugin.require_supported_vllm() == ("vllm", number)
+
+
+@pytest.mark.parametrize("number", ["0.29.9", "0.30.0", "0.33.9", "dev", ""])
+def test_a_tested_or_older_version_is_not_newer(number: str) -> None:
+    assert not plugin.is_newer(number)
+
+
 def test_a_missing_vllm_is_an_error_that_names_the_right_ones(
     install: Callable[..., None],
 ) -> None:
@@ -134,12 +148,21 @@ def test_registering_twice_registers_once(
 def test_a_wrong_version_is_logged_and_stops_nobody(
     factory: Factory, install: Callable[..., None], complaints: list[str]
 ) -> None:
-    install(vllm="0.40.1")
+    install(vllm="0.29.1")
     plugin.register()
     assert "OmniKVConnector" in factory._registry
     (message,) = complaints
     assert ">=0.30,<0.34" in message
-    assert "0.40.1" in message
+    assert "0.29.1" in message
+
+
+def test_of_a_newer_version_the_registration_says_nothing(
+    factory: Factory, install: Callable[..., None], complaints: list[str]
+) -> None:
+    install(vllm="0.40.1")
+    plugin.register()
+    assert "OmniKVConnector" in factory._registry
+    assert complaints == []
 
 
 def test_a_vllm_without_a_factory_is_logged_and_stops_nobody(

@@ -35,7 +35,12 @@ from omni_connector.net.keys import load_key
 from omni_connector.net.listener import local_address
 from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import runtime_dir
-from omni_connector.plugin import CONNECTOR_NAME, require_supported_vllm, supported_range
+from omni_connector.plugin import (
+    CONNECTOR_NAME,
+    is_newer,
+    require_supported_vllm,
+    supported_range,
+)
 from omni_connector.stores.file_folder import BlockFolder
 from omni_connector.stores.file_store import FileBlockStore
 from omni_connector.transports.choice import make_transports
@@ -60,7 +65,10 @@ load_general_plugins()
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 found = KVConnectorFactory.get_connector_class_by_name({name!r})
 import torch
-print("found", found.__module__, torch.__version__, torch.cuda.is_available())
+from omni_connector.vllm_v1.vllm_names import TABLE, losses
+print("found", found.__module__, torch.__version__, torch.cuda.is_available(), len(TABLE))
+for each in losses():
+    print("lost", each)
 """
 
 
@@ -83,7 +91,13 @@ def _python() -> str:
 
 
 def _vllm() -> str:
-    return f"{require_supported_vllm()} (supported: {supported_range()})"
+    installed = require_supported_vllm()
+    if is_newer(installed.version):
+        return (
+            f"{installed}, newer than the tested versions ({supported_range()}): it works if the "
+            "plugin's names fit, but answers were not compared"
+        )
+    return f"{installed} (supported: {supported_range()})"
 
 
 def _plugin() -> str:
@@ -108,9 +122,13 @@ def _plugin() -> str:
         allowed = os.environ.get("VLLM_PLUGINS")
         hint = "" if allowed is None else f" (VLLM_PLUGINS={allowed!r} must name omni_connector)"
         raise CheckFailedError(f"vLLM does not load {CONNECTOR_NAME}{hint}: {last}")
-    _, module, torch, cuda = found
+    _, module, torch, cuda, names = found
     device = "with CUDA or ROCm" if cuda == "True" else "CPU only"
-    return f"{CONNECTOR_NAME} from {module}; torch {torch}, {device}"
+    lost = "".join(f"; {' '.join(words[1:])}" for words in lines if words[:1] == ["lost"])
+    return (
+        f"{CONNECTOR_NAME} from {module}; all {names} names of vLLM that it uses are as expected"
+        f"{lost}; torch {torch}, {device}"
+    )
 
 
 def _settings(config: OmniConfig) -> str:

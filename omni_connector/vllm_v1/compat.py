@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where vLLM's versions differ.
 
-`plugin.SUPPORTED_VLLM` says which versions are supported; all else that differs between them is
-decided here, by feature and never by version number. Each function says which versions need it.
+`plugin.SUPPORTED_VLLM` says which versions are supported, and `vllm_names` which names have to be
+there. All else that differs between versions is decided here, by feature and never by version
+number. Each function says which versions need it.
 
 vLLM 0.30 to 0.33 agree on what matters most: KV caches come as `[B, H, N, C]` views, and a step is
 bind, forward, loads, saves, `get_transfer_results`, worker metadata, clear. With a drafter, the V2

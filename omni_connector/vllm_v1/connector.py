@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from omni_connector.plugin import require_supported_vllm
+from omni_connector.vllm_v1.vllm_names import losses, require_fitting_vllm, untested
 
-require_supported_vllm()
+INSTALLED_VLLM = require_fitting_vllm()
 
 from vllm.distributed.kv_transfer import (  # noqa: E402
     get_kv_transfer_group,
@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.logger import init_logger  # noqa: E402
 
 from omni_connector.config import OmniConfig  # noqa: E402
 from omni_connector.copy.ledger import SETTLE_S  # noqa: E402
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+logger = init_logger("vllm.omni_connector.plugin")
+
 
 class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
     """Moves KV cache from a prefill engine to a decode engine.
@@ -84,6 +87,8 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         self._worker_half: OmniWorker | None = None
         self._reports = ReportPath()
         self._beside_others = False
+        if role == KVConnectorRole.SCHEDULER:
+            _warn_of_vllm()
         if role == KVConnectorRole.WORKER:
             self._worker_half = make_worker(
                 self._config, vllm_config, kv_cache_config, self._surroundings()
@@ -301,3 +306,12 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> OmniPromMetrics:
         return OmniPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _warn_of_vllm() -> None:
+    """Log what is lost with this vLLM; once for each engine, as it has one scheduler half."""
+    warning = untested(INSTALLED_VLLM)
+    if warning is not None:
+        logger.warning("%s", warning)
+    for loss in losses():
+        logger.warning("With %s, %s", INSTALLED_VLLM, loss)

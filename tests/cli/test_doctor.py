@@ -121,6 +121,21 @@ def test_a_wrong_vllm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plugin.supported_range() in finding.text
 
 
+def test_a_newer_vllm_is_in_order_and_said_to_be_untested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "version", lambda name: "0.40.1")
+    finding = _find("vLLM")
+    assert finding.ok
+    assert "vllm 0.40.1, newer than the tested versions (>=0.30,<0.34)" in finding.text
+
+
+def test_what_is_lost_with_a_vllm_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "print('found', 'here', '2', 'False', 83); print('lost adapters share no KV')"
+    monkeypatch.setattr(module, "_LOOK_FOR_PLUGIN", said)
+    finding = _find("plugin")
+    assert finding.ok
+    assert "all 83 names of vLLM that it uses are as expected; adapters share no" in finding.text
+
+
 @pytest.mark.usefixtures("quick")
 def test_a_misspelt_setting_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNI_CONNECTOR_ARENA_GB", "4")

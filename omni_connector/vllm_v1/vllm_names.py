@@ -1,0 +1,454 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of vLLM that the connector uses, and the signatures that it expects of them.
+
+`misfits` compares this table with the vLLM that is installed, before the connector imports anything
+else of it. So a vLLM that renames, removes or changes one of them is refused by that name, whatever
+its version is, and a newer one in which all names fit may start. This module imports vLLM only
+while it compares.
+"""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, Final, Protocol
+
+from omni_connector.errors import UnsupportedVersionError
+from omni_connector.plugin import InstalledVllm, is_newer, require_supported_vllm
+
+_BASE: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_METRICS: Final = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
+_KV_CACHE: Final = "vllm.v1.core.kv_cache_utils"
+
+# Most names that an error lists; the rest is counted.
+_NAMED: Final = 5
+
+_MISSING: Final = " is missing"
+
+
+class UsedName(Protocol):
+    """One entry of the table."""
+
+    def misfit(self) -> str | None:
+        """What of it differs from what the connector expects; None if nothing does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A function or class that the connector calls.
+
+    Attributes:
+        name: `module:name`, with dots for what belongs to a class.
+        positional: the number of arguments passed by position, without `self`.
+        keywords: names of those passed by name.
+    """
+
+    name: str
+    positional: int = 0
+    keywords: tuple[str, ...] = ()
+
+    def misfit(self) -> str | None:
+        """See `UsedName`."""
+        found = _find(self.name)
+        if found is None:
+            return _short(self.name) + _MISSING
+        given = [None] * (self.positional + _takes_self(self.name))
+        try:
+            signature = inspect.signature(found)
+        except (TypeError, ValueError):  # compiled code has none
+            return None
+        try:
+            signature.bind(*given, **dict.fromkeys(self.keywords))
+        except TypeError as error:
+            return f"{_short(self.name)}{signature} is called otherwise ({error})"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A method that vLLM calls of a connector.
+
+    Attributes:
+        name: of the method of `KVConnectorBase_V1` or `SupportsHMA`.
+        parameters: those that the connector's own method takes, without `self`; None: vLLM may
+            name them as it likes.
+        of: the class.
+    """
+
+    name: str
+    parameters: tuple[str, ...] | None = ()
+    of: str = "KVConnectorBase_V1"
+
+    def misfit(self) -> str | None:
+        """See `UsedName`."""
+        found = _find(f"{_BASE}:{self.of}.{self.name}")
+        if found is None:
+            return f"{self.of}.{self.name}{_MISSING}"
+        if isinstance(found, property) or self.parameters is None:
+            return None
+        parameters = list(inspect.signature(found).parameters.values())
+        named = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
+        passed = [each for each in named if each not in ("self", "cls")]
+        if tuple(passed) != self.parameters:
+            said, expected = ", ".join(passed), ", ".join(self.parameters)
+            return f"{self.of}.{self.name} takes ({said}), expected ({expected})"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    """A class, and what the connector reads of its instances or of itself."""
+
+    name: str
+    attributes: tuple[str, ...] = ()
+
+    def misfit(self) -> str | None:
+        """See `UsedName`."""
+        found = _find(self.name)
+        if found is None:
+            return _short(self.name) + _MISSING
+        known = _attributes(found)
+        missing = [] if known is None else [each for each in self.attributes if each not in known]
+        return f"{_short(self.name)} has no {', '.join(missing)}" if missing else None
+
+
+@dataclass(frozen=True, slots=True)
+class IfThere:
+    """A name that not every supported vLLM has."""
+
+    name: Called | Hook
+
+    def misfit(self) -> str | None:
+        """See `UsedName`."""
+        problem = self.name.misfit()
+        return None if problem is None or problem.endswith(_MISSING) else problem
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Names of which one suffices."""
+
+    names: tuple[UsedName, ...]
+
+    def misfit(self) -> str | None:
+        """See `UsedName`."""
+        problems = [each.misfit() for each in self.names]
+        found = [each for each in problems if each is not None]
+        return " and ".join(found) if len(found) == len(problems) else None
+
+
+@dataclass(frozen=True, slots=True)
+class NoOtherDuties:
+    """Whether vLLM wants methods of a connector that this one has not.
+
+    Attributes:
+        hooks: those that it has.
+    """
+
+    hooks: tuple[Hook, ...]
+
+    def misfit(self) -> str | None:
+        """See `UsedName`."""
+        wanted: set[str] = set()
+        for name in ("KVConnectorBase_V1", "SupportsHMA"):
+            wanted |= set(getattr(_find(f"{_BASE}:{name}"), "__abstractmethods__", ()))
+        wanted -= {each.name for each in self.hooks}
+        return f"it wants a connector to have {', '.join(sorted(wanted))}" if wanted else None
+
+
+HOOKS: Final = (
+    Hook("bind_connector_metadata", ("connector_metadata",)),
+    Hook("build_connector_meta", ("scheduler_output",)),
+    Hook("build_connector_worker_meta"),
+    Hook("build_kv_connector_stats", ("data",)),
+    Hook(
+        "build_prom_metrics",
+        ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
+    ),
+    Hook("clear_connector_metadata"),
+    Hook("get_block_ids_with_load_errors"),
+    Hook("get_handshake_metadata"),
+    Hook("get_kv_connector_stats"),
+    Hook("get_num_new_matched_tokens", ("request", "num_computed_tokens")),
+    Hook("get_transfer_results", ("finished_req_ids",)),
+    Hook("has_pending_block_frees"),
+    Hook("has_pending_push_work"),
+    Hook("on_new_request", ("request",)),
+    Hook("register_kv_caches", ("kv_caches",)),
+    Hook("request_finished", ("request", "block_ids")),
+    Hook("request_finished_all_groups", ("request", "block_ids"), of="SupportsHMA"),
+    Hook("requires_kv_delivery"),
+    Hook("reset_cache"),
+    Hook("save_kv_layer", ("layer_name", "kv_layer", "attn_metadata")),
+    Hook("set_xfer_handshake_metadata_pp_aware", ("metadata",)),
+    Hook("shutdown"),
+    Hook("start_load_kv", ("forward_context",)),
+    Hook("take_events"),
+    Hook("update_connector_output", ("connector_output",)),
+    Hook("update_state_after_alloc", ("request", "blocks", "num_external_tokens")),
+    Hook("wait_for_layer_load", ("layer_name",)),
+    Hook("wait_for_save"),
+)
+"""What vLLM calls of the connector. A test compares it with the connector's methods."""
+
+TABLE: Final[tuple[UsedName, ...]] = (
+    *HOOKS,
+    NoOtherDuties(HOOKS),
+    IfThere(Hook("get_loaded_kv_cache_group_ids", ("request",))),
+    IfThere(Hook("get_external_cache_hit_sources", ("request", "num_external_tokens"))),
+    OneOf(
+        (
+            Hook("bind_kv_cache_manager", ("kv_cache_manager",)),
+            Hook("bind_scheduler_context", None),
+        )
+    ),
+    Called(f"{_BASE}:KVConnectorBase_V1.__init__", 3),
+    Called(
+        f"{_BASE}:KVConnectorTransferResults",
+        keywords=("finished_sending", "finished_recving", "failed_recving"),
+    ),
+    Attributes(f"{_BASE}:KVConnectorRole", ("WORKER", "SCHEDULER")),
+    Attributes(f"{_BASE}:KVConnectorMetadata"),
+    Attributes(f"{_BASE}:KVConnectorHandshakeMetadata"),
+    Called(f"{_BASE}:KVConnectorWorkerMetadata.aggregate", 1),
+    Attributes(f"{_METRICS}:KVConnectorStats", ("data",)),
+    Called(f"{_METRICS}:KVConnectorPromMetrics.__init__", 4),
+    Called("vllm.distributed.kv_transfer:has_kv_transfer_group"),
+    Called("vllm.distributed.kv_transfer:get_kv_transfer_group"),
+    Called(f"{_KV_CACHE}:resolve_kv_cache_block_sizes", 2),
+    Called(f"{_KV_CACHE}:resolve_none_hash_seed", 1),
+    Called(f"{_KV_CACHE}:get_request_block_hasher", 2),
+    Called(f"{_KV_CACHE}:generate_block_hash_extra_keys", 4),
+    Called(f"{_KV_CACHE}:maybe_convert_block_hash", 1),
+    Called(f"{_KV_CACHE}:get_block_hash", 1),
+    Called(f"{_KV_CACHE}:get_group_id", 1),
+    Called(f"{_KV_CACHE}:BlockHash", 1),
+    Called("vllm.utils.hashing:get_hash_fn_by_name", 1),
+    Called("vllm.sampling_params:SamplingParams", keywords=("max_tokens",)),
+    Called("vllm.v1.request:Request", 4, ("cache_salt",)),
+    Attributes(
+        "vllm.v1.request:Request",
+        (
+            "all_token_ids",
+            "block_hashes",
+            "cache_salt",
+            "kv_transfer_params",
+            "lora_request",
+            "max_tokens",
+            "mm_features",
+            "num_computed_tokens",
+            "num_prompt_tokens",
+            "num_tokens",
+            "prompt_embeds",
+            "prompt_token_ids",
+            "request_id",
+            "sampling_params",
+            "skip_reading_prefix_cache",
+            "status",
+        ),
+    ),
+    Attributes("vllm.v1.request:RequestStatus", ("WAITING", "WAITING_FOR_REMOTE_KVS")),
+    Called(
+        "vllm.distributed.kv_events:BlockStored",
+        keywords=(
+            "block_hashes",
+            "parent_block_hash",
+            "token_ids",
+            "block_size",
+            "lora_id",
+            "lora_name",
+            "medium",
+            "extra_keys",
+            "group_idx",
+        ),
+    ),
+    Called(
+        "vllm.distributed.kv_events:BlockRemoved", keywords=("block_hashes", "medium", "group_idx")
+    ),
+    Attributes("vllm.v1.kv_cache_interface:AttentionSpec", ("block_size", "dtype")),
+    Attributes("vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs", ("kv_cache_specs",)),
+    Attributes("vllm.v1.kv_cache_interface:KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
+    Attributes(
+        "vllm.v1.kv_cache_interface:KVCacheConfig",
+        ("kv_cache_groups", "kv_cache_tensors", "num_blocks", "transfer_group_ids"),
+    ),
+    Attributes("vllm.v1.kv_cache_interface:KVCacheTensor", ("size", "layers")),
+    Attributes("vllm.v1.core.block_pool:BlockPool", ("blocks", "cached_block_hash_to_block")),
+    Called("vllm.v1.core.block_pool:BlockPool.touch", 1),
+    Called("vllm.v1.core.block_pool:BlockPool.free_blocks", 1),
+    Called("vllm.v1.core.block_pool:BlockPool.get_num_free_blocks"),
+    Called("vllm.v1.core.block_pool:BlockPool.get_cached_block", 2),
+    Attributes("vllm.v1.core.kv_cache_utils:KVCacheBlock", ("block_hash", "ref_cnt")),
+    Attributes("vllm.v1.core.kv_cache_manager:KVCacheManager", ("block_pool", "coordinator")),
+    Called("vllm.v1.core.kv_cache_manager:KVCacheManager.get_blocks", 1),
+    Called("vllm.v1.core.kv_cache_manager:KVCacheManager.free", 1),
+    Called("vllm.v1.core.kv_cache_manager:KVCacheManager.evict_blocks", 1),
+    Called("vllm.v1.core.kv_cache_manager:KVCacheManager.reset_prefix_cache"),
+    Called("vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids"),
+    Attributes(
+        "vllm.v1.core.sched.output:SchedulerOutput",
+        ("num_scheduled_tokens", "scheduled_new_reqs", "total_num_scheduled_tokens"),
+    ),
+    Attributes(
+        "vllm.v1.outputs:KVConnectorOutput",
+        (
+            "failed_recving",
+            "finished_recving",
+            "invalid_block_ids",
+            "kv_connector_stats",
+            "kv_connector_worker_meta",
+        ),
+    ),
+    Attributes(
+        "vllm.config:VllmConfig",
+        (
+            "cache_config",
+            "compilation_config",
+            "device_config",
+            "kv_events_config",
+            "kv_transfer_config",
+            "load_config",
+            "lora_config",
+            "model_config",
+            "num_speculative_tokens",
+            "parallel_config",
+            "speculative_config",
+        ),
+    ),
+    Attributes(
+        "vllm.config:KVTransferConfig",
+        ("engine_id", "is_kv_consumer", "is_kv_producer", "kv_connector_extra_config", "kv_role"),
+    ),
+    Attributes(
+        "vllm.config:ModelConfig",
+        (
+            "dtype",
+            "get_total_num_kv_heads",
+            "hf_config",
+            "hf_config_path",
+            "hf_overrides",
+            "max_model_len",
+            "model",
+            "model_weights",
+            "quantization",
+            "quantization_config",
+            "revision",
+            "tokenizer",
+            "tokenizer_revision",
+            "trust_remote_code",
+        ),
+    ),
+    Attributes(
+        "vllm.config:CacheConfig",
+        ("cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo"),
+    ),
+    Attributes(
+        "vllm.config:ParallelConfig",
+        (
+            "data_parallel_index",
+            "data_parallel_size",
+            "data_parallel_size_local",
+            "decode_context_parallel_size",
+            "distributed_executor_backend",
+            "pipeline_parallel_size",
+            "prefill_context_parallel_size",
+            "rank",
+            "tensor_parallel_size",
+        ),
+    ),
+    Attributes(
+        "vllm.config:LoadConfig", ("download_dir", "load_format", "model_loader_extra_config")
+    ),
+    Called("vllm.logger:init_logger", 1),
+)
+"""The names without which the connector cannot work."""
+
+LOSSES: Final[tuple[tuple[UsedName, str], ...]] = (
+    (
+        Called("vllm.lora.worker_manager:WorkerLoRAManager._load_adapter", 1),
+        "requests with a LoRA adapter share no KV",
+    ),
+)
+"""Names without which it works, and what is lost then."""
+
+
+def losses(table: Iterable[tuple[UsedName, str]] = LOSSES) -> list[str]:
+    """What is lost with the installed vLLM, and for lack of which name; one line each."""
+    return [f"{loss} ({found})" for each, loss in table if (found := each.misfit()) is not None]
+
+
+def misfits(table: Iterable[UsedName] = TABLE) -> list[str]:
+    """What the installed vLLM lacks or has otherwise; one line each."""
+    return [found for each in table if (found := each.misfit()) is not None]
+
+
+@functools.cache
+def require_fitting_vllm() -> InstalledVllm:
+    """The installed vLLM, in which all names fit.
+
+    Raises:
+        UnsupportedVersionError: it is missing or too old, or a name does not fit.
+    """
+    installed = require_supported_vllm()
+    problems = misfits()
+    if problems:
+        more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+        raise UnsupportedVersionError(
+            f"omni-connector does not fit {installed}: {'; '.join(problems[:_NAMED])}{more}. "
+            "Install a tested vLLM, or another release of omni-connector"
+        )
+    return installed
+
+
+def untested(installed: InstalledVllm) -> str | None:
+    """What to warn of a vLLM that is newer than the tested ones; None for a tested one."""
+    if not is_newer(installed.version):
+        return None
+    return (
+        f"{installed} is newer than the versions that omni-connector is tested with. All "
+        f"{len(TABLE)} names of it that the connector uses are as expected, so it starts. Answers "
+        "may be wrong all the same if vLLM has changed what a name means"
+    )
+
+
+def _find(name: str) -> Any:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError:
+        return None
+    for part in path.split("."):
+        found = inspect.getattr_static(found, part, None)
+        if isinstance(found, classmethod | staticmethod):
+            found = found.__func__
+    return found
+
+
+def _short(name: str) -> str:
+    return name.replace(":", ".")
+
+
+def _takes_self(name: str) -> bool:
+    """Whether a name is that of a method."""
+    return "." in name.partition(":")[2]
+
+
+def _attributes(found: Any) -> set[str] | None:
+    """What instances of a class have, or a class itself; None if that cannot be told."""
+    if not isinstance(found, type):
+        return None
+    known = set(dir(found))
+    for cls in found.__mro__:
+        known |= set(getattr(cls, "__annotations__", ()))
+        known |= set(getattr(cls, "__struct_fields__", ()))
+        known |= {field.name for field in getattr(cls, "__dataclass_fields__", {}).values()}
+        made: Callable[..., Any] | None = cls.__dict__.get("__init__")
+        code = getattr(made, "__code__", None)
+        if isinstance(code, CodeType):
+            known |= set(code.co_names)  # what `__init__` sets, and some that it only reads
+        elif made is not None and not (cls is object or dataclasses.is_dataclass(cls)):
+            return None  # compiled code, which does not tell what it sets
+    return known
