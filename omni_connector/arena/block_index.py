@@ -312,7 +312,15 @@ class BlockIndex(_Table):
         Raises:
             TransportError: the index is closed.
         """
-        self.remove(np.flatnonzero(self._cell_of >= 0))
+        self._require_open()
+        slots = np.flatnonzero(self._cell_of >= 0)
+        if len(slots) * _CELLS < self.num_slots:  # do not write to pages that were never used
+            self.remove(slots)
+            return
+        self._checks[slots] = 0
+        self._generations[slots] = -1
+        self._fingerprint_bytes[:] = 0
+        self._cell_of[:] = -1
 
     def close(self) -> None:
         """Unmap, and close the memfd. Peers keep what they mapped. Idempotent."""
@@ -379,8 +387,39 @@ def find_prefix(
     if probe is None:
         count = _probe(indexes, tags, places)
     else:
-        count = probe(b"".join([each._words for each in indexes]), len(indexes), tags, places)
+        words = b"".join([each._words for each in indexes])
+        count = probe(words, len(indexes), tags, places, False)
     owners, slots, generations = places[:, :count]
+    return owners, slots, generations
+
+
+def find_each(
+    indexes: Sequence[BlockIndex | BlockIndexView], tags: Tags
+) -> tuple[Ints, Ints, Ints]:
+    """Find blocks, each in the first of these indexes that has it.
+
+    Returns:
+        (positions in `indexes`, slots, generations), each (blocks,); -1 in all three for a block
+        that no index has.
+
+    Raises:
+        TransportError: an index is closed.
+    """
+    for index in indexes:
+        index._require_open()
+    places = np.full((3, len(tags)), -1, np.int64)
+    probe = native_probe()
+    if probe is not None:
+        probe(b"".join([each._words for each in indexes]), len(indexes), tags, places, True)
+    else:
+        for number, index in enumerate(indexes):
+            lacking = np.flatnonzero(places[0] < 0)
+            if not lacking.size:
+                break
+            found, generations = index.find(tags[lacking])
+            places[0, lacking[found >= 0]] = number
+            places[1, lacking], places[2, lacking] = found, generations
+    owners, slots, generations = places
     return owners, slots, generations
 
 

@@ -101,14 +101,17 @@ class EvictionOrder:
         return here
 
     def clear(self) -> Ints:
-        """Take every slot out of the order, and return them. No slot is pinned any more."""
-        slot_ids = np.flatnonzero(self._stamp)
-        self._stamp[slot_ids] = 0
+        """Take every slot out of the order, and return them in ascending order. Their content is
+        forgotten, and no slot is pinned any more."""
+        here = self._stamp != 0
+        self._stamp[:] = 0
+        self._again &= ~here
+        self._favoured &= ~here
         for queue in self._batches:
             queue.clear()
         self.pinned[:] = False
         self.num_pinned = 0
-        return slot_ids
+        return np.flatnonzero(here)
 
     def used_again(self, slot_ids: Ints) -> None:
         """Another request uses the content of these slots."""

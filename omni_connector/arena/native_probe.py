@@ -20,10 +20,12 @@ from omni_connector.runtime.machine_code import CodeDeniedError, compiled, kerne
 
 logger = logging.getLogger("vllm.omni_connector.native")
 
-NativeProbe = Callable[[bytes, int, NDArray[np.uint64], NDArray[np.int64]], int]
-"""Takes the indexes (`struct index` of each, joined), their number, tags (blocks,), and an array
-(3, blocks) that it fills with each block's index, slot and generation. Returns the number of
-leading blocks that were found. The caller keeps all of that memory valid during the call."""
+NativeProbe = Callable[[bytes, int, NDArray[np.uint64], NDArray[np.int64], bool], int]
+"""Takes the indexes (`struct index` of each, joined), their number, tags (blocks,), an array
+(3, blocks) that it fills with each block's index, slot and generation, and whether to look up all
+blocks. Else it stops at the first block that no index has. Returns the number of blocks that were
+looked up, but for that one. With all blocks looked up, -1 stands for those that no index has. The
+caller keeps all of that memory valid during the call."""
 
 
 @functools.cache
@@ -39,20 +41,26 @@ def native_probe() -> NativeProbe | None:
         logger.warning("blocks are looked up by numpy: there is no native look-up (%s)", error)
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    run = ctypes.PYFUNCTYPE(
-        number, ctypes.c_char_p, number, pointer, number, pointer, pointer, pointer
-    )(engine.get_function_address("probe"))
+    arguments = ctypes.c_char_p, number, pointer, number, pointer, pointer, pointer
+    leading = ctypes.PYFUNCTYPE(number, *arguments)(engine.get_function_address("probe"))
+    each = ctypes.PYFUNCTYPE(None, *arguments)(engine.get_function_address("probe_each"))
 
     def probe(
-        indexes: bytes, count: int, tags: NDArray[np.uint64], places: NDArray[np.int64]
+        indexes: bytes,
+        count: int,
+        tags: NDArray[np.uint64],
+        places: NDArray[np.int64],
+        all_blocks: bool,
     ) -> int:
         if places.shape != (3, len(tags)) or not places.flags.c_contiguous:
             raise ValueError(f"places {places.shape} for {len(tags)} tags")
         tags = np.ascontiguousarray(tags, np.uint64)
         start, step = places.ctypes.data, places.strides[0]
-        return int(
-            run(indexes, count, tags.ctypes.data, len(tags), start, start + step, start + 2 * step)
-        )
+        given = indexes, count, tags.ctypes.data, len(tags), start, start + step, start + 2 * step
+        if all_blocks:
+            each(*given)
+            return len(tags)
+        return int(leading(*given))
 
     probe.engine = engine  # type: ignore[attr-defined]  # the code is gone with it
     return probe

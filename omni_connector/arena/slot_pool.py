@@ -323,8 +323,14 @@ class SlotPool:
 
     def _count_owned(self, counter: Counter[int], slot_ids: Ints, each: int) -> None:
         owners = self._tenant[slot_ids]
-        tenants, counts = np.unique(owners[owners != 0], return_counts=True)
-        for tenant, count in zip(tenants.tolist(), counts.tolist(), strict=True):
+        if not owners.any():
+            return
+        if (first := int(owners[0])) and (owners == first).all():  # most often; nothing to sort
+            tenants, counts = [first], [len(owners)]
+        else:
+            found, numbers = np.unique(owners[owners != 0], return_counts=True)
+            tenants, counts = found.tolist(), numbers.tolist()
+        for tenant, count in zip(tenants, counts, strict=True):
             counter[tenant] += each * count
             if not counter[tenant]:
                 del counter[tenant]
@@ -499,7 +505,12 @@ class SlotPool:
         self.num_cached = 0
         cached = self._order.clear()
         self._count_privileged(np.flatnonzero(self._privileged))
-        self._settle(cached)
+        # What `_settle` does with slots that have content and no key, of which there may be many.
+        self._free[self._num_free : self._num_free + len(cached)] = cached[::-1]
+        self._num_free += len(cached)
+        self._ready[cached] = False
+        self._disown(cached)
+        self.releases += 1
 
 
 def _content_hashes(group: int, keys: Sequence[SlotKey | None]) -> Ints:

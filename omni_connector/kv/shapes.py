@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, Meta, UnsetType
+from numpy.typing import NDArray
 
 from omni_connector.errors import LayoutError
 from omni_connector.kv.convert import SlotConverter
@@ -92,6 +94,20 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
         elif self.attention_type == "last":
             first = max(0, end - 1)
         return range(max(first, start // self.block_size), end)
+
+    def needed_by_each(
+        self, num_tokens: NDArray[np.int64], start: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """First block and end of what `needed` returns, for each number of tokens."""
+        end = -(-num_tokens // self.block_size)
+        first = np.zeros_like(end)
+        if self.attention_type == "window":
+            first = np.maximum(0, num_tokens - self.window + 1) // self.block_size
+        elif self.attention_type == "chunk":
+            first = num_tokens // self.window * self.window // self.block_size
+        elif self.attention_type == "last":
+            first = np.maximum(0, end - 1)
+        return np.maximum(first, start // self.block_size), end
 
 
 def states_of(specs: Iterable[Any]) -> str | UnsetType:

@@ -5,7 +5,8 @@ A look-up reads the own index and those of the neighbours, in the call that asks
 leased. A reader notices by generation and key that a block was evicted before it was read.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
@@ -14,7 +15,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.arena.block_index import BlockIndex, Tags, find_prefix, tags_of
+from omni_connector.arena.block_index import (
+    BlockIndex,
+    BlockIndexView,
+    Tags,
+    find_each,
+    find_prefix,
+    tags_of,
+)
 from omni_connector.arena.format import header_keys
 from omni_connector.arena.slot_index import Ints
 from omni_connector.arena.slot_pool import NONE, Bools, SlotPool
@@ -29,6 +37,10 @@ from omni_connector.runtime.stats import Stats
 
 NOBODY: Final = -1
 """Owner of a block that no engine has."""
+
+_FIRST_LOOK: Final = 64
+"""Leading blocks of a prompt that are looked up first. If all of them are found, eight times as
+many are next."""
 
 # Saves under way take at most 1/2 of the slots, so that hand-offs have room.
 _BUSY_PART: Final = 2
@@ -111,6 +123,9 @@ class Wanted:
         return replace(self, block_ids=np.where(part, self.block_ids, NULL_BLOCK_ID))
 
 
+_NOTHING: Final = FoundBlocks(NONE, NONE, NONE)
+
+
 class HostBlocks:
     """The scheduler half's view of the arenas of this host.
 
@@ -161,37 +176,57 @@ class HostBlocks:
         # the last tokens first.
         self._over: list[tuple[set[int], Tags]] = []
 
-    def find(self, hashes: Sequence[list[bytes]]) -> Found:
+    def find(
+        self,
+        hashes: Sequence[list[bytes]],
+        keys: Callable[[list[bytes]], list[bytes]] = list,
+        *,
+        alone: bool = False,
+    ) -> Found:
         """Look for the blocks of a prompt.
 
         Args:
             hashes: of its full blocks, from the first on, one list for each group.
+            keys: returns the keys of blocks in arenas, given their hashes.
+            alone: whether a prefix ends where the arenas have no more of a group that keeps all
+                tokens. Then later blocks are looked up in no group.
         """
         engines = (self._own, *self._neighbours.present())
-        groups = [
-            self._find_group(engines, g, of_group, whole)
-            for g, (of_group, whole) in enumerate(zip(hashes, self._whole, strict=True))
-        ]
-        return Found(engines, groups)
+        indexes = [each.index for each in engines]
+        found: list[FoundBlocks] = [_NOTHING] * len(hashes)
+        end: float = math.inf  # tokens
+        for g, of_group in enumerate(hashes):
+            if self._whole[g] and of_group:
+                found[g] = self._find_prefix(indexes, g, of_group, keys)
+            if self._whole[g] and alone:
+                end = min(end, len(found[g].owners) * self._block_sizes[g])
+        for g, of_group in enumerate(hashes):
+            blocks = int(min(len(of_group), end // self._block_sizes[g]))
+            if not self._whole[g] and blocks:
+                tags = tags_of(self._key_prefix, g, keys(of_group[:blocks]))
+                found[g] = FoundBlocks(*find_each(indexes, tags))
+        return Found(engines, found)
 
-    def _find_group(
-        self, engines: Sequence[Neighbour], group: int, hashes: list[bytes], whole: bool
+    def _find_prefix(
+        self,
+        indexes: Sequence[BlockIndex | BlockIndexView],
+        group: int,
+        hashes: list[bytes],
+        keys: Callable[[list[bytes]], list[bytes]],
     ) -> FoundBlocks:
-        if not hashes:
-            return FoundBlocks(NONE, NONE, NONE)
-        tags = tags_of(self._key_prefix, group, hashes)
-        if whole:
-            return FoundBlocks(*find_prefix([each.index for each in engines], tags))
-        owners, slots, generations = np.full((3, len(tags)), NOBODY, np.int64)
-        for number, engine in enumerate(engines):
-            lacking = np.flatnonzero(owners == NOBODY)
-            if not lacking.size:
+        """The leading blocks, up to the first that nobody has. Few blocks are looked up at first,
+        as most prompts are found for a short part or not at all."""
+        parts = []
+        begin, size = 0, _FIRST_LOOK
+        while begin < len(hashes):
+            tags = tags_of(self._key_prefix, group, keys(hashes[begin : begin + size]))
+            parts.append(find_prefix(indexes, tags))
+            if len(parts[-1][0]) < len(tags):
                 break
-            found, theirs = engine.index.find(tags[lacking])
-            here = found >= 0
-            owners[lacking[here]] = number
-            slots[lacking], generations[lacking] = found, theirs
-        return FoundBlocks(owners, slots, generations)
+            begin, size = begin + size, 8 * size
+        if len(parts) == 1:
+            return FoundBlocks(*parts[0])
+        return FoundBlocks(*(np.concatenate(each) for each in zip(*parts, strict=True)))
 
     def loads(
         self, request_id: str, found: Found, wanted: Sequence[Wanted]
@@ -341,17 +376,14 @@ class HostBlocks:
                 them.
         """
         tags = tags_of(self._key_prefix, group, hashes)
-        lacks = np.ones(len(tags), bool)
-        asked: Ints = np.arange(len(tags))
-        for engine in (self._own, *self._neighbours.present()):
-            slots, generations = engine.index.find(tags[asked])
-            found = slots >= 0
-            if found.any():
-                self._hit(engine, slots[found], generations[found])
-            lacks[asked[found]] = False
-            asked = np.flatnonzero(lacks & np.logical_not(here))
-            if not asked.size:
-                break
+        engines = (self._own, *self._neighbours.present())
+        owners, slots, generations = find_each([each.index for each in engines], tags)
+        if here is not False:  # the first engine is this one
+            owners[here & (owners > 0)] = NOBODY
+        lacks: Bools = owners == NOBODY
+        for number in np.unique(owners[~lacks]).tolist():
+            theirs = owners == number
+            self._hit(engines[number], slots[theirs], generations[theirs])
         return lacks
 
     def _lacking(self, group: int, filled: list[Candidate]) -> list[Candidate]:

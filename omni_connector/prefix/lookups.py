@@ -2,12 +2,14 @@
 """Asks the shared store which blocks of a prompt it holds, on a thread of its own."""
 
 import logging
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.runtime.bounded import ExpiringSet
@@ -41,34 +43,40 @@ class Held:
     Attributes:
         blocks: whether each block is held, from the first on; nothing is known of later ones.
         runs: for each block, how many held blocks end with it without a gap.
-        misses: indices of the blocks that are not held, in order.
+        misses: indices of the blocks that are not held, in order. Both int64.
 
     >>> held = Held.of([True, True, False, True])
-    >>> held.runs, held.misses
+    >>> held.runs.tolist(), held.misses.tolist()
     ([1, 2, 0, 1], [2])
-    >>> held.has(range(0, 2)), held.has(range(1, 4)), held.reach(0)
-    (True, False, 2)
+    >>> held.has(np.array([0, 1]), np.array([2, 4])).tolist(), held.reach(0)
+    ([True, False], 2)
     """
 
     blocks: list[bool]
-    runs: list[int]
-    misses: list[int]
+    runs: NDArray[np.int64]
+    misses: NDArray[np.int64]
 
     @classmethod
     def of(cls, blocks: list[bool]) -> "Held":
         """Compute `runs` and `misses`."""
-        runs = accumulate(blocks, lambda run, held: run + 1 if held else 0, initial=0)
-        return cls(blocks, list(runs)[1:], [i for i, held in enumerate(blocks) if not held])
+        held = np.array(blocks, bool)
+        places = np.arange(len(held))
+        runs = places - np.maximum.accumulate(np.where(held, -1, places))
+        return cls(blocks, runs, np.flatnonzero(~held))
 
-    def has(self, wanted: range) -> bool:
-        """Whether all of these are held."""
-        last = wanted.stop - 1
-        return not wanted or (last < len(self.runs) and self.runs[last] >= len(wanted))
+    def has(self, first: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """For each pair whether all blocks from `first` to `end` are held; True if none are."""
+        count = end - first
+        known = end <= len(self.runs)
+        has: NDArray[np.bool_] = count <= 0
+        if len(self.runs):
+            has |= known & (self.runs[np.where(known, end - 1, 0)] >= count)
+        return has
 
     def reach(self, start: int) -> int:
         """The first block from `start` on that is not held."""
-        at = bisect_left(self.misses, start)
-        return self.misses[at] if at < len(self.misses) else max(start, len(self.blocks))
+        at = int(np.searchsorted(self.misses, start))
+        return int(self.misses[at]) if at < len(self.misses) else max(start, len(self.blocks))
 
 
 @dataclass(slots=True, eq=False)

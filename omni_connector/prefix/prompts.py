@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import zip_longest
 
+import numpy as np
+
 from omni_connector.copy.ledger import EngineRequest
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.hints import Hints
@@ -88,15 +90,13 @@ class SharedPrompt:
             known = self.hashed_tokens // block_size
             end = known if end is None else min(end, known)
         stop = None if end is None else end * step
-        return [
-            bytes(each) for each in self.request.block_hashes[first * step + step - 1 : stop : step]
-        ]
+        return list(self.request.block_hashes[first * step + step - 1 : stop : step])
 
-    def keys(self, hashes: Sequence[bytes]) -> list[bytes]:
+    def keys(self, hashes: list[bytes]) -> list[bytes]:
         """The keys of these blocks in arenas. vLLM's hashes have the name of an adapter; the keys
         have its content, too."""
         if not self.adapter:
-            return list(hashes)
+            return hashes
         whose = self.adapter.encode()[: blake2b.MAX_KEY_SIZE]
         return [blake2b(each, digest_size=len(each), key=whose).digest() for each in hashes]
 
@@ -136,7 +136,9 @@ def reach(groups: Sequence[tuple[GroupShape, Held]], unit: int, start: int, end:
     for shape, held in groups:
         if shape.attention_type == "all":
             end = min(end, held.reach(start // shape.block_size) * shape.block_size)
-    for tokens in range(end // unit * unit, start, -unit):
-        if all(held.has(shape.needed(tokens, start)) for shape, held in groups):
-            return tokens
-    return start
+    tokens = np.arange(end // unit * unit, start, -unit)
+    held_by_all = np.ones(len(tokens), bool)
+    for shape, held in groups:
+        if shape.attention_type != "all":
+            held_by_all &= held.has(*shape.needed_by_each(tokens, start))
+    return int(tokens[held_by_all.argmax()]) if held_by_all.any() else start

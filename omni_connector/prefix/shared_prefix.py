@@ -177,7 +177,9 @@ class SharedPrefix:
             return None
         prompt.looked_at = now
         if self._host is not None and prompt.found is None:
-            prompt.found = self._host.find([prompt.keys(each) for each in prompt.hashes])
+            # Beyond what the arenas have, the store's answer may continue a prefix.
+            alone = prompt.lookup is None
+            prompt.found = self._host.find(prompt.hashes, prompt.keys, alone=alone)
         reach = prompt.reach(self._groups, self._unit, num_computed, last)
         if asked is not None and reach < last:
             prompt.waits = now < asked.deadline

@@ -3,6 +3,7 @@
 
 import importlib
 from types import ModuleType
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -36,12 +37,19 @@ def test_machine_code_finds_what_numpy_finds(
     wanted = tags[asked]
     places = np.zeros((2, 3, len(asked)), np.int64)
     words = b"".join(index._words for index in indexes)
-    count = probe(words, len(indexes), wanted, places[0])
+    count = probe(words, len(indexes), wanted, places[0], False)
     assert count == block_index._probe(indexes, wanted, places[1])
     for at in range(count):  # more than one index may hold a block
         owner, slot, generation = places[0, :, at].tolist()
         slots, generations = indexes[owner].find(wanted[[at]])
         assert [slot, generation] == [slots[0], generations[0]]
+    native = block_index.find_each(indexes, wanted)
+    with patch.object(block_index, "native_probe", lambda: None):
+        assert np.array_equal(native, block_index.find_each(indexes, wanted))
+    assert [each >= 0 for each in native[0].tolist()] == [
+        any((index.find(wanted[[at]])[0] >= 0).all() for index in indexes)
+        for at in range(len(asked))
+    ]
     for index in indexes:
         index.close()
 
@@ -52,7 +60,7 @@ def test_arrays_that_do_not_agree_are_refused() -> None:
     assert probe is not None
     for places in (np.zeros((3, 11), np.int64), np.zeros((12, 3), np.int64).T):
         with pytest.raises(ValueError, match="for 12 tags"):
-            probe(b"", 0, TAGS, places)
+            probe(b"", 0, TAGS, places, False)
 
 
 def test_without_a_compiler_numpy_looks_up(

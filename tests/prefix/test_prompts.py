@@ -5,6 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from omni_connector.prefix.hints import Hints
 from omni_connector.prefix.lookups import Held
@@ -89,3 +91,32 @@ def test_a_prefix_reaches_as_far_as_each_group_has_what_is_read(
     ]
     assert reach(groups, 16, start, end) == reached
     assert reach(groups, 32, start, end) <= reached
+
+
+SHAPES = (
+    FULL,
+    WINDOW,
+    group_shape(kind="chunked_local_attention", attention_type="chunk", window=48, block_size=16),
+    group_shape(kind="mamba", attention_type="last", block_size=32),
+    group_shape(kind="sliding_window", attention_type="window", window=100, block_size=32),
+)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(SHAPES), st.lists(st.booleans(), max_size=12)), max_size=3),
+    st.integers(0, 200),
+    st.integers(0, 200),
+)
+def test_no_longer_prefix_has_all_blocks_that_are_read(
+    groups: list[tuple[Any, list[bool]]], start: int, end: int
+) -> None:
+    def has(shape: Any, held: list[bool], tokens: int) -> bool:
+        return all(i < len(held) and held[i] for i in shape.needed(tokens, start))
+
+    held = [(shape, Held.of(blocks)) for shape, blocks in groups]
+    expected = [
+        tokens
+        for tokens in range(start + 1, end + 1)
+        if tokens % 32 == 0 and all(has(*each, tokens) for each in groups)
+    ]
+    assert reach(held, 32, start, end) == max(expected, default=start)

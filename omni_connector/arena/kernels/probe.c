@@ -62,3 +62,17 @@ int64_t probe(
     }
     return num_tags;
 }
+
+/* Which index has each block: the first of those that have it; -1 in all three where none has. */
+void probe_each(
+    const struct index *indexes, int64_t num_indexes, const uint64_t *tags, int64_t num_tags,
+    int64_t *owners, int64_t *slots, int64_t *generations)
+{
+    for (int64_t i = 0; i < num_tags; i++) {
+        int64_t owner = 0;
+        slots[i] = generations[i] = -1;
+        while (owner < num_indexes && !find(&indexes[owner], tags[i], &slots[i], &generations[i]))
+            owner++;
+        owners[i] = owner < num_indexes ? owner : -1;
+    }
+}
