@@ -2,23 +2,31 @@
 """`OmniConnector`, which passes whole objects under keys.
 
 A subclass implements `store_object`, `load_object`, `drop_objects` and `close`. What users call
-(`put`, `get`, `cleanup`, `health`) is implemented here, on top of those.
+(`put`, `get`, `get_with_deadline`, their forms for asyncio, `cleanup`, `health`) is implemented
+here, on top of those.
 """
 
+import asyncio
+import functools
 import hashlib
 import logging
 import math
 import re
+import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from omni_connector.errors import OmniError
 from omni_connector.objects import codec
+from omni_connector.objects.waits import FIRST_PAUSE_S, LAST_PAUSE_S, Waits, on_a_thread
+from omni_connector.runtime.backoff import Backoff
 from omni_connector.transports.base import Service
 
 logger = logging.getLogger(__name__)
+
+_Object = TypeVar("_Object")
 
 
 def check_times(ttl_s: float, *timeouts: float) -> None:
@@ -75,6 +83,24 @@ class ObjectKey:
         return f"{key!r} from stage {self.from_stage} to {self.to_stage}"
 
 
+def objects_of(name: str, objects: Iterable[tuple[_Object, ObjectKey]]) -> list[_Object]:
+    """Those of the objects that `cleanup` frees for a name.
+
+    >>> names = "r", "omni_0_to_1_kv_cache_r", "omni_0_to_1_kv_cache_r2"
+    >>> keys = [ObjectKey("0", "1", each) for each in names]
+    >>> [objects_of(name, enumerate(keys)) for name in ("r", "omni_0_to_1_kv_cache_r", "r2")]
+    [[0], [1], [2]]
+
+    Args:
+        name: a whole key; the objects that were put under it are meant, and no others. Where
+            there are none, the id of a request. Nothing is meant by "".
+        objects: each with its key.
+    """
+    known = list(objects) if name else []
+    exact = [each for each, key in known if key.key == name]
+    return exact or [each for each, key in known if key.belongs_to(name)]
+
+
 class OmniConnector(Service):
     """Passes objects. All methods may be called from any thread.
 
@@ -121,7 +147,7 @@ class OmniConnector(Service):
 
     @abstractmethod
     def drop_objects(self, request_id: str) -> int:
-        """Free what was stored here for a request (`ObjectKey.belongs_to`); returns how many."""
+        """Free what was stored here for a key or request (`objects_of`); returns how many."""
 
     def put(
         self, from_stage: str | int, to_stage: str | int, put_key: str, data: object
@@ -181,19 +207,112 @@ class OmniConnector(Service):
             or reading it failed, which the log explains. Its tensors lie in one buffer, which is
             freed with the last of them.
         """
+        if self.is_store:
+            timeout = math.inf
+        return self._get(ObjectKey(str(from_stage), str(to_stage), get_key), metadata, timeout)
+
+    def get_with_deadline(
+        self,
+        from_stage: str | int,
+        to_stage: str | int,
+        get_key: str,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        deadline: float,
+    ) -> tuple[Any, int] | None:
+        """Wait for an object until a deadline; asks every 1 ms at first, every 50 ms later.
+
+        Args:
+            from_stage, to_stage, get_key, metadata: as of `get`.
+            deadline: on the clock of `time.monotonic()`. Reading an object that was found in time
+                may take longer.
+
+        Returns:
+            As `get`. None at the deadline, or once `abandon_get` is called with this key.
+        """
         key = ObjectKey(str(from_stage), str(to_stage), get_key)
-        timeout = self.object_timeout if self.is_store else min(timeout, self.object_timeout)
+        pauses = Backoff(FIRST_PAUSE_S, LAST_PAUSE_S)
+        with self._waits.begin(get_key) as abandoned:
+            while (left := deadline - time.monotonic()) > 0 and not abandoned.is_set():
+                found = self._get(key, metadata, left)
+                left = deadline - time.monotonic()
+                if found is not None or left <= 0:
+                    return found
+                abandoned.wait(min(pauses.failed(), left))
+        return None
+
+    def abandon_get(self, get_key: str) -> None:
+        """End the waits for this key that are under way in this process; they return None.
+
+        An object that is being read is read to its end.
+        """
+        self._waits.abandon(get_key)
+
+    def reap_consumed(self) -> None:
+        """Free the objects that receivers have got, which are else kept while there is room.
+
+        Where objects lie in a store, it does not tell who has got them, and this does nothing.
+        """
+
+    async def put_async(
+        self, from_stage: str | int, to_stage: str | int, put_key: str, data: object
+    ) -> tuple[bool, int, dict[str, Any] | None]:
+        """`put` from asyncio: it copies on a thread of its own, and the loop runs on.
+
+        A task that is cancelled meanwhile leaves the `put` to end, so `data` must not change then
+        either.
+        """
+        return await on_a_thread(functools.partial(self.put, from_stage, to_stage, put_key, data))
+
+    async def get_async(
+        self,
+        from_stage: str | int,
+        to_stage: str | int,
+        get_key: str,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        deadline: float | None = None,
+    ) -> tuple[Any, int] | None:
+        """`get` from asyncio, or with a deadline `get_with_deadline`.
+
+        The loop runs on meanwhile, and no thread is taken while the object is not there yet.
+        """
+        if deadline is None:
+            return await on_a_thread(
+                functools.partial(self.get, from_stage, to_stage, get_key, metadata)
+            )
+        key = ObjectKey(str(from_stage), str(to_stage), get_key)
+        pauses = Backoff(FIRST_PAUSE_S, LAST_PAUSE_S)
+        with self._waits.begin(get_key) as abandoned:
+            while (left := deadline - time.monotonic()) > 0 and not abandoned.is_set():
+                found = await on_a_thread(functools.partial(self._get, key, metadata, left))
+                left = deadline - time.monotonic()
+                if found is not None or left <= 0:
+                    return found
+                await asyncio.sleep(min(pauses.failed(), left))
+        return None
+
+    def cleanup(self, request_id: str) -> None:
+        """Free what was put here under a key, or under keys of a request (`objects_of`).
+
+        Args:
+            request_id: the whole key that was put. If nothing was put under it, the id of a request
+                whose keys have one of the two formats of KV.
+        """
+        self.drop_objects(request_id)
+
+    @property
+    def _waits(self) -> Waits:
+        # Subclasses need not call an `__init__` of this class; `setdefault` is atomic.
+        found: Waits = self.__dict__.setdefault("_waits_by_key", Waits())
+        return found
+
+    def _get(
+        self, key: ObjectKey, metadata: Mapping[str, Any] | None, timeout: float
+    ) -> tuple[Any, int] | None:
         try:
-            content = self.load_object(key, metadata, timeout=timeout)
+            content = self.load_object(key, metadata, timeout=min(timeout, self.object_timeout))
             return None if content is None else codec.decode(content)
         except (OmniError, OSError) as error:
             logger.warning("get of %s failed: %s", key, error)
             return None
-
-    def cleanup(self, request_id: str) -> None:
-        """Free what was put here under keys of this request (`ObjectKey.belongs_to`).
-
-        Args:
-            request_id: a request's id, or the whole key that was put.
-        """
-        self.drop_objects(request_id)

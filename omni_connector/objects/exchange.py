@@ -203,6 +203,12 @@ class Exchange(OmniConnector, Generic[Address]):
         own = self._own
         return 0 if own is None else own.objects.drop(request_id)
 
+    def reap_consumed(self) -> None:
+        """Free the objects that receivers have got and verified, as far as they have said so."""
+        own = self._own
+        if own is not None:
+            own.objects.reap()
+
     def details(self) -> dict[str, Any]:
         own = self._own
         return {

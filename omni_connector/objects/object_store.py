@@ -12,6 +12,7 @@ until its time to live is over.
 
 import functools
 import itertools
+import logging
 import math
 import threading
 import time
@@ -28,8 +29,11 @@ from omni_connector.arena.arena import Arena
 from omni_connector.config import memory_limit_bytes
 from omni_connector.errors import ArenaFullError, ConfigError, ProtocolError, TransportError
 from omni_connector.objects import codec
-from omni_connector.objects.base import ObjectKey, check_times
+from omni_connector.objects.base import ObjectKey, check_times, objects_of
+from omni_connector.objects.progress import progress_of
 from omni_connector.runtime.shared_work import share_out
+
+logger = logging.getLogger(__name__)
 
 # One message, of bounded size, describes an object even if none of its slots are consecutive.
 MAX_OBJECT_SLOTS: Final = 4096
@@ -139,8 +143,9 @@ class ObjectStore:
         self._objects: dict[bytes, tuple[ObjectKey, StoredObject]] = {}
         # Objects that nobody has read, and when each may be evicted; the earliest first.
         self._unread: OrderedDict[bytes, float] = OrderedDict()
-        # The others, in the order in which they are evicted, and the number of their slots.
-        self._evictable: OrderedDict[bytes, None] = OrderedDict()
+        # The others, in the order in which they are evicted, and whether each was read; and the
+        # number of their slots.
+        self._evictable: OrderedDict[bytes, bool] = OrderedDict()
         self._evictable_slots = 0
         self._free = np.ones(arena.n_slots, np.bool_)
         # How many bytes of each slot have memory, which comes with the first use and stays.
@@ -184,7 +189,7 @@ class ObjectStore:
             raise self._full(digest, length, needed)
         generation = next(self._generations)
         try:
-            self._write(runs, generation, digest, parts, length)
+            self._write(runs, generation, key, digest, parts, length)
         except BaseException:
             with self._lock:
                 self._release(runs)
@@ -206,7 +211,16 @@ class ObjectStore:
             if entry is None or entry[1].generation != generation:
                 return
             self._let_go(digest)
+            self._evictable[digest] = True
             self._evictable.move_to_end(digest)
+
+    def reap(self) -> int:
+        """Free the objects that were read; returns how many there were."""
+        with self._lock:
+            consumed = [digest for digest, read in self._evictable.items() if read]
+            for digest in consumed:
+                self._remove(digest)
+        return len(consumed)
 
     def find(self, digest: bytes) -> StoredObject | None:
         """The object whose key has this digest."""
@@ -215,9 +229,9 @@ class ObjectStore:
         return None if entry is None else entry[1]
 
     def drop(self, request_id: str) -> int:
-        """Free the objects of a request; returns how many there were."""
+        """Free the objects of a key or request (`objects_of`); returns how many there were."""
         with self._lock:
-            dropped = [d for d, (key, _) in self._objects.items() if key.belongs_to(request_id)]
+            dropped = objects_of(request_id, ((d, key) for d, (key, _) in self._objects.items()))
             for digest in dropped:
                 self._remove(digest)
         return len(dropped)
@@ -287,7 +301,7 @@ class ObjectStore:
     def _let_go(self, digest: bytes) -> None:
         # Holds the lock. Makes an object evictable.
         if self._unread.pop(digest, None) is not None:
-            self._evictable[digest] = None
+            self._evictable[digest] = False
             self._evictable_slots += count_of(self._objects[digest][1].runs)
 
     def _remove(self, digest: bytes) -> int:
@@ -309,9 +323,16 @@ class ObjectStore:
             self._free[start : start + count] = True
 
     def _write(
-        self, runs: Runs, generation: int, digest: bytes, parts: Sequence[memoryview], length: int
+        self,
+        runs: Runs,
+        generation: int,
+        key: ObjectKey,
+        digest: bytes,
+        parts: Sequence[memoryview],
+        length: int,
     ) -> None:
         slots = self.arena.slots
+        copied = progress_of(logger, "storing", key, length)
         ids = ids_of(runs)
         checksums = np.empty(len(ids), np.uint64)
 
@@ -327,6 +348,7 @@ class ObjectStore:
                 np.copyto(room[at : at + segment.size], segment)
                 at += segment.size
             checksums[index] = xxhash.xxh3_64_intdigest(room[:used].data)
+            copied(used)
 
         self.arena.begin_write(ids[0], generation)
         segments = codec.cut(parts, self.arena.slot_bytes)

@@ -6,6 +6,7 @@ attached, and the object is read out of the slots, with every byte checked.
 """
 
 import functools
+import logging
 import threading
 import time
 from collections import deque
@@ -31,8 +32,11 @@ from omni_connector.net.packets import Refusal, require_protocol
 from omni_connector.net.status import plain
 from omni_connector.objects import codec
 from omni_connector.objects.object_store import StoredObject
+from omni_connector.objects.progress import progress_of
 from omni_connector.runtime.shared_work import share_out
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
+
+logger = logging.getLogger(__name__)
 
 PROTOCOL: Final = 2
 
@@ -294,6 +298,7 @@ def read_object(
     arena.verify(ids[0], stored.generation)
     content = buffers.take(stored.length) if fetch is None else fetch(ids, stored.length)
     checksums = np.empty(len(ids), np.uint64)
+    copied = progress_of(logger, "reading object", found.digest[:8].hex(), stored.length)
 
     def take_up(job: tuple[int, int]) -> None:
         index, slot = job
@@ -301,6 +306,7 @@ def read_object(
         if slots is not None:
             np.copyto(segment, slots[slot, : segment.size])
         checksums[index] = xxhash.xxh3_64_intdigest(segment.data)
+        copied(segment.size)
 
     share_out(take_up, enumerate(ids), stored.length)
     header = arena.verify(ids[0], stored.generation)

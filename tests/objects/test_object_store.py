@@ -312,6 +312,21 @@ def test_dropped_objects_are_not_evictable(store: ObjectStore) -> None:
     assert (store.evictable_slots, store.free_slots) == (0, N_SLOTS)
 
 
+def test_only_what_was_read_is_reaped(store: ObjectStore, clock: FakeClock) -> None:
+    for name in ("read", "expired", "both"):
+        put(store, name, b"x")
+    clock.advance(TTL_S + 1)
+    assert store.evictable_slots == 3
+    put(store, "new", b"x")
+    mark(store, "read")
+    mark(store, "both")
+    assert store.reap() == 2
+    assert (store.evictable_slots, store.free_slots) == (1, N_SLOTS - 2)
+    assert [store.find(key(name).digest) is None for name in ("read", "expired", "both", "new")] \
+        == [True, False, True, False]  # fmt: skip
+    assert store.reap() == 0
+
+
 def test_dropped_slots_are_retired(store: ObjectStore) -> None:
     put(store, "r1_0_0_0_0", bytes(3 * SLOT_BYTES))
     assert store.drop("r1") == 1

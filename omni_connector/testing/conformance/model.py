@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A connector's objects beside a model of them, by a Hypothesis state machine."""
 
+import itertools
 import math
 from typing import Any
 
@@ -27,12 +28,16 @@ class ObjectModel(ObjectFixtures):
         class ObjectMachine(RuleBasedStateMachine):
             def __init__(self) -> None:
                 super().__init__()
-                for sender, rid in ((s, r) for s in senders for r in REQUESTS):
-                    sender.cleanup(rid)
+                for sender in senders:
+                    for rid, shape in itertools.product(REQUESTS, KEY_SHAPES):
+                        sender.cleanup(shape.format(rid))
                 # Per sender: key -> (when, value, slots), and what request a key is of.
                 self.model: list[dict[str, tuple[int, Any, int]]] = [{}, {}]
                 # Per sender: keys of what was got, the one got longest ago first.
                 self.got: list[list[str]] = [[], []]
+                # Per sender of a store: keys that it has put and not cleaned up. Another sender may
+                # have replaced the object, of which this one hears nothing.
+                self.put_here: list[set[str]] = [set(), set()]
                 self.now = 0
 
             @rule(
@@ -66,6 +71,7 @@ class ObjectModel(ObjectFixtures):
                 if ok:
                     if senders[who].is_store:  # the object of the other sender is replaced
                         self.model[1 - who].pop(key, None)
+                        self.put_here[who].add(key)
                     self.now += 1
                     own[key] = self.now, value, needed
                     if key in got:
@@ -107,10 +113,14 @@ class ObjectModel(ObjectFixtures):
             @rule(who=st.integers(0, 1), request=st.sampled_from(REQUESTS))
             def cleanup(self, who: int, request: str) -> None:
                 senders[who].cleanup(request)
-                for shape in KEY_SHAPES:
-                    self.model[who].pop(shape.format(request), None)
-                    if shape.format(request) in self.got[who]:
-                        self.got[who].remove(shape.format(request))
+                keys = {shape.format(request) for shape in KEY_SHAPES}
+                if request in self.model[who] or request in self.put_here[who]:
+                    keys = {request}
+                self.put_here[who] -= keys
+                for key in keys:
+                    self.model[who].pop(key, None)
+                    if key in self.got[who]:
+                        self.got[who].remove(key)
 
         run_state_machine_as_test(
             ObjectMachine, settings=settings(max_examples=25, stateful_step_count=20, deadline=None)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a transport has to do with objects: pass them whole, keep them, free them."""
 
+import asyncio
 import os
 import threading
+import time
 from typing import Any
 
 import msgspec
@@ -14,6 +16,9 @@ from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.codec import Pieces, encode
 from omni_connector.testing.conformance.base import ObjectFixtures, Open
 from omni_connector.testing.conformance.values import same
+
+WAIT_S = 60.0
+"""Longest that a wait for another thread may take, on a machine that is busy."""
 
 ODD_KEYS = (
     "",
@@ -237,7 +242,7 @@ class ObjectVerbs(ObjectFixtures):
 
     def test_cleanup_takes_all_of_a_request_and_nothing_else(self, open_connector: Open) -> None:
         sender, receiver = open_connector(), open_connector()
-        own = ["user_1", "omni_0_to_1_kv_cache_user_1", "user_1_0_0_3_2"]
+        own = ["omni_0_to_1_kv_cache_user_1", "user_1_0_0_3_2"]
         # Of the requests user_1_2, a_user_1, user_1_0_0, ...: an id may contain any characters.
         others = [
             *("user_1_2", "omni_0_to_1_kv_cache_user_1_2", "user_1_2_0_0_3_2"),
@@ -263,6 +268,107 @@ class ObjectVerbs(ObjectFixtures):
         sender.cleanup("omni_0_to_1_kv_cache_r")
         assert sender.get("0", "1", "omni_0_to_1_kv_cache_r") is None
         assert sender.get("0", "1", "omni_0_to_1_kv_cache_r2") is not None
+
+    def test_a_key_that_was_put_is_no_request(self, open_connector: Open) -> None:
+        sender = open_connector()
+        for key in ("r", "omni_0_to_1_kv_cache_r", "r_0_0_1_1", "r_2"):
+            sender.put("0", "1", key, key)
+        sender.cleanup("r")
+        left = [key for key in ("r", "omni_0_to_1_kv_cache_r", "r_0_0_1_1", "r_2")
+                if sender.get("0", "1", key) is not None]  # fmt: skip
+        assert left == ["omni_0_to_1_kv_cache_r", "r_0_0_1_1", "r_2"]
+
+    def test_a_wait_for_an_object_ends_with_the_object_or_the_deadline(
+        self, open_connector: Open
+    ) -> None:
+        sender, receiver = open_connector(), open_connector()
+        late = threading.Timer(0.2, sender.put, ("0", "1", "late", "object"))
+        late.start()
+        deadline = time.monotonic() + WAIT_S
+        found = receiver.get_with_deadline("0", "1", "late", deadline=deadline)
+        assert found is not None
+        assert found[0] == "object"
+        late.join()
+        for deadline in (time.monotonic() + 0.3, time.monotonic()):
+            assert receiver.get_with_deadline("0", "1", "never", deadline=deadline) is None
+            assert time.monotonic() >= deadline
+
+    def test_a_wait_that_is_abandoned_ends(self, open_connector: Open) -> None:
+        receiver = open_connector()
+        receiver.abandon_get("key")  # there is no such wait
+        found: list[Any] = []
+
+        def wait() -> None:
+            deadline = time.monotonic() + WAIT_S
+            found.append(receiver.get_with_deadline("0", "1", "key", deadline=deadline))
+
+        waits = [threading.Thread(target=wait) for _ in range(2)]
+        for thread in waits:
+            thread.start()
+        while any(thread.is_alive() for thread in waits):
+            receiver.abandon_get("another")
+            assert found == []
+            time.sleep(0.05)
+            # A wait that has not begun yet is not abandoned.
+            receiver.abandon_get("key")
+            for thread in waits:
+                thread.join(0.2)
+            if found:
+                break
+        for thread in waits:
+            receiver.abandon_get("key")
+            thread.join(WAIT_S / 2)
+        assert found == [None, None]
+
+    def test_what_was_got_is_reaped_and_nothing_else(self, open_connector: Open) -> None:
+        sender, receiver = open_connector(), open_connector()
+        for key in ("got", "waiting"):
+            sender.put("0", "1", key, key)
+        assert receiver.get("0", "1", "got") is not None
+        deadline = time.monotonic() + WAIT_S
+        while not sender.is_store and time.monotonic() < deadline:
+            sender.reap_consumed()
+            if sender.get("0", "1", "got") is None:
+                break
+        sender.reap_consumed()
+        assert (receiver.get("0", "1", "got") is None) == (not sender.is_store)
+        assert receiver.get("0", "1", "waiting") is not None
+
+    def test_objects_travel_while_an_event_loop_runs(self, open_connector: Open) -> None:
+        sender, receiver = open_connector(), open_connector()
+        value = {"raw": bytes(self.object_slot_bytes)}
+
+        async def travel() -> None:
+            ticks = 0
+
+            async def tick() -> None:
+                nonlocal ticks
+                while True:
+                    ticks += 1
+                    await asyncio.sleep(0.001)
+
+            ticking = asyncio.create_task(tick())
+            deadline = time.monotonic() + WAIT_S
+            waiting = [
+                asyncio.create_task(receiver.get_async("0", "1", f"k{i}", deadline=deadline))
+                for i in range(3)
+            ]
+            never = asyncio.create_task(receiver.get_async("0", "1", "never", deadline=deadline))
+            await asyncio.sleep(0.1)
+            assert not any(task.done() for task in waiting)
+            assert ticks > 1
+            receiver.abandon_get("never")
+            for i in range(3):
+                ok, size, metadata = await sender.put_async("0", "1", f"k{i}", value)
+                assert ok
+                assert await receiver.get_async("0", "1", f"k{i}", metadata) == (value, size)
+                assert await waiting[i] == (value, size)
+            assert await never is None
+            assert await receiver.get_async("0", "1", "nothing") is None
+            assert await receiver.get_async("0", "1", "nothing", deadline=time.monotonic()) is None
+            ticking.cancel()
+
+        asyncio.run(travel())
 
     @pytest.mark.parametrize(
         ("data", "where"),
