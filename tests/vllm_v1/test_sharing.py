@@ -10,6 +10,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from omni_connector.errors import ConfigError
+from omni_connector.plugin import require_supported_vllm
 from omni_connector.vllm_v1 import assembly, specs
 from tests import toy
 from tests.toy import BLOCK
@@ -94,6 +95,22 @@ def test_engines_of_another_seed_are_strangers(sharer, shelf, tokens, monkeypatc
     second = sharer()
     assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
     assert second.count("tokens_shared") == 0
+
+
+def test_in_a_store_the_blocks_of_each_version_of_vllm_are_apart(
+    sharer, shelf, tokens, monkeypatch
+):
+    publish(sharer(), shelf)
+    before = require_supported_vllm()
+    after = before._replace(version=f"{before.version}.1")
+    with monkeypatch.context() as upgrade:
+        upgrade.setattr(assembly, "require_supported_vllm", lambda: after)
+        second = sharer()
+    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert second.count("tokens_shared") == 0
+    again = sharer()
+    assert again.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert again.count("tokens_shared") == 6 * BLOCK
 
 
 @pytest.mark.parametrize(
