@@ -119,8 +119,10 @@ FEATURES: Final = (
         "of local attention other blocks are handed off than the next token reads",
         (
             "omni_connector.kv.shapes",
-            "            first = num_tokens // self.window * self.window // self.block_size\n",
-            "            first = max(0, num_tokens - self.window + 1) // self.block_size + 1\n",
+            "            first = num_tokens // self.window * self.window // self.block_size\n"
+            '        elif self.attention_type == "last":\n            first = max(',
+            "            first = max(0, num_tokens - self.window + 1) // self.block_size + 1\n"
+            '        elif self.attention_type == "last":\n            first = max(',
         ),
     ),
     mutant(

@@ -203,8 +203,8 @@ SHARING: Final = (
         "the tokens before a gap are offered with those after it, which are not there",
         (
             "omni_connector.prefix.prompts",
-            "        if all(held.has(shape.needed",
-            "        if True or all(held.has(shape.needed",
+            '        if shape.attention_type != "all":\n            held_by_all',
+            '        if shape.attention_type == "none":\n            held_by_all',
         ),
     ),
     mutant(
