@@ -35,6 +35,7 @@ from omni_connector.net.keys import load_key
 from omni_connector.net.listener import local_address
 from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import runtime_dir
+from omni_connector.net.status import plain
 from omni_connector.plugin import (
     CONNECTOR_NAME,
     is_newer,
@@ -58,6 +59,9 @@ _IMPORT_S: Final = 180.0
 _STORE_S: Final = 10.0
 """Longest wait for one call of the file store, in seconds."""
 
+_MASTER_S: Final = 5.0
+"""Longest wait for the Mooncake Store's master to accept a connection, in seconds."""
+
 # It runs in a process of its own, because a broken vLLM can crash the process that imports it.
 _LOOK_FOR_PLUGIN: Final = """
 from vllm.plugins import load_general_plugins
@@ -69,6 +73,26 @@ from omni_connector.vllm_v1.vllm_names import TABLE, losses
 print("found", found.__module__, torch.__version__, torch.cuda.is_available(), len(TABLE))
 for each in losses():
     print("lost", each)
+"""
+
+
+# vLLM's server reads the text in this way. The entries of a MultiConnector are made when the model
+# is loaded.
+_BUILD_TRANSFER_CONFIG: Final = """
+import sys
+from pydantic import TypeAdapter, ValidationError
+from vllm.config import KVTransferConfig
+try:
+    made = TypeAdapter(KVTransferConfig).validate_json(sys.stdin.read())
+    entries = made.kv_connector_extra_config.get("connectors", [])
+    for entry in entries if made.kv_connector == "MultiConnector" else []:
+        KVTransferConfig(**{**entry, "engine_id": made.engine_id})
+    print("taken", made.kv_role, made.kv_load_failure_policy)
+except ValidationError as error:
+    first = error.errors()[0]
+    print("refused", *first["loc"], ":", first["msg"])
+except TypeError as error:
+    print("refused", error)
 """
 
 
@@ -103,18 +127,7 @@ def _vllm() -> str:
 def _plugin() -> str:
     if find_spec("vllm") is None:
         raise CheckFailedError("vLLM is not installed, so it cannot load the plugin")
-    script = _LOOK_FOR_PLUGIN.format(name=CONNECTOR_NAME)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", script],  # -P: import nothing from the working directory
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_IMPORT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise CheckFailedError(f"vLLM did not import in {_IMPORT_S:.0f} s") from error
+    done = _in_process(_LOOK_FOR_PLUGIN.format(name=CONNECTOR_NAME))
     lines = [line.split() for line in done.stdout.splitlines()]
     found = next((words for words in lines if words[:1] == ["found"]), None)
     if done.returncode or found is None:
@@ -129,6 +142,43 @@ def _plugin() -> str:
         f"{CONNECTOR_NAME} from {module}; all {names} names of vLLM that it uses are as expected"
         f"{lost}; torch {torch}, {device}"
     )
+
+
+def _in_process(script: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a script that imports vLLM, in a process of its own.
+
+    Args:
+        given: its standard input.
+
+    Raises:
+        CheckFailedError: vLLM did not import in time.
+    """
+    try:
+        return subprocess.run(
+            [sys.executable, "-P", "-c", script],  # -P: import nothing from the working directory
+            input=given,
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CheckFailedError(f"vLLM did not import in {_IMPORT_S:.0f} s") from error
+
+
+def _transfer_config(text: str) -> str:
+    if find_spec("vllm") is None:
+        raise CheckFailedError("vLLM is not installed, so it cannot read --kv-transfer-config")
+    done = _in_process(_BUILD_TRANSFER_CONFIG, text)
+    said = [line for line in done.stdout.splitlines() if line.startswith(("taken ", "refused "))]
+    if not said:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise CheckFailedError(f"vLLM could not read --kv-transfer-config: {last}")
+    verdict, _, rest = said[-1].partition(" ")
+    if verdict == "refused":
+        raise CheckFailedError(f"vLLM refuses --kv-transfer-config: {plain(rest)}")
+    role, policy = rest.split()
+    return f"vLLM takes it: kv_role {role}, kv_load_failure_policy {policy}"
 
 
 def _settings(config: OmniConfig) -> str:
@@ -282,7 +332,8 @@ def _store(config: OmniConfig) -> str:
     if settings is None:
         return "none; engines share no prefixes through a store"
     if not isinstance(settings, FileStoreSettings):
-        return f"a Mooncake Store whose master is {settings.master}; it was not asked"
+        _try_master(settings.master)
+        return f"a Mooncake Store; its master answers at {settings.master}"
     folder = BlockFolder(settings.path)
     key = f"doctor/{os.urandom(8).hex()}"
     missing = [
@@ -300,6 +351,17 @@ def _store(config: OmniConfig) -> str:
     size = settings.size_bytes()
     limit = "a tenth of what is free" if size is None else f"{size / _GIB:.1f} GiB"
     return f"files in {settings.path}, up to {limit}; {free / _GIB:.1f} GiB are free there"
+
+
+def _try_master(master: str) -> None:
+    host, _, port = master.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_MASTER_S).close()
+    except OSError as error:
+        raise CheckFailedError(
+            f"store.master: nobody answers at {master} ({error}); start mooncake_master there, or "
+            "name the host and port where it runs"
+        ) from error
 
 
 def _try_store(settings: FileStoreSettings, key: str) -> None:
@@ -396,6 +458,12 @@ def extra_config(text: str) -> Any:
     return ours[0].kv_connector_extra_config
 
 
+def is_transfer_config(text: str) -> bool:
+    """Whether a text that `extra_config` reads is that of `--kv-transfer-config`: it is not if it
+    holds only our own settings."""
+    return "kv_connector" in msgspec.json.decode(text, type=dict[str, Any])
+
+
 class _Transfer(msgspec.Struct):
     kv_connector: str
     kv_connector_extra_config: dict[str, Any] = {}
@@ -411,6 +479,8 @@ def doctor(config: str | None = None) -> int:
         ConfigError: as `extra_config`.
     """
     findings = examine(None if config is None else extra_config(config))
+    if config is not None and is_transfer_config(config):
+        findings.append(_find("vLLM's settings", partial(_transfer_config, config)))
     _show(findings)
     return 0 if all(finding.ok for finding in findings) else 1
 

@@ -123,6 +123,8 @@ def _tokenizer(which: Tokenizer, trusts_code: bool) -> Callable[..., Any]:
         raise ConfigError("it runs code of its own, which takes --trust-remote-code")
     if not os.path.isabs(which.name) and os.path.exists(which.name):
         raise ConfigError("a folder here has its name")
+    if find_spec("transformers") is None:
+        raise ConfigError("transformers is missing: pip install transformers")
     from transformers import AutoTokenizer
 
     loaded: Callable[..., Any] = AutoTokenizer.from_pretrained(

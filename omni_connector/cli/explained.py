@@ -38,8 +38,7 @@ from omni_connector.prefix.explain import (
     Stored,
     ThisEngine,
 )
-from omni_connector.prefix.lookups import Held
-from omni_connector.prefix.prompts import reach
+from omni_connector.prefix.lookups import Held, reach
 
 _ANSWER_S: Final = 5.0
 """Longest wait for one answer of an engine, in seconds."""

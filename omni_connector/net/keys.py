@@ -55,8 +55,8 @@ def load_key(path: str | Path) -> ClusterKey:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot open the key_file: {error}; `omni-connector keygen` makes one, which all "
-            "engines of the cluster share"
+            f"cannot open the key_file: {error}{_looked_in(path)}; `omni-connector keygen` makes "
+            "one, which all engines of the cluster share"
         ) from error
     try:
         _check_file(path, os.fstat(fd))
@@ -64,6 +64,11 @@ def load_key(path: str | Path) -> ClusterKey:
         return _parse(path, f"/proc/self/fd/{fd}")
     finally:
         os.close(fd)
+
+
+def _looked_in(path: str | Path) -> str:
+    """The folder from which a relative path counts, which need not be that of the configuration."""
+    return "" if os.path.isabs(path) else f", looked for in {os.getcwd()}"
 
 
 def _check_file(path: str | Path, status: os.stat_result) -> None:

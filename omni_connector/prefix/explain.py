@@ -16,20 +16,22 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
 from omni_connector.errors import ProtocolError
-from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
 from omni_connector.net.runtime import socket_path
 from omni_connector.net.unix import Listener
-from omni_connector.prefix.host_blocks import HostBlocks
 from omni_connector.prefix.lookups import Lookup, StoreLookups
-from omni_connector.prefix.misses import Misses
+
+if TYPE_CHECKING:  # they need torch, and who only asks an engine needs none
+    from omni_connector.kv.compatibility import CompatibilityKey
+    from omni_connector.prefix.host_blocks import HostBlocks
+    from omni_connector.prefix.misses import Misses
 
 KIND: Final = "e-"
 """Names of the sockets at which engines answer begin with this."""
@@ -232,7 +234,7 @@ class ExplainedEngine:
 
     folder: Path
     engine_id: str
-    compatibility: CompatibilityKey
+    compatibility: "CompatibilityKey"
     hash_id: str
     model: Any
     hash_block_size: int
@@ -262,9 +264,9 @@ class Explainer:
         self,
         engine: ExplainedEngine,
         *,
-        host: HostBlocks | None,
+        host: "HostBlocks | None",
         lookups: StoreLookups | None,
-        misses: Misses,
+        misses: "Misses",
         prefix: Callable[[], str],
         alone: Callable[[], bool],
         clock: Callable[[], float],

@@ -17,6 +17,7 @@ from msgspec import Meta
 from omni_connector.arena.slot_index import SlotKey
 from omni_connector.arena.slot_pool import SlotPool
 from omni_connector.config import HintName
+from omni_connector.errors import unknown
 from omni_connector.runtime.context import EngineContext
 
 KEY: Final = "omni"
@@ -144,6 +145,36 @@ def _fitting(given: object, *, strict: bool) -> tuple[dict[str, Any], int]:
             except (msgspec.ValidationError, UnicodeError, RecursionError):
                 continue
     return known, len(given) - len(known)
+
+
+def wrong_hint(
+    params: Mapping[Any, Any], extra_args: Mapping[Any, Any] | None = None
+) -> str | None:
+    """What is wrong with the first hint that `read_hints` counts, and what was meant; None where
+    each hint fits by itself.
+
+    >>> wrong_hint({"omni": {"prefech": True}})
+    "unknown hint 'prefech'; did you mean 'prefetch'? Known are cache, pin_s, prefetch"
+    """
+    given = params.get(KEY)
+    if given is not None and not isinstance(given, Mapping):
+        return f"{KEY} must be an object of hints, not {type(given).__name__}"
+    named = {
+        name.removeprefix(XARGS_PREFIX): value
+        for name, value in (extra_args or {}).items()
+        if isinstance(name, str) and name.startswith(XARGS_PREFIX)
+    }
+    for hints, strict in ((given or {}, True), (named, False)):
+        if len(hints) > _MAX_HINTS:
+            return f"a request may have {_MAX_HINTS} hints, not {len(hints)}"
+        for key, value in hints.items():
+            if key not in Hints.__struct_fields__:
+                return unknown("hint", key, Hints.__struct_fields__)
+            try:
+                msgspec.convert({key: value}, Hints, strict=strict)
+            except (msgspec.ValidationError, UnicodeError, RecursionError) as error:
+                return f"hint {key}: {error}"
+    return None
 
 
 def tenant_of(cache_salt: str | None, tenants: Collection[str] = (ANY_SALT,)) -> int:

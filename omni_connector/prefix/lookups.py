@@ -79,6 +79,28 @@ class Held:
         return int(self.misses[at]) if at < len(self.misses) else max(start, len(self.blocks))
 
 
+def reach(groups: Sequence[tuple[GroupShape, Held]], unit: int, start: int, end: int) -> int:
+    """The end of the longest prefix, in tokens, whose part after `start` can be loaded.
+
+    Every block that the tokens after the prefix read has to be held. `start` if none can be loaded.
+
+    Args:
+        groups: each with the blocks that are held.
+        unit: tokens; prefixes end at multiples of it.
+        start: tokens that vLLM has itself.
+        end: the most tokens that the prefix may have.
+    """
+    for shape, held in groups:
+        if shape.attention_type == "all":
+            end = min(end, held.reach(start // shape.block_size) * shape.block_size)
+    tokens = np.arange(end // unit * unit, start, -unit)
+    held_by_all = np.ones(len(tokens), bool)
+    for shape, held in groups:
+        if shape.attention_type != "all":
+            held_by_all &= held.has(*shape.needed_by_each(tokens, start))
+    return int(tokens[held_by_all.argmax()]) if held_by_all.any() else start
+
+
 @dataclass(slots=True, eq=False)
 class Lookup:
     """A look-up of one prompt.

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import zip_longest
 
-import numpy as np
-
 from omni_connector.copy.ledger import EngineRequest
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.hints import Hints
 from omni_connector.prefix.host_blocks import Found
-from omni_connector.prefix.lookups import Held, Lookup
+from omni_connector.prefix.lookups import Held, Lookup, reach
 
 
 @dataclass(frozen=True)
@@ -120,25 +118,3 @@ class SharedPrompt:
     def reach(self, groups: Sequence[GroupShape], unit: int, start: int, end: int) -> int:
         """See `reach`."""
         return reach(list(zip(groups, self.held(), strict=True)), unit, start, end)
-
-
-def reach(groups: Sequence[tuple[GroupShape, Held]], unit: int, start: int, end: int) -> int:
-    """The end of the longest prefix, in tokens, whose part after `start` can be loaded.
-
-    Every block that the tokens after the prefix read has to be held. `start` if none can be loaded.
-
-    Args:
-        groups: each with the blocks that are held.
-        unit: tokens; prefixes end at multiples of it.
-        start: tokens that vLLM has itself.
-        end: the most tokens that the prefix may have.
-    """
-    for shape, held in groups:
-        if shape.attention_type == "all":
-            end = min(end, held.reach(start // shape.block_size) * shape.block_size)
-    tokens = np.arange(end // unit * unit, start, -unit)
-    held_by_all = np.ones(len(tokens), bool)
-    for shape, held in groups:
-        if shape.attention_type != "all":
-            held_by_all &= held.has(*shape.needed_by_each(tokens, start))
-    return int(tokens[held_by_all.argmax()]) if held_by_all.any() else start

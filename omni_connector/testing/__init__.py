@@ -2,8 +2,8 @@
 """Tools for testing what is built on, or beside, this package.
 
 `TransportConformance`, the suite that every transport has to pass, `ObjectConformance`, that of
-connectors that pass objects, and `StoreConformance`, that of stores, need pytest and Hypothesis and
-are imported on first use.
+connectors that pass objects, and `StoreConformance`, that of stores, need pytest and Hypothesis
+(`pip install 'omni-connector[testing]'`) and are imported on first use.
 """
 
 from typing import TYPE_CHECKING
@@ -32,6 +32,13 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _SUITES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from omni_connector.testing import conformance
+    try:
+        from omni_connector.testing import conformance
+    except ModuleNotFoundError as error:
+        if error.name not in ("hypothesis", "pytest"):
+            raise
+        raise ModuleNotFoundError(
+            f"{name} needs {error.name}: pip install 'omni-connector[testing]'", name=error.name
+        ) from error
 
     return getattr(conformance, name)

@@ -115,7 +115,8 @@ class Choice(NamedTuple):
 
     Attributes:
         transport, address: of the arena's endpoint.
-        reason: `configured`, `nearest`, or `nearer_ones_cannot`.
+        reason: `configured`: the settings name the transport. `nearest`: it is the first of those
+            that `auto` has. `nearer_ones_cannot`: the nearer ones do not reach the peer.
         why: the reason in words.
     """
 
@@ -131,11 +132,17 @@ class Transports:
     Args:
         readers: all transports.
         exporters: the ones by which peers may read our arena.
+        configured: whether the settings name the only one.
     """
 
     def __init__(
-        self, readers: Sequence[ArenaTransport], exporters: Sequence[ArenaTransport]
+        self,
+        readers: Sequence[ArenaTransport],
+        exporters: Sequence[ArenaTransport],
+        *,
+        configured: bool = False,
     ) -> None:
+        self._configured = configured
         self._readers = tuple(readers)
         self._exporters = tuple(exporters)
         self._untold: deque[Choice] = deque(maxlen=_MAX_CHOSEN)
@@ -206,7 +213,7 @@ class Transports:
             transport.close()
 
     def _note(self, endpoint: Endpoint, obstacles: list[str]) -> None:
-        if len(self._readers) == 1:
+        if self._configured:
             reason, why = "configured", "as configured"
         elif obstacles:
             reason, why = "nearer_ones_cannot", "; ".join(obstacles)
@@ -246,7 +253,7 @@ def make_transports(config: OmniConfig, offers: bool = True) -> Transports:
     exporters = [
         each for each in transports if each is transports[0] or listens or not each.beyond_host
     ]
-    return Transports(transports, exporters)
+    return Transports(transports, exporters, configured=config.transport != AUTO)
 
 
 def check_transports(config: OmniConfig) -> None:

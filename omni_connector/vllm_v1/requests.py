@@ -2,7 +2,7 @@
 """What the scheduler half reads of vLLM's requests, and what it changes of them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
@@ -13,7 +13,9 @@ from vllm.v1.request import Request, RequestStatus
 from omni_connector.handoff.params import is_usable
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.truncation import answer_one_token
-from omni_connector.prefix.hints import KEY, NO_HINTS, read_hints
+from omni_connector.net.status import plain
+from omni_connector.net.warnings import Warnings
+from omni_connector.prefix.hints import KEY, NO_HINTS, read_hints, wrong_hint
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.runtime.stats import Stats
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 logger = init_logger("vllm.omni_connector.scheduler")
+
+# Longest text of a client's hint in the log, in characters: two lines of a terminal.
+_SHOWN_CHARS: Final = 200
 
 
 def prompt_of(
@@ -68,18 +73,24 @@ def drop_unusable(request: "Request", stats: Stats) -> None:
         request.kv_transfer_params = None
 
 
-def take_hints(request: "Request", shared: SharedPrefix | None, stats: Stats) -> None:
+def take_hints(
+    request: "Request", shared: SharedPrefix | None, stats: Stats, warnings: Warnings
+) -> None:
     """Read the hints of a new request, and leave of its params what they say of a hand-off.
 
     Args:
+        warnings: of clients' hints that are misspelt.
         shared: is told of the hints; None where nothing is shared.
         stats: counts hints that are not followed.
     """
     params, sampling = request.kv_transfer_params, request.sampling_params
     known = params if isinstance(params, Mapping) else {}
-    hints, bad = read_hints(known, None if sampling is None else sampling.extra_args)
+    extra_args = None if sampling is None else sampling.extra_args
+    hints, bad = read_hints(known, extra_args)
     if hints == NO_HINTS and not bad and KEY not in known:
         return
+    if bad and (wrong := wrong_hint(known, extra_args)):
+        warnings.warn("Request %s: %s (bad_hints)", request.request_id, plain(wrong)[:_SHOWN_CHARS])
     if shared is None:
         bad += hints.asks_arena
         hints = NO_HINTS

@@ -29,6 +29,7 @@ from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.truncation import TRUNCATED, truncate, truncation_refusal
 from omni_connector.identity.adapters import AdapterContents
 from omni_connector.identity.epochs import WeightsEpoch
+from omni_connector.net.warnings import Warnings
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.trace import now
@@ -118,6 +119,7 @@ class OmniScheduler:
         self._shared = shared
         self._events = events
         self._stats = context.stats
+        self._hint_warnings = Warnings(logger, context.clock)
         self._report = report
         self._adapters = AdapterContents(context, vllm_config.parallel_config.tensor_parallel_size)
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
@@ -149,7 +151,7 @@ class OmniScheduler:
     def on_new_request(self, request: "Request") -> None:
         """A request has arrived: ask for its KV elsewhere, or prepare to hand it off."""
         self._follow_weights()
-        take_hints(request, self._shared, self._stats)
+        take_hints(request, self._shared, self._stats, self._hint_warnings)
         drop_unusable(request, self._stats)
         self._adapters.begins(request)
         if not (request.kv_transfer_params or self._shared is not None):

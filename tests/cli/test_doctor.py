@@ -2,8 +2,12 @@
 """What the doctor finds, and how it says so."""
 
 import errno
+import io
+import json
 import os
+import socket
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -200,6 +204,7 @@ def test_mooncake_is_missed_where_it_is_needed(
     for name in [name for name in sys.modules if name.partition(".")[0] == "mooncake"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "mooncake", None)
+    monkeypatch.setattr(module, "_try_master", lambda master: None)
     wrong = _wrong(given)
     assert [finding.what for finding in wrong] == ["Mooncake"] * needed
     assert all("Mooncake is not installed" in finding.text for finding in wrong)
@@ -240,6 +245,69 @@ def test_what_vllm_is_given_is_examined(capsys: pytest.CaptureFixture[str]) -> N
     assert "unknown transport" in capsys.readouterr().out
     assert main(["doctor", "--config", '{"namespace": "team-a"}']) == 0
     assert "namespace team-a" in capsys.readouterr().out
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({}, None),
+        ({"kv_role": None}, "kv_role"),
+        ({"kv_role": "kv_bth"}, "kv_role"),
+        ({"kv_load_failure_policy": "recompue"}, "kv_load_failure_policy"),
+        ({"kv_conector": "x"}, "kv_conector"),
+    ],
+)
+@pytest.mark.parametrize("within", [False, True])
+def test_what_vllm_itself_refuses_is_found(
+    changed: dict[str, str | None],
+    told: str | None,
+    within: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def here(script: str, text: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        exec(script, {})
+        return subprocess.CompletedProcess([], 0, *capsys.readouterr())
+
+    monkeypatch.setattr(module, "_in_process", here)
+    given = {"kv_connector": "OmniKVConnector", "kv_role": "kv_both", **changed}
+    given = {key: value for key, value in given.items() if value is not None}
+    if within:
+        entries = {"connectors": [given]}
+        given = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+        given["kv_connector_extra_config"] = entries
+    found = module._find("vLLM", lambda: module._transfer_config(json.dumps(given)))
+    assert found.ok is (told is None), found.text
+    assert (told or "kv_role kv_both") in found.text
+
+
+@pytest.mark.usefixtures("quick")
+def test_vllm_is_asked_where_its_own_settings_are_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(module, "_transfer_config", lambda text: asked.append(text) or "fine")
+    whole = '{"kv_connector": "OmniKVConnector", "kv_role": "kv_both"}'
+    assert main(["doctor", "--config", whole]) == 0
+    assert main(["doctor", "--config", "{}"]) == 0
+    assert asked == [whole]
+
+
+def test_the_master_of_a_store_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as master:
+        master.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{master.getsockname()[1]}"
+        monkeypatch.setenv("OMNI_CONNECTOR_STORE", f'{{"master": "{address}"}}')
+        finding = _find("store")
+        assert not finding.ok
+        assert f"nobody answers at {address}" in finding.text
+        assert "mooncake_master" in finding.text
+        master.listen()
+        finding = _find("store")
+        assert finding.ok, finding.text
+        assert address in finding.text
 
 
 def test_a_runtime_folder_open_to_others_is_found(tmp_path: Path) -> None:
@@ -336,8 +404,3 @@ def test_a_store_whose_disk_is_full_is_found(
     finding = _find("store")
     assert not finding.ok
     assert "takes no blocks, or loses them (ENOSPC" in finding.text
-
-
-def test_a_mooncake_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMNI_CONNECTOR_STORE", '{"master": "10.0.0.5:50051"}')
-    assert "master is 10.0.0.5:50051" in _find("store").text

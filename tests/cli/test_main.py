@@ -138,3 +138,43 @@ def test_a_demo_without_the_right_vllm_says_which_ones_work(
     monkeypatch.setattr(plugin, "version", lambda name: "0.1.0")
     assert main(["demo"]) == 2
     assert plugin.supported_range() in capsys.readouterr().err
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules.update(dict.fromkeys(("torch", "vllm", "transformers", "llvmlite")))  # none can be had
+from omni_connector.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["top", "--once"], 0),
+        (["explain", "--tokens", "1,2,3", "--json"], 1),
+        (["doctor", "--config", "{}"], 1),
+    ],
+)
+def test_who_only_watches_needs_no_torch(arguments: list[str], status: int, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *arguments],
+        env={**os.environ, RUNTIME_DIR_VARIABLE: str(tmp_path / "run")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_package_is_a_command_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "omni_connector", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == f"omni-connector {__version__}\n"

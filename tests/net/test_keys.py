@@ -149,3 +149,11 @@ def test_namespaces_of_a_runtime_folder_share_the_key_of_loopback(
     assert not list(runtime_dir().iterdir())
     monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(tmp_path / "other"))
     assert loopback_key() != key
+
+
+def test_a_relative_path_is_told_with_the_folder_from_which_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"omni.key.*looked for in {tmp_path}"):
+        load_key("omni.key")

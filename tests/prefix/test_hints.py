@@ -19,6 +19,7 @@ from omni_connector.prefix.hints import (
     Hints,
     read_hints,
     tenant_of,
+    wrong_hint,
 )
 from omni_connector.runtime.context import EngineContext
 from omni_connector.testing.clock import FakeClock
@@ -101,6 +102,28 @@ def test_whatever_is_asked_is_read(asked: object, xargs: dict[object, object]) -
     hints, bad = read_hints({"omni": asked}, {f"omni_{name}": xargs[name] for name in xargs})
     assert 0 <= hints.pin_s <= MAX_PIN_S
     assert 0 <= bad <= 33
+
+
+@given(ASKED | ANYTHING, ASKED)
+def test_each_wrong_hint_is_told_of(asked: object, xargs: dict[object, object]) -> None:
+    named = {f"omni_{name}": xargs[name] for name in xargs}
+    _, bad = read_hints({"omni": asked}, named)
+    told = wrong_hint({"omni": asked}, named)
+    contradict = read_hints({"omni": asked}, named)[0] == Hints("no")
+    assert (told is not None) == (bad > 0) or (contradict and told is None)
+
+
+@pytest.mark.parametrize(
+    ("params", "xargs", "told"),
+    [
+        ({"cach": "no"}, {}, "unknown hint 'cach'; did you mean 'cache'?"),
+        ({}, {"omni_pinn_s": 5}, "unknown hint 'pinn_s'; did you mean 'pin_s'?"),
+        ({"cache": "never"}, {}, "hint cache: Invalid enum value 'never'"),
+        ([], {}, "omni must be an object of hints, not list"),
+    ],
+)
+def test_a_wrong_hint_is_named(params: object, xargs: dict[str, object], told: str) -> None:
+    assert (wrong_hint({"omni": params}, xargs) or "").startswith(told)
 
 
 def test_tenants_differ_by_their_salt() -> None:

@@ -105,12 +105,13 @@ def test_a_peer_that_no_transport_reaches(both) -> None:
     assert not both.take_choices()
 
 
-def test_a_single_transport_is_as_configured(place) -> None:
+def test_a_single_transport_is_configured_only_where_it_was_named(place) -> None:
     reader = SharedMemoryTransport(folder=place)
-    transports = Transports([reader], [reader])
-    transports.choose((shm_endpoint("/anywhere"), MOONCAKE))
-    assert transports.take_choices()[0].reason == "configured"
-    transports.close()
+    for configured, reason in ((True, "configured"), (False, "nearest")):
+        transports = Transports([reader], [reader], configured=configured)
+        transports.choose((shm_endpoint("/anywhere"), MOONCAKE))
+        assert transports.take_choices()[0].reason == reason
+    reader.close()
 
 
 def test_an_export_that_fails_leaves_none(place, arena, monkeypatch) -> None:

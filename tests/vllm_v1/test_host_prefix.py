@@ -795,6 +795,14 @@ def test_bad_hints_are_counted_and_change_nothing(sharer, tokens, asked, bad):
     assert (alone.count("bad_hints"), alone.failures()) == (bad, {})
 
 
+def test_a_hint_that_is_misspelt_is_named_once_in_a_while(sharer, log):
+    alone = sharer()
+    for request in range(3):
+        publish(alone, prompt(3 * BLOCK, seed=request), params={"omni": {"prefech": True}})
+    [told] = [each for each in log if "bad_hints" in each]
+    assert "unknown hint 'prefech'; did you mean 'prefetch'?" in told
+
+
 def test_hints_of_an_engine_that_shares_nothing_are_counted(engine, tokens):
     alone = engine("kv_both")
     for asked in ({"pin_s": 5}, {"prefetch": True}, {"cache": "high"}, {"cache": "no"}):

@@ -64,7 +64,7 @@ def test_each_side_counts_its_part(reported):
         "blocks_loaded": 5,
         "bytes_loaded": SIZE,
         "failure:foreign_params": 1,
-        "peer:shm:configured": 1,
+        "peer:shm:nearest": 1,
     }
     assert set(prefill.data["seconds"]) == {"save"}
     assert set(decode.data["seconds"]) == {"load", "claim"}

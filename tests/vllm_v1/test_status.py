@@ -56,7 +56,7 @@ def test_both_sides_of_a_hand_off_tell_their_part(engine, runtime):
     # What the workers have counted, and what the scheduler half has.
     assert (p.counts["bytes_saved"], p.counts["handoffs_offered"]) == (SIZE, 1)
     assert (d.counts["bytes_loaded"], d.counts["handoffs_received"]) == (SIZE, 1)
-    assert d.peers == {"shm:configured": 1}
+    assert d.peers == {"shm:nearest": 1}
     assert p.seconds["save"].count == d.seconds["load"].count == 1
     assert p.usage.slots_cached == 4
     assert p.cached_tokens == 0
